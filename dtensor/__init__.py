@@ -1,0 +1,47 @@
+"""dtensor: a distributed tensor made for torch.compile."""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ._torch import optim_foreach_types, utils_foreach_types
+from . import composite as composite  # registers what is caught whole
+from .api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+from .errors import (
+    MeshError,
+    MixedTensorError,
+    OperatorError,
+    PassError,
+    PlacementError,
+    ShardingError,
+)
+from .placements import Partial, Placement, Replicate, Shard
+from .tensor import DTensor
+
+__version__ = "0.1.0"
+
+for _types in (optim_foreach_types, utils_foreach_types):
+    if DTensor not in _types:
+        _types.append(DTensor)
+
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "MeshError",
+    "MixedTensorError",
+    "OperatorError",
+    "Partial",
+    "PassError",
+    "Placement",
+    "PlacementError",
+    "Replicate",
+    "Shard",
+    "ShardingError",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "init_device_mesh",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
+]

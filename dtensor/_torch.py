@@ -1,0 +1,141 @@
+"""Everything of torch that is not public, in one place.
+
+The rest of the library names no private part of torch: what a new release may move is found and mended here.
+Importing this module checks the torch version and raises `ImportError` outside the supported range.
+"""
+
+import contextlib
+
+import torch
+from torch._guards import detect_fake_mode
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor as functional_tensor
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.device_mesh import _mesh_resources as mesh_resources
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+SUPPORTED = ((2, 13), (2, 14))
+"""The supported torch releases: at least the first, below the second."""
+
+
+def check_version(version: str) -> None:
+    """Raise ImportError if `version` (such as "2.13.0+cpu") lies outside `SUPPORTED`."""
+    found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    low, high = SUPPORTED
+    if not low <= found < high:
+        text = ".".join(map(str, low)), ".".join(map(str, high))
+        raise ImportError(
+            f"dtensor supports torch >={text[0]},<{text[1]} but torch {version} is installed; "
+            f"write: pip install 'torch>={text[0]},<{text[1]}'"
+        )
+
+
+check_version(torch.__version__)
+
+c10d = torch.ops._c10d_functional
+"""The functional collectives: a start op and `wait_tensor`."""
+
+disable_dynamo = torch._disable_dynamo
+disabled_torch_function = torch._C._disabled_torch_function_impl
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+decompositions = torch._decomp.decomposition_table
+
+# A dispatch key above autograd that DTensor carries and no other tensor does. Every operator falls through it
+# (at no cost) but those that must be seen before torch takes them apart.
+OWN_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericWrapper")
+OWN_KEYSET = torch._C.DispatchKeySet(OWN_KEY)
+_fallthrough = torch.library.Library("_", "IMPL")
+_fallthrough.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericWrapper")
+_own = torch.library.Library("aten", "IMPL")
+
+
+def intercept(name: str, kernel) -> None:
+    """Run `kernel` in place of the composite `aten::{name}` whenever an argument is a DTensor."""
+    _own.impl(name, kernel, "TESTING_ONLY_GenericWrapper")
+
+
+def without_own_key():
+    """Context in which `intercept` does not apply, to call the intercepted operator itself."""
+    return torch._C._ExcludeDispatchKeyGuard(OWN_KEYSET)
+
+
+def register_value_type(cls: type, members: tuple[str, ...]) -> None:
+    """Let Dynamo treat instances of the frozen class `cls` as constants; `members` are read at trace time."""
+    register_opaque_type(cls, typ="value", members=dict.fromkeys(members, MemberType.USE_REAL))
+
+
+@contextlib.contextmanager
+def threaded_process_group():
+    """Context in which the threads of this process can be ranks of a process group with backend "threaded".
+
+    A testing tool of torch, imported on call. Gives its class, whose `exception_handle` ends collectives that wait.
+    """
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        yield threaded.ProcessLocalGroup
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+def current_device_mesh():
+    """The mesh of the innermost `with mesh:` block, or None."""
+    stack = mesh_resources.mesh_stack
+    return stack[-1] if stack else None
+
+
+def schema(op: OpOverload) -> torch.FunctionSchema:
+    """The schema of an operator: what it takes, returns, mutates and aliases."""
+    return op._schema
+
+
+def hint(size) -> int:
+    """The number behind a size: itself, or the example value of a SymInt (adds no guard)."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint if size.node.hint is not None else 8192)
+    return int(size)
+
+
+__all__ = [
+    "OWN_KEYSET",
+    "FakeTensor",
+    "FakeTensorMode",
+    "MemberType",
+    "TorchDispatchMode",
+    "OpOverload",
+    "c10d",
+    "check_version",
+    "current_device_mesh",
+    "decompositions",
+    "detect_fake_mode",
+    "disable_current_modes",
+    "disable_dynamo",
+    "disabled_torch_function",
+    "functional_collectives",
+    "functional_tensor",
+    "hint",
+    "intercept",
+    "make_fx",
+    "make_wrapper_subclass",
+    "mesh_resources",
+    "optim_foreach_types",
+    "register_value_type",
+    "resolve_process_group",
+    "return_and_correct_aliasing",
+    "schema",
+    "threaded_process_group",
+    "utils_foreach_types",
+    "without_own_key",
+]

@@ -1,0 +1,237 @@
+"""Making DTensors: `distribute_tensor`, `distribute_module` and the factories."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from .boundary import current_mesh, from_source
+from .errors import MeshError, PlacementError
+from .layout import Layout
+from .placements import Placement, Replicate, as_placements
+from .rules.random import keep_shard
+from .sampling import sample
+from .spec import Spec, contiguous_stride
+from .tensor import DTensor
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Distribute a global tensor over a mesh.
+
+    Args:
+        tensor: the global tensor, a leaf; its values are taken from `src_data_rank`.
+        device_mesh: the mesh; None takes the current one.
+        placements: one per mesh axis, Shard or Replicate; None replicates. Shards are cut as `torch.chunk` cuts.
+        src_data_rank: rank along each mesh axis whose data counts, broadcast to the others; None takes each rank's own
+            without communication.
+
+    Returns:
+        A leaf DTensor with `requires_grad` of `tensor`. An `nn.Parameter` gives an `nn.Parameter`.
+
+    Raises:
+        PlacementError: placements do not fit mesh or tensor, or one is Partial.
+        ValueError: `tensor` is no leaf.
+        MeshError: `tensor` is a DTensor on another mesh or in other placements.
+    """
+    mesh = device_mesh if device_mesh is not None else current_mesh()
+    if getattr(mesh, "device_type", None) == "xla":
+        return _xla(tensor, mesh, placements)
+    checked = as_placements(placements, mesh.ndim, tensor.dim())
+    if isinstance(tensor, DTensor):
+        return _already_distributed(tensor, mesh, checked)
+    if not tensor.is_leaf:
+        raise ValueError(
+            "distribute_tensor takes a leaf tensor, but the one given was computed with gradients; "
+            "write distribute_tensor(x.detach(), …), or DTensor.from_local(x, …) to keep its history"
+        )
+    if any(p.is_partial() for p in checked):
+        raise PlacementError(
+            f"distribute_tensor takes Shard(dim) or Replicate(), got {list(checked)}; for local parts of a sum write "
+            "DTensor.from_local(x, device_mesh, [Partial()])"
+        )
+    layout = Layout.of(checked, tensor.dim())
+    spec = Spec.make(mesh, layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
+    data = tensor.detach()
+    if mesh.get_coordinate() is not None:
+        data = data.to(mesh.device_type)
+        data = from_source(data, mesh, src_data_rank) if src_data_rank is not None else data.contiguous().clone()
+        data = keep_shard(data, layout, mesh)
+    made = DTensor(data, mesh, layout, spec.shape, spec.stride, tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)  # pyright: ignore[reportReturnType]
+    return made
+
+
+def _already_distributed(tensor: DTensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
+    if tensor.device_mesh != mesh:
+        raise MeshError(f"the tensor already lives on {tensor.device_mesh}, not on {mesh}; write x.full_tensor() first")
+    if tensor.placements != placements:
+        raise PlacementError(
+            f"the tensor is already distributed as {list(tensor.placements)}; "
+            f"write x.redistribute(placements={list(placements)})"
+        )
+    return tensor
+
+
+def _xla(tensor, mesh, placements):
+    try:
+        from torch_xla.distributed.spmd import xla_distribute_tensor  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("a mesh of device type 'xla' needs torch_xla; write: pip install torch_xla") from error
+    return xla_distribute_tensor(tensor, mesh, placements)
+
+
+PartitionFn = Callable[[str, nn.Module, Any], None]
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: Any = None,
+    partition_fn: PartitionFn | None = None,
+    input_fn: Callable[..., Any] | None = None,
+    output_fn: Callable[..., Any] | None = None,
+) -> nn.Module:
+    """Distribute a module's parameters and buffers in place, and convert what goes in and out.
+
+    Args:
+        module: the module; its plain parameters and buffers become DTensors.
+        device_mesh: the mesh; None takes the current one.
+        partition_fn: called with (name, submodule, device_mesh) for every submodule, to distribute its parameters;
+            what it leaves plain is replicated.
+        input_fn: called with (module, inputs, device_mesh) before the forward; returns the inputs.
+        output_fn: called with (module, outputs, device_mesh) after it; returns the outputs.
+
+    Raises:
+        TypeError: a hook takes a wrong number of arguments.
+        RuntimeError: the module was distributed before.
+    """
+    mesh = device_mesh if device_mesh is not None else current_mesh()
+    if getattr(module, "_distributed_module", False):
+        raise RuntimeError("distribute_module was already called on this module; call it once, on the plain module")
+    for name, sub in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, sub, mesh)
+        _replicate_rest(sub, mesh)
+    if input_fn is not None:
+        wants_module = _takes_module(input_fn, "input_fn", "(module, inputs, device_mesh)")
+        module.register_forward_pre_hook(
+            (lambda mod, inputs: input_fn(mod, inputs, mesh)) if wants_module else (lambda _, inputs: input_fn(inputs, mesh))
+        )
+    if output_fn is not None:
+        wants_module = _takes_module(output_fn, "output_fn", "(module, outputs, device_mesh)")
+        module.register_forward_hook(
+            (lambda mod, _, outputs: output_fn(mod, outputs, mesh))
+            if wants_module
+            else (lambda _, __, outputs: output_fn(outputs, mesh))
+        )
+    module._distributed_module = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: Any) -> None:
+    replicate = [Replicate()] * mesh.ndim
+    for name, p in module.named_parameters(recurse=False):
+        if not isinstance(p, DTensor):
+            module.register_parameter(name, distribute_tensor(p, mesh, replicate))  # pyright: ignore[reportArgumentType]
+    for name, b in module.named_buffers(recurse=False):
+        if not isinstance(b, DTensor):
+            module._buffers[name] = distribute_tensor(b, mesh, replicate)
+
+
+def _takes_module(hook: Callable[..., Any], name: str, form: str) -> bool:
+    count = len(inspect.signature(hook).parameters)
+    if count == 2:
+        warnings.warn(f"{name} with two arguments is deprecated; write {name}{form}", FutureWarning, stacklevel=3)
+        return False
+    if count != 3:
+        raise TypeError(f"{name} takes {form}, the one given takes {count} arguments")
+    return True
+
+
+def _make(fill: Callable[..., torch.Tensor], size, dtype, layout, requires_grad, device_mesh, placements) -> DTensor:
+    """A DTensor of a constant: each rank fills its own shard only."""
+    spec = _spec(size, dtype, layout, device_mesh, placements)
+    local = fill(spec.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type)
+    return DTensor(local, spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
+
+
+def _spec(size, dtype, layout, device_mesh, placements) -> Spec:
+    if layout != torch.strided:
+        raise ValueError(f"DTensor factories make torch.strided tensors, got layout={layout}")
+    shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
+    mesh = device_mesh if device_mesh is not None else current_mesh()
+    checked = as_placements(placements, mesh.ndim, len(shape))
+    if any(p.is_partial() for p in checked):
+        raise PlacementError(f"a factory takes Shard(dim) or Replicate(), got {list(checked)}")
+    dtype = dtype if dtype is not None else torch.get_default_dtype()
+    return Spec.make(mesh, Layout.of(checked, len(shape)), shape, contiguous_stride(shape), dtype)
+
+
+def zeros(
+    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+) -> DTensor:
+    """Zeros of global shape `size`; each rank makes its shard only."""
+    return _make(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def ones(
+    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+) -> DTensor:
+    """Ones of global shape `size`; each rank makes its shard only."""
+    return _make(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def empty(
+    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+) -> DTensor:
+    """Uninitialised, of global shape `size`; each rank makes its shard only."""
+    return _make(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
+
+
+def full(
+    size, fill_value, *, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+) -> DTensor:
+    """`fill_value` everywhere, of global shape `size`; each rank makes its shard only."""
+    dtype = dtype if dtype is not None else torch.tensor(fill_value).dtype
+
+    def fill(shape, *, dtype, device):
+        return torch.full(shape, fill_value, dtype=dtype, device=device)
+
+    return _make(fill, (tuple(size),), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def rand(
+    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+) -> DTensor:
+    """Uniform in [0, 1), of global shape `size`: the numbers `torch.rand(size)` gives on one device with the same seed."""
+    spec = _spec(size, dtype, layout, device_mesh, placements)
+    return DTensor(sample(torch.rand, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
+
+
+def randn(
+    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+) -> DTensor:
+    """Standard normal, of global shape `size`: the numbers `torch.randn(size)` gives on one device with the same seed."""
+    spec = _spec(size, dtype, layout, device_mesh, placements)
+    return DTensor(sample(torch.randn, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
+
+
+__all__ = [
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "ones",
+    "rand",
+    "randn",
+    "zeros",
+]

@@ -1,0 +1,75 @@
+"""Where plain tensors meet the mesh: the current mesh, checks across ranks, scattering a tensor from one rank.
+
+The only part of the tensor's own code that talks to process groups directly; never runs while a graph is traced.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ._torch import FakeTensor, current_device_mesh, functional_tensor
+from .errors import MeshError, PlacementError
+from .placements import Placement
+
+
+def current_mesh() -> Any:
+    """The mesh of the innermost `with mesh:` block.
+
+    Raises:
+        MeshError: there is none.
+    """
+    found = current_device_mesh()
+    if found is None:
+        raise MeshError("no device mesh was given and none is current; pass device_mesh, or write `with mesh:` around")
+    return found
+
+
+def is_tracing(out) -> bool:
+    """Whether `out`, a DTensor or a sequence of them, holds fake or functional tensors."""
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    local = getattr(first, "_local_tensor", None)
+    return isinstance(local, (FakeTensor, functional_tensor))
+
+
+def check_replicas(
+    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool
+) -> torch.Tensor:
+    """Compare shape (if `with_shape`) and dtype across the mesh, then broadcast replicas from their axis' first rank.
+
+    Raises:
+        PlacementError: on every rank of the mesh, if any two ranks differ.
+    """
+    if mesh.get_coordinate() is None:
+        return local
+    mine = (tuple(local.shape) if with_shape else None, str(local.dtype))
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        found: list[Any] = [None] * group.size()
+        dist.all_gather_object(found, mine, group=group)
+        if any(f != found[0] for f in found):
+            ranks = dict(zip(dist.get_process_group_ranks(group), found))
+            raise PlacementError(
+                f"from_local: shape and dtype differ between the ranks of mesh axis {axis}: {ranks}; "
+                "pass the global shape and stride for uneven shards"
+            )
+    local = local.detach().clone().requires_grad_(local.requires_grad) if not local.requires_grad else local
+    for axis, p in enumerate(placements):
+        if p.is_replicate():
+            local = local.contiguous()
+            with torch.no_grad():
+                group = mesh.get_group(axis)
+                dist.broadcast(local.detach(), dist.get_global_rank(group, 0), group=group)
+    return local
+
+
+def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:
+    """The global tensor that rank `src_data_rank` (of each mesh axis) holds, on every rank of the mesh."""
+    data = tensor.detach().contiguous().clone()
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        dist.broadcast(data, dist.get_global_rank(group, src_data_rank), group=group)
+    return data
+
+
+__all__ = ["check_replicas", "current_mesh", "from_source", "is_tracing"]

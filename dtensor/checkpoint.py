@@ -1,0 +1,81 @@
+"""The protocol of torch.distributed.checkpoint: which part of the global tensor this rank writes and reads."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from .errors import PlacementError
+from .layout import Layout
+from .spec import Spec, mesh_shape
+
+if TYPE_CHECKING:
+    from .tensor import DTensor
+
+
+def chunk(spec: Spec) -> tuple[torch.Size, torch.Size]:
+    """Sizes of this rank's shard and its offsets in the global tensor, in elements per dimension.
+
+    Raises:
+        PlacementError: the tensor is partial, so no rank holds final values.
+    """
+    if spec.layout.partial:
+        raise PlacementError(
+            f"a tensor in layout {spec.layout} holds no final values to save; "
+            "write x.redistribute(placements=[Replicate(), …]) first"
+        )
+    coordinate = spec.coordinate
+    if coordinate is None:
+        return torch.Size([0] * spec.ndim), torch.Size(spec.shape)
+    sizes = torch.Size(spec.local_shape())
+    offsets = _offsets(spec.layout, spec.shape, mesh_shape(spec.mesh), coordinate)
+    return sizes, torch.Size(offsets)
+
+
+def _offsets(layout: Layout, shape: tuple, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> list[int]:
+    offsets = [0] * len(shape)
+    for dim, axes in enumerate(layout.dims):
+        length = shape[dim]
+        for axis in axes:
+            step = -(-length // mesh[axis])
+            start = min(coordinate[axis] * step, length)
+            offsets[dim] += start
+            length = min(step, length - start)
+    return offsets
+
+
+def write_items(tensor: "DTensor", fqn: str) -> list[WriteItem]:
+    """What this rank writes of `tensor` under the name `fqn`; replicas are removed by the planner."""
+    sizes, offsets = chunk(tensor._spec)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+        properties=TensorProperties.create_from_tensor(tensor.to_local()),
+        size=tensor.size(),
+    )
+    return [WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+
+def chunk_list(tensor: "DTensor") -> list[ChunkStorageMetadata]:
+    """This rank's shard of `tensor` as sizes and offsets: one chunk."""
+    sizes, offsets = chunk(tensor._spec)
+    return [ChunkStorageMetadata(offsets=offsets, sizes=sizes)]
+
+
+def tensor_shard(tensor: "DTensor", index: MetadataIndex) -> torch.Tensor:
+    """The local tensor that the chunk at `index` is read from or written to.
+
+    Raises:
+        ValueError: this rank's shard does not begin at the offset asked for.
+    """
+    _, offsets = chunk(tensor._spec)
+    if index.offset is not None and torch.Size(index.offset) != offsets:
+        raise ValueError(f"{index.fqn}: this rank's shard begins at {tuple(offsets)}, not at {tuple(index.offset)}")
+    return tensor.to_local()
+
+
+__all__ = ["chunk", "chunk_list", "tensor_shard", "write_items"]

@@ -1,0 +1,177 @@
+"""The five redistribution operators, `torch.ops.dtensor.*`: all that a compiled graph says about communication.
+
+    all_gather(x, dim, size, group)                        S(dim) -> R      `size`: length of `dim` afterwards
+    reduce_scatter(x, reduce_op, dim, group)               P -> S(dim)
+    all_reduce(x, reduce_op, group)                        P -> R
+    all_to_all(x, gather_dim, scatter_dim, size, group)    S(gather_dim) -> S(scatter_dim)
+    shard(x, dim, group)                                   R -> S(dim)      no communication
+
+`x` is a local tensor, `group` the name of a process group. Shards are cut as `torch.chunk` cuts, so lengths that do
+not divide, and shards that are empty, are legal. The rank is looked up when an operator runs, never when it is traced:
+where sizes divide, every rank traces the same graph. The kernels are written over torch's functional collectives; the
+`lower` pass traces these same kernels to get start/wait pairs.
+"""
+
+import torch
+
+from ._torch import c10d, resolve_process_group
+
+library = torch.library.Library("dtensor", "DEF")
+library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
+library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> Tensor")
+library.define("all_reduce(Tensor x, str reduce_op, str group) -> Tensor")
+library.define("all_to_all(Tensor x, int gather_dim, int scatter_dim, SymInt size, str group) -> Tensor")
+library.define("shard(Tensor x, int dim, str group) -> Tensor")
+
+ops = torch.ops.dtensor
+
+
+def group_size(group: str) -> int:
+    """Number of ranks of the named process group."""
+    return resolve_process_group(group).size()
+
+
+def group_rank(group: str) -> int:
+    """This process's rank within the named process group."""
+    return resolve_process_group(group).rank()
+
+
+def group_ranks(group: str) -> tuple[int, ...]:
+    """Global ranks of the named process group, in group order."""
+    return tuple(torch.distributed.get_process_group_ranks(resolve_process_group(group)))
+
+
+def chunk_length(size, parts: int, index: int):
+    """Length of chunk `index` when `size` elements are cut into `parts` as `torch.chunk` cuts; 0 past the end."""
+    if size % parts == 0:
+        return size // parts
+    step = (size + parts - 1) // parts
+    return min(step, max(size - index * step, 0))
+
+
+def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+    """`x` with zeros appended along `dim` up to `length`."""
+    missing = length - x.shape[dim]
+    if missing == 0:
+        return x
+    shape = list(x.shape)
+    shape[dim] = missing
+    return torch.cat([x, x.new_zeros(shape)], dim)
+
+
+def _split(x: torch.Tensor, dim: int, parts: int) -> list[torch.Tensor]:
+    """`x` cut along `dim` into `parts` chunks of equal length, the last ones padded with zeros."""
+    step = -(-x.shape[dim] // parts)
+    return list(torch.split(_padded(x, dim, step * parts), step, dim)) if step else [x] * parts
+
+
+def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
+    """Chunks of equal, padded length put together along `dim` and cut to `size`."""
+    x = torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0]
+    return x if x.shape[dim] == size else x.narrow(dim, 0, size).contiguous()
+
+
+def all_gather(x: torch.Tensor, dim: int, size, group: str) -> torch.Tensor:
+    n = group_size(group)
+    x = _padded(x, dim, -(-size // n)).contiguous()
+    if x.numel() == 0:
+        return _resized(x, dim, size)
+    y = c10d.wait_tensor(c10d.all_gather_into_tensor(x.unsqueeze(0) if x.dim() == 0 else x, n, group))
+    if dim == 0:
+        return y if y.shape[0] == size else y.narrow(0, 0, size).contiguous()
+    return _joined(list(torch.split(y, x.shape[0], 0)), dim, size)
+
+
+def reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> torch.Tensor:
+    n, size = group_size(group), x.shape[dim]
+    if x.numel() == 0:
+        return _resized(x, dim, chunk_length(size, n, group_rank(group)))
+    x = torch.cat(_split(x, dim, n), 0) if dim or size % n else x
+    op = "sum" if reduce_op == "avg" else reduce_op
+    y = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), op, n, group))
+    y = y / n if reduce_op == "avg" else y
+    return y if size % n == 0 else y.narrow(dim, 0, chunk_length(size, n, group_rank(group))).contiguous()
+
+
+# "avg" is carried out as a sum and a division: gloo has no average, and the result is the same everywhere.
+def all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> torch.Tensor:
+    if x.numel() == 0:
+        return x.clone()
+    op = "sum" if reduce_op == "avg" else reduce_op
+    y = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group))
+    return y / group_size(group) if reduce_op == "avg" else y
+
+
+def all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group: str) -> torch.Tensor:
+    n, length = group_size(group), x.shape[scatter_dim]
+    x = _padded(x, gather_dim, -(-size // n))
+    chunks = _split(x, scatter_dim, n)
+    mine = length // n if length % n == 0 else chunk_length(length, n, group_rank(group))
+    if chunks[0].numel() == 0:
+        return _resized(_resized(x, gather_dim, size), scatter_dim, mine)
+    y = torch.stack(chunks).contiguous()
+    y = c10d.wait_tensor(c10d.all_to_all_single(y, [1] * n, [1] * n, group))
+    y = _joined(list(y.unbind(0)), gather_dim, size)
+    return y if y.shape[scatter_dim] == mine else y.narrow(scatter_dim, 0, mine).contiguous()
+
+
+def shard(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    n, rank, size = group_size(group), group_rank(group), x.shape[dim]
+    start = min(rank * -(-size // n), size)
+    return x.narrow(dim, start, chunk_length(size, n, rank)).clone(memory_format=torch.contiguous_format)
+
+
+def _resized(x: torch.Tensor, dim: int, size) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] = size
+    return x.new_empty(shape)
+
+
+def _fake_all_gather(x, dim, size, group):
+    return _resized(x, dim, size)
+
+
+def _fake_reduce_scatter(x, reduce_op, dim, group):
+    return _fake_shard(x, dim, group)
+
+
+def _fake_all_reduce(x, reduce_op, group):
+    return x.new_empty(x.shape)
+
+
+def _fake_all_to_all(x, gather_dim, scatter_dim, size, group):
+    return _fake_shard(_resized(x, gather_dim, size), scatter_dim, group)
+
+
+def _fake_shard(x, dim, group):
+    size, n = x.shape[dim], group_size(group)
+    # The rank is asked for only where it matters, so that even shards trace alike on every rank.
+    return _resized(x, dim, size // n if size % n == 0 else chunk_length(size, n, group_rank(group)))
+
+
+KERNELS = {
+    "all_gather": (all_gather, _fake_all_gather),
+    "reduce_scatter": (reduce_scatter, _fake_reduce_scatter),
+    "all_reduce": (all_reduce, _fake_all_reduce),
+    "all_to_all": (all_to_all, _fake_all_to_all),
+    "shard": (shard, _fake_shard),
+}
+"""Name -> (kernel, fake kernel) of each operator."""
+
+for _name, (_kernel, _fake) in KERNELS.items():
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dtensor::{_name}", _fake, lib=library)
+
+COMMUNICATING = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""The operators that put bytes on the wire."""
+
+__all__ = [
+    "COMMUNICATING",
+    "KERNELS",
+    "chunk_length",
+    "group_rank",
+    "group_ranks",
+    "group_size",
+    "library",
+    "ops",
+]

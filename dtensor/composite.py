@@ -1,0 +1,114 @@
+"""Composite operators seen whole: what torch would take apart before DTensor gets to see it.
+
+DTensor carries a dispatch key above autograd; operators registered here are caught on it. Two need it: the math path of
+attention makes its causal mask as a plain tensor on the way and merges batch with heads, and the gradient of an embedding depends on how its table
+is sharded, which the derivative formula does not pass on.
+"""
+
+import torch
+
+from ._torch import intercept, without_own_key
+from .collectives import library
+from .dispatch import COMPOSITES
+from .errors import MixedTensorError
+from .layout import Layout
+from .placements import Partial, Placement, Replicate, Shard
+from .rules.random import keep_shard
+from .spec import contiguous_stride
+from .tensor import DTensor, move
+
+aten = torch.ops.aten
+
+
+def attention_math(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, dropout_mask=None, *, scale=None, enable_gqa=False
+):
+    """The math path of scaled_dot_product_attention, run whole on local tensors.
+
+    Batch and head dimensions keep their shards; sequence and features are put together first. Taken apart, it would
+    merge batch and heads into one dimension, which only a sharded batch survives.
+    """
+    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    for name, given in named.items():
+        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
+            raise MixedTensorError(
+                f"scaled_dot_product_attention: argument '{name}' is a plain tensor of shape {list(given.shape)}, other "
+                "arguments are DTensors; write distribute_tensor(x, device_mesh, placements)"
+            )
+    mesh = query.device_mesh
+    target = [_kept(p, query, (key, value), mesh.size(axis)) for axis, p in enumerate(query.placements)]
+    q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
+    mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
+    shape = (*query.shape[:-1], value.shape[-1])
+    if dropout_p > 0 and dropout_mask is None:
+        layout = Layout.of(tuple(target), query.dim())
+        scores = torch.empty((*query.shape[:-1], key.shape[-2]), device=query.device)
+        dropout_mask = keep_shard(scores.bernoulli_(1 - dropout_p), layout, mesh).to(torch.bool)
+    out = aten._scaled_dot_product_attention_math(
+        q, k, v, mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    made = DTensor.from_local(out, mesh, target, shape=shape, stride=contiguous_stride(shape))
+    return made, made.detach()
+
+
+def _kept(p: Placement, query: DTensor, others, n: int) -> Placement:
+    """The placement of a mesh axis while the math path runs: shards of batch and heads stay if all operands have them."""
+    if not isinstance(p, Shard) or p.dim >= query.dim() - 2:
+        return Replicate()
+    lengths = {t.shape[p.dim] for t in (query, *others)}
+    even = len(lengths) == 1 or all(length % n == 0 for length in lengths)
+    return p if even else Replicate()
+
+
+def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
+    """This rank's part of a mask that broadcasts over leading dimensions."""
+    missing = ndim - mask.dim()
+    wanted: list[Placement] = [
+        Shard(p.dim - missing)
+        if isinstance(p, Shard) and p.dim >= missing and mask.shape[p.dim - missing] != 1
+        else Replicate()
+        for p in target
+    ]
+    partial = [Partial() if isinstance(p, Shard) and not isinstance(w, Shard) else w for p, w in zip(target, wanted)]
+    return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
+
+
+library.define(
+    "embedding_backward(Tensor grad, Tensor indices, SymInt rows, int padding_idx, bool scale_grad_by_freq, str layout)"
+    " -> Tensor"
+)
+
+
+def _embedding_backward(grad, indices, rows, padding_idx, scale_grad_by_freq, layout):
+    """Gradient of the table, in the table's layout."""
+    made = aten.embedding_dense_backward(grad, indices, rows, padding_idx, scale_grad_by_freq)
+    return move(made, Layout.parse(layout, 2))
+
+
+COMPOSITES["dtensor::embedding_backward"] = _embedding_backward
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, indices, padding_idx, scale_grad_by_freq):
+        ctx.save_for_backward(indices)
+        ctx.rest = weight.shape[0], padding_idx, scale_grad_by_freq, weight._spec.layout.without_partial().text
+        return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ops.dtensor.embedding_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None
+
+
+def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    """Embedding whose gradient comes in the layout of its table."""
+    with without_own_key():
+        if sparse or not isinstance(weight, DTensor) or not isinstance(indices, DTensor):
+            return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
+        return _Embedding.apply(weight, indices, padding_idx, scale_grad_by_freq)
+
+
+intercept("_scaled_dot_product_attention_math", attention_math)
+intercept("embedding", embedding)
+
+__all__ = ["attention_math", "embedding"]

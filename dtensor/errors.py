@@ -1,0 +1,35 @@
+"""The errors a user can meet. Each message says what was given, why it cannot be, and what to write instead."""
+
+
+class ShardingError(RuntimeError):
+    """A distributed operation cannot be carried out as asked."""
+
+
+class MeshError(ShardingError):
+    """Tensors of one operation live on different device meshes."""
+
+
+class MixedTensorError(ShardingError):
+    """A plain tensor and a DTensor were given to one operation."""
+
+
+class PlacementError(ShardingError, ValueError):
+    """Placements do not fit the mesh or the tensor."""
+
+
+class OperatorError(ShardingError, NotImplementedError):
+    """An operator cannot run on these DTensors."""
+
+
+class PassError(ShardingError):
+    """A pass left a graph that is not valid, or that computes something else."""
+
+
+__all__ = [
+    "MeshError",
+    "MixedTensorError",
+    "OperatorError",
+    "PassError",
+    "PlacementError",
+    "ShardingError",
+]

@@ -1,0 +1,167 @@
+"""Layout: how a whole tensor lies over all axes of a mesh, with the order in which axes share a dimension.
+
+`placements` (one per mesh axis) is the user's view of a layout; it cannot say which of two axes that shard the same
+dimension cuts first. A `Layout` can: for each tensor dimension it lists the mesh axes that shard it, outermost cut
+first, and beside that the partial axes. Layouts are interned: equal layouts are one object, so comparing them in a
+guard or a cache is a pointer comparison. Sizes are no part of a layout.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from ._torch import register_value_type
+from .collectives import chunk_length
+from .errors import PlacementError
+from .placements import Partial, Placement, Replicate, Shard
+
+_TOKEN = re.compile(r"(?:S\((\d+)\)(?:#(\d+))?)|(R)|(?:P(?:\((\w+)\))?)")
+_interned: dict[tuple, "Layout"] = {}
+_parsed: dict[tuple[str, int], "Layout"] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Build with `Layout.make`, `Layout.of` or `Layout.parse`, which intern; never directly.
+
+    Attributes:
+        mesh_ndim: number of mesh axes.
+        dims: for each tensor dimension the mesh axes that shard it, outermost cut first.
+        partial: (axis, reduce_op) of each partial axis, ascending.
+        placements: one placement per mesh axis.
+        text: canonical text, such as `S(0)R` or `S(0)#1S(0)#0` where axis 1 cuts dimension 0 before axis 0 does.
+    """
+
+    mesh_ndim: int
+    dims: tuple[tuple[int, ...], ...]
+    partial: tuple[tuple[int, str], ...]
+    placements: tuple[Placement, ...] = field(init=False)
+    text: str = field(init=False)
+
+    def __post_init__(self):
+        found: list[Placement] = [Replicate()] * self.mesh_ndim
+        text = ["R"] * self.mesh_ndim
+        for dim, axes in enumerate(self.dims):
+            for rank, axis in enumerate(axes):
+                found[axis] = Shard(dim)
+                text[axis] = f"S({dim})" if list(axes) == sorted(axes) else f"S({dim})#{rank}"
+        for axis, reduce_op in self.partial:
+            found[axis] = Partial(reduce_op)
+            text[axis] = str(found[axis])
+        object.__setattr__(self, "placements", tuple(found))
+        object.__setattr__(self, "text", "".join(text))
+
+    @staticmethod
+    def make(mesh_ndim: int, dims: tuple[tuple[int, ...], ...], partial: tuple[tuple[int, str], ...]) -> "Layout":
+        """The interned layout with these attributes."""
+        key = (mesh_ndim, dims, partial)
+        found = _interned.get(key)
+        if found is None:
+            found = _interned.setdefault(key, Layout(mesh_ndim, dims, partial))
+        return found
+
+    @staticmethod
+    def of(placements: tuple[Placement, ...], ndim: int) -> "Layout":
+        """The layout of checked placements (`as_placements`) of an `ndim`-dimensional tensor; axes cut in mesh order."""
+        dims: list[list[int]] = [[] for _ in range(ndim)]
+        partial = []
+        for axis, p in enumerate(placements):
+            if isinstance(p, Shard):
+                dims[p.dim].append(axis)
+            elif isinstance(p, Partial):
+                partial.append((axis, p.reduce_op))
+        return Layout.make(len(placements), tuple(map(tuple, dims)), tuple(partial))
+
+    @staticmethod
+    def parse(text: str, ndim: int) -> "Layout":
+        """The layout of an `ndim`-dimensional tensor that prints as `text`.
+
+        Raises:
+            PlacementError: `text` is not the text of a layout.
+        """
+        found = _parsed.get((text, ndim))
+        if found is None:
+            found = _parsed[text, ndim] = _parse(text, ndim)
+        return found
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole, final value."""
+        return not self.partial and not any(self.dims)
+
+    @property
+    def sharded_axes(self) -> tuple[int, ...]:
+        """The mesh axes that shard some dimension, dimension by dimension."""
+        return tuple(axis for axes in self.dims for axis in axes)
+
+    def local_shape(self, shape, mesh_shape: tuple[int, ...], coordinate) -> tuple:
+        """Shape of the shard at `coordinate` (one index per mesh axis) of a tensor of global `shape`."""
+        local = list(shape)
+        for dim, axes in enumerate(self.dims):
+            for axis in axes:
+                local[dim] = chunk_length(local[dim], mesh_shape[axis], coordinate[axis])
+        return tuple(local)
+
+    def without_partial(self) -> "Layout":
+        """The same layout with every partial axis replicated: where gradients of this layout live."""
+        return Layout.make(self.mesh_ndim, self.dims, ()) if self.partial else self
+
+    def moved(self, axis: int, dim: int | None = None, reduce_op: str | None = None) -> "Layout":
+        """This layout with `axis` taken off and, if given, put innermost on `dim` or made partial."""
+        dims = [tuple(a for a in axes if a != axis) for axes in self.dims]
+        partial = [(a, r) for a, r in self.partial if a != axis]
+        if dim is not None:
+            dims[dim] = (*dims[dim], axis)
+        if reduce_op is not None:
+            partial = sorted([*partial, (axis, reduce_op)])
+        return Layout.make(self.mesh_ndim, tuple(dims), tuple(partial))
+
+    def __eq__(self, other) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __copy__(self) -> "Layout":
+        return self
+
+    def __deepcopy__(self, memo) -> "Layout":
+        return self
+
+    def __reduce__(self):
+        return Layout.make, (self.mesh_ndim, self.dims, self.partial)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Layout.parse({self.text!r}, {len(self.dims)})"
+
+    def __fx_repr__(self):
+        return repr(self), {"Layout": Layout}
+
+
+def _parse(text: str, ndim: int) -> Layout:
+    dims: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
+    partial, axis, end = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        if token.start() != end:
+            break
+        dim, rank, replicate, reduce_op = token.groups()
+        if dim is not None:
+            if int(dim) >= ndim:
+                break
+            dims[int(dim)].append((int(rank or axis), axis))
+        elif not replicate:
+            partial.append((axis, reduce_op or "sum"))
+        axis, end = axis + 1, token.end()
+    if end != len(text):
+        raise PlacementError(f"{text!r} is not a layout of a {ndim}-dimensional tensor; write for example 'S(0)R'")
+    return Layout.make(axis, tuple(tuple(a for _, a in sorted(axes)) for axes in dims), tuple(partial))
+
+
+register_value_type(
+    Layout,
+    ("mesh_ndim", "dims", "partial", "placements", "text", "is_replicated", "without_partial", "__eq__", "__hash__"),
+)
+
+__all__ = ["Layout"]

@@ -1,0 +1,19 @@
+"""Tensor parallelism by plan: `parallelize_module` and the styles it applies. Stands on `dtensor.api`."""
+
+from .api import parallelize_module
+from .colwise import ColwiseParallel
+from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .rowwise import RowwiseParallel
+from .sequence import SequenceParallel
+from .style import ParallelStyle
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize_module",
+]

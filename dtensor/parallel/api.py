@@ -1,0 +1,116 @@
+"""`parallelize_module`: applies a plan, module name -> style, to a model.
+
+A plan is resolved as a whole before anything is sharded, so that a wrong one leaves the model as it was. Stands on
+`style`; what a style does to a module is its own business.
+"""
+
+import difflib
+import warnings
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .._torch import mesh_resources
+from .style import ParallelStyle
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | dict[str, ParallelStyle] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Parallelize `module`, in place, over a mesh of one axis.
+
+    Args:
+        module: the module.
+        device_mesh: a mesh of one axis, such as `mesh["tp"]`; None takes that of the surrounding `with mesh:`.
+        parallelize_plan: a style for `module` itself, or a dict from names of modules inside to styles. A name such as
+            "layers.*.attention.wq" is matched segment by segment, each with the wildcards of `fnmatch` (`*`, `?`,
+            `[0-3]`), and applies to every module that matches; "" is `module` itself. Entries apply in the dict's order.
+        src_data_rank: the rank of the axis whose parameter values all ranks take; None keeps each rank's own.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: no mesh, a mesh of several axes, or a name that matches no module.
+        TypeError: a plan that is neither a style nor a dict from names to styles.
+    """
+    mesh = _one_axis_mesh(device_mesh)
+    if parallelize_plan is None:
+        warnings.warn(
+            "parallelize_module was given no parallelize_plan and does nothing; "
+            "write a ParallelStyle or a dict from module names to styles",
+            stacklevel=2,
+        )
+        return module
+    for target, style in _resolved(module, parallelize_plan):
+        style.src_data_rank = src_data_rank
+        style.apply(target, mesh)
+    return module
+
+
+def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
+    mesh = device_mesh
+    if mesh is None:
+        try:
+            mesh = mesh_resources.get_current_mesh()
+        except RuntimeError:
+            raise ValueError(
+                "parallelize_module was given no device_mesh and is not called within one; "
+                "write device_mesh=..., or call it inside `with mesh:`"
+            ) from None
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        fix = (
+            f"slice one axis out, such as mesh[{names[-1]!r}] (the axes are {', '.join(map(repr, names))})"
+            if names
+            else 'name the axes, init_device_mesh(..., mesh_dim_names=("dp", "tp")), and slice one out: mesh["tp"]'
+        )
+        raise ValueError(f"parallelize_module works over a mesh of one axis, but this one has {mesh.ndim}; {fix}")
+    return mesh
+
+
+def _resolved(
+    module: nn.Module, plan: ParallelStyle | dict[str, ParallelStyle]
+) -> list[tuple[nn.Module, ParallelStyle]]:
+    """Which style is applied to which module, in order."""
+    if isinstance(plan, ParallelStyle):
+        return [(module, plan)]
+    if not isinstance(plan, dict):
+        raise TypeError(
+            f"parallelize_plan is a ParallelStyle or a dict from module names to styles; got {type(plan).__name__}"
+        )
+    targets = []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for pattern, style in plan.items():
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(f"parallelize_plan[{pattern!r}] is no ParallelStyle but {style!r}")
+        targets += [(found, style) for found in _matching(modules, pattern)]
+    return targets
+
+
+def _matching(modules: dict[str, nn.Module], pattern: str) -> list[nn.Module]:
+    """The modules whose name matches `pattern`, each once even if it goes by several names."""
+    found = {id(m): m for name, m in modules.items() if _matches(name, pattern)}
+    if not found:
+        named = [name for name in modules if name]
+        near = difflib.get_close_matches(pattern, named, n=5, cutoff=0.3) or named[:5]
+        hint = f"the nearest names are: {', '.join(near)}" if near else "it has no modules inside; write ''"
+        raise ValueError(
+            f"parallelize_plan names {pattern!r}, but no module of {type(modules['']).__name__} matches; {hint}"
+        )
+    return list(found.values())
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if not name or not pattern:
+        return name == pattern
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+__all__ = ["parallelize_module"]

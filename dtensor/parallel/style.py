@@ -1,0 +1,98 @@
+"""The base of all parallel styles, and the three moves they are made of.
+
+A style says how one module is sharded: what becomes of its parameters, in which layout its inputs are taken and in
+which its outputs are given. `api.parallelize_module` applies styles to the modules of a plan; each style stands on
+`dtensor.api.distribute_module` or on plain forward hooks. The hooks are kept so simple that Dynamo traces them.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..api import distribute_tensor
+from ..placements import Placement, as_placement
+from ..tensor import DTensor
+
+
+class ParallelStyle(ABC):
+    """How one module is parallelized over the axis of a one-axis mesh.
+
+    Attributes:
+        src_data_rank: the rank of the axis whose parameter values are scattered to all; None makes every rank shard
+            the values it has itself. `parallelize_module` sets it.
+    """
+
+    src_data_rank: int | None = 0
+
+    @abstractmethod
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Shard `module` in place over `device_mesh`, install its hooks, and return it."""
+
+    def distribute_parameter(self, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+        """Replace parameter `name` of `module` (nothing happens if it is None) by a DTensor placed as `placement`."""
+        parameter = getattr(module, name)
+        if parameter is not None:
+            value = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+    def refuse(self, module: nn.Module) -> NoReturn:
+        """Raise the error for a module that a style for nn.Linear and nn.Embedding cannot shard."""
+        raise NotImplementedError(
+            f"{type(self).__name__} shards nn.Linear and nn.Embedding, not {type(module).__name__}; apply it to the "
+            "linear layers and embeddings inside, or write a ParallelStyle of your own for this module"
+        )
+
+
+def as_layout(argument: str, given: Any, default: Placement | None = None) -> Placement | None:
+    """The placement given for `argument` of a style, or `default` for None.
+
+    Raises:
+        ValueError: `given` is no placement.
+    """
+    if given is None:
+        return default
+    if isinstance(given, (tuple, list)):
+        raise ValueError(
+            f"{argument} is one placement, as a style works on a mesh of one axis; got {given!r}, "
+            f"write {argument}={given[0] if given else 'Replicate()'!r}"
+        )
+    return as_placement(given)
+
+
+def to_layout(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | None) -> DTensor:
+    """`x` as a DTensor in layout `wanted` (None: as it is); a plain tensor is taken as this rank's part in layout `given`.
+
+    Raises:
+        ValueError: `x` is no tensor.
+    """
+    if not isinstance(x, DTensor):
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"layout {given!r} is given for a value that is no tensor but {x!r}; write None for it")
+        x = DTensor.from_local(x, mesh, (given,))
+    return x if wanted is None else x.redistribute(mesh, (wanted,))
+
+
+def first_to_layout(
+    given: Placement, wanted: Placement, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
+) -> tuple[Any, ...]:
+    """Input hook: the first positional input brought to `wanted`, the others as they are."""
+    if not inputs:
+        raise ValueError(
+            f"{type(module).__name__} is parallelized by a style that prepares its first positional input, but was "
+            "called with keywords only; pass the input by position"
+        )
+    return (to_layout(inputs[0], mesh, given, wanted), *inputs[1:])
+
+
+def output_to_layout(
+    wanted: Placement, use_local_output: bool, module: nn.Module, output: DTensor, mesh: DeviceMesh
+) -> torch.Tensor:
+    """Output hook: the output brought to `wanted`, as a plain local tensor if asked."""
+    output = output.redistribute(mesh, (wanted,))
+    return output.to_local() if use_local_output else output
+
+
+__all__ = ["ParallelStyle", "as_layout", "first_to_layout", "output_to_layout", "to_layout"]

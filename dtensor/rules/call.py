@@ -1,0 +1,134 @@
+"""Call: one operator call as a rule sees it, with specs in place of tensors, and as `local` functions see it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..layout import Layout
+from ..spec import Spec
+from .rule import Rule
+
+RuleFunction = Callable[["Call"], Rule]
+RULES: dict[str, RuleFunction] = {}
+"""Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Global shape, stride and dtype of one output, before a layout is chosen."""
+
+    shape: tuple
+    stride: tuple
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
+@dataclass
+class Call:
+    """An operator call with `Spec` in place of each DTensor.
+
+    Attributes:
+        func: the torch OpOverload.
+        args, kwargs: as given, specs in place of tensors.
+        operands: the specs in order of occurrence.
+        outputs: for each output its `Output`, or None for one that is not a tensor.
+        many: whether the operator returns a tuple or list.
+    """
+
+    func: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    operands: list[Spec]
+    outputs: tuple[Output | None, ...] = ()
+    many: bool = False
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument called `name` in the operator's schema, its default if it was not given."""
+        return argument(self.func, self.args, self.kwargs, name)
+
+    def has(self, name: str) -> bool:
+        """Whether the schema has an argument of that name."""
+        return name in positions(self.func)
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """What a rule's `local` function gets.
+
+    Attributes:
+        func, args, kwargs: the call on local tensors.
+        call: the global call.
+        mesh: the device mesh.
+        axes: factor -> the mesh axes that shard it, outermost cut first.
+        layouts: layout of each output.
+    """
+
+    func: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    call: Call
+    mesh: Any
+    axes: dict[str, tuple[int, ...]]
+    layouts: tuple[Layout | None, ...]
+
+    def __getitem__(self, name: str) -> Any:
+        return argument(self.func, self.args, self.kwargs, name)
+
+    def run(self, **changed: Any) -> Any:
+        """Run the operator on the local arguments, some of them changed by name."""
+        args, kwargs = replaced(self.func, self.args, self.kwargs, changed)
+        return self.func(*args, **kwargs)
+
+
+_positions: dict[Any, dict[str, tuple[int, Any, bool]]] = {}
+
+
+def positions(func) -> dict[str, tuple[int, Any, bool]]:
+    """Argument name -> (position, default, keyword only) of an operator's schema."""
+    found = _positions.get(func)
+    if found is None:
+        found = _positions[func] = {
+            a.name: (i, a.default_value, a.kwarg_only) for i, a in enumerate(func._schema.arguments)
+        }
+    return found
+
+
+def argument(func, args: tuple, kwargs: dict, name: str) -> Any:
+    index, default, _ = positions(func)[name]
+    if name in kwargs:
+        return kwargs[name]
+    return args[index] if index < len(args) else default
+
+
+def replaced(func, args: tuple, kwargs: dict, changed: dict[str, Any]) -> tuple[tuple, dict]:
+    """`args` and `kwargs` with the named arguments changed; positional ones are filled up with defaults as needed."""
+    filled, keywords = list(args), dict(kwargs)
+    schema = func._schema.arguments
+    for name, value in changed.items():
+        index, _, keyword = positions(func)[name]
+        if keyword or name in keywords:
+            keywords[name] = value
+            continue
+        filled += [a.default_value for a in schema[len(filled) : index + 1]]
+        filled[index] = value
+    return tuple(filled), keywords
+
+
+def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a rule function for the named aten operators."""
+
+    def register(function: RuleFunction) -> RuleFunction:
+        for name in names:
+            RULES[f"aten::{name}"] = function
+        return function
+
+    return register
+
+
+__all__ = ["RULES", "Call", "LocalCall", "Output", "RuleFunction", "argument", "positions", "replaced", "rule_for"]

@@ -1,0 +1,153 @@
+"""Choose: from an operator's rule and the operands' layouts to the layouts it runs in.
+
+For each mesh axis the cheapest candidate wins: the one whose redistributions of the operands cost least, replication
+first and then in the rule's order among equals. Pure, and the same on every rank.
+"""
+
+from dataclasses import dataclass
+from math import inf, prod
+
+from .._torch import hint
+from ..cost import seconds
+from ..layout import Layout
+from ..spec import Spec, mesh_shape
+from .rule import Candidate, Factor, Rule, candidates, shares_dim
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The layouts an operator runs in.
+
+    Attributes:
+        inputs: target layout of each operand.
+        outputs: layout of each output, None where an output is not a tensor.
+        axes: factor -> the mesh axes that shard it, outermost cut first.
+    """
+
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout | None, ...]
+    axes: dict[Factor, tuple[int, ...]]
+
+
+def choose(rule: Rule, operands: list[Spec], pinned: Layout | None = None) -> Choice | None:
+    """The cheapest layouts for `operands`.
+
+    Args:
+        rule: the rule of the call.
+        operands: specs of the tensor operands, all on one mesh.
+        pinned: for an in-place operator, the layout that operand 0 and output 0 must keep.
+
+    Returns:
+        The choice; None if the pinned layout allows none.
+    """
+    mesh = mesh_shape(operands[0].mesh)
+    table = candidates(rule)
+    picked: list[Candidate] = []
+    shared: dict[Factor, int] = {}
+    for axis, n in enumerate(mesh):
+        best, least = None, inf
+        for c in table:
+            if not _fits(rule, c, n, shared) or not _keeps(c, rule, pinned, axis):
+                continue
+            price = _price(rule, c, operands, axis, mesh, least)
+            if price < least:
+                best, least = c, price
+        if best is None:
+            return None
+        picked.append(best)
+        if best.factor is not None:
+            shared[best.factor] = shared.get(best.factor, 1) * n
+    return _assemble(rule, picked, operands, pinned)
+
+
+def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
+    """Whether the candidate's factor may be cut by `n` more: evenly, where it shares a dimension with others."""
+    if c.factor is None or not shares_dim(rule, c.factor):
+        return True
+    return rule.sizes[c.factor] % (n * shared.get(c.factor, 1)) == 0
+
+
+def _keeps(c: Candidate, rule: Rule, pinned: Layout | None, axis: int) -> bool:
+    if pinned is None:
+        return True
+    want = _state(pinned, axis)
+    return (0 in rule.unread or c.inputs[0] == want) and c.outputs[0] == want
+
+
+def _state(layout: Layout, axis: int) -> int | str | None:
+    p = layout.placements[axis]
+    return getattr(p, "dim", None) if p.is_shard() else getattr(p, "reduce_op", None)
+
+
+def _price(rule: Rule, c: Candidate, operands: list[Spec], axis: int, mesh: tuple[int, ...], limit: float) -> float:
+    """Seconds to bring all operands to the candidate's placements on `axis`; may stop early past `limit`."""
+    total = 0.0
+    for i, (spec, want) in enumerate(zip(operands, c.inputs)):
+        have = _state(spec.layout, axis)
+        if have == want or (i in rule.unread and not isinstance(have, int) and not isinstance(want, int)):
+            continue
+        total += _move(spec, have, want, axis, mesh)
+        if total > limit:
+            break
+    return total
+
+
+_MOVES = {
+    (int, type(None)): "all_gather",
+    (int, int): "all_to_all",
+    (str, type(None)): "all_reduce",
+    (str, int): "reduce_scatter",
+    (type(None), int): "shard",
+    (type(None), str): "partial",
+}
+
+
+def _move(spec: Spec, have, want, axis: int, mesh: tuple[int, ...]) -> float:
+    others = prod(mesh[a] for a in spec.layout.sharded_axes if a != axis)
+    size = spec.dtype.itemsize * prod(map(hint, spec.shape)) / others
+    op = _MOVES.get((type(have), type(want)))
+    if op is None:
+        gather = "all_gather" if isinstance(have, int) else "all_reduce"
+        return seconds(gather, size, mesh[axis]) + seconds("partial", size, mesh[axis])
+    if op == "all_to_all":
+        size /= mesh[axis]
+    return seconds(op, size, mesh[axis])
+
+
+def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], pinned: Layout | None) -> Choice | None:
+    """Layouts from one candidate per axis. Axes that share a factor keep the order an operand already has."""
+    axes = {f: _order(rule, f, picked, operands) for f in {c.factor for c in picked if c.factor is not None}}
+
+    def layout(which: str, index: int, ndim: int) -> Layout:
+        states = [getattr(c, which)[index] for c in picked]
+        cut: list[tuple[int, ...]] = [()] * ndim
+        for f, order in axes.items():
+            for d in {states[a] for a in order if isinstance(states[a], int)}:
+                cut[d] = order
+        partial = tuple((a, s) for a, s in enumerate(states) if isinstance(s, str))
+        return Layout.make(len(picked), tuple(cut), partial)
+
+    ins = []
+    for i, spec in enumerate(operands):
+        unread = i in rule.unread
+        target = layout("inputs", i, spec.ndim)
+        ins.append(spec.layout if unread and spec.layout.dims == target.dims else target)
+    outs = tuple(None if d is None else layout("outputs", i, len(d)) for i, d in enumerate(rule.outputs))
+    if pinned is not None and outs[0] is not pinned:
+        return None
+    return Choice(tuple(ins), outs, axes)
+
+
+def _order(rule: Rule, factor: Factor, picked: list[Candidate], operands: list[Spec]) -> tuple[int, ...]:
+    wanted = [axis for axis, c in enumerate(picked) if c.factor == factor]
+    first: list[int] = []
+    for i, spec in enumerate(operands):
+        where = picked[wanted[0]].inputs[i]
+        if isinstance(where, int):
+            have = [a for a in spec.layout.dims[where] if a in wanted]
+            if len(have) > len(first):
+                first = have
+    return tuple(first + [a for a in wanted if a not in first])
+
+
+__all__ = ["Choice", "choose"]

@@ -1,0 +1,51 @@
+"""The matmul family: einsums whose contracted factor reduces to Partial(sum)."""
+
+from .call import Call, rule_for
+from .rule import Rule, dims
+
+EINSUMS = {
+    "mm": ("mk", "kn", "mn"),
+    "bmm": ("bmk", "bkn", "bmn"),
+    "mv": ("mk", "k", "m"),
+    "dot": ("k", "k", ""),
+    "vdot": ("k", "k", ""),
+    "ger": ("m", "n", "mn"),
+}
+"""Operator -> factors of both operands and of the result."""
+
+ADDED = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addbmm": None}
+"""Operator -> the product it adds its first operand to; None is refused (sums over the batch, left to decomposition)."""
+
+
+@rule_for(*EINSUMS)
+def product(call: Call) -> Rule:
+    a, b, out = EINSUMS[call.func._schema.name.split("::")[1]]
+    x, y = call.operands
+    sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
+    return Rule(
+        (dims(a), dims(b)), (dims(out),), sizes, reduce={"k": "sum"}, linear=(frozenset({0}), frozenset({1}))
+    )
+
+
+@rule_for(*[name for name, base in ADDED.items() if base])
+def added_product(call: Call) -> Rule:
+    """`beta * input + alpha * (a @ b)`: where the contracted factor is sharded the input must be partial too."""
+    a, b, out = EINSUMS[ADDED[call.func._schema.name.split("::")[1].removesuffix("_")] or ""]
+    bias, x, y = call.operands
+    sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
+    full = [sizes[f] for f in out]
+    own = [
+        "1" if isinstance(s, int) and s == 1 and not (isinstance(o, int) and o == 1) else f
+        for f, s, o in zip(out[len(out) - bias.ndim :], bias.shape, full[len(out) - bias.ndim :])
+    ]
+    return Rule(
+        (dims(own), dims(a), dims(b)),
+        (dims(out),),
+        sizes,
+        reduce={"k": "sum"},
+        linear=(frozenset({0, 1}), frozenset({0, 2})),
+        addends=frozenset({0}),
+    )
+
+
+__all__ = ["EINSUMS"]

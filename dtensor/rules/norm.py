@@ -1,0 +1,41 @@
+"""Layer and RMS normalisation: the leading dimensions may be sharded, the normalised ones not.
+
+In the backward the parameters' gradients sum over the leading dimensions, and so come out Partial where those are sharded.
+"""
+
+from .call import Call, rule_for
+from .rule import Dims, Rule
+
+
+def _factors(call: Call, shape) -> tuple[Dims, Dims, Dims, dict, frozenset[str]]:
+    """Factors of the input, the parameters and the statistics; sizes; the normalised factors."""
+    inner = len(call["normalized_shape"])
+    names = [f"d{i}" for i in range(len(shape))]
+    outer, last = names[: len(names) - inner], names[len(names) - inner :]
+    full = tuple((f,) for f in names)
+    statistics = tuple((f,) for f in outer) + ((),) * inner
+    return full, tuple((f,) for f in last), statistics, dict(zip(names, shape)), frozenset(last)
+
+
+@rule_for("native_layer_norm", "_fused_rms_norm")
+def norm(call: Call) -> Rule:
+    full, parameter, statistics, sizes, blocked = _factors(call, call.operands[0].shape)
+    ins = (full, *([parameter] * (len(call.operands) - 1)))
+    return Rule(ins, (full, *([statistics] * (len(call.outputs) - 1))), sizes, blocked=blocked)
+
+
+@rule_for("native_layer_norm_backward", "_fused_rms_norm_backward")
+def norm_backward(call: Call) -> Rule:
+    full, parameter, statistics, sizes, blocked = _factors(call, call.operands[0].shape)
+    ndim = len(full)
+    names = ("grad_out", "input", "mean", "rstd", "weight", "bias")
+    kinds = {"mean": statistics, "rstd": statistics, "weight": parameter, "bias": parameter}
+    present = [n for n in names if call.has(n) and call[n] is not None]
+    ins = tuple(kinds.get(n, full) for n in present)
+    outs = (full, *([parameter] * (len(call.outputs) - 1)))
+    outs = tuple(d if o is not None else None for d, o in zip(outs, call.outputs))
+    reduce = {f"d{i}": "sum" for i in range(ndim) if f"d{i}" not in blocked}
+    return Rule(ins, outs, sizes, reduce=reduce, linear=(frozenset({0}),), blocked=blocked)
+
+
+__all__: list[str] = []

@@ -1,0 +1,70 @@
+"""Random operators: the same global numbers on every placement as on one device.
+
+The global tensor is drawn from the default generator, which must be in the same state on all ranks, and each rank keeps
+its shard. In a compiled graph Inductor fuses draw and cut.
+"""
+
+import torch
+
+from ..collectives import ops
+from ..redistribute import group_name
+from .call import Call, LocalCall, rule_for
+from .pointwise import broadcast
+from .rule import Rule
+
+
+def keep_shard(x: torch.Tensor, layout, mesh) -> torch.Tensor:
+    """This rank's shard of the global tensor `x`."""
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            x = ops.shard(x, dim, group_name(mesh, axis))
+    return x
+
+
+IN_PLACE = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
+
+
+@rule_for(*(n.removesuffix("_") for n in IN_PLACE), "rand_like", "randn_like", "randint_like", "normal_functional")
+def random(call: Call) -> Rule:
+    """The operand gives shape and dtype only, unless it holds the probabilities: then it is put together first."""
+    out = next(o for o in call.outputs if o is not None)
+    ins, sizes = broadcast([o.shape for o in call.operands], out.shape)
+    full = tuple((f,) for f in sizes)
+    reads = len(call.operands) > 1 or (
+        call.func._schema.name == "aten::bernoulli" and call.func._overloadname in ("default", "")
+    )
+    if reads:
+        return Rule(ins, (full,), sizes, blocked=frozenset(sizes))
+    return Rule(ins, (full,), sizes, unread=frozenset({0}), local=_draw)
+
+
+def _draw(call: LocalCall):
+    layout = call.layouts[0]
+    assert layout is not None
+    if not any(layout.dims):
+        return call.run()
+    template = call.args[0]
+    whole = template.new_empty(tuple(call.call.operands[0].shape))
+    mine = keep_shard(call.func(whole, *call.args[1:], **call.kwargs), layout, call.mesh)
+    return template.copy_(mine) if call.func._schema.name.endswith("_") else mine
+
+
+@rule_for("native_dropout")
+def native_dropout(call: Call) -> Rule:
+    (ins,), sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
+    return Rule((ins,), (ins, ins), sizes, local=_local_dropout)
+
+
+def _local_dropout(call: LocalCall):
+    x, p, train = call["input"], call["p"], call["train"]
+    layout = call.layouts[0]
+    assert layout is not None
+    if not any(layout.dims) or train is False or p in (0, 1):
+        return call.run()
+    shape = call.call.operands[0].shape
+    whole = torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+    mask = keep_shard(torch.ops.aten.bernoulli.p(whole, 1 - p), layout, call.mesh)
+    return x * mask / (1 - p), mask.to(torch.bool)
+
+
+__all__ = ["keep_shard"]

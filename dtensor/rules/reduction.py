@@ -1,0 +1,137 @@
+"""Reductions and operators that run along a dimension.
+
+A reduced factor may be sharded where the reduction is associative over ranks; what the operator returns is then
+Partial. Along-a-dimension operators (softmax, cumsum, sort) keep every other dimension.
+"""
+
+from math import prod
+
+import torch
+
+from .call import Call, LocalCall, rule_for
+from .pointwise import broadcast
+from .rule import Dims, Rule
+
+REDUCTIONS: dict[str, str | None] = {
+    "sum": "sum",
+    "nansum": "sum",
+    "mean": "sum",
+    "amax": "max",
+    "amin": "min",
+    "max": "max",
+    "min": "min",
+    "prod": "product",
+    "all": None,
+    "any": None,
+    "argmax": None,
+    "argmin": None,
+    "logsumexp": None,
+    "var": None,
+    "std": None,
+    "var_mean": None,
+    "std_mean": None,
+    "linalg_vector_norm": None,
+    "median": None,
+    "nanmedian": None,
+    "mode": None,
+    "kthvalue": None,
+    "count_nonzero": "sum",
+}
+"""Operator -> the reduce op of its parts; None where parts cannot be put together by a collective."""
+
+LINEAR_REDUCTIONS = ("sum", "mean")
+
+
+def reduced_dims(call: Call) -> tuple[list[int], bool]:
+    """The reduced dimensions, counted from the front, and whether they are kept with length 1."""
+    ndim = call.operands[0].ndim
+    given = call["dim"] if call.has("dim") else None
+    keep = bool(call["keepdim"]) if call.has("keepdim") else False
+    if given is None or (isinstance(given, (list, tuple)) and not given):
+        return list(range(ndim)), keep
+    given = given if isinstance(given, (list, tuple)) else [given]
+    return [d % ndim if ndim else 0 for d in given], keep
+
+
+@rule_for(*REDUCTIONS)
+def reduction(call: Call) -> Rule:
+    name = call.func._schema.name.split("::")[1]
+    shape = call.operands[0].shape
+    if len(call.operands) == 2:
+        return elementwise_extremum(call)
+    (ins,), sizes = broadcast([shape], shape)
+    over, keep = reduced_dims(call)
+    op = REDUCTIONS[name]
+    factors = [f"d{i}" for i in over] if shape else []
+    indices = name in ("max", "min") and len(call.outputs) == 2
+    out: Dims = tuple(() if i in over else (f"d{i}",) for i in range(len(shape)) if keep or i not in over)
+    if op is None or indices or (op != "sum" and call.operands[0].dtype == torch.bool):
+        return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
+    linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()
+    reduce = dict.fromkeys(factors, op)
+    local = _mean if name == "mean" else None
+    return Rule((ins,), (out,), sizes, reduce=reduce, linear=linear, local=local)
+
+
+def elementwise_extremum(call: Call) -> Rule:
+    """`max(a, b)` and `min(a, b)`: pointwise in two operands."""
+    (out,) = call.outputs
+    assert out is not None
+    ins, sizes = broadcast([o.shape for o in call.operands], out.shape)
+    return Rule(ins, (tuple((f,) for f in sizes),), sizes)
+
+
+def _mean(call: LocalCall):
+    """Where a reduced dimension is sharded: the local sum over the global count, so that uneven parts weigh right."""
+    over, keep = reduced_dims(call.call)
+    if not any(call.axes.get(f"d{i}") for i in over):
+        return call.run()
+    shape = call.call.operands[0].shape
+    dtype = call.call["dtype"]
+    total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=dtype)
+    return total / prod(shape[i] for i in over)
+
+
+ALONG = {
+    "_softmax": ("dim", ()),
+    "_log_softmax": ("dim", ()),
+    "_safe_softmax": ("dim", ()),
+    "_softmax_backward_data": ("dim", ({0},)),
+    "_log_softmax_backward_data": ("dim", ({0},)),
+    "cumsum": ("dim", ({0},)),
+    "cumprod": ("dim", ()),
+    "sort": ("dim", ()),
+    "argsort": ("dim", ()),
+    "flip": ("dims", ({0},)),
+    "roll": ("dims", ({0},)),
+}
+"""Operator -> the argument that names the dimensions it runs along, and the operands it is linear in."""
+
+
+@rule_for(*ALONG)
+def along(call: Call) -> Rule:
+    argument, linear = ALONG[call.func._schema.name.split("::")[1]]
+    shape = call.operands[0].shape
+    ins, sizes = broadcast([o.shape for o in call.operands], shape)
+    given = call[argument]
+    given = given if isinstance(given, (list, tuple)) else [given]
+    over = {d % len(shape) for d in given} if given and shape else set(range(len(shape)))
+    return Rule(
+        ins,
+        (ins[0],) * len(call.outputs),
+        sizes,
+        linear=tuple(map(frozenset, linear)),
+        blocked=frozenset(f"d{i}" for i in over),
+    )
+
+
+@rule_for("topk")
+def topk(call: Call) -> Rule:
+    shape = call.operands[0].shape
+    (ins,), sizes = broadcast([shape], shape)
+    over = call["dim"] % len(shape) if shape else 0
+    out = tuple(() if i == over else d for i, d in enumerate(ins))
+    return Rule((ins,), (out, out), sizes, blocked=frozenset({f"d{over}"}))
+
+
+__all__ = ["ALONG", "REDUCTIONS"]

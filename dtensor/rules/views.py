@@ -1,0 +1,215 @@
+"""Views and data movement: which output dimension holds which factor of the input.
+
+A view is a list of groups: input dimensions whose product is that of some output dimensions. Merging and splitting keep
+the shard of the major factor only, and only if it divides evenly; what is kept is proved in the tests by comparing index
+maps.
+"""
+
+from math import prod
+
+from .call import Call, rule_for
+from .pointwise import broadcast
+from .rule import Dim, Dims, Rule
+
+LINEAR = (frozenset({0}),)
+
+
+def _is_one(size) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
+    """Cut two shapes of equal product into the smallest groups of consecutive dimensions of equal product.
+
+    Dimensions of length 1 are in no group.
+    """
+    ins = [i for i, s in enumerate(before) if not _is_one(s)]
+    outs = [i for i, s in enumerate(after) if not _is_one(s)]
+    found, i, o = [], 0, 0
+    while i < len(ins) and o < len(outs):
+        a, b = [ins[i]], [outs[o]]
+        x, y = before[ins[i]], after[outs[o]]
+        i, o = i + 1, o + 1
+        while x != y:
+            if (x < y and i < len(ins)) or o == len(outs):
+                if i == len(ins):
+                    return []
+                a.append(ins[i])
+                x, i = x * before[ins[i]], i + 1
+            else:
+                b.append(outs[o])
+                y, o = y * after[outs[o]], o + 1
+        found.append((a, b))
+    return found
+
+
+def view_factors(before: tuple, after: tuple) -> tuple[Dims, Dims, dict]:
+    """Factors of a tensor of shape `before` and of its view as `after`, and the factors' sizes."""
+    ins: list[Dim] = [()] * len(before)
+    outs: list[Dim] = [()] * len(after)
+    sizes: dict = {}
+    if any(isinstance(s, int) and s == 0 for s in before):
+        return tuple(ins), tuple(outs), sizes
+    for a, b in groups(before, after):
+        if len(a) > 1 and len(b) > 1:
+            _share_major(a, b, before, after, ins, outs, sizes)
+            continue
+        finer, shape = (a, before) if len(a) >= len(b) else (b, after)
+        names = tuple(f"d{a[0]}.{k}" for k in range(len(finer)))
+        sizes.update(zip(names, [shape[i] for i in finer]))
+        for side, index in ((ins, a), (outs, b)):
+            if len(index) == 1:
+                side[index[0]] = names
+            else:
+                for name, i in zip(names, index):
+                    side[i] = (name,)
+    return tuple(ins), tuple(outs), sizes
+
+
+def _share_major(a, b, before, after, ins, outs, sizes) -> None:
+    """Many dimensions to many others: only a major factor common to both first dimensions can be followed."""
+    x, y = before[a[0]], after[b[0]]
+    small = x if y % x == 0 else y if x % y == 0 else None
+    if small is None:
+        return
+    major, rest = f"d{a[0]}.0", f"d{a[0]}.1"
+    sizes[major], sizes[rest] = small, prod(before[i] for i in a) // small
+    ins[a[0]], outs[b[0]] = (major, rest), (major, rest)
+
+
+@rule_for("view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy", "_reshape_alias")
+def view(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    if call.has("dtype"):
+        return _follow(call, list(range(out.ndim)))
+    ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
+    # The minor rest of a many-to-many group stands for no dimension of its own and is never a candidate.
+    blocked = frozenset(f for d in ins for f in d[1:])
+    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg="size")
+
+
+def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
+    leading = {d[0] for t in (ins, outs) for d in t if d}
+    return frozenset(f for t in (ins, outs) for d in t for f in d if f not in leading)
+
+
+def _follow(call: Call, source: list[int | None], blocked: frozenset[str] = frozenset(), shape_arg=None) -> Rule:
+    """Output dimension i is input dimension `source[i]`, or a new one (None)."""
+    shape = call.operands[0].shape
+    (ins,), sizes = broadcast([shape], shape)
+    out: Dims = tuple(() if s is None else ins[s] for s in source)
+    outs = tuple(out if o is not None else None for o in call.outputs)
+    kept = {f for d in out for f in d}
+    blocked = blocked | (frozenset(sizes) - kept)
+    out_blocked = tuple(tuple(() if d and d[0] in blocked else d for d in o) if o is not None else None for o in outs)
+    return Rule((ins,), out_blocked, sizes, linear=LINEAR, blocked=blocked, shape_arg=shape_arg)
+
+
+@rule_for("t")
+def t(call: Call) -> Rule:
+    return _follow(call, list(range(call.operands[0].ndim))[::-1])
+
+
+@rule_for("transpose", "swapaxes")
+def transpose(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    order: list[int | None] = list(range(ndim))
+    a, b = (call["dim0"] % ndim, call["dim1"] % ndim) if ndim else (0, 0)
+    if ndim:
+        order[a], order[b] = order[b], order[a]
+    return _follow(call, order)
+
+
+@rule_for("permute")
+def permute(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    return _follow(call, [d % ndim for d in call["dims"]])
+
+
+@rule_for("unsqueeze")
+def unsqueeze(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    order: list[int | None] = list(range(ndim))
+    order.insert(call["dim"] % (ndim + 1), None)
+    return _follow(call, order)
+
+
+@rule_for("squeeze")
+def squeeze(call: Call) -> Rule:
+    shape = call.operands[0].shape
+    given = call["dim"] if call.has("dim") else list(range(len(shape)))
+    given = given if isinstance(given, (list, tuple)) else [given]
+    gone = {d % len(shape) for d in given} if shape else set()
+    return _follow(call, [i for i, s in enumerate(shape) if i not in gone or not _is_one(s)])
+
+
+@rule_for("expand")
+def expand(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    shape = call.operands[0].shape
+    new = out.ndim - len(shape)
+    source = [None if i < new or (_is_one(shape[i - new]) and not _is_one(s)) else i - new
+              for i, s in enumerate(out.shape)]  # fmt: skip
+    rule = _follow(call, list(source), shape_arg="size")
+    return rule
+
+
+@rule_for("select")
+def select(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    gone = call["dim"] % ndim
+    return _follow(call, [i for i in range(ndim) if i != gone])
+
+
+@rule_for("unbind")
+def unbind(call: Call) -> Rule:
+    return select(call)
+
+
+@rule_for("slice", "narrow", "split", "split_with_sizes", "chunk", "diagonal", "unfold")
+def cut(call: Call) -> Rule:
+    """The cut dimension is whole on every rank, unless nothing is cut off."""
+    shape = call.operands[0].shape
+    if call.func._schema.name in ("aten::diagonal", "aten::unfold"):
+        (ins,), sizes = broadcast([shape], shape)
+        outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
+        return Rule((ins,), outs, sizes, linear=LINEAR, blocked=frozenset(sizes))
+    dim = call["dim"] % len(shape)
+    out = call.outputs[0]
+    whole = out is not None and len(call.outputs) == 1 and out.shape[dim] is shape[dim] and call.has("end")
+    if whole or (out is not None and len(call.outputs) == 1 and out.shape[dim] == shape[dim]):
+        return _follow(call, list(range(len(shape))))
+    return _follow(call, list(range(len(shape))), blocked=frozenset({f"d{dim}"}))
+
+
+@rule_for("slice_backward", "select_backward")
+def cut_backward(call: Call) -> Rule:
+    """The gradient of a cut: zeros but for the part that was taken."""
+    (out,) = call.outputs
+    assert out is not None
+    dim = call["dim"] % out.ndim
+    names = [f"d{i}" for i in range(out.ndim)]
+    full: Dims = tuple(() if i == dim else (f,) for i, f in enumerate(names))
+    ins = full if call.func._schema.name == "aten::slice_backward" else full[:dim] + full[dim + 1 :]
+    sizes = {f: s for i, (f, s) in enumerate(zip(names, out.shape)) if i != dim}
+    return Rule((ins,), (full,), sizes, linear=LINEAR, shape_arg="input_sizes")
+
+
+@rule_for("cat", "stack")
+def cat(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    dim = call["dim"] % out.ndim
+    stacked = call.func._schema.name == "aten::stack"
+    names = [f"d{i}" for i in range(out.ndim)]
+    full: Dims = tuple(() if i == dim else (f,) for i, f in enumerate(names))
+    one = full[:dim] + full[dim + 1 :] if stacked else full
+    # Legacy: cat skips 1-D empty tensors whatever the shape of the others.
+    ins = tuple(one if o.ndim == len(one) else ((),) * o.ndim for o in call.operands)
+    sizes = {f: s for i, (f, s) in enumerate(zip(names, out.shape)) if i != dim}
+    return Rule(ins, (full,), sizes, linear=(frozenset(range(len(ins))),))
+
+
+__all__ = ["groups", "view_factors"]

@@ -1,0 +1,97 @@
+"""Spec: all that is known of a distributed tensor but its values: mesh, layout, global shape, stride and dtype.
+
+Specs of static sizes are interned, so that the dispatch cache compares them by identity. Specs with symbolic sizes
+exist only while a graph is traced and are never cached.
+"""
+
+from typing import Any
+
+import torch
+
+from .layout import Layout
+
+_interned: dict[tuple, "Spec"] = {}
+
+
+class Spec:
+    """Build with `Spec.make`.
+
+    Attributes:
+        mesh: the torch DeviceMesh.
+        layout: how the tensor lies on it.
+        shape: global sizes.
+        stride: strides of the global tensor, in elements.
+        dtype: element type.
+        static: whether all sizes are plain ints (only then the spec is interned).
+    """
+
+    __slots__ = ("dtype", "layout", "mesh", "shape", "static", "stride")
+
+    def __init__(self, mesh: Any, layout: Layout, shape: tuple, stride: tuple, dtype: torch.dtype, static: bool):
+        self.mesh = mesh
+        self.layout = layout
+        self.shape = shape
+        self.stride = stride
+        self.dtype = dtype
+        self.static = static
+
+    @staticmethod
+    def make(mesh: Any, layout: Layout, shape, stride, dtype: torch.dtype) -> "Spec":
+        """The spec with these attributes; interned if all sizes are ints."""
+        shape, stride = tuple(shape), tuple(stride)
+        for size in shape + stride:
+            if type(size) is not int:
+                return Spec(mesh, layout, shape, stride, dtype, False)
+        key = (mesh, layout, shape, stride, dtype)
+        found = _interned.get(key)
+        if found is None:
+            found = _interned.setdefault(key, Spec(mesh, layout, shape, stride, dtype, True))
+        return found
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dimensions."""
+        return len(self.shape)
+
+    @property
+    def coordinate(self) -> tuple[int, ...] | None:
+        """This rank's index along each mesh axis; None on a rank outside the mesh."""
+        found = self.mesh.get_coordinate()
+        return None if found is None else tuple(found)
+
+    def local_shape(self) -> tuple:
+        """Shape of this rank's shard; `(0,)` on a rank outside the mesh."""
+        coordinate = self.coordinate
+        if coordinate is None:
+            return (0,)
+        return self.layout.local_shape(self.shape, mesh_shape(self.mesh), coordinate)
+
+    def with_layout(self, layout: Layout) -> "Spec":
+        """The same tensor in another layout."""
+        return Spec.make(self.mesh, layout, self.shape, self.stride, self.dtype)
+
+    def __repr__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} {self.layout}"
+
+
+_mesh_shapes: dict[Any, tuple[int, ...]] = {}
+
+
+def mesh_shape(mesh) -> tuple[int, ...]:
+    """Sizes of the mesh axes."""
+    found = _mesh_shapes.get(mesh)
+    if found is None:
+        found = _mesh_shapes[mesh] = tuple(mesh.shape)
+    return found
+
+
+def contiguous_stride(shape) -> tuple:
+    """Strides, in elements, of a contiguous tensor of `shape`."""
+    stride, step = [], 1
+    for size in reversed(tuple(shape)):
+        stride.append(step)
+        step = step * (size if not isinstance(size, int) else max(size, 1))
+    return tuple(reversed(stride))
+
+
+__all__ = ["Spec", "contiguous_stride", "mesh_shape"]

@@ -1,0 +1,356 @@
+"""DTensor: a tensor subclass that holds this rank's local tensor, the device mesh and the layout.
+
+Eager operators arrive in `__torch_dispatch__` and go to `dispatch`. For `torch.compile` the class implements the
+traceable-wrapper protocol: flattening to (local tensor, mesh) with the layout as context, and the coercion of tangents.
+The borders to plain tensors, `from_local` and `to_local`, are autograd functions; `redistribute` is one operator,
+`dtensor::redistribute`, with its gradient beside it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import checkpoint
+from ._torch import (
+    OWN_KEYSET,
+    disable_dynamo,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    return_and_correct_aliasing,
+)
+from .boundary import check_replicas, current_mesh, is_tracing
+from .collectives import library
+from .dispatch import COMPOSITES, dispatch, install
+from .errors import MeshError, ShardingError
+from .layout import Layout
+from .placements import Placement, Replicate, as_placements
+from .redistribute import check_target, redistribute_local
+from .spec import Spec
+
+
+class DTensor(torch.Tensor):
+    """A tensor distributed over a device mesh.
+
+    Made by `DTensor.from_local`, `distribute_tensor` or a factory, not by calling the class.
+
+    Attributes:
+        device_mesh: the torch DeviceMesh the tensor lives on.
+        placements: one placement per mesh axis.
+        shape, stride(), dtype: those of the global tensor.
+    """
+
+    _local_tensor: torch.Tensor
+    _spec: Spec
+    device_mesh: Any
+
+    __torch_function__ = disabled_torch_function
+
+    @staticmethod
+    @disable_dynamo
+    def __new__(cls, local_tensor, device_mesh, layout, shape, stride, requires_grad: bool = False):
+        # Dynamo puts this call into its graph as it stands, so it takes what a graph can hold.
+        if not isinstance(layout, Layout):
+            layout = Layout.of(tuple(layout), len(shape))
+        if device_mesh.get_coordinate() is None:
+            local_tensor = local_tensor.new_empty(0)
+        return _wrap(local_tensor, Spec.make(device_mesh, layout, shape, stride, local_tensor.dtype), requires_grad)
+
+    @classmethod
+    @disable_dynamo
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        out = dispatch(func, args, kwargs or {})
+        if func.is_view and is_tracing(out):
+            return return_and_correct_aliasing(func, args, kwargs or {}, out)
+        return out
+
+    # What torch.compile asks of a traceable wrapper ------------------------------------------------------------------
+
+    def __tensor_flatten__(self):
+        return ["_local_tensor", "device_mesh"], self._spec.layout
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], layout: Layout, size, stride) -> "DTensor":
+        local = inner["_local_tensor"]
+        return _wrap(local, Spec.make(inner["device_mesh"], layout, size, stride, local.dtype), local.requires_grad)
+
+    @classmethod
+    def __metadata_guard__(cls, expected: Layout, found: Layout) -> bool:
+        return expected is found
+
+    def __coerce_tangent_metadata__(self) -> "DTensor":
+        """What tangents are traced as: as the tensor itself, but never partial."""
+        return move(self, self._spec.layout.without_partial())
+
+    def __coerce_same_metadata_as_tangent__(self, layout: Any, expected_type: type | None = None):
+        """A tangent brought to the layout it was traced with; to a whole plain tensor if it was traced as one."""
+        if expected_type is torch.Tensor:
+            return self.full_tensor()
+        if expected_type is not None or not isinstance(layout, Layout):
+            return None
+        return move(self, layout)
+
+    # The user's view --------------------------------------------------------------------------------------------------
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.layout.placements
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> "DTensor":
+        """A DTensor whose shard on this rank is `local_tensor`; differentiable.
+
+        Args:
+            local_tensor: this rank's part.
+            device_mesh: the mesh; None takes the current one.
+            placements: one per mesh axis; None replicates.
+            run_check: compare shape and dtype across ranks and broadcast replicas from the first rank of their axis.
+            shape, stride: of the global tensor, both or neither. Without them all shards are taken to have this one's
+                shape; uneven shards need them.
+            grad_placements: where the gradient arrives; `placements` with Replicate for Partial by default.
+
+        Raises:
+            PlacementError: placements do not fit mesh or tensor.
+            ValueError: only one of shape and stride was given.
+            TypeError: `local_tensor` is no plain tensor.
+        """
+        if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
+            raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
+        mesh = device_mesh if device_mesh is not None else current_mesh()
+        if (shape is None) != (stride is None):
+            raise ValueError(
+                f"from_local takes shape and stride together or neither; got shape={shape}, stride={stride}"
+            )
+        checked = as_placements(placements, mesh.ndim, local_tensor.dim())
+        grads = None if grad_placements is None else as_placements(grad_placements, mesh.ndim, local_tensor.dim())
+        if run_check:
+            local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None)
+        if shape is None or stride is None:
+            shape, stride = _global_sizes(local_tensor, mesh, checked)
+        return _FromLocal.apply(local_tensor, mesh, checked, tuple(shape), tuple(stride), grads)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's local tensor; differentiable.
+
+        Args:
+            grad_placements: the placements the local gradients are taken to have; by default this tensor's, with
+                Replicate for Partial.
+        """
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return _alias(self._local_tensor)
+        if grad_placements is None:
+            return _ToLocal.apply(self, None)
+        return _ToLocal.apply(self, as_placements(grad_placements, self.device_mesh.ndim, self.dim()))
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> "DTensor":
+        """The same global tensor in other placements; differentiable.
+
+        Args:
+            device_mesh: this tensor's mesh, or None.
+            placements: one per mesh axis; None replicates.
+            async_op: return at once; the result waits on first use.
+
+        Raises:
+            PlacementError: placements do not fit, or ask for a value to become Partial.
+            MeshError: another mesh was given.
+        """
+        if isinstance(device_mesh, (tuple, list)) and placements is None:
+            device_mesh, placements = None, device_mesh
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise MeshError(
+                f"redistribute stays on the tensor's mesh {self.device_mesh}, got {device_mesh}; "
+                "write x.full_tensor() and distribute_tensor to go to another mesh"
+            )
+        target = as_placements(placements, self.device_mesh.ndim, self.dim())
+        if target == self.placements:
+            return self
+        return torch.ops.dtensor.redistribute(self, _text(target), async_op)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor as a plain one, on every rank; differentiable. `grad_placements` as in `to_local`."""
+        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+        """As `torch.Tensor.backward`; a plain `gradient` is taken as replicated."""
+        if isinstance(gradient, torch.Tensor) and not isinstance(gradient, DTensor):
+            gradient = DTensor.from_local(gradient, self.device_mesh)
+            gradient = gradient.redistribute(placements=self._spec.layout.without_partial().placements)
+        super().backward(gradient, retain_graph, create_graph, inputs)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        text = tensor_contents if tensor_contents is not None else repr(self._local_tensor)
+        return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    def __reduce_ex__(self, protocol):
+        spec = self._spec
+        state = (spec.mesh, spec.layout, spec.shape, spec.stride)
+        return _rebuild, (type(self), self._local_tensor.detach(), *state, self.requires_grad)
+
+    def __deepcopy__(self, memo):
+        if not self.is_leaf:
+            raise RuntimeError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
+        made = memo.get(id(self))
+        if made is None:
+            made = _wrap(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
+            made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in made.__dict__})
+            memo[id(self)] = made
+        return made
+
+    # torch.distributed.checkpoint ---------------------------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any):
+        return checkpoint.write_items(self, fqn)
+
+    def __create_chunk_list__(self):
+        return checkpoint.chunk_list(self)
+
+    def __get_tensor_shard__(self, index):
+        return checkpoint.tensor_shard(self, index)
+
+
+def _rebuild(cls, local, mesh, layout, shape, stride, requires_grad):
+    return DTensor(local, mesh, layout, shape, stride, requires_grad)
+
+
+def _text(placements: tuple[Placement, ...]) -> str:
+    return "".join([str(p) for p in placements])
+
+
+def _alias(local: torch.Tensor) -> torch.Tensor:
+    return local.view_as(local)
+
+
+def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTensor:
+    self = make_wrapper_subclass(
+        DTensor,
+        spec.shape,
+        strides=spec.stride,
+        dtype=spec.dtype,
+        device=local.device,
+        requires_grad=requires_grad,
+        _extra_dispatch_keys=OWN_KEYSET,
+    )
+    self._local_tensor = local
+    self._spec = spec
+    self.device_mesh = spec.mesh
+    return self
+
+
+def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]):
+    """Global shape and stride if every shard has the shape of this one; dense strides keep their order of dims."""
+    shape, stride = list(local.shape), list(local.stride())
+    for axis, p in enumerate(placements):
+        if p.is_shard():
+            n, length = mesh.size(axis), stride[p.dim]
+            shape[p.dim] = shape[p.dim] * n
+            stride = [s * n if i != p.dim and s >= length and s != 0 and s > length else s for i, s in enumerate(stride)]
+    return shape, stride
+
+
+def move(x: DTensor, layout: Layout) -> DTensor:
+    """`x` in another layout, below autograd."""
+    if x._spec.layout is layout:
+        return x
+    with torch.no_grad():
+        return _redistribute(x, layout)
+
+
+def _redistribute(x: DTensor, layout: Layout, async_op: bool = False) -> DTensor:
+    local = redistribute_local(x._local_tensor, x._spec, layout, async_op=async_op)
+    return _wrap(local, x._spec.with_layout(layout))
+
+
+library.define("redistribute(Tensor x, str layout, bool async_op) -> Tensor")
+
+
+def _redistribute_operator(x: DTensor, text: str, async_op: bool = False) -> DTensor:
+    """`dtensor::redistribute` on a DTensor: what dispatch runs."""
+    layout = Layout.parse(text, x.dim())
+    check_target(x._spec.layout, layout)
+    return _redistribute(x, layout, async_op and not is_tracing(x))
+
+
+def _save_layout(ctx, inputs, output) -> None:
+    ctx.layout = inputs[0]._spec.layout.without_partial().text
+
+
+def _redistribute_backward(ctx, grad):
+    if grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout:
+        return grad, None, None
+    return torch.ops.dtensor.redistribute(grad, ctx.layout, False), None, None
+
+
+torch.library.register_autograd(
+    "dtensor::redistribute", _redistribute_backward, setup_context=_save_layout, lib=library
+)
+COMPOSITES["dtensor::redistribute"] = _redistribute_operator
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, local, mesh, placements, shape, stride, grad_placements):
+        ctx.set_materialize_grads(False)
+        ctx.placements = placements
+        ctx.grad_placements = grad_placements
+        ctx.mesh = mesh
+        return _build(local, mesh, placements, shape, stride)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None, None, None
+        target = ctx.grad_placements
+        if target is None:
+            target = tuple([Replicate() if p.is_partial() else p for p in ctx.placements])
+        local = grad.redistribute(placements=target).to_local()
+        for axis, p in enumerate(ctx.placements):
+            if p.is_partial("avg"):
+                local = local / ctx.mesh.size(axis)
+            elif p.is_partial() and not p.is_partial("sum"):
+                raise ShardingError(f"the gradient of from_local with {p!r} is not defined; reduce before from_local")
+        return local, None, None, None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, grad_placements):
+        ctx.set_materialize_grads(False)
+        ctx.mesh = x.device_mesh
+        ctx.sizes = (tuple(x.shape), tuple(x.stride()))
+        placements = grad_placements if grad_placements is not None else x.placements
+        ctx.placements = tuple([
+            Replicate() if grad_placements is None and p.is_partial() else p for p in placements
+        ])  # fmt: skip
+        return _alias(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None
+        return _build(grad, ctx.mesh, ctx.placements, ctx.sizes[0], ctx.sizes[1]), None
+
+
+def _build(local, mesh, placements, shape, stride) -> DTensor:
+    """A DTensor that shares memory with `local`."""
+    return DTensor(_alias(local), mesh, placements, shape, stride, local.requires_grad)
+
+
+install(DTensor, _wrap)
+__all__ = ["DTensor", "move"]

@@ -1,0 +1,39 @@
+"""Tools for testing sharded code: small models, ranks as processes or threads, placements by the dozen, counting.
+
+Public, for the tests of users' own models as well; the library itself does not stand on it, but for `dtensor.demo`.
+"""
+
+from .converter import ShardingConverter
+from .counting import Collective, CountCollectives
+from .models import (
+    Attention,
+    FeedForward,
+    MLPModule,
+    MLPStacked,
+    ModelArgs,
+    RMSNorm,
+    Transformer,
+    TransformerBlock,
+)
+from .processes import RankError, run_ranks
+from .ranks import with_ranks, with_threads
+from .threads import run_threads
+
+__all__ = [
+    "Attention",
+    "Collective",
+    "CountCollectives",
+    "FeedForward",
+    "MLPModule",
+    "MLPStacked",
+    "ModelArgs",
+    "RMSNorm",
+    "RankError",
+    "ShardingConverter",
+    "Transformer",
+    "TransformerBlock",
+    "run_ranks",
+    "run_threads",
+    "with_ranks",
+    "with_threads",
+]

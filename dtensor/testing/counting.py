@@ -1,0 +1,73 @@
+"""`CountCollectives`: what eager code communicates.
+
+A dispatch mode that writes down each collective this rank takes part in, with the bytes it sends: the `dtensor::*`
+operators and torch's functional collectives. Compiled graphs report the same through `dtensor.compile.statistics`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._torch import TorchDispatchMode
+from ..collectives import group_size
+from ..cost import wire_bytes
+from ..tensor import DTensor
+
+OPERATORS = {
+    "dtensor::all_gather": "all_gather",
+    "dtensor::reduce_scatter": "reduce_scatter",
+    "dtensor::all_reduce": "all_reduce",
+    "dtensor::all_to_all": "all_to_all",
+    "_c10d_functional::all_gather_into_tensor": "all_gather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "all_reduce",
+    "_c10d_functional::all_reduce_": "all_reduce",
+    "_c10d_functional::all_to_all_single": "all_to_all",
+}
+"""Operator -> the collective it is. All take the tensor first and the name of the group last."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective that ran.
+
+    Attributes:
+        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        bytes: bytes this rank sends, by a ring algorithm (see `dtensor.cost`).
+        group: name of the process group.
+    """
+
+    op: str
+    bytes: int
+    group: str
+
+
+class CountCollectives(TorchDispatchMode):
+    """Context in which the collectives of this thread are written down, in order, in `collectives`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[Collective] = []
+
+    @property
+    def bytes(self) -> int:
+        """Bytes this rank sends in all of them."""
+        return sum(c.bytes for c in self.collectives)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # DTensor then dispatches, and its local operators come back here
+        op = OPERATORS.get(func.name().split(".")[0])
+        if op is not None:
+            self.collectives.append(_collective(op, args[0], args[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def _collective(op: str, x: torch.Tensor, group: str) -> Collective:
+    n = group_size(group)
+    size = x.numel() * x.element_size() * (n if op == "all_gather" else 1)
+    return Collective(op, round(wire_bytes(op, size, n)), group)
+
+
+__all__ = ["Collective", "CountCollectives"]

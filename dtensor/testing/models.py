@@ -1,0 +1,231 @@
+"""Small models to shard: a two-layer perceptron and a decoder-only Transformer.
+
+They have the structure, names, arguments and default values of the toy models that PyTorch's own tests of tensor
+parallelism use (the Transformer after nanoGPT, https://github.com/karpathy/nanoGPT), so that results compare one to one.
+`Transformer.parallelize` shards the latter with `dtensor.parallel`. Tensors: tokens (batch, seq), activations
+(batch, seq, dim), logits (batch, seq, vocab).
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from ..parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from ..placements import Replicate, Shard
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dim (Zhang and Sennrich, 2019), written out in tensor operations."""
+
+    def __init__(self, dim: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (x * scale) * self.weight
+
+
+class MLPModule(nn.Module):
+    """Linear(10, 16), ReLU, Linear(16, 10); the same initial values each time."""
+
+    def __init__(self, device: torch.device | str | None, bias: bool = True):
+        super().__init__()
+        torch.manual_seed(5)
+        self.net1 = nn.Linear(10, 16, bias=bias, device=device)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(16, 10, bias=bias, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net2(self.relu(self.net1(x)))
+
+    def reset_parameters(self) -> None:
+        self.net1.reset_parameters()
+        self.net2.reset_parameters()
+
+
+class MLPStacked(nn.Module):
+    """`n_layers` MLPModules, one after the other."""
+
+    def __init__(self, device: torch.device | str | None, n_layers: int = 2):
+        super().__init__()
+        self.layers = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@dataclass
+class ModelArgs:
+    """Sizes and switches of `Transformer`."""
+
+    n_layers: int = 2
+    vocab_size: int = 8
+    max_seq_len: int = 16
+    dim: int = 16
+    n_heads: int = 4
+    dropout_p: float = 0.1
+    use_attn_mask: bool = True
+    weight_tying: bool = True
+    checkpoint_activations: bool = False
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, causal if `args.use_attn_mask`."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        if args.dim % args.n_heads:
+            raise ValueError(f"dim is a multiple of n_heads; got dim={args.dim}, n_heads={args.n_heads}")
+        self.n_heads = args.n_heads
+        self.head_dim = args.dim // args.n_heads
+        self.dropout_p = args.dropout_p
+        self.use_attn_mask = args.use_attn_mask
+        self.resid_dropout = nn.Dropout(args.dropout_p)
+        self.wq = nn.Linear(args.dim, args.dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.dim, bias=False)
+        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+
+    def _heads(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
+        """(batch, seq, dim) -> (batch, heads, seq, head_dim)"""
+        return x.view(batch, seq, self.n_heads, self.head_dim).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, _ = x.size()
+        output = F.scaled_dot_product_attention(
+            self._heads(self.wq(x), batch, seq),
+            self._heads(self.wk(x), batch, seq),
+            self._heads(self.wv(x), batch, seq),
+            dropout_p=self.dropout_p if self.training else 0.0,
+            is_causal=self.use_attn_mask,
+        )
+        return self.resid_dropout(self.wo(output.transpose(1, 2).reshape(batch, seq, -1)))
+
+
+class FeedForward(nn.Module):
+    """Linear, GELU, Linear, dropout."""
+
+    def __init__(self, dim: int, hidden_dim: int, dropout_p: float):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim)
+        self.gelu = nn.GELU()
+        self.w2 = nn.Linear(hidden_dim, dim)
+        self.resid_dropout = nn.Dropout(dropout_p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.resid_dropout(self.w2(self.gelu(self.w1(x))))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each behind a norm and beside a residual connection."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(args.dim)
+        self.attention = Attention(args)
+        self.ffn_norm = nn.LayerNorm(args.dim)
+        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.dropout_p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + self.attention(self.attention_norm(x))
+        return h + self.feed_forward(self.ffn_norm(h))
+
+
+class Transformer(nn.Module):
+    """Decoder-only language model: tokens (batch, seq) -> logits (batch, seq, vocab), in float32."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.model_args = args
+        self.max_seq_len = args.max_seq_len
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.pos_embeddings = nn.Embedding(args.max_seq_len, args.dim)
+        self.dropout = nn.Dropout(args.dropout_p)
+        self.layers = nn.ModuleList([TransformerBlock(args) for _ in range(args.n_layers)])
+        self.norm = nn.LayerNorm(args.dim)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.weight_tying:
+            self.output.weight = self.tok_embeddings.weight
+        self.checkpoint_activations = args.checkpoint_activations
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        _, seq = tokens.size()
+        if seq > self.max_seq_len:
+            raise ValueError(f"{seq} tokens in a row exceed max_seq_len={self.max_seq_len}; write a larger one")
+        h = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(seq, device=tokens.device))
+        h = self.dropout(h)
+        for layer in self.layers:
+            h = checkpoint(layer, h, use_reentrant=False) if self.checkpoint_activations else layer(h)
+        return self.output(self.norm(h)).float()
+
+    @staticmethod
+    def parallelize(module: "Transformer", device_mesh: DeviceMesh, use_seq_parallel: bool) -> "Transformer":
+        """Shard `module` in place over a mesh of one axis and return it; it takes and gives plain replicated tensors.
+
+        Args:
+            module: the model; its n_heads is a multiple of the number of ranks.
+            device_mesh: the mesh.
+            use_seq_parallel: also shard the activations between attention and feed-forward along the sequence, which
+                is then a multiple of the number of ranks.
+        """
+        parallelize_module(module, device_mesh, _sequence_plan() if use_seq_parallel else _tensor_plan())
+        if module.model_args.weight_tying:
+            module.output.weight = module.tok_embeddings.weight
+        return module
+
+
+def _tensor_plan() -> dict[str, ParallelStyle]:
+    """Weights sharded, activations replicated between the blocks."""
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "pos_embeddings": RowwiseParallel(input_layouts=Replicate()),
+        "layers.*.attention.w[qkv]": ColwiseParallel(use_local_output=False),
+        "layers.*.attention.wo": RowwiseParallel(),
+        "layers.*.feed_forward.w1": ColwiseParallel(),
+        "layers.*.feed_forward.w2": RowwiseParallel(),
+        "output": ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def _sequence_plan() -> dict[str, ParallelStyle]:
+    """Weights sharded, activations sharded along the sequence between the blocks."""
+    return {
+        "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "pos_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+        "layers.*.attention_norm": SequenceParallel(),
+        "layers.*.attention": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "layers.*.attention.w[qkv]": ColwiseParallel(use_local_output=False),
+        "layers.*.attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "layers.*.ffn_norm": SequenceParallel(),
+        "layers.*.feed_forward.w1": ColwiseParallel(input_layouts=Shard(1)),
+        "layers.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+
+
+__all__ = [
+    "Attention",
+    "FeedForward",
+    "MLPModule",
+    "MLPStacked",
+    "ModelArgs",
+    "RMSNorm",
+    "Transformer",
+    "TransformerBlock",
+]

@@ -1,0 +1,180 @@
+"""`run_ranks`: a function on several real processes that form one process group on this machine.
+
+The parent spawns one process for each rank (`child`), waits for what each says, and ends the ones it spawned. Whatever
+goes wrong is one exception in the parent: a rank's traceback, the exit code of a rank that died, or, when time is up,
+the Python stacks of all ranks.
+"""
+
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from .child import STACKS_SIGNAL, Job, rank_main
+from .references import FunctionReference
+
+GRACE = 1.0
+"""Seconds left to the other ranks to report after the first failure, and to all to write their stacks."""
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message holds its traceback.
+
+    Attributes:
+        rank: the rank that failed first.
+    """
+
+    def __init__(self, rank: int, message: str):
+        super().__init__(message)
+        self.rank = rank
+
+
+def run_ranks(
+    fn: Callable[..., Any], nproc: int, *args: Any, backend: str = "gloo", timeout: float = 60.0
+) -> list[Any]:
+    """Call `fn(rank, *args)` in `nproc` new processes and return what each returned, in the order of ranks.
+
+    Each process has one torch thread, and the default process group is initialised.
+
+    Args:
+        fn: a function at the top level of a module.
+        nproc: number of ranks.
+        args: more arguments; they and the return values are pickled (tensors by value).
+        backend: backend of the process group; with "nccl" rank r takes GPU r.
+        timeout: seconds in which all ranks have to be done.
+
+    Raises:
+        RankError: a rank raised, or died.
+        TimeoutError: time is up; the message, also printed, holds every rank's Python stacks.
+        ValueError: `fn` is not at the top level of a module, or `nproc` is below 1.
+    """
+    if nproc < 1:
+        raise ValueError(f"nproc is the number of ranks, at least 1; got {nproc}")
+    function = FunctionReference.of(fn)
+    with tempfile.TemporaryDirectory(prefix="dtensor-ranks-") as folder:
+        job = Job(function, pickle.dumps(args), nproc, backend, timeout, folder)
+        ranks: list[_Rank] = []
+        try:
+            ranks.extend(_Rank.spawn(rank, job) for rank in range(nproc))
+            _collect(ranks, job)
+            return [pickle.loads(r.result) for r in ranks]
+        finally:
+            _end(ranks)
+
+
+@dataclass
+class _Rank:
+    """The parent's view of one rank."""
+
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+    started: bool = False
+    result: bytes = b""
+    failure: str = ""
+
+    @classmethod
+    def spawn(cls, rank: int, job: Job) -> "_Rank":
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        process = context.Process(target=rank_main, args=(there, rank, job), name=f"rank {rank}")
+        process.start()
+        there.close()
+        return cls(rank, process, here)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.result or self.failure)
+
+    def receive(self) -> None:
+        """Take the next message, or the end of the process for one."""
+        try:
+            kind, content = pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            self.process.join(GRACE)
+            kind, content = "raised", f"its process ended with exit code {self.process.exitcode} and no word\n"
+        match kind:
+            case "started":
+                self.started = True
+            case "returned":
+                self.result = content
+            case _:
+                self.failure = content
+
+    def stacks(self, job: Job) -> str:
+        """What the rank wrote when signalled; in words if it had nothing to write."""
+        if self.done:
+            return "is done\n"
+        if not self.started:
+            return "has not started\n"
+        return f"is in:\n{job.stacks_file(self.rank).read_text() or '(it wrote no stacks)'}\n"
+
+
+def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
+    """Wait until a rank that is not done says something; the ranks that did, none if time is up."""
+    waiting = {r.pipe: r for r in ranks if not r.done}
+    ready = [waiting[pipe] for pipe in wait(list(waiting), max(0.0, deadline - time.monotonic()))]
+    for r in ready:
+        r.receive()
+    return ready
+
+
+def _collect(ranks: list[_Rank], job: Job) -> None:
+    """Wait for all ranks to return; raise on the first failure and when time is up."""
+    deadline = time.monotonic() + job.timeout
+    while not all(r.done for r in ranks):
+        ready = _receive(ranks, deadline)
+        if not ready:
+            raise _timed_out(ranks, job)
+        failed = [r for r in ready if r.failure]
+        if failed:
+            raise _failed(ranks, failed)
+
+
+def _failed(ranks: list[_Rank], failed: list[_Rank]) -> RankError:
+    """The error for the rank that failed first; those that fail soon after, for want of a peer, get a line each."""
+    deadline = time.monotonic() + GRACE
+    while not all(r.done for r in ranks) and (ready := _receive(ranks, deadline)):
+        failed = failed + [r for r in ready if r.failure]
+    first, *others = failed
+    text = f"rank {first.rank} of {len(ranks)} failed:\n{first.failure}"
+    for r in others:
+        text += f"rank {r.rank} failed too: {r.failure.strip().splitlines()[-1]}\n"
+    return RankError(first.rank, text)
+
+
+def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
+    """Have every rank write its stacks, print them, and give the error that shows them."""
+    for r in ranks:
+        if r.started and not r.done and r.process.is_alive():
+            os.kill(r.process.pid, STACKS_SIGNAL)
+    time.sleep(GRACE)
+    text = f"{job.function.qualname} was not done on {len(ranks)} ranks after {job.timeout:g} s\n"
+    text += "".join(f"rank {r.rank} {r.stacks(job)}" for r in ranks)
+    print(text, file=sys.stderr, flush=True)
+    return TimeoutError(text)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Let the ranks that returned end by themselves, for a while; kill the others."""
+    for r in ranks:
+        r.pipe.close()
+        if not r.result:
+            r.process.kill()
+    deadline = time.monotonic() + 5 * GRACE
+    for r in ranks:
+        r.process.join(max(0.0, deadline - time.monotonic()))
+        if r.process.is_alive():
+            r.process.kill()
+            r.process.join()
+        r.process.close()
+
+
+__all__ = ["RankError", "run_ranks"]

@@ -1,0 +1,59 @@
+"""Decorators that make a test run on several ranks: `with_ranks` on real processes, `with_threads` on threads.
+
+The decorated function takes `rank` first, and after it whatever pytest gives (parametrized values, fixtures), which
+must be picklable for `with_ranks`. pytest collects it as a test without `rank`.
+
+    @pytest.mark.parametrize("dim", [0, 1])
+    @with_ranks(2)
+    def test_gather(rank, dim):
+        ...
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .processes import run_ranks
+from .threads import run_threads
+
+Test = Callable[..., Any]
+
+
+def with_ranks(nproc: int, *, backend: str = "gloo", timeout: float = 60.0) -> Callable[[Test], Test]:
+    """Decorator: run the test on `nproc` processes, see `run_ranks`."""
+
+    def run(fn: Test, *args: Any) -> None:
+        run_ranks(fn, nproc, *args, backend=backend, timeout=timeout)
+
+    return functools.partial(_on_ranks, run)
+
+
+def with_threads(nthreads: int, *, timeout: float = 60.0) -> Callable[[Test], Test]:
+    """Decorator: run the test on `nthreads` threads of the process, see `run_threads`."""
+
+    def run(fn: Test, *args: Any) -> None:
+        run_threads(fn, nthreads, *args, timeout=timeout)
+
+    return functools.partial(_on_ranks, run)
+
+
+def _on_ranks(run: Callable[..., None], fn: Test) -> Test:
+    """The test that has `run` call `fn` on every rank; its signature is that of `fn` without `rank`."""
+    signature = inspect.signature(fn)
+    first, *others = signature.parameters.values() or [None]
+    if first is None or first.name != "rank":
+        raise TypeError(f"a test on ranks takes `rank` first; write def {fn.__name__}(rank, ...)")
+
+    @functools.wraps(fn)
+    def test(*args: Any, **kwargs: Any) -> None:
+        bound = test.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        run(fn, *bound.args, *bound.kwargs.values())
+
+    test.__signature__ = signature.replace(parameters=others)
+    test.rank_function = fn
+    return test
+
+
+__all__ = ["with_ranks", "with_threads"]

@@ -1,0 +1,50 @@
+"""Graph to graph: the algebra of redistribution, on FX graphs that AOTAutograd traced.
+
+A graph holds local aten operators and the five `torch.ops.dtensor` ones. `run` simplifies it to a fixpoint, lowers
+what is left to start/wait pairs, and checks every step. Nothing here touches the world: no process group is created,
+no file read, and nothing is decided on what differs between ranks.
+"""
+
+if not __name__.startswith("dtensor."):
+    raise ImportError(f"the folder passes/ was imported as {__name__!r}; write: import dtensor.passes")
+
+from .common_subexpressions import CommonSubexpressions
+from .count import CollectiveInfo, collectives, count, wire_bytes
+from .dead_code import DeadCode
+from .gather_shard import GatherShard
+from .ir import Collective
+from .lower import Lower
+from .pipeline import EXACTNESS, PIPELINE, SIMPLIFY, Pass, PassRecord, run
+from .reduce_scatter import ReduceScatter
+from .simulate import Simulation, equivalent, mesh_groups, simulate
+from .sink import Sink
+from .sum_of_all_reduces import SumOfAllReduces
+from .text import text
+from .verify import verify
+
+__all__ = [
+    "EXACTNESS",
+    "PIPELINE",
+    "SIMPLIFY",
+    "Collective",
+    "CollectiveInfo",
+    "CommonSubexpressions",
+    "DeadCode",
+    "GatherShard",
+    "Lower",
+    "Pass",
+    "PassRecord",
+    "ReduceScatter",
+    "Simulation",
+    "Sink",
+    "SumOfAllReduces",
+    "collectives",
+    "count",
+    "equivalent",
+    "mesh_groups",
+    "run",
+    "simulate",
+    "text",
+    "verify",
+    "wire_bytes",
+]

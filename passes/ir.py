@@ -1,0 +1,290 @@
+"""What the passes share: reading collectives out of an FX graph, and writing nodes into it.
+
+A node is read with `collective` (a frozen description of one of the five operators) and `value` (its fake tensor);
+it is written with `insert` or `emit`, which compute `meta["val"]` and take over where the code came from, and
+`replace`, which keeps the memory layout that the rest of the graph was traced with.
+"""
+
+import operator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from dtensor._torch import FakeTensor, FakeTensorMode, OpOverload, c10d, schema
+from dtensor.collectives import ops
+
+aten = torch.ops.aten
+
+REDUCE_OPS = frozenset(("sum", "avg", "max", "min", "product"))
+"""The reductions a collective may name."""
+
+LINEAR = frozenset(("sum", "avg"))
+"""The reductions f with f(a) + f(b) = f(a + b)."""
+
+FIELDS = {
+    "all_gather": ("x", "gather_dim", "size", "group"),
+    "reduce_scatter": ("x", "reduce_op", "scatter_dim", "group"),
+    "all_reduce": ("x", "reduce_op", "group"),
+    "all_to_all": ("x", "gather_dim", "scatter_dim", "size", "group"),
+    "shard": ("x", "scatter_dim", "group"),
+}
+"""Operator -> the fields of `Collective` that are its arguments, in order."""
+
+TARGETS = {name: getattr(ops, name).default for name in FIELDS}
+_NAMES = {target: name for name, target in TARGETS.items()}
+
+WAIT = c10d.wait_tensor.default
+STARTS = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_to_all_single.default: "all_to_all",
+    c10d.all_reduce_coalesced.default: "all_reduce",
+    c10d.all_gather_into_tensor_coalesced.default: "all_gather",
+    c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
+}
+"""Functional start operator -> the collective it starts. The group is the last argument of each."""
+
+# The value of a node, and what was derived from it: everything else in `meta` tells where the node came from.
+_VALUE_META = frozenset(("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value"))
+
+# Share memory with their argument though the schema does not say so.
+_HIDDEN_ALIASES = frozenset((aten._unsafe_view.default, WAIT, operator.getitem))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a `torch.ops.dtensor` operator. Dims count from the front; what an operator lacks is None."""
+
+    op: str
+    x: fx.Node
+    group: str
+    reduce_op: str | None = None
+    gather_dim: int | None = None
+    scatter_dim: int | None = None
+    size: int | fx.Node | None = None
+
+
+def is_collective(node: object, name: str | None = None) -> bool:
+    """Whether `node` calls one of the five operators (the one called `name`, if given)."""
+    if not isinstance(node, fx.Node) or node.op != "call_function":
+        return False
+    found = _NAMES.get(node.target)
+    return found is not None and name in (None, found)
+
+
+def collective(node: object, name: str | None = None) -> Collective | None:
+    """The description of a collective node, or None if `node` is none (or not the one called `name`)."""
+    if not isinstance(node, fx.Node) or not is_collective(node, name):
+        return None
+    op = _NAMES[node.target]
+    assert not node.kwargs, f"{node.format_node()}: a traced operator takes its arguments by position"
+    fields: dict[str, Any] = dict(zip(FIELDS[op], node.args, strict=True))
+    ndim = value(fields["x"]).dim()
+    for key in ("gather_dim", "scatter_dim"):
+        if fields.get(key, 0) < 0:
+            fields[key] += ndim
+    return Collective(op, **fields)
+
+
+def value(node: fx.Node) -> Any:
+    """The traced value of a node: a FakeTensor, a (symbolic) number, a tuple of these, or None if unknown."""
+    return node.meta.get("val")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes, or two sequences of sizes, are known to be equal; adds no guard."""
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+    return a is b or statically_known_true(a == b)
+
+
+def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fakes are known to have equal shapes and dtypes."""
+    return a.dtype == b.dtype and same(tuple(a.shape), tuple(b.shape))
+
+
+def same_strides(a: torch.Tensor, strides: tuple[Any, ...] | list[Any]) -> bool:
+    """Whether `a` is known to have `strides`, dimensions of length one aside."""
+    return all(same(n, 1) or same(s, t) for n, s, t in zip(a.shape, a.stride(), strides, strict=True))
+
+
+def dense_strides(shape: Any, order: list[int] | None = None) -> list[Any]:
+    """Strides of a dense tensor whose dimensions lie in memory in `order`, the outermost first."""
+    strides: list[Any] = [1] * len(shape)
+    step = 1
+    for dim in reversed(order if order is not None else range(len(shape))):
+        strides[dim], step = step, step * shape[dim]
+    return strides
+
+
+def is_contiguous(x: torch.Tensor) -> bool:
+    """Whether `x` is known to be contiguous; adds no guard."""
+    return same_strides(x, dense_strides(x.shape))
+
+
+def fake_mode(node: fx.Node) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among the inputs of `node`."""
+    for x in node.all_input_nodes:
+        leaves = value(x) if isinstance(value(x), (tuple, list)) else (value(x),)
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    return None
+
+
+@contextmanager
+def inside(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Run operators on fakes of `mode`, without guards on or new symbols for its symbolic sizes."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if mode is not None:
+            stack.enter_context(mode)
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        yield
+
+
+def propagate(node: fx.Node) -> Any:
+    """The value of a call, computed from the values of its arguments."""
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    assert callable(node.target), f"{node.format_node()} is no call"
+    with inside(fake_mode(node)):
+        return node.target(*args, **kwargs)
+
+
+def provenance(node: fx.Node) -> dict[str, Any]:
+    """The part of `node.meta` that tells where the node came from."""
+    return {key: item for key, item in node.meta.items() if key not in _VALUE_META}
+
+
+def insert(before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None, *, like: fx.Node) -> fx.Node:
+    """Put a call in front of `before`, with its value, and with the provenance of `like`."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, kwargs)
+    node.meta = provenance(like)
+    node.meta["val"] = propagate(node)
+    return node
+
+
+def emit(before: fx.Node, c: Collective, *, like: fx.Node) -> fx.Node:
+    """Put the collective `c` in front of `before`."""
+    return insert(before, TARGETS[c.op], tuple(getattr(c, f) for f in FIELDS[c.op]), like=like)
+
+
+def replace(node: fx.Node, new: fx.Node) -> None:
+    """Let `new` stand for `node`, copied to the memory layout of `node` where that differs, and erase `node`."""
+    wanted = value(node)
+    if not same_strides(value(new), wanted.stride()):
+        order = memory_order(wanted)
+        assert order is not None, f"{node.format_node()}: not dense, so nothing may stand for it"
+        back = [order.index(dim) for dim in range(len(order))]
+        if not same(order, back) or order != sorted(order):
+            new = insert(node, aten.permute.default, (new, order), like=node)
+        new = copy(node, new)
+        if order != sorted(order):
+            new = insert(node, aten.permute.default, (new, back), like=node)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def copy(before: fx.Node, x: fx.Node) -> fx.Node:
+    """Put a contiguous copy of `x` in front of `before`."""
+    layout = {"memory_format": torch.contiguous_format}
+    return insert(before, aten.clone.default, (x,), layout, like=before)
+
+
+def stand_in(node: fx.Node, x: fx.Node) -> None:
+    """Let the existing `x` stand for the equal, fresh result `node`, and erase `node`.
+
+    Where `node` leaves the graph or is written to, a copy of `x` stands for it, so that no memory is shared that was
+    not shared before.
+    """
+    replace(node, copy(node, x) if escapes(node) else x)
+
+
+def memory_order(x: torch.Tensor) -> list[int] | None:
+    """The dimensions of `x` in memory, the outermost first; None if `x` is not a dense permutation."""
+    if is_contiguous(x):
+        return list(range(x.dim()))
+    hints = [(-_number(stride), dim) for dim, stride in enumerate(x.stride())]
+    order = [dim for _, dim in sorted(hints)]
+    return order if same_strides(x, dense_strides(x.shape, order)) else None
+
+
+def _number(size: Any) -> int:
+    return size.node.hint or 0 if isinstance(size, torch.SymInt) else size
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that uses `node`, or None if there are more or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def aliases(node: fx.Node) -> bool:
+    """Whether the result of `node` may share memory with an argument."""
+    if node.target in _HIDDEN_ALIASES:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return node.op == "call_function" and not isinstance(value(node), (int, float, bool, *_SYMBOLIC))
+    return any(r.alias_info is not None for r in schema(node.target).returns)
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether `node` writes to an argument, as far as its schema tells."""
+    return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
+
+
+def family(node: fx.Node) -> list[fx.Node]:
+    """`node` and every later node that may share its memory."""
+    found, todo = {node: None}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and user.op == "call_function" and aliases(user):
+                found[user] = None
+                todo.append(user)
+    return list(found)
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether the memory of `node` is written to after it was computed."""
+    return any(mutates(user) for member in family(node) for user in member.users)
+
+
+def escapes(node: fx.Node) -> bool:
+    """Whether the memory of `node` is written to or leaves through the output."""
+    return any(mutates(user) or user.op == "output" for member in family(node) for user in member.users)
+
+
+def is_local_pure(node: fx.Node) -> bool:
+    """Whether `node` is a call that depends on its arguments alone and does nothing else (no collective)."""
+    if node.op != "call_function" or node.target is WAIT or node.target in STARTS:
+        return False
+    return node.target not in _NAMES and is_pure(node)
+
+
+_PURE_NAMESPACES = frozenset(("aten", "prims", "dtensor", "_c10d_functional"))
+_IMPURE_TAGS = frozenset(
+    (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+)
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether two calls like `node` give the same: no random draw, no write, no effect; collectives count as pure."""
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem or isinstance(value(node), _SYMBOLIC)
+    known = target.namespace in _PURE_NAMESPACES and bool(schema(target).returns)
+    return known and not mutates(node) and not _IMPURE_TAGS.intersection(target.tags)

@@ -1,0 +1,155 @@
+"""The runners: values come back, failures name their rank, a hang shows its stacks, decorators keep parameters."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor.collectives import ops
+from dtensor.testing import RankError, run_ranks, run_threads, with_ranks, with_threads
+
+
+@dataclass
+class Answer:
+    rank: int
+    total: torch.Tensor
+
+
+def total(rank, x):
+    y = x * (rank + 1)
+    dist.all_reduce(y)
+    return Answer(rank, y)
+
+
+def failing(rank):
+    if rank == 1:
+        raise ValueError("this rank is broken")
+    dist.barrier()
+
+
+def dying(rank):
+    if rank == 1:
+        os._exit(7)
+    dist.barrier()
+
+
+def hanging(rank):
+    if rank == 0:
+        return
+    time.sleep(100)
+
+
+def unpicklable(rank):
+    return lambda: rank
+
+
+def functional_collectives(rank):
+    """Each of the five operators on the threaded group."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    group = mesh.get_group("b").group_name
+    x = torch.arange(4.0) + 10 * (rank % 2)
+    return [
+        ops.all_gather(x, 0, 8, group),
+        ops.reduce_scatter(x, "sum", 0, group),
+        ops.all_reduce(x, "max", group),
+        ops.all_to_all(x.view(2, 2), 0, 1, 4, group),
+        ops.shard(x, 0, group),
+    ]
+
+
+def test_values_come_back_in_order_of_ranks():
+    answers = run_ranks(total, 2, torch.tensor([1.0, 2.0]))
+    assert [a.rank for a in answers] == [0, 1]
+    assert all(torch.equal(a.total, torch.tensor([3.0, 6.0])) for a in answers)
+
+
+def test_a_failure_names_its_rank():
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed:(.|\n)*in failing(.|\n)*this rank is broken") as info:
+        run_ranks(failing, 2)
+    assert info.value.rank == 1
+
+
+def test_a_rank_that_dies_is_reported_with_its_exit_code():
+    with pytest.raises(RankError, match="rank 1 of 2 failed:\nits process ended with exit code 7"):
+        run_ranks(dying, 2)
+
+
+def test_a_hang_shows_the_stacks(capfd):
+    with pytest.raises(TimeoutError, match=r"rank 0 is done\nrank 1 is in:(.|\n)*in hanging"):
+        run_ranks(hanging, 2, timeout=6)
+    assert "in hanging" in capfd.readouterr().err
+
+
+def test_a_value_that_cannot_be_pickled_is_a_failure():
+    with pytest.raises(RankError, match=r"rank 0 of 1 failed(.|\n)*pickle"):
+        run_ranks(unpicklable, 1)
+
+
+@pytest.mark.parametrize("fn", [lambda rank: rank, pytest.raises(ValueError)])
+def test_a_function_without_a_name_is_refused(fn):
+    with pytest.raises(ValueError, match="top level of a module"):
+        run_ranks(fn, 1)
+
+
+@pytest.mark.parametrize("run", [run_ranks, run_threads])
+def test_no_ranks_are_refused(run):
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        run(total, 0)
+
+
+@pytest.mark.parametrize("offset", [5])
+@with_ranks(2)
+def test_decorated_for_processes(rank, offset):
+    assert dist.get_world_size() == 2
+    assert dist.get_rank() == rank
+    assert offset == 5
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+@with_threads(4)
+def test_decorated_for_threads(rank, offset):
+    x = torch.tensor([rank + offset])
+    dist.all_reduce(x)
+    assert x.item() == 6 + 4 * offset
+
+
+def test_a_decorated_test_takes_rank_first():
+    with pytest.raises(TypeError, match="takes `rank` first"):
+        with_threads(2)(test_values_come_back_in_order_of_ranks)
+
+
+def test_threads_return_values_and_leave_nothing_behind():
+    answers = run_threads(total, 3, torch.tensor([1.0]))
+    assert [a.total.item() for a in answers] == [6.0] * 3
+    assert not dist.is_initialized()
+
+
+def test_a_failing_thread_ends_the_others():
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 of 2 .* failed:(.|\n)*this rank is broken"):
+        run_threads(failing, 2)
+    assert time.monotonic() - start < 10
+
+
+def test_a_thread_that_waits_for_ever_shows_the_stacks(capfd):
+    with pytest.raises(TimeoutError, match=r"not done after 1 s in rank 1(.|\n)*in waiting"):
+        run_threads(waiting, 2, timeout=1)
+    assert "in waiting" in capfd.readouterr().err
+
+
+def waiting(rank):
+    if rank == 1:
+        dist.barrier()
+
+
+def test_threads_carry_out_the_redistribution_operators():
+    gathered, scattered, reduced, swapped, shard = run_threads(functional_collectives, 4)[3]
+    assert gathered.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert scattered.tolist() == [2 + 12, 3 + 13]
+    assert reduced.tolist() == [10, 11, 12, 13]
+    assert swapped.tolist() == [[1], [3], [11], [13]]
+    assert shard.tolist() == [12, 13]
