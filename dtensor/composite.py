@@ -39,16 +39,17 @@ def attention_math(
     target = [_kept(p, query, (key, value), mesh.size(axis)) for axis, p in enumerate(query.placements)]
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
-    shape = (*query.shape[:-1], value.shape[-1])
     if dropout_p > 0 and dropout_mask is None:
         layout = Layout.of(tuple(target), query.dim())
         scores = torch.empty((*query.shape[:-1], key.shape[-2]), device=query.device)
         dropout_mask = keep_shard(scores.bernoulli_(1 - dropout_p), layout, mesh).to(torch.bool)
     out = aten._scaled_dot_product_attention_math(
         q, k, v, mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    made = DTensor.from_local(out, mesh, target, shape=shape, stride=contiguous_stride(shape))
-    return made, made.detach()
+    )
+    return tuple(
+        DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s))
+        for t, s in zip(out, ((*query.shape[:-1], value.shape[-1]), (*query.shape[:-1], key.shape[-2])))
+    )
 
 
 def _kept(p: Placement, query: DTensor, others, n: int) -> Placement:

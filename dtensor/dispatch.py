@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
+from .caches import cache
 from .errors import MeshError, MixedTensorError, OperatorError
 from .layout import Layout
 from .redistribute import redistribute_local
@@ -47,7 +48,7 @@ class Decision:
     kind: str = ""
 
 
-_cache: dict[tuple, Decision] = {}
+_cache: dict[tuple, Decision] = cache()
 _warned: set[Any] = set()
 
 wrap: Callable[[torch.Tensor, Spec], torch.Tensor]

@@ -6,13 +6,14 @@ Runs alike in eager mode and while a graph is traced. Below autograd: gradients 
 import torch
 
 from ._torch import c10d, functional_collectives, hint
+from .caches import cache
 from .collectives import ops
 from .errors import PlacementError
 from .layout import Layout
 from .plan import Step, plan
 from .spec import Spec, mesh_shape
 
-_groups: dict[tuple, str] = {}
+_groups: dict[tuple, str] = cache()
 
 
 def group_name(mesh, axis: int) -> str:

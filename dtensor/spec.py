@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from .caches import cache
 from .layout import Layout
 
-_interned: dict[tuple, "Spec"] = {}
+_interned: dict[tuple, "Spec"] = cache()
 
 
 class Spec:
@@ -74,7 +75,7 @@ class Spec:
         return f"{self.dtype}{list(self.shape)} {self.layout}"
 
 
-_mesh_shapes: dict[Any, tuple[int, ...]] = {}
+_mesh_shapes: dict[Any, tuple[int, ...]] = cache()
 
 
 def mesh_shape(mesh) -> tuple[int, ...]:

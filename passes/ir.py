@@ -185,11 +185,12 @@ def replace(node: fx.Node, new: fx.Node) -> None:
     if not same_strides(value(new), wanted.stride()):
         order = memory_order(wanted)
         assert order is not None, f"{node.format_node()}: not dense, so nothing may stand for it"
-        back = [order.index(dim) for dim in range(len(order))]
-        if not same(order, back) or order != sorted(order):
+        permuted = order != sorted(order)
+        if permuted:
             new = insert(node, aten.permute.default, (new, order), like=node)
         new = copy(node, new)
-        if order != sorted(order):
+        if permuted:
+            back = [order.index(dim) for dim in range(len(order))]
             new = insert(node, aten.permute.default, (new, back), like=node)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)

@@ -84,12 +84,17 @@ def _price(rule: Rule, c: Candidate, operands: list[Spec], axis: int, mesh: tupl
     total = 0.0
     for i, (spec, want) in enumerate(zip(operands, c.inputs)):
         have = _state(spec.layout, axis)
-        if have == want or (i in rule.unread and not isinstance(have, int) and not isinstance(want, int)):
+        if have == want or _stays(rule, i, isinstance(have, int) or isinstance(want, int)):
             continue
         total += _move(spec, have, want, axis, mesh)
         if total > limit:
             break
     return total
+
+
+def _stays(rule: Rule, operand: int, sharded: bool) -> bool:
+    """Whether an operand whose values are not read stays where it is: unless its shard gives the local shape."""
+    return operand in rule.unread and not (sharded and any(rule.inputs[operand]))
 
 
 _MOVES = {
@@ -129,9 +134,8 @@ def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], pinned:
 
     ins = []
     for i, spec in enumerate(operands):
-        unread = i in rule.unread
         target = layout("inputs", i, spec.ndim)
-        ins.append(spec.layout if unread and spec.layout.dims == target.dims else target)
+        ins.append(spec.layout if _stays(rule, i, spec.layout.dims != target.dims) else target)
     outs = tuple(None if d is None else layout("outputs", i, len(d)) for i, d in enumerate(rule.outputs))
     if pinned is not None and outs[0] is not pinned:
         return None

@@ -9,7 +9,7 @@ through; refused rows are as much part of the table as the others:
     relu(P)         refused: not linear
 """
 
-from .call import Call, rule_for
+from .call import Call, LocalCall, rule_for
 from .rule import Dims, Rule
 
 LINEAR: dict[str, tuple[set[int], ...]] = {
@@ -128,11 +128,20 @@ def new(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     source = call.operands[0]
-    if tuple(out.shape) == tuple(source.shape) and call.func._schema.name != "aten::new_empty_strided":
+    if tuple(out.shape) == tuple(source.shape):
         ins, sizes = broadcast([source.shape], source.shape)
-        return Rule(ins, ins, sizes, unread=frozenset({0}), shape_arg="size")
+        local = _new_strided if call.func._schema.name == "aten::new_empty_strided" else None
+        return Rule(ins, ins, sizes, unread=frozenset({0}), local=local, shape_arg="size")
     nothing: Dims = ((),) * out.ndim
     return Rule((((),) * source.ndim,), (nothing,), {}, unread=frozenset({0}))
+
+
+def _new_strided(call: LocalCall):
+    """Dense, with the dimensions in memory in the order of the global strides."""
+    shape, stride = call["size"], call.call["stride"]
+    order = sorted(range(len(shape)), key=lambda i: stride[i], reverse=True)
+    made = call.args[0].new_empty([shape[i] for i in order], **call.kwargs)
+    return made.permute([order.index(i) for i in range(len(shape))])
 
 
 @rule_for("tril", "triu")

@@ -1,0 +1,150 @@
+"""The sum of reductions is the reduction of the sum: one collective in place of many."""
+
+from dataclasses import replace
+
+from torch import fx
+
+from . import ir
+
+PLAIN = ir.aten.add.Tensor
+SUMS = frozenset((PLAIN, ir.aten.sub.Tensor))
+REDUCTIONS = ("all_reduce", "reduce_scatter")
+
+
+class SumOfAllReduces:
+    """add or sub of two all_reduces (or of two reduce_scatters) with the same group and linear reduction.
+
+    Before:
+
+        %all_reduce: f32[2,4] = dtensor.all_reduce(%a, 'sum', tp)
+        %all_reduce_1: f32[2,4] = dtensor.all_reduce(%b, 'sum', tp)
+        %add: f32[2,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
+
+    After:
+
+        %add: f32[2,4] = aten.add.Tensor(%a, %b)
+        %all_reduce: f32[2,4] = dtensor.all_reduce(%add, 'sum', tp)
+
+    `alpha` stays with the sum. One side may broadcast to the other, so bytes never grow. Deeper sums collapse too:
+    in (x + all_reduce(a)) + all_reduce(b) the residual x stays local. Each reduction must have no other user.
+    """
+
+    name = "sum_of_all_reduces"
+    exactness = "reassociates"
+
+    def __call__(self, graph: fx.Graph) -> int:
+        rewrites = 0
+        for node in list(graph.nodes):
+            if node.target in SUMS:
+                rewrites += _merge_operands(node)
+        for node in list(graph.nodes):
+            if is_root(node):
+                while _merge_leaves(node):
+                    rewrites += 1
+        return rewrites
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The two tensors that `node` adds or subtracts, or None if one of them is a number."""
+    a, b = (*node.args, None)[:2]
+    return (a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else None
+
+
+def reduction(node: fx.Node) -> ir.Collective | None:
+    """The linear reduction of floating-point values that `node` is, provided it has one user."""
+    c = ir.collective(node)
+    if c is None or c.op not in REDUCTIONS or c.reduce_op not in ir.LINEAR or ir.only_user(node) is None:
+        return None
+    return c if ir.value(node).dtype.is_floating_point else None
+
+
+def mergeable(a: ir.Collective, b: ir.Collective) -> bool:
+    """Whether two reductions differ in what they reduce alone."""
+    return replace(a, x=b.x) == b
+
+
+def is_plain(node: object) -> bool:
+    """Whether `node` adds two tensors, unscaled."""
+    return isinstance(node, fx.Node) and node.target is PLAIN and not node.kwargs and operands(node) is not None
+
+
+def is_root(node: fx.Node) -> bool:
+    """Whether `node` is a plain sum that is not itself a term of one."""
+    return is_plain(node) and not is_plain(ir.only_user(node))
+
+
+def leaves(root: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """The terms of a sum of equal shapes and dtypes, each with the addition it is an operand of, left to right."""
+    found, todo = [], [root]
+    while todo:
+        node = todo.pop()
+        pair = operands(node)
+        assert pair is not None
+        inner = [x for x in pair if _is_inner(x, node)]
+        found += [(x, node) for x in pair if x not in inner]
+        todo += reversed(inner)
+    return found
+
+
+def _is_inner(x: fx.Node, parent: fx.Node) -> bool:
+    return is_plain(x) and ir.only_user(x) is parent and ir.same_kind(ir.value(x), ir.value(parent))
+
+
+def _merge_operands(node: fx.Node) -> bool:
+    pair = operands(node)
+    if pair is None or pair[0] is pair[1]:
+        return False
+    a, b = reduction(pair[0]), reduction(pair[1])
+    if a is None or b is None or not mergeable(a, b) or not _keeps_bytes(a, b, node):
+        return False
+    total = ir.insert(node, node.target, (a.x, b.x), node.kwargs, like=node)
+    ir.replace(node, ir.emit(node, replace(a, x=total), like=pair[0]))
+    for old in pair:
+        old.graph.erase_node(old)
+    return True
+
+
+def _keeps_bytes(a: ir.Collective, b: ir.Collective, node: fx.Node) -> bool:
+    """Whether the sum is as large as one of the operands, of their dtype, and still cut along the same dim."""
+    x, y, out = ir.value(a.x), ir.value(b.x), ir.value(node)
+    if not x.dtype == y.dtype == out.dtype:
+        return False
+    if a.op == "reduce_scatter":
+        return ir.same_kind(x, y)
+    return any(ir.same_kind(ir.value(c.x), out) for c in (a, b))
+
+
+def _merge_leaves(root: fx.Node) -> bool:
+    """Merge the first two mergeable reductions among the terms of `root`."""
+    found: list[tuple[fx.Node, fx.Node, ir.Collective]] = []
+    for leaf, parent in leaves(root):
+        c = reduction(leaf)
+        if c is None or not ir.same_kind(ir.value(leaf), ir.value(parent)):
+            continue
+        for other, above, d in found:
+            if mergeable(c, d) and ir.same_kind(ir.value(c.x), ir.value(d.x)):
+                pair = sorted([(other, above, d), (leaf, parent, c)], key=lambda entry: entry[0])
+                if _move(*pair):
+                    return True
+        found.append((leaf, parent, c))
+    return False
+
+
+def _move(first: tuple[fx.Node, fx.Node, ir.Collective], last: tuple[fx.Node, fx.Node, ir.Collective]) -> bool:
+    """Take the term `first` out of the sum and add what it reduces to what `last` reduces."""
+    (early, parent, a), (late, _, b) = first, last
+    pair = operands(parent)
+    assert pair is not None
+    rest = pair[1] if pair[0] is early else pair[0]
+    x, out = ir.value(rest), ir.value(parent)
+    if not ir.same_kind(x, out) or not ir.same_strides(x, out.stride()):
+        return False
+    total = ir.insert(late, PLAIN, (a.x, b.x), like=parent)
+    parent.replace_all_uses_with(rest)
+    parent.graph.erase_node(parent)
+    early.graph.erase_node(early)
+    ir.replace(late, ir.emit(late, replace(b, x=total), like=late))
+    return True
+
+
+__all__ = ["SumOfAllReduces"]
