@@ -7,7 +7,10 @@ Importing this module checks the torch version and raises `ImportError` outside 
 import contextlib
 
 import torch
+from torch._dynamo import register_backend
 from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -18,9 +21,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group as resolve
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._python_dispatch import return_and_correct_aliasing
 
 SUPPORTED = ((2, 13), (2, 14))
 """The supported torch releases: at least the first, below the second."""
@@ -108,13 +110,51 @@ def hint(size) -> int:
     return int(size)
 
 
+def aot_backend(forward_compiler, inference_compiler, backward_compiler):
+    """A Dynamo backend: AOTAutograd with Inductor's partitioner, then the given graph compilers."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(
+        fw_compiler=forward_compiler,
+        inference_compiler=inference_compiler,
+        bw_compiler=backward_compiler,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def inductor_compile(gm, example_inputs, config_patches: dict):
+    """Inductor on a Dynamo graph, with its configuration patched for forward and backward."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, config_patches=config_patches)
+
+
+def boxed(function):
+    """Mark a graph callable as taking its arguments in one list."""
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(function)
+
+
+def dynamo_counters() -> dict:
+    """Dynamo's counters: group -> name -> count."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
 __all__ = [
     "OWN_KEYSET",
+    "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
     "MemberType",
-    "TorchDispatchMode",
     "OpOverload",
+    "TorchDispatchMode",
+    "aot_backend",
+    "boxed",
     "c10d",
     "check_version",
     "current_device_mesh",
@@ -123,14 +163,19 @@ __all__ = [
     "disable_current_modes",
     "disable_dynamo",
     "disabled_torch_function",
+    "dynamo_counters",
     "functional_collectives",
     "functional_tensor",
+    "get_hash_for_files",
     "hint",
+    "inductor_compile",
+    "inductor_config",
     "intercept",
     "make_fx",
     "make_wrapper_subclass",
     "mesh_resources",
     "optim_foreach_types",
+    "register_backend",
     "register_value_type",
     "resolve_process_group",
     "return_and_correct_aliasing",

@@ -124,7 +124,9 @@ def distribute_module(
     if input_fn is not None:
         wants_module = _takes_module(input_fn, "input_fn", "(module, inputs, device_mesh)")
         module.register_forward_pre_hook(
-            (lambda mod, inputs: input_fn(mod, inputs, mesh)) if wants_module else (lambda _, inputs: input_fn(inputs, mesh))
+            (lambda mod, inputs: input_fn(mod, inputs, mesh))
+            if wants_module
+            else (lambda _, inputs: input_fn(inputs, mesh))
         )
     if output_fn is not None:
         wants_module = _takes_module(output_fn, "output_fn", "(module, outputs, device_mesh)")
@@ -176,29 +178,30 @@ def _spec(size, dtype, layout, device_mesh, placements) -> Spec:
     return Spec.make(mesh, Layout.of(checked, len(shape)), shape, contiguous_stride(shape), dtype)
 
 
-def zeros(
-    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
-) -> DTensor:
+def zeros(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
     """Zeros of global shape `size`; each rank makes its shard only."""
     return _make(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
-def ones(
-    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
-) -> DTensor:
+def ones(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
     """Ones of global shape `size`; each rank makes its shard only."""
     return _make(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
-def empty(
-    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
-) -> DTensor:
+def empty(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
     """Uninitialised, of global shape `size`; each rank makes its shard only."""
     return _make(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def full(
-    size, fill_value, *, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+    size,
+    fill_value,
+    *,
+    dtype=None,
+    layout=torch.strided,
+    requires_grad=False,
+    device_mesh=None,
+    placements=None,
 ) -> DTensor:
     """`fill_value` everywhere, of global shape `size`; each rank makes its shard only."""
     dtype = dtype if dtype is not None else torch.tensor(fill_value).dtype
@@ -209,17 +212,13 @@ def full(
     return _make(fill, (tuple(size),), dtype, layout, requires_grad, device_mesh, placements)
 
 
-def rand(
-    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
-) -> DTensor:
+def rand(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
     """Uniform in [0, 1), of global shape `size`: the numbers `torch.rand(size)` gives on one device with the same seed."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
     return DTensor(sample(torch.rand, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
-def randn(
-    *size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
-) -> DTensor:
+def randn(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
     """Standard normal, of global shape `size`: the numbers `torch.randn(size)` gives on one device with the same seed."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
     return DTensor(sample(torch.randn, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)

@@ -12,7 +12,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from .errors import PlacementError
 from .layout import Layout
-from .spec import Spec, mesh_shape
+from .mesh import mesh_shape
+from .spec import Spec
 
 if TYPE_CHECKING:
     from .tensor import DTensor

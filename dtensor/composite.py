@@ -21,7 +21,16 @@ aten = torch.ops.aten
 
 
 def attention_math(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, dropout_mask=None, *, scale=None, enable_gqa=False
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    dropout_mask=None,
+    *,
+    scale=None,
+    enable_gqa=False,
 ):
     """The math path of scaled_dot_product_attention, run whole on local tensors.
 
@@ -93,7 +102,12 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, indices, padding_idx, scale_grad_by_freq):
         ctx.save_for_backward(indices)
-        ctx.rest = weight.shape[0], padding_idx, scale_grad_by_freq, weight._spec.layout.without_partial().text
+        ctx.rest = (
+            weight.shape[0],
+            padding_idx,
+            scale_grad_by_freq,
+            weight._spec.layout.without_partial().text,
+        )
         return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
 
     @staticmethod

@@ -48,7 +48,12 @@ def seconds(op: str, size: float, n: int, link: Link = DEFAULT) -> float:
     """Estimated time of `op` over `n` ranks; `size` as in `wire_bytes`."""
     if n == 1:
         return 0.0
-    rounds = {"all_gather": n - 1, "reduce_scatter": n - 1, "all_reduce": 2 * (n - 1), "all_to_all": n - 1}.get(op)
+    rounds = {
+        "all_gather": n - 1,
+        "reduce_scatter": n - 1,
+        "all_reduce": 2 * (n - 1),
+        "all_to_all": n - 1,
+    }.get(op)
     if rounds is None:
         return link.launch + size / link.memory
     return link.alpha * rounds + wire_bytes(op, size, n) / link.bandwidth

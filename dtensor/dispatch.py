@@ -20,7 +20,7 @@ from .errors import MeshError, MixedTensorError, OperatorError
 from .layout import Layout
 from .redistribute import redistribute_local
 from .rules import RULES, Call, LocalCall, Output, choose
-from .rules.call import positions, replaced
+from .rules.call import replaced
 from .rules.rule import Rule
 from .spec import Spec
 
@@ -102,9 +102,7 @@ def _key(a, parts: list[Any]) -> bool:
         for item in a:
             static &= _key(item, parts)
         return static
-    elif isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return False
-    elif isinstance(a, torch.Generator):
+    elif isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)) or isinstance(a, torch.Generator):
         return False
     else:
         parts.append(a)
@@ -155,7 +153,7 @@ def _decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
         return Decision(kind="decompose")
     operands: list[Spec] = []
     _check(func, args, kwargs, operands)
-    if any("out" == a.name and a.kwarg_only for a in func._schema.arguments) and "out" in kwargs:
+    if any(a.name == "out" and a.kwarg_only for a in func._schema.arguments) and "out" in kwargs:
         raise OperatorError(f"{name} with out= is not supported on DTensor; write out.copy_({base.split('::')[1]}(…))")
     call = _call(func, args, kwargs, operands)
     rule = make(call) if make is not None else _replicated(call)
@@ -279,7 +277,8 @@ def _replicated(call: Call) -> Rule:
     if call.func not in _warned and call.func._schema.name not in REPLICATED:
         _warned.add(call.func)
         warnings.warn(
-            f"{call.func} has no sharding rule: its arguments are gathered and it runs on every rank", stacklevel=2
+            f"{call.func} has no sharding rule: its arguments are gathered and it runs on every rank",
+            stacklevel=2,
         )
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
@@ -319,7 +318,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     call = _call(func, args, kwargs, operands)
     in_place = base.endswith("_")
     make = RULES.get(f"aten::{base.removesuffix('_')}")
-    if in_place and not call.outputs or call.outputs == (None,):
+    if (in_place and not call.outputs) or call.outputs == (None,):
         first = operands[0]
         call.outputs, call.many = (Output(first.shape, first.stride, first.dtype),), True
     rule = make(call) if make is not None else _replicated(call)

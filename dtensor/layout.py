@@ -161,7 +161,17 @@ def _parse(text: str, ndim: int) -> Layout:
 
 register_value_type(
     Layout,
-    ("mesh_ndim", "dims", "partial", "placements", "text", "is_replicated", "without_partial", "__eq__", "__hash__"),
+    (
+        "mesh_ndim",
+        "dims",
+        "partial",
+        "placements",
+        "text",
+        "is_replicated",
+        "without_partial",
+        "__eq__",
+        "__hash__",
+    ),
 )
 
 __all__ = ["Layout"]

@@ -60,7 +60,12 @@ class Plan:
 
 @lru_cache(maxsize=16384)
 def plan(
-    src: Layout, dst: Layout, shape: tuple[int, ...], mesh_shape: tuple[int, ...], itemsize: int, link: Link = DEFAULT
+    src: Layout,
+    dst: Layout,
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    itemsize: int,
+    link: Link = DEFAULT,
 ) -> Plan:
     """The cheapest plan from `src` to `dst`.
 

@@ -6,22 +6,12 @@ Runs alike in eager mode and while a graph is traced. Below autograd: gradients 
 import torch
 
 from ._torch import c10d, functional_collectives, hint
-from .caches import cache
 from .collectives import ops
 from .errors import PlacementError
 from .layout import Layout
+from .mesh import group_name, mesh_shape
 from .plan import Step, plan
-from .spec import Spec, mesh_shape
-
-_groups: dict[tuple, str] = cache()
-
-
-def group_name(mesh, axis: int) -> str:
-    """Name of this rank's process group along a mesh axis."""
-    found = _groups.get((mesh, axis))
-    if found is None:
-        found = _groups[mesh, axis] = mesh.get_group(axis).group_name
-    return found
+from .spec import Spec
 
 
 def redistribute_local(local: torch.Tensor, spec: Spec, dst: Layout, *, async_op: bool = False) -> torch.Tensor:
@@ -104,4 +94,4 @@ def check_target(src: Layout, dst: Layout) -> None:
             )
 
 
-__all__ = ["check_target", "group_name", "redistribute_local"]
+__all__ = ["check_target", "redistribute_local"]

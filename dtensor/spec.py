@@ -10,6 +10,7 @@ import torch
 
 from .caches import cache
 from .layout import Layout
+from .mesh import facts, mesh_shape
 
 _interned: dict[tuple, "Spec"] = cache()
 
@@ -43,7 +44,7 @@ class Spec:
         for size in shape + stride:
             if type(size) is not int:
                 return Spec(mesh, layout, shape, stride, dtype, False)
-        key = (mesh, layout, shape, stride, dtype)
+        key = (id(mesh), layout, shape, stride, dtype)
         found = _interned.get(key)
         if found is None:
             found = _interned.setdefault(key, Spec(mesh, layout, shape, stride, dtype, True))
@@ -57,8 +58,7 @@ class Spec:
     @property
     def coordinate(self) -> tuple[int, ...] | None:
         """This rank's index along each mesh axis; None on a rank outside the mesh."""
-        found = self.mesh.get_coordinate()
-        return None if found is None else tuple(found)
+        return facts(self.mesh).coordinate
 
     def local_shape(self) -> tuple:
         """Shape of this rank's shard; `(0,)` on a rank outside the mesh."""
@@ -75,17 +75,6 @@ class Spec:
         return f"{self.dtype}{list(self.shape)} {self.layout}"
 
 
-_mesh_shapes: dict[Any, tuple[int, ...]] = cache()
-
-
-def mesh_shape(mesh) -> tuple[int, ...]:
-    """Sizes of the mesh axes."""
-    found = _mesh_shapes.get(mesh)
-    if found is None:
-        found = _mesh_shapes[mesh] = tuple(mesh.shape)
-    return found
-
-
 def contiguous_stride(shape) -> tuple:
     """Strides, in elements, of a contiguous tensor of `shape`."""
     stride, step = [], 1
@@ -95,4 +84,4 @@ def contiguous_stride(shape) -> tuple:
     return tuple(reversed(stride))
 
 
-__all__ = ["Spec", "contiguous_stride", "mesh_shape"]
+__all__ = ["Spec", "contiguous_stride"]

@@ -260,7 +260,9 @@ def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, .
         if p.is_shard():
             n, length = mesh.size(axis), stride[p.dim]
             shape[p.dim] = shape[p.dim] * n
-            stride = [s * n if i != p.dim and s >= length and s != 0 and s > length else s for i, s in enumerate(stride)]
+            stride = [
+                s * n if i != p.dim and s >= length and s != 0 and s > length else s for i, s in enumerate(stride)
+            ]
     return shape, stride
 
 
@@ -347,10 +349,32 @@ class _ToLocal(torch.autograd.Function):
         return _build(grad, ctx.mesh, ctx.placements, ctx.sizes[0], ctx.sizes[1]), None
 
 
+class _TangentBorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.spec = x._spec
+        return _wrap(x._local_tensor, x._spec)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None or isinstance(grad, DTensor):
+            return grad
+        spec = ctx.spec
+        whole = spec.with_layout(Layout.make(spec.layout.mesh_ndim, ((),) * spec.ndim, ()))
+        return move(_wrap(grad, whole), spec.layout.without_partial())
+
+
+def with_tangent_border(x):
+    """`x`; if it is a DTensor with a history, one to which a plain (replicated) gradient may flow back."""
+    if isinstance(x, DTensor) and x.grad_fn is not None:
+        return _TangentBorder.apply(x)
+    return x
+
+
 def _build(local, mesh, placements, shape, stride) -> DTensor:
     """A DTensor that shares memory with `local`."""
     return DTensor(_alias(local), mesh, placements, shape, stride, local.requires_grad)
 
 
 install(DTensor, _wrap)
-__all__ = ["DTensor", "move"]
+__all__ = ["DTensor", "move", "with_tangent_border"]

@@ -65,7 +65,12 @@ class PrepareModuleInput(ParallelStyle):
         if self.input_layouts is None:
             return inputs
         return _all_to_layout(
-            inputs, mesh, "input_layouts", self.input_layouts, self.desired_input_layouts, self.use_local_output
+            inputs,
+            mesh,
+            "input_layouts",
+            self.input_layouts,
+            self.desired_input_layouts,
+            self.use_local_output,
         )
 
     def _named(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
@@ -98,9 +103,7 @@ class PrepareModuleOutput(ParallelStyle):
         ValueError: layouts that do not match each other or (when called) the outputs.
     """
 
-    def __init__(
-        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
-    ):
+    def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True):
         self.output_layouts, self.desired_output_layouts = _paired(
             "output_layouts", output_layouts, "desired_output_layouts", desired_output_layouts
         )

@@ -47,9 +47,7 @@ class SequenceParallel(ParallelStyle):
         )
 
     def __repr__(self) -> str:
-        return (
-            f"SequenceParallel(sequence_dim={self.sequence_sharding.dim}, use_local_output={self.use_local_output})"
-        )
+        return f"SequenceParallel(sequence_dim={self.sequence_sharding.dim}, use_local_output={self.use_local_output})"
 
 
 def _output(use_local_output: bool, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any | torch.Tensor:

@@ -8,4 +8,15 @@ from .rule import Candidate, Rule, candidates
 FAMILIES = (attention, indexing, loss, matmul, norm, pointwise, random, reduction, views)
 """The modules whose import fills `RULES`."""
 
-__all__ = ["FAMILIES", "RULES", "Call", "Candidate", "Choice", "LocalCall", "Output", "Rule", "candidates", "choose"]
+__all__ = [
+    "FAMILIES",
+    "RULES",
+    "Call",
+    "Candidate",
+    "Choice",
+    "LocalCall",
+    "Output",
+    "Rule",
+    "candidates",
+    "choose",
+]

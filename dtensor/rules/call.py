@@ -131,4 +131,14 @@ def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     return register
 
 
-__all__ = ["RULES", "Call", "LocalCall", "Output", "RuleFunction", "argument", "positions", "replaced", "rule_for"]
+__all__ = [
+    "RULES",
+    "Call",
+    "LocalCall",
+    "Output",
+    "RuleFunction",
+    "argument",
+    "positions",
+    "replaced",
+    "rule_for",
+]

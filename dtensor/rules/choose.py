@@ -10,7 +10,8 @@ from math import inf, prod
 from .._torch import hint
 from ..cost import seconds
 from ..layout import Layout
-from ..spec import Spec, mesh_shape
+from ..mesh import mesh_shape
+from ..spec import Spec
 from .rule import Candidate, Factor, Rule, candidates, shares_dim
 
 

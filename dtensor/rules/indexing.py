@@ -7,7 +7,7 @@ elsewhere, so the result is Partial(sum). The offset of a rank's rows is looked 
 import torch
 
 from ..collectives import chunk_length, ops
-from ..redistribute import group_name
+from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .pointwise import broadcast
 from .rule import Dims, Rule
@@ -82,9 +82,7 @@ def index_select(call: Call) -> Rule:
     looked = f"d{dim}"
     out = tuple(("i",) if i == dim else d for i, d in enumerate(ins))
     sizes = {**sizes, "i": index.shape[0] if index.ndim else 1}
-    return Rule(
-        (ins, (("i",),) * index.ndim), (out,), sizes, linear=(frozenset({0}),), blocked=frozenset({looked})
-    )
+    return Rule((ins, (("i",),) * index.ndim), (out,), sizes, linear=(frozenset({0}),), blocked=frozenset({looked}))
 
 
 @rule_for("gather")

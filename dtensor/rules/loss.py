@@ -3,9 +3,8 @@
 The mean divides by the weight of all targets, so on a sharded batch that weight is reduced over the ranks first.
 """
 
-
-from ..redistribute import group_name
 from ..collectives import ops
+from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .rule import Dims, Rule
 
@@ -94,7 +93,6 @@ def _scaled(call: LocalCall):
     for size in call.call["self"].shape:
         count = count * size
     return call.run(reduction=SUM) / count
-
 
 
 __all__: list[str] = []

@@ -22,9 +22,7 @@ def product(call: Call) -> Rule:
     a, b, out = EINSUMS[call.func._schema.name.split("::")[1]]
     x, y = call.operands
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
-    return Rule(
-        (dims(a), dims(b)), (dims(out),), sizes, reduce={"k": "sum"}, linear=(frozenset({0}), frozenset({1}))
-    )
+    return Rule((dims(a), dims(b)), (dims(out),), sizes, reduce={"k": "sum"}, linear=(frozenset({0}), frozenset({1})))
 
 
 @rule_for(*[name for name, base in ADDED.items() if base])

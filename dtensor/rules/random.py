@@ -7,7 +7,7 @@ its shard. In a compiled graph Inductor fuses draw and cut.
 import torch
 
 from ..collectives import ops
-from ..redistribute import group_name
+from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .pointwise import broadcast
 from .rule import Rule
@@ -21,7 +21,16 @@ def keep_shard(x: torch.Tensor, layout, mesh) -> torch.Tensor:
     return x
 
 
-IN_PLACE = ("bernoulli_", "uniform_", "normal_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
+IN_PLACE = (
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "random_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+)
 
 
 @rule_for(*(n.removesuffix("_") for n in IN_PLACE), "rand_like", "randn_like", "randint_like", "normal_functional")

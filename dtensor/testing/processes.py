@@ -99,7 +99,10 @@ class _Rank:
             kind, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             self.process.join(GRACE)
-            kind, content = "raised", f"its process ended with exit code {self.process.exitcode} and no word\n"
+            kind, content = (
+                "raised",
+                f"its process ended with exit code {self.process.exitcode} and no word\n",
+            )
         match kind:
             case "started":
                 self.started = True

@@ -1,0 +1,13 @@
+"""torch.compile for DTensor: the `dtensor` backend, the passes in plain Inductor, and what was compiled.
+
+Dynamo -> AOTAutograd -> forward and backward graph -> `dtensor.passes` -> Inductor, or eager execution of the graph
+"""
+
+if not __name__.startswith("dtensor."):
+    raise ImportError(f"the folder compile/ was imported as {__name__!r}; write: import dtensor.compile")
+
+from .backend import backend
+from .options import Options
+from .statistics import GraphRecord, Statistics, statistics
+
+__all__ = ["GraphRecord", "Options", "Statistics", "backend", "statistics"]

@@ -1,0 +1,78 @@
+"""The `dtensor` backend of torch.compile: AOTAutograd, the passes, then the inner compiler.
+
+Outputs that are DTensors pass through a border on their way to the user, so that a plain tangent, which AOTAutograd
+cannot take where it traced a DTensor, arrives in the right form.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor._torch import aot_backend, boxed, inductor_compile
+from dtensor.hooks import chained
+from dtensor.tensor import with_tangent_border
+
+from .inductor import Passes
+from .options import Options
+from .pipeline import optimise
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo's; what `torch.compile(model, backend="dtensor", options=...)` calls.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its inputs.
+        options: see `dtensor.compile.Options`.
+        mode: not used; give options.
+
+    Raises:
+        ValueError, TypeError: unknown or wrong options.
+    """
+    chosen = Options.of(options)
+    if mode is not None:
+        raise ValueError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
+    if chosen.inner == "eager":
+        return gm.forward
+    if chosen.inner == "inductor":
+        compiled = inductor_compile(gm, example_inputs, {"post_grad_custom_pre_pass": chained(Passes(chosen))})
+    else:
+        compiled = aot_backend(*_interpreters(chosen))(gm, example_inputs)
+    return _bordered(compiled)
+
+
+def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Compilers of forward, inference and backward graph that run the optimised graph operator by operator."""
+
+    def compiler(inference: bool) -> Callable[..., Any]:
+        def compile_graph(gm: fx.GraphModule, _: Any) -> Any:
+            optimise(gm, options, inference=inference)
+            gm.recompile()
+            return boxed(gm.forward)
+
+        return compile_graph
+
+    return compiler(False), compiler(True), compiler(False)
+
+
+def _bordered(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, with DTensor outputs that require gradients behind a border."""
+
+    def run(*args: Any) -> Any:
+        out = compiled(*args)
+        if not torch.is_grad_enabled():
+            return out
+        return type(out)(with_tangent_border(o) for o in out)
+
+    return run
+
+
+__all__ = ["backend"]
