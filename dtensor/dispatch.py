@@ -7,6 +7,7 @@ are ints it is cached, so the hot path is one dictionary lookup. An operator wit
 decomposition, and runs replicated otherwise, with a warning once per operator.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -242,7 +243,14 @@ def _mapped(a, of: Callable[[Any], Any]):
     return a
 
 
-_fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+class _Fake(threading.local):
+    """A fake mode per thread: one mode is not safe to enter from several, and ranks may be threads."""
+
+    def __init__(self):
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_fake = _Fake()
 
 
 def _outputs(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Output | None, ...], bool]:
@@ -256,7 +264,7 @@ def _outputs(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Output | 
         s = t._spec
         return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=t._local_tensor.device)
 
-    with disable_current_modes(), mode or _fake_mode, torch.no_grad():
+    with disable_current_modes(), mode or _fake.mode, torch.no_grad():
         made = func(*_mapped(args, fake), **{k: _mapped(v, fake) for k, v in kwargs.items()})
     many = isinstance(made, (list, tuple))
     results = made if many else (made,)

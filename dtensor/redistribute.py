@@ -10,6 +10,7 @@ from .collectives import ops
 from .errors import PlacementError
 from .layout import Layout
 from .mesh import group_name, mesh_shape
+from .placements import Placement
 from .plan import Step, plan
 from .spec import Spec
 
@@ -80,13 +81,13 @@ def _start(local: torch.Tensor, spec: Spec, step: Step) -> torch.Tensor:
     return functional_collectives.AsyncCollectiveTensor(started)
 
 
-def check_target(src: Layout, dst: Layout) -> None:
+def check_target(src: tuple[Placement, ...], dst: tuple[Placement, ...]) -> None:
     """Refuse what users may not ask of `redistribute`: to make a value partial.
 
     Raises:
         PlacementError: an axis of `dst` is partial where `src` is not partial in the same way.
     """
-    for axis, (a, b) in enumerate(zip(src.placements, dst.placements)):
+    for axis, (a, b) in enumerate(zip(src, dst)):
         if b.is_partial() and a != b:
             raise PlacementError(
                 f"cannot redistribute mesh axis {axis} from {a} to {b}: a value does not become partial; "

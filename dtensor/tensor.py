@@ -180,6 +180,7 @@ class DTensor(torch.Tensor):
         target = as_placements(placements, self.device_mesh.ndim, self.dim())
         if target == self.placements:
             return self
+        check_target(self.placements, target)
         return torch.ops.dtensor.redistribute(self, _text(target), async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -285,7 +286,6 @@ library.define("redistribute(Tensor x, str layout, bool async_op) -> Tensor")
 def _redistribute_operator(x: DTensor, text: str, async_op: bool = False) -> DTensor:
     """`dtensor::redistribute` on a DTensor: what dispatch runs."""
     layout = Layout.parse(text, x.dim())
-    check_target(x._spec.layout, layout)
     return _redistribute(x, layout, async_op and not is_tracing(x))
 
 
@@ -321,7 +321,9 @@ class _FromLocal(torch.autograd.Function):
         target = ctx.grad_placements
         if target is None:
             target = tuple([Replicate() if p.is_partial() else p for p in ctx.placements])
-        local = grad.redistribute(placements=target).to_local()
+        if target != grad.placements:
+            grad = torch.ops.dtensor.redistribute(grad, _text(target), False)
+        local = grad.to_local()
         for axis, p in enumerate(ctx.placements):
             if p.is_partial("avg"):
                 local = local / ctx.mesh.size(axis)

@@ -9,6 +9,7 @@ if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder passes/ was imported as {__name__!r}; write: import dtensor.passes")
 
 from .common_subexpressions import CommonSubexpressions
+from .compare import Simulation, equivalent
 from .count import CollectiveInfo, collectives, count, wire_bytes
 from .dead_code import DeadCode
 from .gather_shard import GatherShard
@@ -16,7 +17,7 @@ from .ir import Collective
 from .lower import Lower
 from .pipeline import EXACTNESS, PIPELINE, SIMPLIFY, Pass, PassRecord, run
 from .reduce_scatter import ReduceScatter
-from .simulate import Simulation, equivalent, mesh_groups, simulate
+from .simulate import mesh_groups, simulate
 from .sink import Sink
 from .sum_of_all_reduces import SumOfAllReduces
 from .text import text

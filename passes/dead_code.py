@@ -12,8 +12,8 @@ class DeadCode:
 
     Before:
 
-        %all_reduce: f32[4] = c10d_functional.all_reduce(%x, 'sum', tp)
-        %wait_tensor: f32[4] = c10d_functional.wait_tensor(%all_reduce)
+        %all_reduce: f32[4] = _c10d_functional.all_reduce(%x, 'sum', tp)
+        %wait_tensor: f32[4] = _c10d_functional.wait_tensor(%all_reduce)
         return %x
 
     After:

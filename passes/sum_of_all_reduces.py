@@ -38,9 +38,9 @@ class SumOfAllReduces:
             if node.target in SUMS:
                 rewrites += _merge_operands(node)
         for node in list(graph.nodes):
-            if is_root(node):
-                while _merge_leaves(node):
-                    rewrites += 1
+            root = node if is_root(node) else None
+            while root is not None and (root := _merge_leaves(root)) is not None:
+                rewrites += 1
         return rewrites
 
 
@@ -74,15 +74,18 @@ def is_root(node: fx.Node) -> bool:
 
 
 def leaves(root: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The terms of a sum of equal shapes and dtypes, each with the addition it is an operand of, left to right."""
+    """The terms of a sum of equal shapes and dtypes, each with the addition it is an operand of."""
     found, todo = [], [root]
     while todo:
         node = todo.pop()
         pair = operands(node)
-        assert pair is not None
-        inner = [x for x in pair if _is_inner(x, node)]
-        found += [(x, node) for x in pair if x not in inner]
-        todo += reversed(inner)
+        if pair is None or not is_plain(node):
+            continue
+        for x in pair:
+            if pair[0] is not pair[1] and _is_inner(x, node):
+                todo.append(x)
+            else:
+                found.append((x, node))
     return found
 
 
@@ -114,37 +117,46 @@ def _keeps_bytes(a: ir.Collective, b: ir.Collective, node: fx.Node) -> bool:
     return any(ir.same_kind(ir.value(c.x), out) for c in (a, b))
 
 
-def _merge_leaves(root: fx.Node) -> bool:
-    """Merge the first two mergeable reductions among the terms of `root`."""
-    found: list[tuple[fx.Node, fx.Node, ir.Collective]] = []
-    for leaf, parent in leaves(root):
-        c = reduction(leaf)
-        if c is None or not ir.same_kind(ir.value(leaf), ir.value(parent)):
-            continue
-        for other, above, d in found:
-            if mergeable(c, d) and ir.same_kind(ir.value(c.x), ir.value(d.x)):
-                pair = sorted([(other, above, d), (leaf, parent, c)], key=lambda entry: entry[0])
-                if _move(*pair):
-                    return True
-        found.append((leaf, parent, c))
-    return False
+def _merge_leaves(root: fx.Node) -> fx.Node | None:
+    """Merge two reductions among the terms of `root`; the sum that is left, or None if there are no such two."""
+    terms = [(leaf, parent, reduction(leaf)) for leaf, parent in leaves(root)]
+    fit = [t for t in terms if t[2] is not None and ir.same_kind(ir.value(t[0]), ir.value(t[1]))]
+    for k, (leaf, parent, c) in enumerate(fit):
+        for other, above, d in fit[:k]:
+            if (
+                leaf is other
+                or c is None
+                or d is None
+                or not mergeable(c, d)
+                or not ir.same_kind(ir.value(c.x), ir.value(d.x))
+            ):
+                continue
+            (early, gone), (late, _) = sorted([(other, above), (leaf, parent)], key=lambda term: term[0])
+            rest = _move(early, gone, late)
+            if rest is not None:
+                return rest if gone is root else root
+    return None
 
 
-def _move(first: tuple[fx.Node, fx.Node, ir.Collective], last: tuple[fx.Node, fx.Node, ir.Collective]) -> bool:
-    """Take the term `first` out of the sum and add what it reduces to what `last` reduces."""
-    (early, parent, a), (late, _, b) = first, last
-    pair = operands(parent)
-    assert pair is not None
+def _move(early: fx.Node, parent: fx.Node, late: fx.Node) -> fx.Node | None:
+    """Drop the term `early` with its addition, and add what it reduces to what `late` reduces.
+
+    Gives the other operand of the dropped addition, or None if that may not stand for the addition.
+    """
+    pair, a, b = operands(parent), reduction(early), reduction(late)
+    if pair is None or a is None or b is None:
+        return None
     rest = pair[1] if pair[0] is early else pair[0]
     x, out = ir.value(rest), ir.value(parent)
     if not ir.same_kind(x, out) or not ir.same_strides(x, out.stride()):
-        return False
+        return None
     total = ir.insert(late, PLAIN, (a.x, b.x), like=parent)
     parent.replace_all_uses_with(rest)
     parent.graph.erase_node(parent)
     early.graph.erase_node(early)
-    ir.replace(late, ir.emit(late, replace(b, x=total), like=late))
-    return True
+    new = ir.emit(late, replace(b, x=total), like=late)
+    ir.replace(late, new)
+    return new if rest is late else rest
 
 
 __all__ = ["SumOfAllReduces"]

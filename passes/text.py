@@ -92,9 +92,9 @@ class _Printer:
             return self.labels.get(arg) or repr(arg)
         if isinstance(arg, (tuple, list)):
             return f"[{', '.join([self.arg(item) for item in arg])}]"
-        if isinstance(arg, (torch.dtype, torch.memory_format, torch.layout)):
-            return DTYPES.get(arg) or str(arg).removeprefix("torch.")
-        return str(arg)
+        if isinstance(arg, torch.dtype) and arg in DTYPES:
+            return DTYPES[arg]
+        return str(arg).removeprefix("torch.")
 
 
 def _base(node: fx.Node) -> str:

@@ -1,7 +1,7 @@
 """`parallelize_module`: applies a plan, module name -> style, to a model.
 
-A plan is resolved as a whole before anything is sharded, so that a wrong one leaves the model as it was. Stands on
-`style`; what a style does to a module is its own business.
+A plan is resolved as a whole before anything is sharded, so that a wrong one leaves the model as it was.
+Stands on `style`; what a style does to a module is its own business.
 """
 
 import difflib
@@ -26,10 +26,12 @@ def parallelize_module(
 
     Args:
         module: the module.
-        device_mesh: a mesh of one axis, such as `mesh["tp"]`; None takes that of the surrounding `with mesh:`.
-        parallelize_plan: a style for `module` itself, or a dict from names of modules inside to styles. A name such as
-            "layers.*.attention.wq" is matched segment by segment, each with the wildcards of `fnmatch` (`*`, `?`,
-            `[0-3]`), and applies to every module that matches; "" is `module` itself. Entries apply in the dict's order.
+        device_mesh: a mesh of one axis, such as `mesh["tp"]`; None takes that of the surrounding `with
+            mesh:`.
+        parallelize_plan: a style for `module` itself, or a dict from names of modules inside to styles. A
+            name such as "layers.*.attention.wq" is matched segment by segment, each with the wildcards of
+            `fnmatch` (`*`, `?`, `[0-3]`), and applies to every module that matches; "" is `module` itself.
+            Entries apply in the dict's order.
         src_data_rank: the rank of the axis whose parameter values all ranks take; None keeps each rank's own.
 
     Returns:

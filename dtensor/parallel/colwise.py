@@ -1,7 +1,7 @@
 """ColwiseParallel: the output features of a linear layer or of an embedding are divided between the ranks.
 
-With it a row-wise layer makes a pair (Shoeybi et al., "Megatron-LM", 2019): the activation between the two stays
-sharded, so that the pair communicates once, at its end.
+With it a row-wise layer makes a pair (Shoeybi et al., "Megatron-LM", 2019): the activation between the two
+stays sharded, so that the pair communicates once, at its end.
 """
 
 from functools import partial
@@ -15,11 +15,12 @@ from .style import ParallelStyle, as_layout, first_to_layout, output_to_layout
 
 
 class ColwiseParallel(ParallelStyle):
-    """Shard the output features: nn.Linear weight (out, in) and bias on dim 0, nn.Embedding weight (num, features) on 1.
+    """Shard the output features: nn.Linear weight (out, in) and bias on dim 0, nn.Embedding weight (num,
+    features) on 1.
 
     Args:
-        input_layouts: layout of a plain tensor that arrives as first input, Replicate() by default. Whatever arrives
-            is redistributed to Replicate().
+        input_layouts: layout of a plain tensor that arrives as first input, Replicate() by default. Whatever
+            arrives is redistributed to Replicate().
         output_layouts: layout in which the output leaves, Shard(-1) by default.
         use_local_output: whether the output leaves as a plain local tensor rather than as a DTensor.
 

@@ -1,7 +1,8 @@
-"""PrepareModuleInput, PrepareModuleOutput and both in one: the layouts in which a module takes and gives its values.
+"""PrepareModuleInput, PrepareModuleOutput and both in one: the layouts in which a module takes and gives its
+values.
 
-They shard nothing: forward hooks turn plain tensors into DTensors of a declared layout and redistribute them to the
-desired one. They go on modules whose parts are sharded by other styles.
+They shard nothing: forward hooks turn plain tensors into DTensors of a declared layout and redistribute them
+to the desired one. They go on modules whose parts are sharded by other styles.
 """
 
 import difflib
@@ -26,15 +27,18 @@ class PrepareModuleInput(ParallelStyle):
     """Bring the inputs of a module to desired layouts.
 
     Args:
-        input_layouts: for each positional input the layout of a plain tensor that arrives there; None for an input to
-            be left alone. One placement stands for a single input. Without it positional inputs are left alone.
+        input_layouts: for each positional input the layout of a plain tensor that arrives there; None for an
+            input to be left alone. One placement stands for a single input. Without it positional inputs are
+            left alone.
         desired_input_layouts: for each of them the layout it is redistributed to; None leaves it as it is.
-        input_kwarg_layouts: keyword -> layout of a plain tensor that arrives there; other keywords are left alone.
+        input_kwarg_layouts: keyword -> layout of a plain tensor that arrives there; other keywords are left
+            alone.
         desired_input_kwarg_layouts: the same keywords -> the layout it is redistributed to.
         use_local_output: whether the module gets plain local tensors rather than DTensors.
 
     Raises:
-        ValueError: layouts that do not match each other, the signature of the module, or (when called) its inputs.
+        ValueError: layouts that do not match each other, the signature of the module, or (when called) its
+            inputs.
     """
 
     def __init__(
@@ -94,8 +98,8 @@ class PrepareModuleOutput(ParallelStyle):
     """Bring the outputs of a module to desired layouts.
 
     Args:
-        output_layouts: for each output the layout of a plain tensor that leaves there; None for an output to be left
-            alone. One placement stands for a single output.
+        output_layouts: for each output the layout of a plain tensor that leaves there; None for an output to
+            be left alone. One placement stands for a single output.
         desired_output_layouts: for each of them the layout it is redistributed to; None leaves it as it is.
         use_local_output: whether the outputs leave as plain local tensors rather than as DTensors.
 
@@ -138,7 +142,8 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` on one module; `use_local_input` is the former's use_local_output."""
+    """`PrepareModuleInput` and `PrepareModuleOutput` on one module; `use_local_input` is the former's
+    use_local_output."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""RowwiseParallel: the input features of a linear layer, or the vocabulary of an embedding, are divided between the ranks.
+"""RowwiseParallel: the input features of a linear layer, or the vocabulary of an embedding, are divided
+between the ranks.
 
-Each rank computes a part of a sum; bringing the output to `output_layouts` reduces it, by an all-reduce to Replicate()
-or by a reduce-scatter to Shard(dim).
+Each rank computes a part of a sum; bringing the output to `output_layouts` reduces it, by an all-reduce to
+Replicate() or by a reduce-scatter to Shard(dim).
 """
 
 from functools import partial
@@ -15,12 +16,13 @@ from .style import ParallelStyle, as_layout, first_to_layout, output_to_layout
 
 
 class RowwiseParallel(ParallelStyle):
-    """Shard the input features: nn.Linear weight (out, in) on dim 1, its bias replicated; nn.Embedding weight on dim 0.
+    """Shard the input features: nn.Linear weight (out, in) on dim 1, its bias replicated; nn.Embedding weight
+    on dim 0.
 
     Args:
-        input_layouts: layout of a plain tensor that arrives as first input; by default the layout the computation
-            needs, which is Shard(-1) for nn.Linear and Replicate() for nn.Embedding. Whatever arrives is redistributed
-            to that one.
+        input_layouts: layout of a plain tensor that arrives as first input; by default the layout the
+            computation needs, which is Shard(-1) for nn.Linear and Replicate() for nn.Embedding. Whatever
+            arrives is redistributed to that one.
         output_layouts: layout in which the output leaves, Replicate() by default.
         use_local_output: whether the output leaves as a plain local tensor rather than as a DTensor.
 

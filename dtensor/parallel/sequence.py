@@ -1,7 +1,8 @@
 """SequenceParallel: a module that works token by token runs on activations sharded along the sequence.
 
-After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022: between the tensor
-parallel regions norms and dropouts need no other token, so each rank keeps only its part of the sequence.
+After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022: between the
+tensor parallel regions norms and dropouts need no other token, so each rank keeps only its part of the
+sequence.
 """
 
 from functools import partial
@@ -18,11 +19,12 @@ from .style import ParallelStyle, first_to_layout
 
 
 class SequenceParallel(ParallelStyle):
-    """Replicate the parameters and run on an input sharded on `sequence_dim`: nn.LayerNorm, nn.RMSNorm, nn.Dropout.
+    """Replicate the parameters and run on an input sharded on `sequence_dim`: nn.LayerNorm, nn.RMSNorm,
+    nn.Dropout.
 
-    Also for a norm or pointwise module of one's own, with its parameters anywhere inside. A plain input is taken as
-    this rank's part of the sequence, a DTensor is redistributed to Shard(sequence_dim). The parameters take the values
-    of rank `src_data_rank` of the axis.
+    Also for a norm or pointwise module of one's own, with its parameters anywhere inside. A plain input is
+    taken as this rank's part of the sequence, a DTensor is redistributed to Shard(sequence_dim). The
+    parameters take the values of rank `src_data_rank` of the axis.
 
     Args:
         sequence_dim: the dimension of the input that counts tokens.

@@ -1,8 +1,9 @@
 """The base of all parallel styles, and the three moves they are made of.
 
-A style says how one module is sharded: what becomes of its parameters, in which layout its inputs are taken and in
-which its outputs are given. `api.parallelize_module` applies styles to the modules of a plan; each style stands on
-`dtensor.api.distribute_module` or on plain forward hooks. The hooks are kept so simple that Dynamo traces them.
+A style says how one module is sharded: what becomes of its parameters, in which layout its inputs are taken
+and in which its outputs are given. `api.parallelize_module` applies styles to the modules of a plan; each
+style stands on `dtensor.api.distribute_module` or on plain forward hooks. The hooks are kept so simple that
+Dynamo traces them.
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +22,8 @@ class ParallelStyle(ABC):
     """How one module is parallelized over the axis of a one-axis mesh.
 
     Attributes:
-        src_data_rank: the rank of the axis whose parameter values are scattered to all; None makes every rank shard
-            the values it has itself. `parallelize_module` sets it.
+        src_data_rank: the rank of the axis whose parameter values are scattered to all; None makes every rank
+            shard the values it has itself. `parallelize_module` sets it.
     """
 
     src_data_rank: int | None = 0
@@ -32,7 +33,8 @@ class ParallelStyle(ABC):
         """Shard `module` in place over `device_mesh`, install its hooks, and return it."""
 
     def distribute_parameter(self, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-        """Replace parameter `name` of `module` (nothing happens if it is None) by a DTensor placed as `placement`."""
+        """Replace parameter `name` of `module` (nothing happens if it is None) by a DTensor placed as
+        `placement`."""
         parameter = getattr(module, name)
         if parameter is not None:
             value = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
@@ -63,7 +65,8 @@ def as_layout(argument: str, given: Any, default: Placement | None = None) -> Pl
 
 
 def to_layout(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | None) -> DTensor:
-    """`x` as a DTensor in layout `wanted` (None: as it is); a plain tensor is taken as this rank's part in layout `given`.
+    """`x` as a DTensor in layout `wanted` (None: as it is); a plain tensor is taken as this rank's part in
+    layout `given`.
 
     Raises:
         ValueError: `x` is no tensor.

@@ -1,6 +1,8 @@
-"""Tools for testing sharded code: small models, ranks as processes or threads, placements by the dozen, counting.
+"""Tools for testing sharded code: small models, ranks as processes or threads, placements by the dozen,
+counting.
 
-Public, for the tests of users' own models as well; the library itself does not stand on it, but for `dtensor.demo`.
+Public, for the tests of users' own models as well; the library itself does not stand on it, but for
+`dtensor.demo`.
 """
 
 from .converter import ShardingConverter

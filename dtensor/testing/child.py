@@ -1,7 +1,8 @@
 """What runs in a process that `processes.run_ranks` spawns: one rank.
 
-It takes a `Job`, joins the process group, calls the function, and says through a pipe how that went: pickled pairs
-("started", None), ("returned", pickled value) or ("raised", traceback as text).
+It takes a `Job`, joins the process group, calls the function, and says through a pipe how that went: pickled
+pairs ("started", None), ("returned", pickled value) or ("raised", (the error in one line, traceback as
+text)).
 """
 
 import faulthandler
@@ -51,14 +52,16 @@ class Job:
 
 
 def rank_main(pipe: Connection, rank: int, job: Job) -> None:
-    """Be `rank`: report to `pipe`, then stay until its other end is closed, so that no peer loses this rank midway."""
+    """Be `rank`: report to `pipe`, then stay until its other end is closed, so that no peer loses this rank
+    midway."""
     with job.stacks_file(rank).open("w") as stacks:
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         pipe.send_bytes(pickle.dumps(("started", None)))
         try:
             message = ("returned", _value(rank, job))
-        except BaseException:
-            message = ("raised", traceback.format_exc())
+        except BaseException as error:
+            line = f"{type(error).__name__}: {error}".splitlines()[0]
+            message = ("raised", (line, traceback.format_exc()))
         pipe.send_bytes(pickle.dumps(message))
         _wait_for_end(pipe)
         if dist.is_initialized():

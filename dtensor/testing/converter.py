@@ -1,7 +1,7 @@
 """`ShardingConverter`: every way to place the tensors of a call on a mesh.
 
-For testing an operator: call it with each (args, kwargs) the converter yields, and compare with the plain call. Takes
-plain arguments, gives the same structure with DTensors of the same values.
+For testing an operator: call it with each (args, kwargs) the converter yields, and compare with the plain
+call. Takes plain arguments, gives the same structure with DTensors of the same values.
 """
 
 import itertools
@@ -23,16 +23,18 @@ Placements = tuple[Placement, ...]
 class ShardingConverter:
     """Iterates over (args, kwargs) in which each tensor is a DTensor, in every combination of placements.
 
-    On each mesh axis a tensor is replicated, or sharded on a dim longer than 1 that the axes sharding it divide evenly.
-    Tensors inside tuples, lists and dicts are found too. Bool tensors are replicated only. Sparse, quantized, nested
-    and meta tensors, conjugate and negative views and tensor subclasses are passed on as they are, and counted.
+    On each mesh axis a tensor is replicated, or sharded on a dim longer than 1 that the axes sharding it
+    divide evenly. Tensors inside tuples, lists and dicts are found too. Bool tensors are replicated only.
+    Sparse, quantized, nested and meta tensors, conjugate and negative views and tensor subclasses are passed
+    on as they are, and counted.
 
     Args:
         mesh: the mesh, of any number of axes.
         args, kwargs: arguments of a call.
         replicate_only: replicate everything.
         uneven: shard on every dim, whatever its length.
-        partial: let tensors of numbers be Partial() too: the value on the first rank of the axis, zeros on the others.
+        partial: let tensors of numbers be Partial() too: the value on the first rank of the axis, zeros on
+            the others.
 
     Attributes:
         hit: tensors converted so far.

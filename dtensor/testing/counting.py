@@ -1,7 +1,8 @@
 """`CountCollectives`: what eager code communicates.
 
-A dispatch mode that writes down each collective this rank takes part in, with the bytes it sends: the `dtensor::*`
-operators and torch's functional collectives. Compiled graphs report the same through `dtensor.compile.statistics`.
+A dispatch mode that writes down each collective this rank takes part in, with the bytes it sends: the
+`dtensor::*` operators and torch's functional collectives. Compiled graphs report the same through
+`dtensor.compile.statistics`.
 """
 
 from dataclasses import dataclass

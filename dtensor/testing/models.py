@@ -1,9 +1,9 @@
 """Small models to shard: a two-layer perceptron and a decoder-only Transformer.
 
-They have the structure, names, arguments and default values of the toy models that PyTorch's own tests of tensor
-parallelism use (the Transformer after nanoGPT, https://github.com/karpathy/nanoGPT), so that results compare one to one.
-`Transformer.parallelize` shards the latter with `dtensor.parallel`. Tensors: tokens (batch, seq), activations
-(batch, seq, dim), logits (batch, seq, vocab).
+They have the structure, names, arguments and default values of the toy models that PyTorch's own tests of
+tensor parallelism use (the Transformer after nanoGPT, https://github.com/karpathy/nanoGPT), so that results
+compare one to one. `Transformer.parallelize` shards the latter with `dtensor.parallel`. Tensors: tokens
+(batch, seq), activations (batch, seq, dim), logits (batch, seq, vocab).
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,8 @@ from ..placements import Replicate, Shard
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dim (Zhang and Sennrich, 2019), written out in tensor operations."""
+    """Root mean square norm over the last dim (Zhang and Sennrich, 2019), written out in tensor
+    operations."""
 
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
@@ -175,13 +176,14 @@ class Transformer(nn.Module):
 
     @staticmethod
     def parallelize(module: "Transformer", device_mesh: DeviceMesh, use_seq_parallel: bool) -> "Transformer":
-        """Shard `module` in place over a mesh of one axis and return it; it takes and gives plain replicated tensors.
+        """Shard `module` in place over a mesh of one axis and return it; it takes and gives plain replicated
+        tensors.
 
         Args:
             module: the model; its n_heads is a multiple of the number of ranks.
             device_mesh: the mesh.
-            use_seq_parallel: also shard the activations between attention and feed-forward along the sequence, which
-                is then a multiple of the number of ranks.
+            use_seq_parallel: also shard the activations between attention and feed-forward along the
+                sequence, which is then a multiple of the number of ranks.
         """
         parallelize_module(module, device_mesh, _sequence_plan() if use_seq_parallel else _tensor_plan())
         if module.model_args.weight_tying:

@@ -1,8 +1,8 @@
 """`run_ranks`: a function on several real processes that form one process group on this machine.
 
-The parent spawns one process for each rank (`child`), waits for what each says, and ends the ones it spawned. Whatever
-goes wrong is one exception in the parent: a rank's traceback, the exit code of a rank that died, or, when time is up,
-the Python stacks of all ranks.
+The parent spawns one process for each rank (`child`), waits for what each says, and ends the ones it spawned.
+Whatever goes wrong is one exception in the parent: a rank's traceback, the exit code of a rank that died, or,
+when time is up, the Python stacks of all ranks.
 """
 
 import multiprocessing
@@ -78,7 +78,7 @@ class _Rank:
     pipe: Connection
     started: bool = False
     result: bytes = b""
-    failure: str = ""
+    failure: tuple[str, str] | None = None
 
     @classmethod
     def spawn(cls, rank: int, job: Job) -> "_Rank":
@@ -142,14 +142,15 @@ def _collect(ranks: list[_Rank], job: Job) -> None:
 
 
 def _failed(ranks: list[_Rank], failed: list[_Rank]) -> RankError:
-    """The error for the rank that failed first; those that fail soon after, for want of a peer, get a line each."""
+    """The error for the rank that failed first; those that fail soon after, for want of a peer, get a line
+    each."""
     deadline = time.monotonic() + GRACE
     while not all(r.done for r in ranks) and (ready := _receive(ranks, deadline)):
         failed = failed + [r for r in ready if r.failure]
     first, *others = failed
-    text = f"rank {first.rank} of {len(ranks)} failed:\n{first.failure}"
+    text = f"rank {first.rank} of {len(ranks)} failed:\n{first.failure[1]}"
     for r in others:
-        text += f"rank {r.rank} failed too: {r.failure.strip().splitlines()[-1]}\n"
+        text += f"rank {r.rank} failed too: {r.failure[0]}\n"
     return RankError(first.rank, text)
 
 
@@ -166,10 +167,10 @@ def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Let the ranks that returned end by themselves, for a while; kill the others."""
+    """Let the ranks that are done end by themselves, for a while; kill the others."""
     for r in ranks:
         r.pipe.close()
-        if not r.result:
+        if not r.done:
             r.process.kill()
     deadline = time.monotonic() + 5 * GRACE
     for r in ranks:

@@ -1,7 +1,8 @@
-"""Decorators that make a test run on several ranks: `with_ranks` on real processes, `with_threads` on threads.
+"""Decorators that make a test run on several ranks: `with_ranks` on real processes, `with_threads` on
+threads.
 
-The decorated function takes `rank` first, and after it whatever pytest gives (parametrized values, fixtures), which
-must be picklable for `with_ranks`. pytest collects it as a test without `rank`.
+The decorated function takes `rank` first, and after it whatever pytest gives (parametrized values, fixtures),
+which must be picklable for `with_ranks`. pytest collects it as a test without `rank`.
 
     @pytest.mark.parametrize("dim", [0, 1])
     @with_ranks(2)

@@ -1,8 +1,8 @@
 """Naming a function so that another process can find it.
 
-A test module loaded by pytest with `--import-mode=importlib` cannot be imported by name elsewhere, so a function is
-named by the file of its module as well: the other process runs that file as a module of the same name. `processes`
-sends references to the ranks it spawns.
+A test module loaded by pytest with `--import-mode=importlib` cannot be imported by name elsewhere, so a
+function is named by the file of its module as well: the other process runs that file as a module of the same
+name. `processes` sends references to the ranks it spawns.
 """
 
 import importlib
@@ -34,7 +34,8 @@ class FunctionReference:
         """The reference to `fn`.
 
         Raises:
-            ValueError: `fn` cannot be found by name, as it is a lambda, lives inside a function, or is no function.
+            ValueError: `fn` cannot be found by name, as it is a lambda, lives inside a function, or is no
+                function.
         """
         qualname = getattr(fn, "__qualname__", None)
         if qualname is None or "<" in qualname:
@@ -46,7 +47,8 @@ class FunctionReference:
         return cls(fn.__module__, path and str(Path(path).resolve()), qualname)
 
     def load(self) -> Callable[..., Any]:
-        """The function, its module imported or run if need be; of a test decorated to run on ranks, the function inside."""
+        """The function, its module imported or run if need be; of a test decorated to run on ranks, the
+        function inside."""
         found: Any = _module(self.module, self.path)
         for part in self.qualname.split("."):
             found = getattr(found, part)

@@ -1,7 +1,8 @@
 """`run_threads`: a function on several threads of this process that act as ranks.
 
-Starts in milliseconds where `processes.run_ranks` takes seconds, and a debugger works. Eager collectives only: Dynamo
-does not compile in several threads at once, and a thread that hangs can be reported but not ended.
+Starts in milliseconds where `processes.run_ranks` takes seconds, and a debugger works. Eager collectives
+only: Dynamo does not compile in several threads at once, and a thread that hangs can be reported but not
+ended.
 """
 
 import faulthandler
@@ -24,7 +25,8 @@ GRACE = 1.0
 
 
 def run_threads(fn: Callable[..., Any], nthreads: int, *args: Any, timeout: float = 60.0) -> list[Any]:
-    """Call `fn(rank, *args)` in `nthreads` threads of this process and return what each returned, in the order of ranks.
+    """Call `fn(rank, *args)` in `nthreads` threads of this process and return what each returned, in the
+    order of ranks.
 
     In each thread the default process group is initialised, over all of them.
 

@@ -1,4 +1,5 @@
-"""The runners: values come back, failures name their rank, a hang shows its stacks, decorators keep parameters."""
+"""The runners: values come back, failures name their rank, a hang shows its stacks, decorators keep
+parameters."""
 
 import os
 import time

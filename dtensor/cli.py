@@ -1,0 +1,169 @@
+"""The `dtensor` command: reads arguments, calls what does the work, prints, and sets the exit code.
+
+`dtensor demo` trains a small model sharded and compiled and checks it against one process (see `demo`). It
+exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import click
+
+from .demo import (
+    BACKENDS,
+    HEADS,
+    PLANS,
+    SEQ,
+    TOLERANCE,
+    Options,
+    Outcome,
+    Run,
+    default_text,
+    demonstrate,
+    under_torchrun,
+)
+from .testing import RankError
+
+
+@click.group()
+def main() -> None:
+    """A distributed tensor made for torch.compile."""
+
+
+@main.command()
+@click.option("--nproc", type=click.IntRange(min=1), help="Processes to start. Default: 2, or torchrun's.")
+@click.option("--plan", type=click.Choice(PLANS), default="tp", show_default=True, help="Tensor or sequence parallel.")
+@click.option("--data", type=click.Path(path_type=Path), help="Text to train on. Default: Python's help topics.")
+@click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="Training steps.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="dtensor", show_default=True, help="Of torch.compile.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Image file for the loss curves.")
+@click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers of the model.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the model and the batches.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for it all.")
+def demo(
+    nproc: int | None,
+    plan: str,
+    data: Path | None,
+    steps: int,
+    backend: str,
+    plot: Path | None,
+    layers: int,
+    seed: int,
+    timeout: float,
+) -> None:
+    """Train a byte-level Transformer on one process, sharded, and sharded and compiled; compare the three.
+
+    Starts the processes itself. Under torchrun it joins the ones that are there:
+    torchrun --nproc-per-node 2 -m dtensor demo
+    """
+    text = _text(data)
+    _check_plot(plot)
+    options = Options(_processes(nproc), plan, text, steps, backend, layers, seed, timeout)
+    try:
+        outcome = demonstrate(options)
+    except (RankError, TimeoutError) as error:
+        raise click.ClickException(str(error)) from error
+    if outcome is None:
+        return
+    click.echo(report(options, outcome))
+    if plot is not None:
+        _draw(outcome.runs, plot)
+    if not outcome.good:
+        raise SystemExit(1)
+
+
+def _processes(nproc: int | None) -> int:
+    if under_torchrun():
+        world = int(os.environ["WORLD_SIZE"])
+        if nproc not in (None, world):
+            raise click.UsageError(f"--nproc {nproc} given, but torchrun has started {world}; leave --nproc out")
+        nproc = world
+    nproc = 2 if nproc is None else nproc
+    if HEADS % nproc:
+        raise click.UsageError(
+            f"{nproc} processes cannot share {HEADS} attention heads evenly; write --nproc 1, 2 or 4"
+        )
+    return nproc
+
+
+def _text(path: Path | None) -> bytes:
+    """The bytes to train on: those of `path`, or the default text."""
+    given = path or default_text()
+    if given is None:
+        raise click.UsageError("this Python ships no help topics to train on; write --data FILE with a text of yours")
+    try:
+        text = given.read_bytes()
+    except OSError as error:
+        raise click.BadParameter(f"cannot read {given}: {error.strerror}", param_hint="--data") from error
+    if len(text) < SEQ + 1:
+        raise click.BadParameter(
+            f"{given} has {len(text)} bytes, but a sequence and its next byte take {SEQ + 1}; give a longer text",
+            param_hint="--data",
+        )
+    return text
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib, which is not installed; write: pip install 'dtensor[plot]'")
+    if not plot.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {plot.absolute().parent} to write it in", param_hint="--plot")
+
+
+def report(options: Options, outcome: Outcome) -> str:
+    """The text that says what came out."""
+    rows = [
+        ("", "loss", "", "tokens/s", "collectives", "", "bytes sent", ""),
+        ("", "first", "last", "", "forward", "backward", "forward", "backward"),
+        *map(_row, outcome.runs),
+    ]
+    agree = "agree" if outcome.difference <= TOLERANCE else "DISAGREE"
+    lines = [
+        f"{outcome.parameters:,} parameters in {options.layers} layers, {options.steps} steps on {len(options.data):,} "
+        f"bytes of text, {options.nproc} processes, plan {options.plan}, backend {options.backend}",
+        "",
+        *_aligned(rows),
+        "",
+        "Collectives and the bytes a rank sends in them are those of one step.",
+        f"The losses {agree}: at most {outcome.difference:.1e} apart (tolerance {TOLERANCE:.0e}).",
+        f"Graphs of the compiled step: {outcome.graphs}; graph breaks: {outcome.graph_breaks}.",
+    ]
+    return "\n".join(lines)
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    counts, sent = zip(*[found or (None, None) for found in (run.traffic.forward, run.traffic.backward)])
+    figures = ["-" if n is None else f"{n:,}" for n in (*counts, *sent)]
+    return (run.name, f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{run.speed:,.0f}", *figures)
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns padded to one width each: the first to the left, the others to the right."""
+    first, *others = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join([row[0].ljust(first), *[cell.rjust(n) for cell, n in zip(row[1:], others)]]).rstrip() for row in rows
+    ]
+
+
+def _draw(runs: tuple[Run, ...], path: Path) -> None:
+    """Write the loss curves to `path`, as the kind of image its name says."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    for run, style in zip(runs, ("-", "--", ":")):
+        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=run.name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"the loss curves cannot be written to {path}: {error}") from error
+    click.echo(f"The loss curves are in {path}.")
+
+
+__all__ = ["main", "report"]

@@ -1,0 +1,246 @@
+"""The demonstration: a small language model, trained on one process, then sharded, then sharded and compiled.
+
+`demonstrate` starts the processes (or joins those that torchrun started), has each of them do `on_rank`, and
+gives an `Outcome` that `cli` prints: the loss curves, which must agree, and what each way of running sends
+and achieves. It stands on everything a user would use, and on `dtensor.testing` for the model and the
+processes.
+"""
+
+import importlib.util
+import os
+import statistics as numbers
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from tqdm import tqdm
+
+from .compile import statistics
+from .testing import CountCollectives, ModelArgs, Transformer, run_ranks
+
+BATCH, SEQ, VOCAB, DIM, HEADS = 8, 64, 256, 64, 4
+"""Sequences in a batch, bytes in a sequence, values of a byte, width of the model, its attention heads."""
+
+TOLERANCE = 1e-4
+"""How far the loss curves may lie apart."""
+
+PLANS = ("tp", "sp")
+BACKENDS = ("dtensor", "inductor", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to demonstrate; `data` is the text, `timeout` the seconds the whole may take."""
+
+    nproc: int = 2
+    plan: str = "tp"
+    data: bytes = b""
+    steps: int = 30
+    backend: str = "dtensor"
+    layers: int = 2
+    seed: int = 0
+    timeout: float = 600.0
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one step, and the bytes a rank sends in them; None where it was not counted."""
+
+    forward: tuple[int, int] | None = None
+    backward: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One way of training: its name, the loss of each step, tokens per second, and the traffic of a step."""
+
+    name: str
+    losses: tuple[float, ...]
+    speed: float
+    traffic: Traffic
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What rank 0 found out.
+
+    Attributes:
+        runs: on one process, sharded, sharded and compiled.
+        difference: the largest difference, in any step, between two loss curves of any rank.
+        graphs: graphs Dynamo made of the compiled step.
+        graph_breaks: breaks between them.
+        parameters: number of parameters of the model.
+    """
+
+    runs: tuple[Run, ...]
+    difference: float
+    graphs: int
+    graph_breaks: int
+    parameters: int
+
+    @property
+    def good(self) -> bool:
+        """Whether the loss curves agree and the compiled step is whole."""
+        return self.difference <= TOLERANCE and self.graph_breaks == 0
+
+
+def default_text() -> Path | None:
+    """A text of some 700 kB that Python installations ship: the source of the interpreter's help topics."""
+    spec = importlib.util.find_spec("pydoc_data.topics")
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that something else has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def demonstrate(options: Options) -> Outcome | None:
+    """Run the demonstration; on ranks other than 0 of torchrun's there is no outcome to give.
+
+    Raises:
+        RankError, TimeoutError: as `run_ranks`, where it starts the processes.
+    """
+    if not under_torchrun():
+        return run_ranks(on_rank, options.nproc, options, timeout=options.timeout)[0]
+    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
+    try:
+        return on_rank(dist.get_rank(), options)
+    finally:
+        dist.destroy_process_group()
+
+
+def on_rank(rank: int, options: Options) -> Outcome | None:
+    """One rank's part, within an initialised process group; rank 0 gives the outcome."""
+    batches = list(_batches(options))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+    def model() -> Transformer:
+        torch.manual_seed(options.seed)
+        return Transformer(ModelArgs(options.layers, VOCAB, SEQ, DIM, HEADS, dropout_p=0.0, weight_tying=False))
+
+    def sharded() -> Transformer:
+        return Transformer.parallelize(model(), mesh, options.plan == "sp")
+
+    single = None
+    if rank == 0:
+        single = train("one process", loss_of(model()), batches)
+    counted = count(loss_of(sharded()), batches[0])
+    eager = train("sharded, eager", loss_of(sharded()), batches, counted, quiet=rank != 0)
+    torch.compiler.reset()
+    with statistics() as seen:
+        step = loss_of(sharded(), lambda fn: torch.compile(fn, backend=options.backend, fullgraph=True))
+        compiled = train("sharded, compiled", step, batches, quiet=rank != 0)
+    compiled = Run(compiled.name, compiled.losses, compiled.speed, _compiled_traffic(seen, options.backend))
+    curves = _gathered([eager.losses, compiled.losses])
+    if single is None:
+        return None
+    parameters = sum(p.numel() for p in model().parameters())
+    difference = largest_difference([single.losses, *curves])
+    return Outcome((single, eager, compiled), difference, seen.graphs, seen.graph_breaks, parameters)
+
+
+@dataclass
+class Step:
+    """A model and the function (inputs, targets) -> loss."""
+
+    model: Transformer
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def loss_of(model: Transformer, wrap: Callable[[Callable], Callable] = lambda fn: fn) -> Step:
+    """The step of `model`: forward and cross entropy, as one function that `wrap` may compile."""
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+    return Step(model, wrap(loss))
+
+
+def train(
+    name: str,
+    step: Step,
+    batches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    traffic: Traffic | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train with AdamW, one step for each batch. The speed is that of the median step but the first.
+
+    The progress bar is left out where `quiet`, and where stderr is no terminal.
+    """
+    optimizer = torch.optim.AdamW(step.model.parameters(), lr=1e-3)
+    losses, seconds = [], []
+    for inputs, targets in tqdm(batches, desc=f"{name:<18}", unit="step", disable=quiet or None, file=sys.stderr):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = step.loss(inputs, targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+    speed = BATCH * SEQ / numbers.median(seconds[1:] or seconds)
+    return Run(name, tuple(losses), speed, traffic or Traffic((0, 0), (0, 0)))
+
+
+def count(step: Step, batch: tuple[torch.Tensor, torch.Tensor]) -> Traffic:
+    """What forward and backward of one eager step send."""
+    with CountCollectives() as forward:
+        loss = step.loss(*batch)
+    with CountCollectives() as backward:
+        loss.backward()
+    return Traffic((len(forward.collectives), forward.bytes), (len(backward.collectives), backward.bytes))
+
+
+def largest_difference(curves: Sequence[Sequence[float]]) -> float:
+    """The largest difference between two curves at one step; infinite where a loss is no number."""
+    if not all(value == value for curve in curves for value in curve):
+        return float("inf")
+    return max((max(at_step) - min(at_step) for at_step in zip(*curves)), default=0.0)
+
+
+def _batches(options: Options):
+    """(inputs, targets) of each step, both (BATCH, SEQ), cut out of the text at random; the same on every
+    rank."""
+    text = torch.frombuffer(bytearray(options.data), dtype=torch.uint8).long()
+    generator = torch.Generator().manual_seed(options.seed)
+    for _ in range(options.steps):
+        starts = torch.randint(len(text) - SEQ, (BATCH, 1), generator=generator)
+        rows = text[starts + torch.arange(SEQ + 1)]
+        yield rows[:, :-1], rows[:, 1:]
+
+
+def _compiled_traffic(seen, backend: str) -> Traffic:
+    """Traffic of the compiled graphs; Dynamo's "eager" backend has no graph of collectives to count."""
+    if backend == "eager":
+        return Traffic()
+    return Traffic(*[(len(found), sum(c.bytes for c in found)) for found in (seen.forward, seen.backward)])
+
+
+def _gathered(curves: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
+    """The curves of all ranks."""
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, curves)
+    return [curve for of_rank in everyone for curve in of_rank]
+
+
+__all__ = [
+    "BACKENDS",
+    "HEADS",
+    "PLANS",
+    "SEQ",
+    "TOLERANCE",
+    "Options",
+    "Outcome",
+    "Run",
+    "Traffic",
+    "default_text",
+    "demonstrate",
+    "under_torchrun",
+]

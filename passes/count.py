@@ -1,0 +1,102 @@
+"""What a graph communicates: each collective with its bytes on the wire, before and after lowering.
+
+`lower` leaves a `CollectiveInfo` in the metadata of the start it makes, so that a lowered graph counts as the graph
+it came from; a start that was there before is read from its operator.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor._torch import hint
+from dtensor.collectives import COMMUNICATING, group_size
+
+from . import ir
+
+RECORD = "dtensor_collective"
+"""The key in a start's `meta` under which `lower` leaves what it was lowered from."""
+
+SHARE: dict[str, Callable[[int], tuple[int, int]]] = {
+    "all_gather": lambda n: (n - 1, n),
+    "reduce_scatter": lambda n: (n - 1, n),
+    "all_reduce": lambda n: (2 * (n - 1), n),
+    "all_to_all": lambda n: (n - 1, n),
+}
+"""Operator -> the fraction of the full tensor's bytes that a rank of n sends, with the ring algorithm.
+
+The full tensor is what all_gather gives, what reduce_scatter and all_reduce take, and for all_to_all the local one.
+(Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005.)
+"""
+
+
+@dataclass(frozen=True)
+class CollectiveInfo:
+    """One collective. `bytes` is what each rank sends; a symbolic size counts with its example value."""
+
+    op: str
+    group: str
+    group_size: int
+    bytes: int
+    reduce_op: str | None = None
+    gather_dim: int | None = None
+    scatter_dim: int | None = None
+
+
+def collectives(graph: fx.Graph | fx.GraphModule) -> list[CollectiveInfo]:
+    """The collectives of `graph` in order, lowered or not. `shard` sends nothing and is not one of them."""
+    graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    return [info for info in map(describe, graph.nodes) if info is not None]
+
+
+def count(graph: fx.Graph | fx.GraphModule) -> Counter[str]:
+    """How often each collective occurs in `graph`."""
+    return Counter([info.op for info in collectives(graph)])
+
+
+def wire_bytes(graph: fx.Graph | fx.GraphModule) -> int:
+    """Bytes that each rank sends in one run of `graph`."""
+    return sum([info.bytes for info in collectives(graph)])
+
+
+def describe(node: fx.Node) -> CollectiveInfo | None:
+    """The collective that `node` is or starts, or None."""
+    if RECORD in node.meta:
+        return node.meta[RECORD]
+    c = ir.collective(node)
+    if c is not None and c.op in COMMUNICATING:
+        n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
+        sent = _sent(c.op, n, full)
+        return CollectiveInfo(c.op, c.group, n, sent, c.reduce_op, c.gather_dim, c.scatter_dim)
+    return _describe_start(node) if node.op == "call_function" and node.target in ir.STARTS else None
+
+
+def _describe_start(node: fx.Node) -> CollectiveInfo:
+    op, group, x = ir.STARTS[node.target], str(node.args[-1]), node.args[0]
+    n = group_size(group)
+    inputs = [ir.value(leaf) for leaf in (x if isinstance(x, (tuple, list)) else [x]) if isinstance(leaf, fx.Node)]
+    full = _bytes(ir.value(node) if op == "all_gather" else inputs)
+    reduce_op = str(node.args[1]) if op in ("all_reduce", "reduce_scatter") else None
+    gather_dim = 0 if op == "all_gather" else None
+    return CollectiveInfo(
+        op, group, n, _sent(op, n, full), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
+    )
+
+
+def _sent(op: str, n: int, full: int) -> int:
+    numerator, denominator = SHARE[op](n)
+    return full * numerator // denominator
+
+
+def _bytes(val: Any) -> int:
+    if isinstance(val, (tuple, list)):
+        return sum([_bytes(item) for item in val])
+    assert isinstance(val, torch.Tensor), f"a collective takes tensors, not {type(val).__name__}"
+    return math.prod([hint(n) for n in val.shape]) * val.element_size()
+
+
+__all__ = ["RECORD", "CollectiveInfo", "collectives", "count", "describe", "wire_bytes"]

@@ -1,0 +1,212 @@
+"""The pipeline: which passes run, in which order and why, and the loop that runs, checks and records them."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Protocol
+
+from torch import fx
+
+from dtensor.errors import PassError
+
+from .common_subexpressions import CommonSubexpressions
+from .compare import Simulation
+from .count import count
+from .dead_code import DeadCode
+from .gather_shard import GatherShard
+from .lower import Lower
+from .reduce_scatter import ReduceScatter
+from .sink import Sink
+from .sum_of_all_reduces import SumOfAllReduces
+from .verify import Seen
+from .verify import verify as verify_graph
+
+EXACTNESS = ("bitwise", "reassociates", "casts")
+"""What a pass may do to the numbers: nothing, add in another order, compute in another precision. By rising freedom."""
+
+MAX_ROUNDS = 32
+"""Rounds after which simplification must have come to rest."""
+
+
+class Pass(Protocol):
+    """A rewrite of a graph in place, deterministic, and alike on all ranks."""
+
+    @property
+    def name(self) -> str:
+        """The name that `run` takes."""
+        ...
+
+    @property
+    def exactness(self) -> str:
+        """One of `EXACTNESS`."""
+        ...
+
+    def __call__(self, graph: fx.Graph) -> int:
+        """Rewrite `graph` and give the number of rewrites."""
+        ...
+
+
+SIMPLIFY: tuple[Pass, ...] = (
+    # First what is there twice or for nothing: the passes below count users.
+    CommonSubexpressions(),
+    DeadCode(),
+    # A gather that cancels leaves reductions side by side.
+    GatherShard(),
+    # Brings together what the next two merge.
+    Sink(),
+    # Before reduce_scatter: a sum of all_reduces that is then cut becomes one reduce_scatter, not two and an addition.
+    SumOfAllReduces(),
+    ReduceScatter(),
+)
+"""Pure algebra, in rounds until nothing changes, before anything is asynchronous."""
+
+PIPELINE: tuple[Pass, ...] = (
+    *SIMPLIFY,
+    # Last: after it the collectives are start/wait pairs, which no pass above reads.
+    Lower(),
+)
+"""All passes in the order in which they run."""
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """One run of one pass. `before` and `after` count the collectives of the graph."""
+
+    name: str
+    exactness: str
+    round: int
+    rewrites: int
+    seconds: float
+    before: Counter[str]
+    after: Counter[str]
+
+
+Observer = Callable[[int, str, fx.Graph], None]
+
+
+def select(passes: Iterable[Pass | str] | None = None, disable: Iterable[str] = ()) -> tuple[Pass, ...]:
+    """The passes to run: those given, or all of `PIPELINE`, without the disabled ones.
+
+    Raises:
+        ValueError: a name that no pass has.
+    """
+    known = {p.name: p for p in PIPELINE}
+    given = PIPELINE if passes is None else tuple(passes)
+    chosen = [known[_checked(p, known)] if isinstance(p, str) else p for p in given]
+    known.update({p.name: p for p in chosen})
+    off = {_checked(name, known) for name in disable}
+    return tuple([p for p in chosen if p.name not in off])
+
+
+def _checked(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    if name in names:
+        return name
+    near = get_close_matches(name, names, n=1)
+    advice = f"did you mean {near[0]!r}?" if near else f"write one of {', '.join(names)}"
+    raise ValueError(f"there is no pass {name!r}; {advice}")
+
+
+def run(
+    gm: fx.GraphModule | fx.Graph,
+    *,
+    passes: Sequence[Pass | str] | None = None,
+    disable: Sequence[str] = (),
+    verify: bool = True,
+    simulate: Simulation | None = None,
+    observe: Observer | None = None,
+) -> list[PassRecord]:
+    """Run passes on a graph, in place, and check it after each that changed something.
+
+    Those of `SIMPLIFY` run in rounds until none changes anything, then the others once each, in the order given.
+    `simulate` runs the graph before and after each pass on simulated ranks and compares. `observe` is called with a
+    running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it.
+
+    Raises:
+        ValueError: an unknown pass name.
+        PassError: an invalid graph, a difference in what it computes, or simplification that does not come to rest.
+    """
+    chosen = select(passes, disable)
+    graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    runner = _Runner(graph, verify, simulate, observe)
+    names = {p.name for p in SIMPLIFY}
+    runner.to_fixpoint([p for p in chosen if p.name in names])
+    for p in chosen:
+        if p.name not in names:
+            runner.apply(p, 0)
+    if isinstance(gm, fx.GraphModule):
+        gm.recompile()
+    return runner.records
+
+
+class _Runner:
+    def __init__(self, graph: fx.Graph, verify: bool, simulate: Simulation | None, observe: Observer | None):
+        self.graph, self.verify, self.simulate, self.observe = graph, verify, simulate, observe
+        self.records: list[PassRecord] = []
+        self.seen: Seen = {}
+        self.stage = 0
+        self.check("input")
+
+    def check(self, name: str) -> None:
+        if self.verify:
+            verify_graph(self.graph, name, self.seen)
+        if self.observe is not None:
+            self.observe(self.stage, name, self.graph)
+        self.stage += 1
+
+    def to_fixpoint(self, passes: Sequence[Pass]) -> None:
+        for round in range(MAX_ROUNDS):
+            active = [p.name for p in passes if self.apply(p, round)]
+            if not active:
+                return
+        raise PassError(
+            f"simplification does not come to rest in {MAX_ROUNDS} rounds; still active: {', '.join(active)}"
+        )
+
+    def apply(self, p: Pass, round: int) -> int:
+        before, original = count(self.graph), self.snapshot()
+        start = time.perf_counter()
+        rewrites = p(self.graph)
+        seconds = time.perf_counter() - start
+        after = count(self.graph) if rewrites else before
+        self.records.append(PassRecord(p.name, p.exactness, round, rewrites, seconds, before, after))
+        if rewrites:
+            self.check(p.name)
+            if self.simulate is not None and original is not None:
+                self.compare(p, original, self.simulate)
+        return rewrites
+
+    def snapshot(self) -> fx.Graph | None:
+        if self.simulate is None:
+            return None
+        return copy_graph(self.graph)
+
+    def compare(self, p: Pass, original: fx.Graph, simulation: Simulation) -> None:
+        try:
+            simulation.check(original, self.graph, exact=p.exactness == "bitwise")
+        except PassError as error:
+            raise PassError(f"pass {p.name!r}, declared {p.exactness}: {error}") from error
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of `graph` that shares its module's attributes and the values of its nodes."""
+    known: dict[fx.Node, fx.Node] = {}
+    new = fx.Graph(owning_module=graph.owning_module)
+    for node in graph.nodes:
+        known[node] = new.node_copy(node, known.__getitem__)
+    return new
+
+
+__all__ = [
+    "EXACTNESS",
+    "MAX_ROUNDS",
+    "PIPELINE",
+    "SIMPLIFY",
+    "Pass",
+    "PassRecord",
+    "copy_graph",
+    "run",
+    "select",
+]

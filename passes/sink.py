@@ -1,0 +1,136 @@
+"""All-reduces sink below the views of their results, where that brings them next to what they can merge with."""
+
+from dataclasses import replace
+
+from torch import fx
+
+from . import ir
+from .sum_of_all_reduces import SUMS, is_root, leaves, mergeable, operands, reduction
+
+aten = ir.aten
+
+RESHAPES = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
+"""Views that ask for contiguous memory, and give it."""
+
+KEEP_ORDER = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
+"""Views that leave the elements of a contiguous tensor in order: a contiguous result stays one."""
+
+PERMUTE = frozenset((aten.t.default, aten.transpose.int, aten.permute.default))
+"""Views that permute dimensions."""
+
+
+class Sink:
+    """view(all_reduce(x)) becomes all_reduce(view(x)), and view(p) + view(q) becomes view(p + q).
+
+    Before:
+
+        %all_reduce: f32[8,4] = dtensor.all_reduce(%a, 'sum', tp)
+        %view: f32[2,4,4] = aten.view(%all_reduce, [2, 4, 4])
+        %all_reduce_1: f32[2,4,4] = dtensor.all_reduce(%b, 'sum', tp)
+        %add: f32[2,4,4] = aten.add.Tensor(%view, %all_reduce_1)
+
+    After:
+
+        %view: f32[2,4,4] = aten.view(%a, [2, 4, 4])
+        %all_reduce: f32[2,4,4] = dtensor.all_reduce(%view, 'sum', tp)
+        %all_reduce_1: f32[2,4,4] = dtensor.all_reduce(%b, 'sum', tp)
+        %add: f32[2,4,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
+
+    Only views with one user move, and only towards a term of the same sum that reduces alike, or towards a shard over
+    the same group: then `sum_of_all_reduces` and `reduce_scatter` find their pattern. A permutation does not sink (it
+    would leave another memory layout behind); instead the sum of two equal ones is taken before it.
+    """
+
+    name = "sink"
+    exactness = "bitwise"
+
+    def __call__(self, graph: fx.Graph) -> int:
+        rewrites = 0
+        for node in list(graph.nodes):
+            if node.target in SUMS:
+                rewrites += _sum_first(node)
+        for node in list(graph.nodes):
+            if node.target in SUMS:
+                rewrites += _sink_terms(list(operands(node) or ()))
+                rewrites += _sink_terms([leaf for leaf, _ in leaves(node)]) if is_root(node) else 0
+            elif ir.is_collective(node, "shard"):
+                rewrites += _sink_to_shard(node)
+        return rewrites
+
+
+def _above(node: fx.Node, views: frozenset) -> tuple[fx.Node, list[fx.Node]]:
+    """The node from which `views`, each with one user, lead to `node`; and these views, the first applied first."""
+    path = []
+    while node.target in views and ir.only_user(node) is not None and isinstance(node.args[0], fx.Node):
+        path.append(node)
+        node = node.args[0]
+    return node, path[::-1]
+
+
+def _reduced(node: fx.Node) -> ir.Collective | None:
+    c = reduction(node)
+    return c if c is not None and c.op == "all_reduce" else None
+
+
+def _sink_terms(terms: list[fx.Node]) -> int:
+    """Sink every all_reduce above `terms` that finds another of its kind there."""
+    found = []
+    for term in terms:
+        node, path = _above(term, KEEP_ORDER)
+        c = _reduced(node)
+        if c is not None and all(node is not other for other, _, _ in found):
+            found.append((node, path, c))
+    alike = [(n, path, c) for n, path, c in found if sum([mergeable(c, d) for _, _, d in found]) > 1]
+    return sum([_sink(node, path, c) for node, path, c in alike])
+
+
+def _sink_to_shard(node: fx.Node) -> int:
+    """Sink the all_reduce above the views that the shard `node`, their one user, cuts."""
+    shard = ir.collective(node)
+    assert shard is not None
+    above, path = _above(shard.x, KEEP_ORDER)
+    c = ir.collective(above, "all_reduce")
+    if c is None or c.group != shard.group or ir.only_user(above) is None:
+        return 0
+    return _sink(above, path, c)
+
+
+def _sink(node: fx.Node, path: list[fx.Node], c: ir.Collective) -> int:
+    """Move the all_reduce `node` below `path`, the views of its result."""
+    if not path:
+        return 0
+    last, x = path[-1], c.x
+    for view in path:
+        if view.target in RESHAPES and not ir.is_contiguous(ir.value(x)):
+            x = ir.copy(last, x)
+        x = ir.insert(last, view.target, (x, *view.args[1:]), view.kwargs, like=view)
+    ir.replace(last, ir.emit(last, replace(c, x=x), like=node))
+    for old in (*reversed(path[:-1]), node):
+        old.graph.erase_node(old)
+    return 1
+
+
+def _sum_first(node: fx.Node) -> int:
+    """add(v(p), v(q)) of equal permutations v of all_reduces that merge: v(add(p, q))."""
+    pair = operands(node)
+    if pair is None or pair[0] is pair[1] or not all(v.target in PERMUTE for v in pair):
+        return 0
+    v, w = pair
+    (p, q) = (v.args[0], w.args[0])
+    if not isinstance(p, fx.Node) or not isinstance(q, fx.Node) or p is q:
+        return 0
+    if (v.target, v.args[1:]) != (w.target, w.args[1:]) or not ir.same_kind(ir.value(p), ir.value(q)):
+        return 0
+    if ir.only_user(v) is None or ir.only_user(w) is None:
+        return 0
+    a, b = (_reduced(_above(x, KEEP_ORDER | PERMUTE)[0]) for x in (p, q))
+    if a is None or b is None or not mergeable(a, b):
+        return 0
+    total = ir.insert(node, node.target, (p, q), node.kwargs, like=node)
+    ir.replace(node, ir.insert(node, v.target, (total, *v.args[1:]), like=v))
+    for old in pair:
+        old.graph.erase_node(old)
+    return 1
+
+
+__all__ = ["Sink"]

@@ -1,0 +1,182 @@
+"""DTensor at its borders: from_local, to_local, full_tensor, gradients, errors, copies."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from dtensor import (
+    DTensor,
+    MeshError,
+    MixedTensorError,
+    OperatorError,
+    Partial,
+    PlacementError,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from dtensor.testing import with_threads
+
+
+def mesh_of(n=2, *more):
+    return init_device_mesh("cpu", (n, *more))
+
+
+@with_threads(2)
+def test_from_local_shapes(rank):
+    mesh = mesh_of()
+    x = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(1)])
+    assert (x.shape, x.stride(), x.placements) == ((3, 8), (8, 1), (Shard(1),))
+    y = DTensor.from_local(torch.ones(4, 3).t(), mesh, [Shard(0)])
+    assert (y.shape, y.stride()) == ((6, 4), (1, 6))
+    uneven = DTensor.from_local(torch.ones(3 - rank, 2), mesh, [Shard(0)], shape=(5, 2), stride=(2, 1))
+    assert uneven.full_tensor().shape == (5, 2)
+    with pytest.raises(ValueError, match="shape and stride together or neither"):
+        DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=(6,))
+    with pytest.raises(TypeError, match="plain tensor, got DTensor"):
+        DTensor.from_local(x, mesh, [Shard(0)])
+
+
+@with_threads(2)
+def test_run_check(rank):
+    mesh = mesh_of()
+    x = DTensor.from_local(torch.full((3,), float(rank)), mesh, [Replicate()], run_check=True)
+    assert x.to_local().tolist() == [0.0, 0.0, 0.0]
+    with pytest.raises(PlacementError, match=r"differ between the ranks of mesh axis 0: \{0: .*, 1: .*pass the global"):
+        DTensor.from_local(torch.ones(2 + rank), mesh, [Shard(0)], run_check=True)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), Partial(), Partial("avg")])
+@with_threads(2)
+def test_gradient_of_from_local(rank, placement):
+    """Each rank's gradient is the derivative of the global value by its own part; replicas count as one tensor."""
+    mesh = mesh_of()
+    local = torch.arange(4.0).requires_grad_()
+    x = DTensor.from_local(local, mesh, [placement])
+    weight = torch.arange(1.0, x.shape[0] + 1)
+    (x * distribute_tensor(weight, mesh, [Replicate()])).sum().backward()
+    expected = {"S": weight[4 * rank : 4 * rank + 4], "R": weight, "P": weight, "P(avg)": weight / 2}
+    assert torch.equal(local.grad, expected[str(placement)[:1] if placement.is_shard() else str(placement)])
+
+
+@with_threads(2)
+def test_gradients_with_grad_placements(rank):
+    mesh = mesh_of()
+    x = distribute_tensor(torch.ones(4), mesh, [Replicate()]).requires_grad_()
+    (x.to_local(grad_placements=[Partial()]) * (rank + 1)).sum().backward()
+    assert x.grad.placements == (Partial(),)
+    assert x.grad.full_tensor().tolist() == [3.0] * 4
+    local = torch.ones(4, requires_grad=True)
+    y = DTensor.from_local(local, mesh, [Replicate()], grad_placements=[Partial()])
+    weight = DTensor.from_local(torch.full((4,), rank + 1.0), mesh, [Partial()])
+    (y * weight).sum().backward()
+    assert local.grad.tolist() == [rank + 1.0] * 4
+
+
+@with_threads(4)
+def test_gradient_of_redistribute_and_double_backward(rank):
+    mesh = mesh_of(2, 2)
+    dense = torch.arange(24.0).view(4, 6).requires_grad_()
+    x = distribute_tensor(dense, mesh, [Shard(0), Shard(1)]).requires_grad_()
+    out = x.redistribute(placements=[Replicate(), Shard(0)])
+    (g,) = torch.autograd.grad((out * out * out).sum(), x, create_graph=True)
+    assert g.placements == x.placements
+    (h,) = torch.autograd.grad(g.sum(), x)
+    assert torch.equal(g.full_tensor(), 3 * dense.detach() ** 2)
+    assert torch.equal(h.full_tensor(), 6 * dense.detach())
+
+
+@with_threads(2)
+def test_plain_gradient_in_backward(rank):
+    mesh = mesh_of()
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+    (x * 2).backward(torch.arange(8.0).view(4, 2))
+    assert torch.equal(x.grad.full_tensor(), 2 * torch.arange(8.0).view(4, 2))
+
+
+@with_threads(2)
+def test_errors_name_what_was_given(rank):
+    mesh = mesh_of()
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(MixedTensorError, match=r"argument 'other' is a plain tensor of shape \[4\].*distribute_tensor"):
+        x + torch.ones(4)
+    assert torch.equal((x + torch.tensor(1.0)).full_tensor(), torch.full((4,), 2.0))
+    other = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
+    with pytest.raises(MeshError, match="argument 'other' lives on"):
+        x + other
+    with pytest.raises(MeshError, match="redistribute stays on the tensor's mesh"):
+        x.redistribute(other.device_mesh, [Replicate(), Replicate()])
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    with pytest.raises(OperatorError, match=r"would change the layout P of the tensor .* without the underscore"):
+        partial.relu_()
+
+
+@with_threads(2)
+def test_in_place_keeps_the_layout(rank):
+    mesh = mesh_of()
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    same = x.add_(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
+    assert same is x
+    assert x.placements == (Shard(0),)
+    assert x.full_tensor().tolist() == [2.0, 3.0, 4.0, 5.0]
+
+
+@with_threads(2)
+def test_partial_passes_where_linear(rank):
+    mesh = mesh_of()
+    p = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+    r = distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    assert (p + p).placements == (p * r).placements == (-p).placements == (Partial(),)
+    assert (p * p).full_tensor().tolist() == [4.0] * 4
+    assert (p + r).full_tensor().tolist() == [3.0] * 4
+    assert (p + 1).full_tensor().tolist() == [3.0] * 4
+
+
+@with_threads(2)
+def test_copies(rank):
+    mesh = mesh_of()
+    p = nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+    assert isinstance(p, nn.Parameter)
+    twin = copy.deepcopy(p)
+    assert isinstance(twin, nn.Parameter)
+    assert twin.placements == p.placements
+    assert twin.requires_grad
+    twin.data.zero_()
+    assert p.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
+    text = repr(p.data)
+    assert "placements=(Shard(dim=0),)" in text
+    assert "device_mesh=" in text
+
+
+def test_save_and_load():
+    """torch.save of a DTensor keeps layout and mesh; in one process."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = mesh_of()
+        x = DTensor.from_local(torch.arange(2.0), mesh, [Shard(0)])
+        buffer = io.BytesIO()
+        torch.save(x, buffer)
+        buffer.seek(0)
+        y = torch.load(buffer, weights_only=False)
+        assert (y.shape, y.placements) == (x.shape, x.placements)
+        assert torch.equal(y.to_local(), x.to_local())
+    finally:
+        dist.destroy_process_group()
+
+
+@with_threads(3)
+def test_rank_outside_the_mesh_holds_nothing(rank):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cpu", [0, 1])
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    y = (x * 2).redistribute(placements=[Replicate()])
+    assert y.shape == (4,)
+    assert y.to_local().tolist() == ([] if rank == 2 else [0.0, 2.0, 4.0, 6.0])

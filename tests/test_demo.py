@@ -1,0 +1,123 @@
+"""The `demo` command: what it refuses, what it says when a rank fails, and one real run."""
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from dtensor import cli
+from dtensor.demo import Options, Outcome, Run, Traffic, default_text, largest_difference
+from dtensor.testing import RankError
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.main, ["demo", *map(str, arguments)])
+
+
+def outcome(**changes):
+    run = Run("sharded", (5.5, 5.25), 1234.5, Traffic((7, 1_000), (9, 2_000)))
+    return Outcome(**({"runs": (run,), "difference": 0.0, "graphs": 1, "graph_breaks": 0, "parameters": 1} | changes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "3"], "3 processes cannot share 4 attention heads evenly; write --nproc 1, 2 or 4"),
+        (["--nproc", "0"], "0 is not in the range"),
+        (["--plan", "pp"], "'pp' is not one of 'tp', 'sp'"),
+        (["--backend", "tvm"], "'tvm' is not one of"),
+        (["--steps", "0"], "0 is not in the range"),
+        (["--data", "no/such/file"], "cannot read no/such/file: No such file or directory"),
+        (["--plot", "no/such/folder/curves.png"], "there is no folder"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_text_that_is_too_short(tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_bytes(b"x" * 64)
+    result = run("--data", text)
+    assert result.exit_code == 2
+    assert "has 64 bytes, but a sequence and its next byte take 65" in result.output
+
+
+def test_plot_without_matplotlib(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    result = run("--plot", "curves.png", "--data", __file__)
+    assert result.exit_code == 2
+    assert "pip install 'dtensor[plot]'" in result.output
+
+
+def test_torchrun_has_the_say_on_processes(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = run("--nproc", 4)
+    assert result.exit_code == 2
+    assert "torchrun has started 2" in result.output
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"), [(RankError(1, "rank 1 of 2 failed:\nBoom"), "Boom"), (TimeoutError("60 s"), "60 s")]
+)
+def test_a_failure_is_shown_and_exits_with_1(monkeypatch, error, shown):
+    def demonstrate(options):
+        raise error
+
+    monkeypatch.setattr(cli, "demonstrate", demonstrate)
+    result = run()
+    assert result.exit_code == 1
+    assert shown in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({}, 0, "losses agree"),
+        ({"difference": 2e-4}, 1, "losses DISAGREE: at most 2.0e-04 apart"),
+        ({"difference": float("inf")}, 1, "losses DISAGREE"),
+        ({"graph_breaks": 1}, 1, "graph breaks: 1"),
+    ],
+)
+def test_exit_code(monkeypatch, changes, code, text):
+    monkeypatch.setattr(cli, "demonstrate", lambda options: outcome(**changes))
+    result = run()
+    assert result.exit_code == code
+    assert text in result.output
+
+
+def test_report():
+    text = cli.report(Options(data=b"x" * 1000, steps=2), outcome())
+    assert text.splitlines()[2:5] == [
+        "           loss          tokens/s  collectives            bytes sent",
+        "          first    last                forward  backward     forward  backward",
+        "sharded  5.5000  5.2500     1,234            7         9       1,000     2,000",
+    ]
+
+
+def test_largest_difference():
+    assert largest_difference([(1.0, 2.0), (1.0, 2.5), (0.75, 2.25)]) == 0.5
+    assert largest_difference([(1.0, float("nan")), (1.0, 2.0)]) == float("inf")
+
+
+def test_the_default_text_is_there():
+    assert len(default_text().read_bytes()) > 10_000
+
+
+def test_a_real_run(tmp_path):
+    plot = tmp_path / "curves.svg"
+    command = [sys.executable, "-m", "dtensor", "demo", "--nproc", "2", "--steps", "3", "--backend", "eager"]
+    result = subprocess.run([*command, "--plot", plot], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    lines = {line.split("  ")[0]: line.split() for line in result.stdout.splitlines()}
+    # forward: an all-reduce for each embedding, two a layer, the gather of the logits
+    assert lines["sharded, eager"][5:7] == ["7", "9"]
+    assert lines["one process"][5:] == ["0", "0", "0", "0"]
+    assert "The losses agree" in result.stdout
+    assert "Graphs of the compiled step: 1; graph breaks: 0." in result.stdout
+    assert b"<svg" in plot.read_bytes()
