@@ -321,8 +321,8 @@ class _FromLocal(torch.autograd.Function):
         target = ctx.grad_placements
         if target is None:
             target = tuple([Replicate() if p.is_partial() else p for p in ctx.placements])
-        if target != grad.placements:
-            grad = torch.ops.dtensor.redistribute(grad, _text(target), False)
+        # No look at the gradient's placements: Dynamo traces this with a guess of them, dispatch knows them.
+        grad = torch.ops.dtensor.redistribute(grad, _text(target), False)
         local = grad.to_local()
         for axis, p in enumerate(ctx.placements):
             if p.is_partial("avg"):

@@ -40,7 +40,7 @@ TARGETS = {name: getattr(ops, name).default for name in FIELDS}
 _NAMES = {target: name for name, target in TARGETS.items()}
 
 WAIT = c10d.wait_tensor.default
-STARTS = {
+STARTS: dict[Any, str] = {
     c10d.all_reduce.default: "all_reduce",
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",

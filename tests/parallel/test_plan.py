@@ -125,7 +125,7 @@ def test_a_keyword_that_forward_does_not_take(rank):
     style = PrepareModuleInput(
         input_kwarg_layouts={"inputs": Shard(0)}, desired_input_kwarg_layouts={"inputs": Replicate()}
     )
-    with pytest.raises(ValueError, match="names 'inputs', which Linear.forward does not take; write one of: input"):
+    with pytest.raises(ValueError, match=r"names 'inputs', which Linear\.forward does not take; write one of: input"):
         parallelize_module(nn.Linear(2, 2), one_axis(), style)
 
 

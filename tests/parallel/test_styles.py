@@ -29,6 +29,7 @@ from dtensor.testing import MLPModule, MLPStacked, ModelArgs, RMSNorm, Transform
 
 NPROC = 2
 R, S = Replicate, Shard
+REPLICATED = Replicate()
 
 
 class Mix(nn.Module):
@@ -63,8 +64,8 @@ class Case:
     build: Callable[[], nn.Module]
     plan: Any
     inputs: tuple
-    layouts: tuple = (R(),)
-    output: Any = R()
+    layouts: tuple = (REPLICATED,)
+    output: Any = REPLICATED
     kwargs: dict = field(default_factory=dict)
     compiled: bool = False
 

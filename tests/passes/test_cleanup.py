@@ -1,0 +1,103 @@
+"""Common subexpressions and dead code."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from dtensor._torch import c10d
+from dtensor.collectives import ops
+from dtensor.passes import CommonSubexpressions, DeadCode, count
+
+
+def twice(f):
+    return lambda x: f(x) * f(x)
+
+
+def test_equal_collectives_are_one(bench):
+    gm = bench.trace(twice(lambda x: ops.all_reduce(x * 2, "sum", bench.tp)), (4,))
+    assert bench.apply(CommonSubexpressions(), gm) == 2
+    assert_expected_inline(bench.text(gm), """\
+%x_1: f32[4] = placeholder
+%mul: f32[4] = aten.mul.Tensor(%x_1, 2)
+%all_reduce: f32[4] = dtensor.all_reduce(%mul, 'sum', tp)
+%mul_1: f32[4] = aten.mul.Tensor(%all_reduce, %all_reduce)
+return %mul_1""")
+
+
+def test_equal_starts_and_waits_are_one(bench):
+    gm = bench.trace(twice(lambda x: c10d.wait_tensor(c10d.all_reduce(x, "sum", bench.tp))), (4,))
+    assert bench.apply(CommonSubexpressions(), gm) == 2
+    assert count(gm) == {"all_reduce": 1}
+
+
+def test_two_outputs_stay_two_tensors(bench):
+    gm = bench.trace(lambda x: [ops.all_reduce(x, "sum", bench.tp) for _ in range(2)], (4,))
+    assert bench.apply(CommonSubexpressions(), gm) == 1
+    assert_expected_inline(bench.text(gm), """\
+%x_1: f32[4] = placeholder
+%all_reduce: f32[4] = dtensor.all_reduce(%x_1, 'sum', tp)
+%clone: f32[4] = aten.clone(%all_reduce, memory_format=contiguous_format)
+return %all_reduce, %clone""")
+
+
+def write_between(x):
+    a = x * 2
+    x.add_(1)
+    return a + x * 2
+
+
+def write_to_result(x):
+    a, b = x.clone(), x.clone()
+    a.add_(1)
+    return a * b
+
+
+DIFFERENT = {
+    "random": twice(torch.rand_like),
+    "int and float": lambda x: torch.add(x, 1) * torch.add(x, 1.0),
+    "negative zero": lambda x: torch.div(x, 0.0) * torch.div(x, -0.0),
+    "write between": write_between,
+    "write to a result": write_to_result,
+    "two outputs": lambda x: (x * 2, x * 2),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_must_not_merge(bench, case):
+    assert bench.keeps(CommonSubexpressions(), bench.trace(DIFFERENT[case], (4,)))
+
+
+def test_other_groups_must_not_merge(bench):
+    gm = bench.trace(lambda x: ops.all_reduce(x, "sum", bench.tp) * ops.all_reduce(x, "sum", bench.dp), (4,))
+    assert bench.keeps(CommonSubexpressions(), gm)
+
+
+def dead(bench):
+    def f(x):
+        ops.all_gather(x + 1, 0, 8, bench.tp)
+        c10d.wait_tensor(c10d.all_reduce(x, "sum", bench.tp))
+        many = c10d.all_reduce_coalesced([x, x], "sum", bench.tp)
+        [c10d.wait_tensor(item) for item in many]
+        return x * 2
+
+    return f
+
+
+def test_dead_collectives_go(bench):
+    gm = bench.trace(dead(bench), (4,))
+    assert sum(count(gm).values()) == 3
+    assert bench.apply(DeadCode(), gm) == 9
+    assert_expected_inline(bench.text(gm), """\
+%x_1: f32[4] = placeholder
+%mul: f32[4] = aten.mul.Tensor(%x_1, 2)
+return %mul""")
+
+
+def test_what_has_an_effect_stays(bench):
+    def f(x, buffer):
+        c10d.wait_tensor(c10d.all_reduce_(buffer, "sum", bench.tp))
+        c10d.wait_tensor(buffer)
+        x.add_(1)
+        return ops.all_reduce(buffer, "sum", bench.tp)
+
+    assert bench.keeps(DeadCode(), bench.trace(f, (4,), (4,)))

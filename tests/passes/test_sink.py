@@ -1,0 +1,96 @@
+"""All-reduces below views."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from dtensor.collectives import ops
+from dtensor.passes import Sink, count, run
+
+
+def reducer(bench):
+    return lambda x, op="sum", group=bench.tp: ops.all_reduce(x, op, group)
+
+
+def test_fires(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b: r(a).view(2, 4, 4) + r(b), (8, 4), (2, 4, 4))
+    assert_expected_inline(bench.text(gm), """""")
+    assert bench.apply(Sink(), gm) == 1
+    assert_expected_inline(bench.text(gm), """""")
+
+
+def test_towards_a_shard(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a: ops.shard(r(a).view(2, 4, 4), 1, bench.tp) + 1, (8, 4))
+    assert bench.apply(Sink(), gm) == 1
+    run(gm, simulate=bench.simulation)
+    assert count(gm) == {"reduce_scatter": 1}
+
+
+def test_input_that_cannot_be_viewed_is_copied(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b: r(a.t()).view(32) + r(b), (4, 8), (32,))
+    assert bench.apply(Sink(), gm) == 1
+    assert "aten.clone" in bench.text(gm)
+
+
+def test_equal_permutations_are_summed_first(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b: r(a).t() + r(b).t(), (8, 4), (8, 4))
+    strides = _last_strides(gm)
+    assert bench.apply(Sink(), gm) == 1
+    assert_expected_inline(bench.text(gm), """""")
+    assert _last_strides(gm) == strides
+
+
+def _last_strides(gm):
+    out = gm.graph.output_node().args[0]
+    return out.meta["val"].stride()
+
+
+def test_attention_backward(bench):
+    """Three plain gradients of one input, each of which a tensor-parallel projection left partial."""
+    r = reducer(bench)
+
+    def f(dq, dk, dv, wq, wk, wv):
+        q, k, v = (r(torch.mm(d.view(6, 4), w).view(2, 3, 8)) for d, w in ((dq, wq), (dk, wk), (dv, wv)))
+        return q + k + v
+
+    gm = bench.trace(f, *[(2, 3, 4)] * 3, *[(4, 8)] * 3)
+    records = run(gm, simulate=bench.simulation)
+    assert count(gm) == {"all_reduce": 1}
+    assert records[0].before == {"all_reduce": 3}
+
+
+def test_attention_backward_reduced_before_the_view(bench):
+    r = reducer(bench)
+
+    def f(x, dq, dk, dv, wq, wk, wv):
+        q, k, v = (r(torch.mm(d.view(6, 4), w)).view(2, 3, 8) for d, w in ((dq, wq), (dk, wk), (dv, wv)))
+        return x + q + k + v
+
+    gm = bench.trace(f, (2, 3, 8), *[(2, 3, 4)] * 3, *[(4, 8)] * 3)
+    run(gm, simulate=bench.simulation)
+    assert count(gm) == {"all_reduce": 1}
+
+
+REFUSED = {
+    "alone": lambda r, b: lambda x, y: r(x).view(4, 2) + 1,
+    "nothing to merge with": lambda r, b: lambda x, y: r(x).view(8) + y.view(8),
+    "other group": lambda r, b: lambda x, y: r(x).view(8) + r(y, group=b.dp).view(8),
+    "view used twice": lambda r, b: lambda x, y: ((v := r(x).view(8)) + r(y.view(8)), v * 2),
+    "reduction used twice": lambda r, b: lambda x, y: ((v := r(x)).view(8) + r(y.view(8)), v * 2),
+    "expand": lambda r, b: lambda x, y: r(x)[:1].expand(2, 4) + r(y),
+    "one permutation": lambda r, b: lambda x, y: r(x).t() + r(y.view(4, 2)),
+    "two permutations": lambda r, b: (
+        lambda x, y: r(x.view(2, 2, 2)).permute(1, 2, 0) + r(y.view(2, 2, 2)).permute(2, 0, 1)
+    ),
+    "not linear": lambda r, b: lambda x, y: r(x, op="max").view(8) + r(y, op="max").view(8),
+    "shard of another group": lambda r, b: lambda x, y: ops.shard(r(x).view(8), 0, b.dp),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_must_not_fire(bench, case):
+    assert bench.keeps(Sink(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))

@@ -1,0 +1,114 @@
+"""Sums of reductions."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from dtensor.collectives import ops
+from dtensor.passes import SumOfAllReduces, count
+
+
+def reducer(bench):
+    return lambda x, op="sum", group=bench.tp: ops.all_reduce(x, op, group)
+
+
+def test_fires(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b: r(a) + r(b), (2, 4), (2, 4))
+    assert_expected_inline(bench.text(gm), """""")
+    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert_expected_inline(bench.text(gm), """""")
+
+
+def test_sub_and_alpha_stay(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b, c: torch.add(r(a) - r(b), r(c), alpha=3), (2, 4), (2, 4), (2, 4))
+    assert bench.apply(SumOfAllReduces(), gm) == 2
+    assert_expected_inline(bench.text(gm), """""")
+
+
+def test_broadcast_position_embedding(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda tok, pos: r(tok) + r(pos), (3, 2, 4), (2, 4))
+    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert_expected_inline(bench.text(gm), """""")
+
+
+def test_chain_is_one_all_reduce(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b, c, d: r(a) + r(b) + (r(c) + r(d)), *[(2, 4)] * 4)
+    assert bench.apply(SumOfAllReduces(), gm) == 3
+    assert count(gm) == {"all_reduce": 1}
+
+
+def test_residual_stays_local(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda x, a, y, b: ((x + r(a)) + y) + r(b), *[(2, 4)] * 4)
+    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert_expected_inline(bench.text(gm), """""")
+
+
+def test_residual_of_two_kinds(bench):
+    r = reducer(bench)
+
+    def f(x, a, b, c, d):
+        return x + r(a) + r(b, group=bench.dp) + r(c) + r(d, group=bench.dp)
+
+    gm = bench.trace(f, *[(2, 4)] * 5)
+    assert bench.apply(SumOfAllReduces(), gm) == 2
+    assert count(gm) == {"all_reduce": 2}
+
+
+def test_root_itself_is_dropped(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda x, a, b: r(a) + (x + r(b)), *[(2, 4)] * 3)
+    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert count(gm) == {"all_reduce": 1}
+
+
+def test_reduce_scatters(bench):
+    def f(a, b, c):
+        x, y, z = (ops.reduce_scatter(t, "avg", 1, bench.tp) for t in (a, b, c))
+        return x + y + z
+
+    gm = bench.trace(f, *[(2, 4)] * 3)
+    assert bench.apply(SumOfAllReduces(), gm) == 2
+    assert_expected_inline(bench.text(gm), """""")
+
+
+def test_symbolic_batch(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda x, w, v: r(x @ w) + r(x @ v), (4, 2), (2, 3), (2, 3), symbolic=True)
+    assert bench.apply(SumOfAllReduces(), gm) == 1
+
+
+REFUSED = {
+    "other group": lambda r, b: lambda x, y: r(x) + r(y, group=b.dp),
+    "other reduction": lambda r, b: lambda x, y: r(x) + r(y, op="avg"),
+    "not linear": lambda r, b: lambda x, y: r(x, op="max") + r(y, op="max"),
+    "second user": lambda r, b: lambda x, y: (r(x) + (s := r(y)), s * 2),
+    "same operand": lambda r, b: lambda x, y: (s := r(x)) + s,
+    "product": lambda r, b: lambda x, y: r(x) * r(y),
+    "number": lambda r, b: lambda x, y: r(x) + 1,
+    "other dtype": lambda r, b: lambda x, y: r(x) + r(y.double()),
+    "larger result": lambda r, b: lambda x, y: r(x[:1]) + r(y[:, :1]),
+    "shared inner sum": lambda r, b: lambda x, y: (t := x + r(y)) + t,
+    "inner sum used twice": lambda r, b: lambda x, y: ((t := x + r(y)) + r(x), t * 2),
+    "scaled residual": lambda r, b: lambda x, y: torch.add(x + r(y), r(x), alpha=2),
+    "other dim": lambda r, b: (
+        lambda x, y: (
+            ops.reduce_scatter(x, "sum", 0, b.tp) + ops.reduce_scatter(y.view(2, 4), "sum", 1, b.tp).reshape(1, 4)
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_must_not_fire(bench, case):
+    gm = bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4))
+    assert bench.keeps(SumOfAllReduces(), gm)
+
+
+def test_integers_stay(bench):
+    r = reducer(bench)
+    assert bench.keeps(SumOfAllReduces(), bench.trace(lambda a, b: r(a) + r(b), (2,), (2,), dtype=torch.int64))
