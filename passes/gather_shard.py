@@ -32,13 +32,13 @@ class GatherShard:
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
-        rewrites = 0
-        for node in list(graph.nodes):
-            if ir.is_collective(node, "all_gather"):
-                rewrites += _cancel(node, "shard") or _exchange(node)
-            elif ir.is_collective(node, "shard"):
-                rewrites += _cancel(node, "all_gather")
-        return rewrites
+        rewrites = sum([_cancel(node, "shard") for node in _calls(graph, "all_gather")])
+        rewrites += sum([_cancel(node, "all_gather") for node in _calls(graph, "shard")])
+        return rewrites + sum([_exchange(node) for node in _calls(graph, "all_gather")])
+
+
+def _calls(graph: fx.Graph, name: str) -> list[fx.Node]:
+    return [node for node in graph.nodes if ir.is_collective(node, name)]
 
 
 def _cancel(node: fx.Node, inner: str) -> bool:
@@ -51,6 +51,8 @@ def _cancel(node: fx.Node, inner: str) -> bool:
     if not ir.same_kind(ir.value(found.x), ir.value(node)):
         return False
     ir.stand_in(node, found.x)
+    if not outer.x.users:
+        node.graph.erase_node(outer.x)
     return True
 
 
@@ -66,6 +68,8 @@ def _exchange(node: fx.Node) -> int:
         return 0
     for user, s in moves.items():
         ir.replace(user, ir.emit(user, replace(gather, op="all_to_all", scatter_dim=s.scatter_dim), like=node))
+    if moves:
+        node.graph.erase_node(node)
     return len(moves)
 
 

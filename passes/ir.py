@@ -130,8 +130,8 @@ def is_contiguous(x: torch.Tensor) -> bool:
 
 
 def fake_mode(node: fx.Node) -> FakeTensorMode | None:
-    """The mode of the first fake tensor among the inputs of `node`."""
-    for x in node.all_input_nodes:
+    """The mode of the first fake tensor among the inputs of `node`; else, as for a call on sizes only, of the graph."""
+    for x in (*node.all_input_nodes, *node.graph.nodes):
         leaves = value(x) if isinstance(value(x), (tuple, list)) else (value(x),)
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):

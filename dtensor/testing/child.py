@@ -1,8 +1,7 @@
 """What runs in a process that `processes.run_ranks` spawns: one rank.
 
 It takes a `Job`, joins the process group, calls the function, and says through a pipe how that went: pickled
-pairs ("started", None), ("returned", pickled value) or ("raised", (the error in one line, traceback as
-text)).
+pairs ("started", None), ("returned", pickled value) or ("raised", `Failure`).
 """
 
 import faulthandler
@@ -10,6 +9,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,6 +51,27 @@ class Job:
         return Path(self.folder) / f"stacks-{rank}"
 
 
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed.
+
+    Attributes:
+        time: when, by the clock that the processes of a machine share.
+        line: the error in one line.
+        text: its traceback.
+    """
+
+    time: float
+    line: str
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Failure":
+        """The failure by `error`, now."""
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        return cls(time.monotonic(), line, "".join(traceback.format_exception(error)))
+
+
 def rank_main(pipe: Connection, rank: int, job: Job) -> None:
     """Be `rank`: report to `pipe`, then stay until its other end is closed, so that no peer loses this rank
     midway."""
@@ -60,8 +81,7 @@ def rank_main(pipe: Connection, rank: int, job: Job) -> None:
         try:
             message = ("returned", _value(rank, job))
         except BaseException as error:
-            line = f"{type(error).__name__}: {error}".splitlines()[0]
-            message = ("raised", (line, traceback.format_exc()))
+            message = ("raised", Failure.of(error))
         pipe.send_bytes(pickle.dumps(message))
         _wait_for_end(pipe)
         if dist.is_initialized():
@@ -93,4 +113,4 @@ def _wait_for_end(pipe: Connection) -> None:
         return
 
 
-__all__ = ["STACKS_SIGNAL", "Job", "rank_main"]
+__all__ = ["STACKS_SIGNAL", "Failure", "Job", "rank_main"]

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from .child import STACKS_SIGNAL, Job, rank_main
+from .child import STACKS_SIGNAL, Failure, Job, rank_main
 from .references import FunctionReference
 
 GRACE = 1.0
@@ -78,7 +78,7 @@ class _Rank:
     pipe: Connection
     started: bool = False
     result: bytes = b""
-    failure: tuple[str, str] | None = None
+    failure: Failure | None = None
 
     @classmethod
     def spawn(cls, rank: int, job: Job) -> "_Rank":
@@ -99,10 +99,8 @@ class _Rank:
             kind, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             self.process.join(GRACE)
-            kind, content = (
-                "raised",
-                f"its process ended with exit code {self.process.exitcode} and no word\n",
-            )
+            line = f"its process ended with exit code {self.process.exitcode} and no word"
+            kind, content = "raised", Failure(0.0, line, line + "\n")  # before all that follow from it
         match kind:
             case "started":
                 self.started = True
@@ -136,22 +134,21 @@ def _collect(ranks: list[_Rank], job: Job) -> None:
         ready = _receive(ranks, deadline)
         if not ready:
             raise _timed_out(ranks, job)
-        failed = [r for r in ready if r.failure]
-        if failed:
-            raise _failed(ranks, failed)
+        if any(r.failure for r in ready):
+            raise _failed(ranks)
 
 
-def _failed(ranks: list[_Rank], failed: list[_Rank]) -> RankError:
+def _failed(ranks: list[_Rank]) -> RankError:
     """The error for the rank that failed first; those that fail soon after, for want of a peer, get a line
     each."""
     deadline = time.monotonic() + GRACE
-    while not all(r.done for r in ranks) and (ready := _receive(ranks, deadline)):
-        failed = failed + [r for r in ready if r.failure]
-    first, *others = failed
-    text = f"rank {first.rank} of {len(ranks)} failed:\n{first.failure[1]}"
-    for r in others:
-        text += f"rank {r.rank} failed too: {r.failure[0]}\n"
-    return RankError(first.rank, text)
+    while not all(r.done for r in ranks) and _receive(ranks, deadline):
+        pass
+    failures = sorted([(r.failure.time, r.rank, r.failure) for r in ranks if r.failure])
+    (_, rank, first), *others = failures
+    text = f"rank {rank} of {len(ranks)} failed:\n{first.text}"
+    text += "".join(f"rank {other} failed too: {failure.line}\n" for _, other, failure in others)
+    return RankError(rank, text)
 
 
 def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
