@@ -7,7 +7,8 @@ if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder compile/ was imported as {__name__!r}; write: import dtensor.compile")
 
 from .backend import backend
+from .inductor import STAGES, source_hash
 from .options import Options
 from .statistics import GraphRecord, Statistics, statistics
 
-__all__ = ["GraphRecord", "Options", "Statistics", "backend", "statistics"]
+__all__ = ["STAGES", "GraphRecord", "Options", "Statistics", "backend", "source_hash", "statistics"]

@@ -5,6 +5,7 @@ cannot take where it traced a DTensor, arrives in the right form.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from dtensor._torch import aot_backend, boxed, inductor_compile
 from dtensor.hooks import chained
 from dtensor.tensor import with_tangent_border
 
-from .inductor import Passes
+from .inductor import STAGES
 from .options import Options
-from .pipeline import optimise
+from .pipeline import optimise, simplify_joint
 
 
 def backend(
@@ -43,9 +44,10 @@ def backend(
     if chosen.inner == "eager":
         return gm.forward
     if chosen.inner == "inductor":
-        compiled = inductor_compile(gm, example_inputs, {"post_grad_custom_pre_pass": chained(Passes(chosen))})
+        patches = {stage: chained(stage, made(chosen)) for stage, made in STAGES.items()}
+        compiled = inductor_compile(gm, example_inputs, patches)
     else:
-        compiled = aot_backend(*_interpreters(chosen))(gm, example_inputs)
+        compiled = aot_backend(partial(simplify_joint, options=chosen), *_interpreters(chosen))(gm, example_inputs)
     return _bordered(compiled)
 
 
@@ -54,7 +56,7 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
 
     def compiler(inference: bool) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, _: Any) -> Any:
-            optimise(gm, options, inference=inference)
+            optimise(gm.graph, options, inference=inference)
             gm.recompile()
             return boxed(gm.forward)
 

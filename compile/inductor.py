@@ -1,4 +1,4 @@
-"""The passes inside Inductor: after its joint-graph passes and the partition, before its post-grad passes."""
+"""The passes inside Inductor: on the joint graph before its own passes, and on each graph before its post-grad ones."""
 
 from functools import cache
 from pathlib import Path
@@ -10,27 +10,31 @@ import dtensor
 from dtensor._torch import CustomGraphPass, get_hash_for_files
 
 from .options import Options
-from .pipeline import optimise
+from .pipeline import optimise, simplify_joint
 
 
-class Passes(CustomGraphPass):
-    """The pass pipeline with given options, as a pass of Inductor's."""
+class JointPasses(CustomGraphPass):
+    """The simplifying passes on the joint graph, with given options."""
 
     def __init__(self, options: Options):
         self.options = options
 
     def __call__(self, graph: fx.Graph) -> None:
-        gm = graph.owning_module
-        assert gm is not None, "Inductor hands over graphs of a module"
-        optimise(gm, self.options)
+        simplify_joint(graph, self.options)
 
     def uuid(self) -> Any:
         return source_hash(), repr(self.options)
 
 
-def run_plain(graph: fx.Graph) -> None:
-    """The pipeline with default options on a graph of plain `torch.compile`."""
-    Passes(Options())(graph)
+class Passes(JointPasses):
+    """The whole pipeline on a forward, backward or inference graph, with given options."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        optimise(graph, self.options)
+
+
+STAGES = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Passes}
+"""Where Inductor takes custom passes -> the pass that runs there."""
 
 
 @cache
@@ -41,4 +45,4 @@ def source_hash() -> bytes:
     return get_hash_for_files(tuple(map(str, files)))
 
 
-__all__ = ["Passes", "run_plain", "source_hash"]
+__all__ = ["STAGES", "JointPasses", "Passes", "source_hash"]

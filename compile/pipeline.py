@@ -1,24 +1,50 @@
-"""Running `dtensor.passes` on one graph that AOTAutograd made, and writing down what they did."""
+"""Running `dtensor.passes` on the graphs that AOTAutograd makes, and writing down what they did.
+
+    joint graph -> simplify -> partition -> forward and backward graph -> simplify, lower -> inner compiler
+
+Simplifying the joint graph comes first: what is saved for the backward is then decided on collectives that stay.
+"""
 
 from torch import fx
 
 from dtensor import passes
+from dtensor.passes import SIMPLIFY, CommonSubexpressions
 
 from .options import Options
 from .statistics import record
 
+# One value for forward and backward would undo what activation checkpointing recomputes.
+NOT_JOINT = (CommonSubexpressions.name,)
 
-def optimise(gm: fx.GraphModule, options: Options, *, inference: bool = False) -> None:
-    """Run the passes on `gm` in place.
+
+def simplify_joint(graph: fx.Graph, options: Options) -> None:
+    """Run the simplifying passes on the joint graph of forward and backward, in place.
 
     Raises:
         PassError: a pass left an invalid graph.
     """
-    traced = passes.collectives(gm.graph)
-    if not traced and not _has_ours(gm.graph):
+    if not has_ours(graph):
         return
-    done = passes.run(gm, passes=options.passes, disable=options.disable, verify=options.verify)
-    record(direction(gm.graph, inference), traced, gm.graph, done)
+    chosen = [p.name for p in passes.select(options.passes, options.disable)]
+    simplify = [p.name for p in SIMPLIFY if p.name in chosen and p.name not in NOT_JOINT]
+    _run(graph, simplify, options, "joint")
+
+
+def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> None:
+    """Run all passes on a forward, backward or inference graph, in place.
+
+    Raises:
+        PassError: a pass left an invalid graph.
+    """
+    if has_ours(graph):
+        chosen = [p.name for p in passes.select(options.passes, options.disable)]
+        _run(graph, chosen, options, direction(graph, inference))
+
+
+def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
+    traced = passes.collectives(graph)
+    done = passes.run(graph, passes=chosen, verify=options.verify)
+    record(where, traced, graph, done)
 
 
 def direction(graph: fx.Graph, inference: bool) -> str:
@@ -28,8 +54,9 @@ def direction(graph: fx.Graph, inference: bool) -> str:
     return "inference" if inference else "forward"
 
 
-def _has_ours(graph: fx.Graph) -> bool:
+def has_ours(graph: fx.Graph) -> bool:
+    """Whether the graph calls one of the `dtensor::` operators."""
     return any(getattr(n.target, "namespace", None) == "dtensor" for n in graph.nodes)
 
 
-__all__ = ["direction", "optimise"]
+__all__ = ["direction", "has_ours", "optimise", "simplify_joint"]

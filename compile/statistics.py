@@ -15,9 +15,9 @@ class GraphRecord:
     """One compiled graph.
 
     Attributes:
-        direction: "forward", "backward" or "inference".
-        traced: the collectives AOTAutograd traced.
-        collectives: those left after the passes.
+        direction: "joint" before the partition; "forward", "backward" or "inference" after it.
+        traced: the collectives that were in the graph before the passes.
+        collectives: those left after them.
         passes: what each pass did.
     """
 

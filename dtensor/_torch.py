@@ -110,16 +110,21 @@ def hint(size) -> int:
     return int(size)
 
 
-def aot_backend(forward_compiler, inference_compiler, backward_compiler):
-    """A Dynamo backend: AOTAutograd with Inductor's partitioner, then the given graph compilers."""
+def aot_backend(joint_pass, forward_compiler, inference_compiler, backward_compiler):
+    """A Dynamo backend: AOTAutograd, `joint_pass` on the joint graph, Inductor's partitioner, the graph compilers."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
+
+    def partition(gm, *args, **kwargs):
+        joint_pass(gm.graph)
+        gm.recompile()
+        return min_cut_rematerialization_partition(gm, *args, **kwargs)
 
     return aot_autograd(
         fw_compiler=forward_compiler,
         inference_compiler=inference_compiler,
         bw_compiler=backward_compiler,
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=partition,
         keep_inference_input_mutations=True,
     )
 

@@ -1,4 +1,4 @@
-"""What `import dtensor` leaves in torch.compile: the backend's name, and the passes in Inductor's list of custom passes.
+"""What `import dtensor` leaves in torch.compile: the backend's name, and the passes in Inductor's lists of custom passes.
 
 Both only forward to `dtensor.compile`, which is imported when something is compiled. `DTENSOR_PASSES=0` in the
 environment, or `dtensor.hooks.uninstall()`, switches the passes of plain `torch.compile` off.
@@ -11,22 +11,28 @@ from typing import Any
 from ._torch import CustomGraphPass, inductor_config, register_backend
 
 ENVIRONMENT = "DTENSOR_PASSES"
+STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
+"""The lists of Inductor's that the passes of plain `torch.compile` are in."""
 
 
 class PlainPasses(CustomGraphPass):
-    """The pass pipeline with default options, as a pass of Inductor's; leaves graphs without our operators alone."""
+    """The passes of one stage with default options; leaves graphs without our operators alone."""
+
+    def __init__(self, stage: str):
+        self.stage = stage
 
     def __call__(self, graph: Any) -> None:
         if any(getattr(node.target, "namespace", None) == "dtensor" for node in graph.nodes):
-            importlib.import_module("dtensor.compile.inductor").run_plain(graph)
+            compile_ = importlib.import_module("dtensor.compile")
+            compile_.STAGES[self.stage](compile_.Options())(graph)
 
     def uuid(self) -> Any:
-        return importlib.import_module("dtensor.compile.inductor").source_hash()
+        return self.stage, importlib.import_module("dtensor.compile").source_hash()
 
 
-def chained(ours: Any) -> list[Any]:
-    """Inductor's custom post-grad passes as they are, `ours` in the place of the plain ones, at the end."""
-    found = inductor_config.post_grad_custom_pre_pass
+def chained(stage: str, ours: Any) -> list[Any]:
+    """Inductor's custom passes of a stage as they are, with `ours` in the place of the plain ones, at the end."""
+    found = getattr(inductor_config, stage)
     others = [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
     return [p for p in others if not isinstance(p, PlainPasses)] + ([ours] if ours is not None else [])
 
@@ -34,19 +40,22 @@ def chained(ours: Any) -> list[Any]:
 def install() -> None:
     """Add the passes to plain `torch.compile`, after whatever passes are there already."""
     if os.environ.get(ENVIRONMENT) != "0":
-        inductor_config.post_grad_custom_pre_pass = chained(PlainPasses())
+        for stage in STAGES:
+            setattr(inductor_config, stage, chained(stage, PlainPasses(stage)))
 
 
 def uninstall() -> None:
     """Take the passes out of plain `torch.compile` again."""
-    inductor_config.post_grad_custom_pre_pass = chained(None) or None
+    for stage in STAGES:
+        setattr(inductor_config, stage, chained(stage, None) or None)
 
 
-def _backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
+    """The backend `"dtensor"` of torch.compile; see `dtensor.compile.backend`."""
     return importlib.import_module("dtensor.compile").backend(gm, example_inputs, **kwargs)
 
 
-register_backend(_backend, name="dtensor")
+register_backend(backend, name="dtensor")
 install()
 
-__all__ = ["ENVIRONMENT", "PlainPasses", "chained", "install", "uninstall"]
+__all__ = ["ENVIRONMENT", "STAGES", "PlainPasses", "backend", "chained", "install", "uninstall"]

@@ -15,7 +15,7 @@ from .dead_code import DeadCode
 from .gather_shard import GatherShard
 from .ir import Collective
 from .lower import Lower
-from .pipeline import EXACTNESS, PIPELINE, SIMPLIFY, Pass, PassRecord, run
+from .pipeline import EXACTNESS, PIPELINE, SIMPLIFY, Pass, PassRecord, run, select
 from .reduce_scatter import ReduceScatter
 from .simulate import mesh_groups, simulate
 from .sink import Sink
@@ -44,6 +44,7 @@ __all__ = [
     "equivalent",
     "mesh_groups",
     "run",
+    "select",
     "simulate",
     "text",
     "verify",
