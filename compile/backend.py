@@ -8,12 +8,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from torch import fx
 
 from dtensor._torch import aot_backend, boxed, inductor_compile
 from dtensor.hooks import chained
-from dtensor.tensor import with_tangent_border
+from dtensor.tensor import DTensor, with_tangent_border
 
 from .inductor import STAGES
 from .options import Options
@@ -66,15 +65,27 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
 
 
 def _bordered(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, with DTensor outputs that require gradients behind a border."""
+    """`compiled`, with those of its outputs behind one border that are DTensors with a history of their own.
+
+    One border for all: it sees the outputs that the loss does not use, too, and gives them zeros of the right layout.
+    """
 
     def run(*args: Any) -> Any:
         out = compiled(*args)
-        if not torch.is_grad_enabled():
+        found = [i for i, o in enumerate(out) if isinstance(o, DTensor) and _is_computed(o)]
+        if not found:
             return out
-        return type(out)(with_tangent_border(o) for o in out)
+        changed = list(out)
+        for i, x in zip(found, with_tangent_border([out[i] for i in found])):
+            changed[i] = x
+        return type(out)(changed)
 
     return run
+
+
+def _is_computed(x: DTensor) -> bool:
+    """Whether the compiled graph computed `x`; an alias of an input keeps the history that autograd gave it."""
+    return type(x.grad_fn).__name__ == "CompiledFunctionBackward"
 
 
 __all__ = ["backend"]

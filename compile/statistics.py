@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from dtensor._torch import dynamo_counters
@@ -61,11 +62,15 @@ _active: list[Statistics] = []
 
 @contextmanager
 def statistics() -> Iterator[Statistics]:
-    """Collect what is compiled inside the block; counts of graphs and breaks are filled in as it ends."""
+    """Collect what is compiled inside the block; counts of graphs and breaks are filled in as it ends.
+
+    Compile caches are passed over inside: a graph that comes from a cache went through no pass.
+    """
     made, before = Statistics(), _counted()
     _active.append(made)
     try:
-        yield made
+        with torch.compiler.config.patch(force_disable_caches=True):
+            yield made
     finally:
         _active.remove(made)
         after = _counted()

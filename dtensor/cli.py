@@ -62,8 +62,10 @@ def demo(
     options = Options(_processes(nproc), plan, text, steps, backend, layers, seed, timeout)
     try:
         outcome = demonstrate(options)
-    except (RankError, TimeoutError) as error:
+    except RankError as error:
         raise click.ClickException(str(error)) from error
+    except TimeoutError as error:  # whose stacks are printed already
+        raise click.ClickException(f"{str(error).splitlines()[0]}; --timeout SECONDS gives more time") from error
     if outcome is None:
         return
     click.echo(report(options, outcome))

@@ -352,25 +352,33 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _TangentBorder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.spec = x._spec
-        return _wrap(x._local_tensor, x._spec)
+    """Identity on several DTensors; their gradients leave as DTensors, whatever arrives: a plain tensor, or nothing."""
 
     @staticmethod
-    def backward(ctx, grad):
-        if grad is None or isinstance(grad, DTensor):
-            return grad
-        spec = ctx.spec
-        whole = spec.with_layout(Layout.make(spec.layout.mesh_ndim, ((),) * spec.ndim, ()))
-        return move(_wrap(grad, whole), spec.layout.without_partial())
+    def forward(ctx, *xs):
+        ctx.set_materialize_grads(False)
+        ctx.specs = [x._spec for x in xs]
+        return tuple(_wrap(x._local_tensor, x._spec) for x in xs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return tuple(_tangent(g, spec) for g, spec in zip(grads, ctx.specs))
 
 
-def with_tangent_border(x):
-    """`x`; if it is a DTensor with a history, one to which a plain (replicated) gradient may flow back."""
-    if isinstance(x, DTensor) and x.grad_fn is not None:
-        return _TangentBorder.apply(x)
-    return x
+def _tangent(grad, spec: Spec):
+    if isinstance(grad, DTensor):
+        return grad
+    target = spec.with_layout(spec.layout.without_partial())
+    if grad is None:
+        device = spec.mesh.device_type
+        return _wrap(torch.zeros(target.local_shape(), dtype=spec.dtype, device=device), target)
+    whole = spec.with_layout(Layout.make(spec.layout.mesh_ndim, ((),) * spec.ndim, ()))
+    return move(_wrap(grad, whole), target.layout)
+
+
+def with_tangent_border(xs: Sequence[DTensor]) -> tuple[DTensor, ...]:
+    """The same DTensors, to which plain (replicated) gradients may flow back, or none to some of them."""
+    return _TangentBorder.apply(*xs) if xs else ()
 
 
 def _build(local, mesh, placements, shape, stride) -> DTensor:

@@ -170,12 +170,12 @@ class _Runner:
         start = time.perf_counter()
         rewrites = p(self.graph)
         seconds = time.perf_counter() - start
-        after = count(self.graph) if rewrites else before
-        self.records.append(PassRecord(p.name, p.exactness, round, rewrites, seconds, before, after))
         if rewrites:
             self.check(p.name)
             if self.simulate is not None and original is not None:
                 self.compare(p, original, self.simulate)
+        after = count(self.graph) if rewrites else before
+        self.records.append(PassRecord(p.name, p.exactness, round, rewrites, seconds, before, after))
         return rewrites
 
     def snapshot(self) -> fx.Graph | None:

@@ -60,6 +60,8 @@ def _values_known(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta and _gives_something(node):
             yield node, "has no meta['val']; write nodes with ir.insert, which computes it"
+        if ir.is_collective(node) and not isinstance(ir.value(node.args[0]), torch.Tensor):
+            yield node, "communicates what is not known to be a tensor: its argument has no meta['val']"
 
 
 def _gives_something(node: fx.Node) -> bool:

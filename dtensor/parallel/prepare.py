@@ -181,9 +181,8 @@ class PrepareModuleInputOutput(ParallelStyle):
 def _as_layouts(argument: str, given: Layouts) -> tuple[Placement | None, ...] | None:
     if given is None:
         return None
-    if not isinstance(given, (tuple, list)):
-        given = (given,)
-    return tuple(as_layout(f"{argument}[{index}]", layout) for index, layout in enumerate(given))
+    layouts = given if isinstance(given, (tuple, list)) else (given,)
+    return tuple(as_layout(f"{argument}[{index}]", layout) for index, layout in enumerate(layouts))
 
 
 def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layouts) -> tuple:
@@ -199,7 +198,7 @@ def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layou
             f"{argument}={given!r} is given without {desired_argument}; write {desired_argument} too, "
             f"the same as {argument} if nothing is to be redistributed"
         )
-    if layouts is not None and len(layouts) != len(desired_layouts):
+    if layouts is not None and desired_layouts is not None and len(layouts) != len(desired_layouts):
         raise ValueError(
             f"{argument} has {len(layouts)} layouts but {desired_argument} has {len(desired_layouts)}: {given!r}, "
             f"{desired!r}; write one for each value in both, None for a value to be left alone"

@@ -38,7 +38,7 @@ class RowwiseParallel(ParallelStyle):
         use_local_output: bool = True,
     ):
         self.input_layouts = as_layout("input_layouts", input_layouts)
-        self.output_layouts = as_layout("output_layouts", output_layouts, Replicate())
+        self.output_layouts = as_layout("output_layouts", output_layouts) or Replicate()
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

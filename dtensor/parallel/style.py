@@ -48,20 +48,18 @@ class ParallelStyle(ABC):
         )
 
 
-def as_layout(argument: str, given: Any, default: Placement | None = None) -> Placement | None:
-    """The placement given for `argument` of a style, or `default` for None.
+def as_layout(argument: str, given: Any) -> Placement | None:
+    """The placement given for `argument` of a style; None stays None.
 
     Raises:
         ValueError: `given` is no placement.
     """
-    if given is None:
-        return default
     if isinstance(given, (tuple, list)):
         raise ValueError(
             f"{argument} is one placement, as a style works on a mesh of one axis; got {given!r}, "
             f"write {argument}={given[0] if given else 'Replicate()'!r}"
         )
-    return as_placement(given)
+    return None if given is None else as_placement(given)
 
 
 def to_layout(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | None) -> DTensor:

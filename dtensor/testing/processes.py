@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -75,7 +75,7 @@ class _Rank:
 
     rank: int
     process: BaseProcess
-    pipe: Connection
+    pipe: Any  # its end of a multiprocessing.Pipe
     started: bool = False
     result: bytes = b""
     failure: Failure | None = None
@@ -95,6 +95,8 @@ class _Rank:
 
     def receive(self) -> None:
         """Take the next message, or the end of the process for one."""
+        kind: str
+        content: Any
         try:
             kind, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):
@@ -154,7 +156,7 @@ def _failed(ranks: list[_Rank]) -> RankError:
 def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
     """Have every rank write its stacks, print them, and give the error that shows them."""
     for r in ranks:
-        if r.started and not r.done and r.process.is_alive():
+        if r.started and not r.done and r.process.is_alive() and r.process.pid:
             os.kill(r.process.pid, STACKS_SIGNAL)
     time.sleep(GRACE)
     text = f"{job.function.qualname} was not done on {len(ranks)} ranks after {job.timeout:g} s\n"

@@ -42,18 +42,18 @@ def with_threads(nthreads: int, *, timeout: float = 60.0) -> Callable[[Test], Te
 def _on_ranks(run: Callable[..., None], fn: Test) -> Test:
     """The test that has `run` call `fn` on every rank; its signature is that of `fn` without `rank`."""
     signature = inspect.signature(fn)
-    first, *others = signature.parameters.values() or [None]
-    if first is None or first.name != "rank":
+    names = list(signature.parameters)
+    if names[:1] != ["rank"]:
         raise TypeError(f"a test on ranks takes `rank` first; write def {fn.__name__}(rank, ...)")
+    shown = signature.replace(parameters=[signature.parameters[name] for name in names[1:]])
 
     @functools.wraps(fn)
     def test(*args: Any, **kwargs: Any) -> None:
-        bound = test.__signature__.bind(*args, **kwargs)
+        bound = shown.bind(*args, **kwargs)
         bound.apply_defaults()
         run(fn, *bound.args, *bound.kwargs.values())
 
-    test.__signature__ = signature.replace(parameters=others)
-    test.rank_function = fn
+    vars(test).update(__signature__=shown, rank_function=fn)
     return test
 
 

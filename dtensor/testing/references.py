@@ -62,6 +62,8 @@ def _module(name: str, path: str | None) -> types.ModuleType:
         return importlib.import_module(name)
     _make_parents(name, path)
     spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path}, the file of module {name!r}, is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

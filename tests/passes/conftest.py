@@ -54,7 +54,8 @@ class Bench:
 def bench() -> Iterator[Bench]:
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp, world = (mesh.get_group(0).group_name, mesh.get_group(1).group_name, dist.group.WORLD.group_name)
+    dp, tp = mesh.get_group(0).group_name, mesh.get_group(1).group_name
+    world = init_device_mesh("cpu", (WORLD,)).get_group().group_name
     groups = {**mesh_groups(mesh), world: (tuple(range(WORLD)),)}
     yield Bench(dp, tp, world, Simulation(WORLD, groups, seed=7))
     dist.destroy_process_group()

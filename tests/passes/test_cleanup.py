@@ -16,12 +16,15 @@ def twice(f):
 def test_equal_collectives_are_one(bench):
     gm = bench.trace(twice(lambda x: ops.all_reduce(x * 2, "sum", bench.tp)), (4,))
     assert bench.apply(CommonSubexpressions(), gm) == 2
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4] = placeholder
 %mul: f32[4] = aten.mul.Tensor(%x_1, 2)
 %all_reduce: f32[4] = dtensor.all_reduce(%mul, 'sum', tp)
 %mul_1: f32[4] = aten.mul.Tensor(%all_reduce, %all_reduce)
-return %mul_1""")
+return %mul_1""",
+    )
 
 
 def test_equal_starts_and_waits_are_one(bench):
@@ -33,11 +36,14 @@ def test_equal_starts_and_waits_are_one(bench):
 def test_two_outputs_stay_two_tensors(bench):
     gm = bench.trace(lambda x: [ops.all_reduce(x, "sum", bench.tp) for _ in range(2)], (4,))
     assert bench.apply(CommonSubexpressions(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4] = placeholder
 %all_reduce: f32[4] = dtensor.all_reduce(%x_1, 'sum', tp)
 %clone: f32[4] = aten.clone(%all_reduce, memory_format=contiguous_format)
-return %all_reduce, %clone""")
+return %all_reduce, %clone""",
+    )
 
 
 def write_between(x):
@@ -87,10 +93,13 @@ def test_dead_collectives_go(bench):
     gm = bench.trace(dead(bench), (4,))
     assert sum(count(gm).values()) == 3
     assert bench.apply(DeadCode(), gm) == 9
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4] = placeholder
 %mul: f32[4] = aten.mul.Tensor(%x_1, 2)
-return %mul""")
+return %mul""",
+    )
 
 
 def test_what_has_an_effect_stays(bench):

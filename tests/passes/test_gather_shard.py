@@ -12,19 +12,25 @@ def test_other_dim_becomes_all_to_all(bench):
         return torch.relu(ops.shard(ops.all_gather(x, 0, 8, bench.tp), 1, bench.tp))
 
     gm = bench.trace(f, (4, 6))
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4,6] = placeholder
 %all_gather: f32[8,6] = dtensor.all_gather(%x_1, 0, 8, tp)
 %shard: f32[8,3] = dtensor.shard(%all_gather, 1, tp)
 %relu: f32[8,3] = aten.relu(%shard)
-return %relu""")
+return %relu""",
+    )
     before = wire_bytes(gm)
     assert bench.apply(GatherShard(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4,6] = placeholder
 %all_to_all: f32[8,3] = dtensor.all_to_all(%x_1, 0, 1, 8, tp)
 %relu: f32[8,3] = aten.relu(%all_to_all)
-return %relu""")
+return %relu""",
+    )
     assert (before, wire_bytes(gm)) == (8 * 6 * 4 // 2, 4 * 6 * 4 // 2)
 
 
@@ -35,20 +41,26 @@ def test_same_dim_is_identity(bench):
 
     gm = bench.trace(f, (4, 6))
     assert bench.apply(GatherShard(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4,6] = placeholder
 %all_gather: f32[8,6] = dtensor.all_gather(%x_1, 0, 8, tp)
 %relu: f32[4,6] = aten.relu(%x_1)
-return %relu, %all_gather""")
+return %relu, %all_gather""",
+    )
 
 
 def test_shard_then_gather_is_identity(bench):
     gm = bench.trace(lambda x: ops.all_gather(ops.shard(x, 1, bench.tp), 1, 6, bench.tp) * 2, (4, 6))
     assert bench.apply(GatherShard(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4,6] = placeholder
 %mul: f32[4,6] = aten.mul.Tensor(%x_1, 2)
-return %mul""")
+return %mul""",
+    )
 
 
 def test_uneven_shards(bench):

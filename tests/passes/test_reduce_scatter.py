@@ -9,18 +9,24 @@ from dtensor.passes import ReduceScatter
 
 def test_fires(bench):
     gm = bench.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", bench.tp), 1, bench.tp) + 1, (4, 6))
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4,6] = placeholder
 %all_reduce: f32[4,6] = dtensor.all_reduce(%x_1, 'sum', tp)
 %shard: f32[4,3] = dtensor.shard(%all_reduce, 1, tp)
 %add: f32[4,3] = aten.add.Tensor(%shard, 1)
-return %add""")
+return %add""",
+    )
     assert bench.apply(ReduceScatter(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4,6] = placeholder
 %reduce_scatter: f32[4,3] = dtensor.reduce_scatter(%x_1, 'sum', 1, tp)
 %add: f32[4,3] = aten.add.Tensor(%reduce_scatter, 1)
-return %add""")
+return %add""",
+    )
 
 
 @pytest.mark.parametrize("reduce_op", ["avg", "max", "min", "product"])

@@ -15,23 +15,29 @@ def reducer(bench):
 def test_fires(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b: r(a).view(2, 4, 4) + r(b), (8, 4), (2, 4, 4))
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %a_1: f32[8,4] = placeholder
 %b_1: f32[2,4,4] = placeholder
 %all_reduce: f32[8,4] = dtensor.all_reduce(%a_1, 'sum', tp)
 %view: f32[2,4,4] = aten.view(%all_reduce, [2, 4, 4])
 %all_reduce_1: f32[2,4,4] = dtensor.all_reduce(%b_1, 'sum', tp)
 %add: f32[2,4,4] = aten.add.Tensor(%view, %all_reduce_1)
-return %add""")
+return %add""",
+    )
     assert bench.apply(Sink(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %a_1: f32[8,4] = placeholder
 %b_1: f32[2,4,4] = placeholder
 %view: f32[2,4,4] = aten.view(%a_1, [2, 4, 4])
 %all_reduce: f32[2,4,4] = dtensor.all_reduce(%view, 'sum', tp)
 %all_reduce_1: f32[2,4,4] = dtensor.all_reduce(%b_1, 'sum', tp)
 %add: f32[2,4,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
-return %add""")
+return %add""",
+    )
 
 
 def test_towards_a_shard(bench):
@@ -54,14 +60,17 @@ def test_equal_permutations_are_summed_first(bench):
     gm = bench.trace(lambda a, b: r(a).t() + r(b).t(), (8, 4), (8, 4))
     strides = _last_strides(gm)
     assert bench.apply(Sink(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %a_1: f32[8,4] = placeholder
 %b_1: f32[8,4] = placeholder
 %all_reduce: f32[8,4] = dtensor.all_reduce(%a_1, 'sum', tp)
 %all_reduce_1: f32[8,4] = dtensor.all_reduce(%b_1, 'sum', tp)
 %add: f32[8,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 %t: f32[4,8] = aten.t(%add)
-return %t""")
+return %t""",
+    )
     assert _last_strides(gm) == strides
 
 

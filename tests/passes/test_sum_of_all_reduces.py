@@ -15,46 +15,58 @@ def reducer(bench):
 def test_fires(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b: r(a) + r(b), (2, 4), (2, 4))
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %a_1: f32[2,4] = placeholder
 %b_1: f32[2,4] = placeholder
 %all_reduce: f32[2,4] = dtensor.all_reduce(%a_1, 'sum', tp)
 %all_reduce_1: f32[2,4] = dtensor.all_reduce(%b_1, 'sum', tp)
 %add: f32[2,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
-return %add""")
+return %add""",
+    )
     assert bench.apply(SumOfAllReduces(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %a_1: f32[2,4] = placeholder
 %b_1: f32[2,4] = placeholder
 %add: f32[2,4] = aten.add.Tensor(%a_1, %b_1)
 %all_reduce: f32[2,4] = dtensor.all_reduce(%add, 'sum', tp)
-return %all_reduce""")
+return %all_reduce""",
+    )
 
 
 def test_sub_and_alpha_stay(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b, c: torch.add(r(a) - r(b), r(c), alpha=3), (2, 4), (2, 4), (2, 4))
     assert bench.apply(SumOfAllReduces(), gm) == 2
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %a_1: f32[2,4] = placeholder
 %b_1: f32[2,4] = placeholder
 %c_1: f32[2,4] = placeholder
 %sub: f32[2,4] = aten.sub.Tensor(%a_1, %b_1)
 %add: f32[2,4] = aten.add.Tensor(%sub, %c_1, alpha=3)
 %all_reduce: f32[2,4] = dtensor.all_reduce(%add, 'sum', tp)
-return %all_reduce""")
+return %all_reduce""",
+    )
 
 
 def test_broadcast_position_embedding(bench):
     r = reducer(bench)
     gm = bench.trace(lambda tok, pos: r(tok) + r(pos), (3, 2, 4), (2, 4))
     assert bench.apply(SumOfAllReduces(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %tok_1: f32[3,2,4] = placeholder
 %pos_1: f32[2,4] = placeholder
 %add: f32[3,2,4] = aten.add.Tensor(%tok_1, %pos_1)
 %all_reduce: f32[3,2,4] = dtensor.all_reduce(%add, 'sum', tp)
-return %all_reduce""")
+return %all_reduce""",
+    )
 
 
 def test_chain_is_one_all_reduce(bench):
@@ -68,7 +80,9 @@ def test_residual_stays_local(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x, a, y, b: ((x + r(a)) + y) + r(b), *[(2, 4)] * 4)
     assert bench.apply(SumOfAllReduces(), gm) == 1
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[2,4] = placeholder
 %a_1: f32[2,4] = placeholder
 %y_1: f32[2,4] = placeholder
@@ -77,7 +91,8 @@ def test_residual_stays_local(bench):
 %add_1: f32[2,4] = aten.add.Tensor(%a_1, %b_1)
 %all_reduce: f32[2,4] = dtensor.all_reduce(%add_1, 'sum', tp)
 %add_2: f32[2,4] = aten.add.Tensor(%add, %all_reduce)
-return %add_2""")
+return %add_2""",
+    )
 
 
 def test_residual_of_two_kinds(bench):
@@ -105,14 +120,17 @@ def test_reduce_scatters(bench):
 
     gm = bench.trace(f, *[(2, 4)] * 3)
     assert bench.apply(SumOfAllReduces(), gm) == 2
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %a_1: f32[2,4] = placeholder
 %b_1: f32[2,4] = placeholder
 %c_1: f32[2,4] = placeholder
 %add: f32[2,4] = aten.add.Tensor(%a_1, %b_1)
 %add_1: f32[2,4] = aten.add.Tensor(%add, %c_1)
 %reduce_scatter: f32[2,2] = dtensor.reduce_scatter(%add_1, 'avg', 1, tp)
-return %reduce_scatter""")
+return %reduce_scatter""",
+    )
 
 
 def test_symbolic_batch(bench):

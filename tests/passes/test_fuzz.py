@@ -1,0 +1,160 @@
+"""Random SPMD programs: every pass, and the whole pipeline, must compute what the program did."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtensor._torch import c10d
+from dtensor.collectives import ops
+from dtensor.passes import PIPELINE, run, verify
+from dtensor.passes.pipeline import copy_graph
+
+SIZE = {"dp": 2, "tp": 2, "world": 4}
+AXES = {"dp": {"dp"}, "tp": {"tp"}, "world": {"dp", "tp"}}
+LONGEST = 64
+
+LOCAL = ("add", "sub", "alpha", "mul", "relu", "t", "view", "unsqueeze", "squeeze", "double", "permute")
+REMOTE = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "shard", "wait")
+# What the passes look for, and single steps seldom make.
+MOTIFS = ("sum", "sum of views", "sum of scattered", "sum of transposed", "residual", "scatter", "exchange", "cancel")
+
+steps = st.tuples(
+    st.sampled_from(LOCAL + REMOTE + 2 * MOTIFS),
+    st.integers(0, 2),
+    st.integers(0, 4),
+    st.integers(0, 1),
+    st.sampled_from(("tp", "tp", "tp", "dp", "world")),
+    st.sampled_from(("sum", "sum", "sum", "avg", "max")),
+)
+programs = st.lists(steps, min_size=2, max_size=10)
+
+
+def motif(op, x, y, group, n, dim, reduce_op):
+    """The value of a motif, or None if it does not fit its operands."""
+    fits, room = x.shape == y.shape, x.numel() * n <= LONGEST
+    other = (dim + 1) % x.dim()
+
+    def reduce(v):
+        return ops.all_reduce(v, reduce_op, group)
+
+    match op:
+        case "sum" if fits or x.shape[1:] == y.shape:
+            return reduce(x) + reduce(y)
+        case "sum of views" if x.numel() == y.numel():
+            return reduce(x).view(y.shape) - reduce(y)
+        case "sum of transposed" if fits and x.dim() == 2:
+            return reduce(x).t() + reduce(y * 3).t()
+        case "sum of scattered" if fits and x.shape[dim] % n == 0:
+            return ops.reduce_scatter(x, reduce_op, dim, group) + ops.reduce_scatter(y * 3, reduce_op, dim, group)
+        case "residual" if fits:
+            return x + reduce(y)
+        case "scatter" if x.shape[dim] % n == 0:
+            return ops.shard(reduce(x), dim, group)
+        case "exchange" if room and other != dim and x.shape[other] % n == 0:
+            return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), other, group)
+        case "cancel" if room:
+            return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), dim, group)
+
+
+def step(op, x, y, group, n, dim, reduce_op):
+    """The value of one step on two of the values so far, or None if it does not fit them."""
+    dim = dim % x.dim()
+    if op in MOTIFS:
+        return motif(op, x, y, group, n, dim, reduce_op)
+    fits = x.shape == y.shape
+    match op:
+        case "add" | "sub" | "mul":
+            return getattr(torch, op)(x, y) if fits or x.shape[1:] == y.shape else None
+        case "alpha":
+            return torch.add(x, y, alpha=2) if fits else None
+        case "relu":
+            return torch.relu(x)
+        case "double":
+            return x * 2
+        case "t":
+            return x.t() if x.dim() == 2 else None
+        case "permute":
+            return x.permute(*range(1, x.dim()), 0)
+        case "view":
+            return x.reshape(y.shape) if x.numel() == y.numel() else x.reshape(-1)
+        case "unsqueeze":
+            return x.unsqueeze(dim) if x.dim() < 4 else None
+        case "squeeze":
+            return x.squeeze(dim) if x.shape[dim] == 1 and x.dim() > 1 else None
+        case "all_reduce":
+            return ops.all_reduce(x, reduce_op, group)
+        case "wait":
+            return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), reduce_op, group))
+        case "all_gather":
+            return ops.all_gather(x, dim, x.shape[dim] * n, group) if x.numel() * n <= LONGEST else None
+        case "reduce_scatter" | "shard" if x.shape[dim] % n:
+            return None
+        case "reduce_scatter":
+            return ops.reduce_scatter(x, reduce_op, dim, group)
+        case "shard":
+            return ops.shard(x, dim, group)
+        case "all_to_all":
+            other = (dim + 1) % x.dim()
+            if other == dim or x.shape[other] % n:
+                return None
+            return ops.all_to_all(x, dim, other, x.shape[dim] * n, group)
+
+
+def after(op, mine, other, axes):
+    """The mesh axes over which a value is cut, after one step."""
+    match op:
+        case "all_reduce" | "all_gather" | "wait":
+            return mine - axes
+        case "sum" | "sum of views" | "sum of transposed":
+            return (mine | other) - axes
+        case "residual":
+            return mine | other - axes
+        case "shard" | "reduce_scatter" | "all_to_all" | "scatter" | "exchange" | "cancel" | "sum of scattered":
+            return mine | other | axes
+        case _:
+            return mine | other
+
+
+def build(bench, recipe):
+    def f(*args):
+        xs: list[torch.Tensor] = list(args)
+        cut: list[set[str]] = [set() for _ in args]
+        used = set()
+        for op, i, j, dim, axis, reduce_op in recipe:
+            # Counted from the newest, so that chains are as likely as fans.
+            a, b = len(xs) - 1 - i % len(xs), len(xs) - 1 - j % len(xs)
+            if op == "shard" and cut[a] & AXES[axis]:
+                continue  # `shard` takes what the ranks of its group hold alike.
+            new = step(op, xs[a], xs[b], getattr(bench, axis), SIZE[axis], dim, reduce_op)
+            if new is not None:
+                used |= {a, b}
+                xs.append(new)
+                cut.append(after(op, cut[a], cut[b], AXES[axis]))
+        return [x for k, x in enumerate(xs) if k >= len(args) and k not in used]
+
+    return bench.trace(f, (4, 4), (4, 4), (4, 4), (16,), (4,))
+
+
+QUIET = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+)
+
+
+@pytest.mark.parametrize("p", PIPELINE, ids=lambda p: p.name)
+@settings(QUIET, max_examples=25)
+@given(program=programs)
+def test_each_pass(bench, p, program):
+    gm = build(bench, program)
+    before = copy_graph(gm.graph)
+    if p(gm.graph):
+        verify(gm, p.name)
+        bench.simulation.check(before, gm.graph, exact=p.exactness == "bitwise")
+
+
+@QUIET
+@given(program=programs)
+def test_pipeline(bench, program):
+    gm = build(bench, program)
+    run(gm, simulate=bench.simulation)
+    assert sum(r.rewrites for r in run(gm)) == 0

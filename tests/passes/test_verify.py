@@ -1,0 +1,155 @@
+"""One planted fault for each rule of the verifier."""
+
+import pytest
+import torch
+
+from dtensor._torch import c10d
+from dtensor.collectives import ops
+from dtensor.errors import PassError
+from dtensor.passes import verify
+
+
+def find(gm, name):
+    return next(n for n in gm.graph.nodes if n.name == name)
+
+
+def use_before_definition(gm, bench):
+    find(gm, "mul").append(find(gm, "relu"))
+
+
+def no_value(gm, bench):
+    del find(gm, "relu").meta["val"]
+
+
+def communicates_no_tensor(gm, bench):
+    node = find(gm, "all_reduce")
+    node.args = (find(gm, "x_1"), *node.args[1:])
+    find(gm, "x_1").meta.clear()
+
+
+def wrong_shape(gm, bench):
+    find(gm, "relu").meta["val"] = find(gm, "mm").meta["val"][:2]
+
+
+def wrong_dtype(gm, bench):
+    find(gm, "relu").meta["val"] = find(gm, "mm").meta["val"].to(torch.bfloat16)
+
+
+def arguments_that_do_not_fit(gm, bench):
+    find(gm, "mm").args = (find(gm, "x_1"), find(gm, "x_1"))
+
+
+def unknown_group(gm, bench):
+    node = find(gm, "all_reduce")
+    node.args = (*node.args[:2], "nobody")
+
+
+def unknown_group_of_start(gm, bench):
+    node = find(gm, "all_reduce_1")
+    node.args = (*node.args[:2], "nobody")
+
+
+def unknown_reduction(gm, bench):
+    node = find(gm, "all_reduce")
+    node.args = (node.args[0], "median", node.args[2])
+
+
+def unknown_reduction_of_start(gm, bench):
+    node = find(gm, "all_reduce_1")
+    node.args = (node.args[0], "median", node.args[2])
+
+
+def never_waited_for(gm, bench):
+    wait = find(gm, "wait_tensor")
+    wait.replace_all_uses_with(wait.args[0])
+    gm.graph.erase_node(wait)
+
+
+def waited_for_twice(gm, bench):
+    wait = find(gm, "wait_tensor")
+    with gm.graph.inserting_after(wait):
+        gm.graph.call_function(wait.target, wait.args).meta.update(wait.meta)
+
+
+def used_before_the_wait(gm, bench):
+    start = find(gm, "all_reduce_1")
+    with gm.graph.inserting_after(start):
+        gm.graph.call_function(torch.ops.aten.relu.default, (start,)).meta.update(start.meta)
+
+
+def start_in_the_output(gm, bench):
+    gm.graph.output_node().args = ((find(gm, "mul"), find(gm, "all_reduce_1")),)
+
+
+def foreign_node(gm, bench):
+    other = torch.fx.Graph()
+    find(gm, "relu").graph = other
+
+
+FAULTS = {
+    use_before_definition: "'mul'|mul.*uses %relu, which is not defined above it",
+    no_value: r"relu.*has no meta\['val'\]",
+    communicates_no_tensor: "all_reduce.*communicates what is not known to be a tensor",
+    wrong_shape: r"relu.*says f32\[2,6\], its arguments give f32\[4,6\]",
+    wrong_dtype: r"relu.*says bf16\[4,6\], its arguments give f32\[4,6\]",
+    arguments_that_do_not_fit: r"mm.*does not run on the values of its arguments",
+    unknown_group: "all_reduce.*there is no process group 'nobody'",
+    unknown_group_of_start: "all_reduce_1.*there is no process group 'nobody'",
+    unknown_reduction: "all_reduce.*reduces by 'median', which is none of avg, max",
+    unknown_reduction_of_start: "all_reduce_1.*reduces by 'median'",
+    never_waited_for: "all_reduce_1.*waited for 0 times",
+    waited_for_twice: "all_reduce_1.*waited for 2 times",
+    used_before_the_wait: "uses %all_reduce_1 before %wait_tensor has waited",
+    start_in_the_output: "all_reduce_1.*leaves through the output",
+    foreign_node: "not valid",
+}
+
+
+def program(bench):
+    def f(x, w):
+        y = torch.relu(torch.mm(x, w)) * 2
+        y = ops.all_reduce(y, "sum", bench.tp)
+        return c10d.wait_tensor(c10d.all_reduce(y, "sum", bench.tp))
+
+    return bench.trace(f, (4, 8), (8, 6))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_planted_fault(bench, fault):
+    gm = program(bench)
+    verify(gm, "tracing")
+    fault(gm, bench)
+    with pytest.raises(PassError, match=f"after pass 'planted'.*({FAULTS[fault]})"):
+        verify(gm, "planted")
+
+
+def test_unchanged_nodes_are_not_run_again(bench, monkeypatch):
+    gm, seen = program(bench), {}
+    verify(gm, "tracing", seen)
+    ran = []
+    from dtensor.passes import ir
+
+    propagate = ir.propagate
+    monkeypatch.setattr(ir, "propagate", lambda node: ran.append(node.name) or propagate(node))
+    verify(gm, "nothing", seen)
+    assert ran == []
+    find(gm, "relu").target = torch.ops.aten.sigmoid.default
+    verify(gm, "one", seen)
+    assert ran == ["relu"]
+
+
+def test_symbolic_sizes_get_no_guards(bench):
+    gm = bench.trace(lambda x: ops.all_gather(x, 0, x.shape[0] * 2, bench.tp) @ x.t(), (4, 8), symbolic=True)
+    env = next(iter(gm.graph.nodes)).meta["val"].fake_mode.shape_env
+    guards = len(env.guards)
+    verify(gm, "tracing")
+    assert len(env.guards) == guards
+
+
+def test_multiple_results_random_and_written(bench):
+    def f(x):
+        a, b = torch.ops.aten.split.Tensor(x + torch.rand_like(x), 2)
+        x.add_(1)
+        return a * b, torch.ops.aten.native_layer_norm.default(x, [8], None, None, 1e-5)
+
+    verify(bench.trace(f, (4, 8)), "tracing")
