@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from dtensor._torch import dynamo_counters
+from dtensor._torch import dynamo_counters, without_compile_caches
 from dtensor.passes import CollectiveInfo, PassRecord, collectives
 
 
@@ -69,7 +68,7 @@ def statistics() -> Iterator[Statistics]:
     made, before = Statistics(), _counted()
     _active.append(made)
     try:
-        with torch.compiler.config.patch(force_disable_caches=True):
+        with without_compile_caches():
             yield made
     finally:
         _active.remove(made)

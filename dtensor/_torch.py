@@ -6,6 +6,8 @@ Importing this module checks the torch version and raises `ImportError` outside 
 
 import contextlib
 
+from contextlib import contextmanager
+
 import torch
 from torch._dynamo import register_backend
 from torch._guards import detect_fake_mode
@@ -17,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor as functional_tensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
-from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
@@ -103,6 +105,11 @@ def schema(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+def resolve_process_group(name: str) -> ProcessGroup:
+    """The process group of that name."""
+    return _resolve_process_group(GroupName(name))
+
+
 def hint(size) -> int:
     """The number behind a size: itself, or the example value of a SymInt (adds no guard)."""
     if isinstance(size, torch.SymInt):
@@ -141,6 +148,18 @@ def boxed(function):
     from functorch.compile import make_boxed_func
 
     return make_boxed_func(function)
+
+
+@contextmanager
+def without_compile_caches():
+    """Inside, nothing compiled is taken from the caches of Inductor and AOTAutograd, nor put there."""
+    from torch._functorch import config as functorch_config
+
+    with (
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
 
 
 def dynamo_counters() -> dict:
@@ -187,5 +206,6 @@ __all__ = [
     "schema",
     "threaded_process_group",
     "utils_foreach_types",
+    "without_compile_caches",
     "without_own_key",
 ]

@@ -213,13 +213,13 @@ def full(
 
 
 def rand(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
-    """Uniform in [0, 1), of global shape `size`: the numbers `torch.rand(size)` gives on one device with the same seed."""
+    """Uniform in [0, 1), of global shape `size`: what `torch.rand(size)` gives on one device with the same seed."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
     return DTensor(sample(torch.rand, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
 def randn(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
-    """Standard normal, of global shape `size`: the numbers `torch.randn(size)` gives on one device with the same seed."""
+    """Standard normal, of global shape `size`: what `torch.randn(size)` gives on one device with the same seed."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
     return DTensor(sample(torch.randn, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 

@@ -135,9 +135,7 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
     counted = count(loss_of(sharded()), batches[0])
     eager = train("sharded, eager", loss_of(sharded()), batches, counted, quiet=rank != 0)
     torch.compiler.reset()
-    # A graph taken from Inductor's cache did not go through the passes, so there would be nothing to count.
-    fresh = torch.compiler.config.patch(force_disable_caches=True)  # pyright: ignore[reportAttributeAccessIssue]
-    with statistics() as seen, fresh:
+    with statistics() as seen:
         step = loss_of(sharded(), lambda fn: torch.compile(fn, backend=options.backend, fullgraph=True))
         compiled = train("sharded, compiled", step, batches, quiet=rank != 0)
     compiled = Run(compiled.name, compiled.losses, compiled.speed, _compiled_traffic(seen, options.backend))

@@ -32,6 +32,7 @@ def redistribute_local(local: torch.Tensor, spec: Spec, dst: Layout, *, async_op
 
 
 def _length_after(spec: Spec, step: Step):
+    assert step.dim is not None and spec.coordinate is not None, f"{step.op} has no dimension to measure"
     shape = step.dst.local_shape(spec.shape, mesh_shape(spec.mesh), spec.coordinate)
     return shape[step.dim]
 

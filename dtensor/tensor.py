@@ -24,7 +24,7 @@ from .collectives import library
 from .dispatch import COMPOSITES, dispatch, install
 from .errors import MeshError, ShardingError
 from .layout import Layout
-from .placements import Placement, Replicate, as_placements
+from .placements import Placement, Replicate, Shard, as_placements
 from .redistribute import check_target, redistribute_local
 from .spec import Spec
 
@@ -44,7 +44,7 @@ class DTensor(torch.Tensor):
     _spec: Spec
     device_mesh: Any
 
-    __torch_function__ = disabled_torch_function
+    __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
     @staticmethod
     @disable_dynamo
@@ -210,7 +210,8 @@ class DTensor(torch.Tensor):
         made = memo.get(id(self))
         if made is None:
             made = _wrap(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
-            made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in made.__dict__})
+            for name in vars(self).keys() - vars(made).keys():
+                setattr(made, name, vars(self)[name])
             memo[id(self)] = made
         return made
 
@@ -258,12 +259,10 @@ def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, .
     """Global shape and stride if every shard has the shape of this one; dense strides keep their order of dims."""
     shape, stride = list(local.shape), list(local.stride())
     for axis, p in enumerate(placements):
-        if p.is_shard():
-            n, length = mesh.size(axis), stride[p.dim]
+        if isinstance(p, Shard):
+            n, step = mesh.size(axis), stride[p.dim]
             shape[p.dim] = shape[p.dim] * n
-            stride = [
-                s * n if i != p.dim and s >= length and s != 0 and s > length else s for i, s in enumerate(stride)
-            ]
+            stride = [s * n if i != p.dim and s > step else s for i, s in enumerate(stride)]
     return shape, stride
 
 

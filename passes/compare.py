@@ -11,7 +11,7 @@ from dtensor._torch import hint
 from dtensor.errors import PassError
 
 from . import ir
-from .simulate import Groups, Partition, simulate
+from .simulate import Groups, Partition, partition, simulate
 
 
 def random_inputs(graph: fx.Graph, groups: Groups, world: int, seed: int) -> list[list[Any]]:
@@ -24,7 +24,7 @@ def random_inputs(graph: fx.Graph, groups: Groups, world: int, seed: int) -> lis
     holders = [node for node in graph.nodes if node.op == "placeholder"]
     rows: list[list[Any]] = [[] for _ in range(world)]
     for k, node in enumerate(holders):
-        leader = _leaders([groups[name] for name in sorted(alike.get(node, ()))], world)
+        leader = _leaders([partition(groups, name) for name in sorted(alike.get(node, ()))], world)
         for rank, row in enumerate(rows):
             generator = torch.Generator().manual_seed((seed * 1009 + k) * 1009 + leader[rank])
             row.append(_random(ir.value(node), generator))
@@ -50,7 +50,7 @@ def _leaders(partitions: list[Partition], world: int) -> list[int]:
     """For each rank the smallest rank that it is joined with by any of `partitions`."""
     leader = list(range(world))
     for _ in partitions:
-        for members in [m for partition in partitions for m in partition]:
+        for members in [m for rows in partitions for m in rows]:
             low = min([leader[rank] for rank in members])
             for rank in members:
                 leader[rank] = low

@@ -92,15 +92,19 @@ def _attribute(graph: fx.Graph, path: str) -> Any:
 
 
 def _together(run: Callable[..., list], node: fx.Node, args: list[tuple], groups: Groups) -> list[Any]:
-    name = node.args[-1]
-    if name not in groups:
-        raise PassError(f"group {name!r} is not among the simulated ones: {', '.join(groups) or 'none'}")
     results: list[Any] = [None] * len(args)
-    for members in groups[str(name)]:
+    for members in partition(groups, str(node.args[-1])):
         given = [args[rank][0] for rank in members]
         for rank, result in zip(members, run([g[0] for g in given], *given[0][1:-1]), strict=True):
             results[rank] = result
     return results
+
+
+def partition(groups: Groups, name: str) -> Partition:
+    """The ranks of the simulated world, divided into the groups that `name` stands for."""
+    if name not in groups:
+        raise PassError(f"group {name!r} is not among the simulated ones: {', '.join(groups) or 'none'}")
+    return groups[name]
 
 
 _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -210,4 +214,4 @@ _COLLECTIVES: dict[Any, Callable[..., list]] = {
 (`wait_tensor` runs rank by rank: there is nothing to wait for, and it gives its argument.)"""
 
 
-__all__ = ["Groups", "Partition", "mesh_groups", "simulate"]
+__all__ = ["Groups", "Partition", "mesh_groups", "partition", "simulate"]

@@ -6,7 +6,7 @@ from expecttest import assert_expected_inline
 
 from dtensor._torch import c10d
 from dtensor.collectives import ops
-from dtensor.passes import CollectiveInfo, Lower, collectives, ir, wire_bytes
+from dtensor.passes import CollectiveInfo, Lower, collectives, ir, simulate, wire_bytes
 
 EVEN = {
     "all_gather 0": (lambda x, g: ops.all_gather(x, 0, 16, g), (4, 8)),
@@ -120,8 +120,6 @@ def test_symbolic_batch_is_not_specialised(bench):
     gm = bench.trace(f, (4, 8), symbolic=True)
     before = bench.trace(f, (4, 8), symbolic=True)
     Lower()(gm.graph)
-    from dtensor.passes import simulate
-
     inputs = [[torch.randn(6, 8)] for _ in range(4)]
     want = simulate(before, inputs, bench.simulation.groups)
     got = simulate(gm, inputs, bench.simulation.groups)

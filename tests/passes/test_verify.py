@@ -6,7 +6,7 @@ import torch
 from dtensor._torch import c10d
 from dtensor.collectives import ops
 from dtensor.errors import PassError
-from dtensor.passes import verify
+from dtensor.passes import ir, verify
 
 
 def find(gm, name):
@@ -127,8 +127,6 @@ def test_unchanged_nodes_are_not_run_again(bench, monkeypatch):
     gm, seen = program(bench), {}
     verify(gm, "tracing", seen)
     ran = []
-    from dtensor.passes import ir
-
     propagate = ir.propagate
     monkeypatch.setattr(ir, "propagate", lambda node: ran.append(node.name) or propagate(node))
     verify(gm, "nothing", seen)
