@@ -7,6 +7,7 @@ from . import hooks as hooks  # registers the backend and the passes
 from ._torch import optim_foreach_types, utils_foreach_types
 from .api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from .errors import (
+    InvalidInputError,
     MeshError,
     MixedTensorError,
     OperatorError,
@@ -26,6 +27,7 @@ for _types in (optim_foreach_types, utils_foreach_types):
 __all__ = [
     "DTensor",
     "DeviceMesh",
+    "InvalidInputError",
     "MeshError",
     "MixedTensorError",
     "OperatorError",

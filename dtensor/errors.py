@@ -25,7 +25,12 @@ class PassError(ShardingError):
     """A pass left a graph that is not valid, or that computes something else."""
 
 
+class InvalidInputError(PassError):
+    """A graph does not verify before any pass has touched it."""
+
+
 __all__ = [
+    "InvalidInputError",
     "MeshError",
     "MixedTensorError",
     "OperatorError",

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import fx
 
-from dtensor.errors import PassError
+from dtensor.errors import InvalidInputError, PassError
 
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation
@@ -126,6 +126,7 @@ def run(
 
     Raises:
         ValueError: an unknown pass name.
+        InvalidInputError: the graph is invalid as it came; nothing was changed.
         PassError: an invalid graph, a difference in what it computes, or simplification that does not come to rest.
     """
     chosen = select(passes, disable)
@@ -147,7 +148,10 @@ class _Runner:
         self.records: list[PassRecord] = []
         self.seen: Seen = {}
         self.stage = 0
-        self.check("input")
+        try:
+            self.check("input")
+        except PassError as error:
+            raise InvalidInputError(str(error)) from error
 
     def check(self, name: str) -> None:
         if self.verify:

@@ -1,0 +1,137 @@
+"""The backend's options, its place in torch.compile, and what it leaves alone; on a fake process group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtensor import Replicate, Shard, distribute_tensor, hooks, init_device_mesh
+from dtensor._torch import inductor_config, make_fx
+from dtensor.compile import Options, pipeline, statistics
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    torch.compiler.reset()
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"iner": "inductor"}, r"unknown option 'iner' of backend 'dtensor'; did you mean 'inner'\?"),
+        ({"inner": "inductr"}, r"unknown inner compiler 'inductr'; did you mean 'inductor'\?"),
+        ({"passes": ["gather_shrd"]}, r"unknown pass 'gather_shrd' in option 'passes'; did you mean 'gather_shard'\?"),
+        ({"disable": ["zzz"]}, r"unknown pass 'zzz' in option 'disable'; known: common_subexpressions, dead_code"),
+    ],
+)
+def test_unknown_names_are_named_with_the_nearest(given, message):
+    with pytest.raises(ValueError, match=message):
+        Options.of(given)
+
+
+@pytest.mark.parametrize("given", [{"passes": "lower"}, {"disable": [1]}, {"verify": "yes"}])
+def test_wrong_types(given):
+    with pytest.raises(TypeError, match="got "):
+        Options.of(given)
+
+
+def test_errors_reach_the_user_of_torch_compile(mesh):
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    compiled = torch.compile(lambda t: t + 1, backend="dtensor", options={"pases": []})
+    with pytest.raises(Exception, match="unknown option 'pases'.*did you mean 'passes'"):
+        compiled(x)
+    compiled = torch.compile(lambda t: t + 1, backend="dtensor", mode="max-autotune")
+    with pytest.raises(Exception, match="takes no mode, got 'max-autotune'"):
+        compiled(x)
+
+
+def gathered_twice(t):
+    whole = t.redistribute(placements=[Replicate()])
+    return whole.redistribute(placements=[Shard(0)]) + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"inner": "aot_eager"}, 0),
+        ({"inner": "aot_eager", "disable": ["gather_shard"]}, 1),
+        ({"inner": "aot_eager", "passes": ["lower"]}, 1),
+        ({"inner": "inductor"}, 0),
+    ],
+)
+def test_passes_run_as_the_options_say(mesh, options, expected):
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with statistics() as s:
+        out = torch.compile(gathered_twice, backend="dtensor", fullgraph=True, options=options)(x)
+    assert out.placements == (Shard(0),)
+    assert len(s.forward) == expected
+    assert (s.graphs, s.graph_breaks) == (1, 0)
+
+
+def test_inner_eager_runs_without_passes(mesh):
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with statistics() as s:
+        out = torch.compile(gathered_twice, backend="dtensor", options={"inner": "eager"})(x)
+    assert out.to_local().tolist() == [2.0, 2.0]
+    assert s.records == []
+
+
+def test_plain_compile_has_the_passes_and_can_be_without(mesh):
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with statistics() as s:
+        torch.compile(gathered_twice, fullgraph=True)(x)
+    assert [len(r.traced) for r in s.records][0] == 1
+    assert s.forward == []
+    torch.compiler.reset()
+    hooks.uninstall()
+    try:
+        assert inductor_config.post_grad_custom_pre_pass is None
+        with statistics() as s:
+            torch.compile(gathered_twice, fullgraph=True)(x)
+        assert s.records == []
+    finally:
+        hooks.install()
+
+
+def test_passes_are_chained_to_what_was_there():
+    seen = []
+    before = inductor_config.post_grad_custom_pre_pass
+    try:
+        inductor_config.post_grad_custom_pre_pass = seen.append
+        hooks.install()
+        hooks.install()
+        chain = inductor_config.post_grad_custom_pre_pass
+        assert chain[0] == seen.append
+        assert [type(p) for p in chain[1:]] == [hooks.PlainPasses]
+    finally:
+        inductor_config.post_grad_custom_pre_pass = before
+
+
+def test_graphs_of_others_are_left_alone(mesh):
+    with statistics() as s:
+        torch.compile(lambda t: torch.relu(t) + 1)(torch.ones(3))
+    assert s.records == []
+
+
+def test_an_input_that_does_not_verify_is_said_and_compiled(mesh):
+    group = mesh.get_group(0).group_name
+    x = torch.ones(4)
+    gm = make_fx(lambda t: torch.ops.dtensor.all_reduce(t, "sum", group) + 1, tracing_mode="fake")(x)
+    (added,) = [n for n in gm.graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    added.meta["val"] = added.meta["val"].new_empty(7)
+    with pytest.warns(UserWarning, match=r"the forward graph does not verify as it came.*f32\[7\]"), statistics() as s:
+        pipeline.optimise(gm.graph, Options())
+    assert [c.op for c in s.forward] == ["all_reduce"]
+    assert s.records[0].passes[-1].name == "lower"
+
+
+def test_backward_graphs_are_told_by_their_tangents():
+    graph = torch.fx.Graph()
+    graph.placeholder("primals_1")
+    assert pipeline.direction(graph, False) == "forward"
+    assert pipeline.direction(graph, True) == "inference"
+    graph.placeholder("tangents_1")
+    assert pipeline.direction(graph, False) == "backward"
