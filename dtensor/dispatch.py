@@ -22,6 +22,7 @@ from .layout import Layout
 from .redistribute import redistribute_local
 from .rules import RULES, Call, LocalCall, Output, choose
 from .rules.call import replaced
+from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
 
@@ -163,7 +164,7 @@ def _decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
 
 
 def _decision(call: Call, rule: Rule, in_place: bool) -> Decision:
-    operands, mesh = call.operands, call.operands[0].mesh
+    operands = call.operands
     pinned = operands[0].layout if in_place else None
     choice = choose(rule, operands, pinned)
     if choice is None:
@@ -171,6 +172,12 @@ def _decision(call: Call, rule: Rule, in_place: bool) -> Decision:
             f"{call.func} would change the layout {operands[0].layout} of the tensor it works on in place; "
             "write the operator without the underscore, or redistribute the tensor first"
         )
+    return carry_out(call, rule, choice, in_place)
+
+
+def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decision:
+    """The decision that runs `call` in the layouts of `choice`."""
+    operands, mesh = call.operands, call.operands[0].mesh
     specs = tuple(
         None if o is None or layout is None else Spec.make(mesh, layout, o.shape, o.stride, o.dtype)
         for o, layout in zip(call.outputs, choice.outputs)
