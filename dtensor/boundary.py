@@ -42,18 +42,20 @@ def check_replicas(
     """
     if mesh.get_coordinate() is None:
         return local
-    mine = (tuple(local.shape) if with_shape else None, str(local.dtype))
+    # All ranks of the mesh learn of all others before any raises: one that raised would leave the next axis waiting.
+    found: list[Any] = [(dist.get_rank(), tuple(local.shape) if with_shape else None, str(local.dtype))]
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
-        found: list[Any] = [None] * group.size()
-        dist.all_gather_object(found, mine, group=group)
-        if any(f != found[0] for f in found):
-            ranks = dict(zip(dist.get_process_group_ranks(group), found))
-            raise PlacementError(
-                f"from_local: shape and dtype differ between the ranks of mesh axis {axis}: {ranks}; "
-                "pass the global shape and stride for uneven shards"
-            )
-    local = local.detach().clone().requires_grad_(local.requires_grad) if not local.requires_grad else local
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, found, group=group)
+        found = [item for part in parts for item in part]
+    if any(item[1:] != found[0][1:] for item in found):
+        ranks = {rank: what for rank, *what in sorted(found)}
+        raise PlacementError(
+            f"from_local: shape and dtype differ between the ranks of the mesh: {ranks}; "
+            "pass the global shape and stride for uneven shards"
+        )
+    local = local if local.requires_grad else local.clone()
     for axis, p in enumerate(placements):
         if p.is_replicate():
             local = local.contiguous()
@@ -64,7 +66,15 @@ def check_replicas(
 
 
 def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:
-    """The global tensor that rank `src_data_rank` (of each mesh axis) holds, on every rank of the mesh."""
+    """The global tensor that rank `src_data_rank` (of each mesh axis) holds, on every rank of the mesh.
+
+    Raises:
+        ValueError: some mesh axis has no such rank.
+    """
+    if not 0 <= src_data_rank < min(mesh.shape):
+        raise ValueError(
+            f"src_data_rank is a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank}"
+        )
     data = tensor.detach().contiguous().clone()
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)

@@ -50,6 +50,10 @@ class Decision:
     kind: str = ""
 
 
+MOST_DECISIONS = 1 << 16
+"""Decisions kept; at one more all are dropped."""
+
+_PLAIN = object()
 _cache: dict[tuple, Decision] = cache()
 _warned: set[Any] = set()
 
@@ -80,11 +84,18 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     for name, a in kwargs.items():
         parts.append(name)
         static &= _key(a, parts)
+    if _PLAIN in parts:
+        if func._schema.name.startswith("aten::_foreach_"):
+            return _foreach(func, args, kwargs)
+        args, kwargs = _with_scalars_wrapped(func, args, kwargs)
+        return dispatch(func, args, kwargs)
     if not static:
         return _run(_decide(func, args, kwargs), func, args, kwargs)
     key = tuple(parts)
     decision = _cache.get(key)
     if decision is None:
+        if len(_cache) >= MOST_DECISIONS:
+            _cache.clear()
         decision = _cache[key] = _decide(func, args, kwargs)
     return _run(decision, func, args, kwargs)
 
@@ -96,8 +107,11 @@ def _key(a, parts: list[Any]) -> bool:
     if kind is DTensorType or isinstance(a, DTensorType):
         parts.append(a._spec)
         return a._spec.static
-    if isinstance(a, torch.Tensor):
-        parts.append(a.dim())
+    if kind is float:
+        # A decision depends on a float only by its being zero; optimizers pass another one in every step.
+        parts.append(a == 0)
+    elif isinstance(a, torch.Tensor):
+        parts.append(_PLAIN)
     elif isinstance(a, (list, tuple)):
         parts.append(len(a))
         static = True
@@ -109,6 +123,29 @@ def _key(a, parts: list[Any]) -> bool:
     else:
         parts.append(a)
     return True
+
+
+def _with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The call with plain 0-dim tensors as replicated DTensors.
+
+    Raises:
+        MixedTensorError: a plain tensor has dimensions, or is to be written to.
+    """
+    operands: list[Spec] = []
+    _check(func, args, kwargs, operands)
+    mesh = operands[0].mesh
+    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+    if func._schema.name.endswith("_") and not isinstance(first, DTensorType):
+        raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() for the operand")
+
+    def scalar(a):
+        if isinstance(a, (list, tuple)):
+            return [scalar(item) for item in a]
+        if isinstance(a, torch.Tensor) and not isinstance(a, DTensorType):
+            return wrap(a, Spec.make(mesh, Layout.make(mesh.ndim, (), ()), (), (), a.dtype))
+        return a
+
+    return tuple(map(scalar, args)), {k: scalar(a) for k, a in kwargs.items()}
 
 
 def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
@@ -200,10 +237,14 @@ def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
 
 def _reshape(func, args: tuple, kwargs: dict[str, Any]):
     """A view of a shard that is no view locally (its strides differ from the global ones) copies."""
+    if args[1:] and isinstance(args[1], torch.dtype):
+        return func(*args, **kwargs)
     return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
-_LOCAL: dict[str, Callable[..., Any]] = {"aten::view": _reshape, "aten::_unsafe_view": _reshape}
+_LOCAL: dict[str, Callable[..., Any]] = dict.fromkeys(
+    ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape
+)
 
 
 def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
@@ -325,6 +366,8 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     _tensors([args, list(kwargs.values())], tensors)
     if not any(isinstance(t, DTensorType) for t in tensors):
         return func(*args, **kwargs)
+    if not all(isinstance(t, DTensorType) for t in tensors):
+        args, kwargs = _with_scalars_wrapped(func, args, kwargs)
     base = func._schema.name.removeprefix("aten::_foreach_")
     if base.rstrip("_") in FOREACH_COMPOSITES:
         return [FOREACH_COMPOSITES[base](*[a[0] if isinstance(a, list) else a for a in args], **kwargs)]

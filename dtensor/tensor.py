@@ -170,8 +170,6 @@ class DTensor(torch.Tensor):
             PlacementError: placements do not fit, or ask for a value to become Partial.
             MeshError: another mesh was given.
         """
-        if isinstance(device_mesh, (tuple, list)) and placements is None:
-            device_mesh, placements = None, device_mesh
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise MeshError(
                 f"redistribute stays on the tensor's mesh {self.device_mesh}, got {device_mesh}; "

@@ -1,6 +1,6 @@
 """Call: one operator call as a rule sees it, with specs in place of tensors, and as `local` functions see it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,21 @@ class Call:
     def __getitem__(self, name: str) -> Any:
         """The argument called `name` in the operator's schema, its default if it was not given."""
         return argument(self.func, self.args, self.kwargs, name)
+
+    def operands_at(self, arguments: Iterable[int]) -> frozenset[int] | None:
+        """Operand indices of the arguments at these positions of the schema; None if one of them is no DTensor."""
+        names = [a.name for a in self.func._schema.arguments]
+        found: dict[int, int] = {}
+        count = 0
+        for position, name in enumerate(names):
+            given = self[name]
+            if isinstance(given, list) and len(given) == 1:
+                given = given[0]
+            if isinstance(given, Spec):
+                found[position] = count
+                count += 1
+        wanted = tuple(arguments)
+        return frozenset(found[p] for p in wanted) if all(p in found for p in wanted) else None
 
     def has(self, name: str) -> bool:
         """Whether the schema has an argument of that name."""

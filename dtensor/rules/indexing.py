@@ -70,7 +70,7 @@ def embedding_backward(call: Call) -> Rule:
         sizes,
         reduce={d[0]: "sum" for d in where},
         linear=(frozenset({0}),),
-        blocked=frozenset({"v"}),
+        blocked=frozenset({"v"} | ({d[0] for d in where} if call["scale_grad_by_freq"] else set())),
     )
 
 
@@ -80,9 +80,10 @@ def index_select(call: Call) -> Rule:
     dim = call["dim"] % source.ndim if source.ndim else 0
     (ins,), sizes = broadcast([source.shape], source.shape)
     looked = f"d{dim}"
-    out = tuple(("i",) if i == dim else d for i, d in enumerate(ins))
-    sizes = {**sizes, "i": index.shape[0] if index.ndim else 1}
-    return Rule((ins, (("i",),) * index.ndim), (out,), sizes, linear=(frozenset({0}),), blocked=frozenset({looked}))
+    found = ("i",) if index.ndim else ()
+    out = tuple(found if i == dim else d for i, d in enumerate(ins))
+    sizes = {**sizes, **{f: index.shape[0] for f in found}}
+    return Rule((ins, (found,) * index.ndim), (out,), sizes, linear=(frozenset({0}),), blocked=frozenset({looked}))
 
 
 @rule_for("gather")
@@ -90,11 +91,40 @@ def gather(call: Call) -> Rule:
     """Dimensions other than the looked-up one keep their shard where source and index have the same length."""
     source, index = call.operands
     dim = call["dim"] % max(source.ndim, 1)
-    names = [f"d{i}" for i in range(source.ndim)]
-    same = [i != dim and s == t for i, (s, t) in enumerate(zip(source.shape, index.shape))]
-    one: Dims = tuple((f,) if ok else () for f, ok in zip(names, same))
-    sizes = {f: s for f, s, ok in zip(names, source.shape, same) if ok}
-    return Rule((one, one), (one,), sizes, linear=(frozenset({0}),))
+    one, sizes = _beside(dim, [source.shape, index.shape])
+    found: Dims = tuple(("i",) if k == dim else d for k, d in enumerate(one))
+    sizes = {**sizes, **({"i": index.shape[dim]} if index.ndim else {})}
+    return Rule((one, found), (found,), sizes, linear=(frozenset({0}),))
+
+
+def _beside(dim: int, shapes: list[tuple]) -> tuple[Dims, dict]:
+    """Factors of the dimensions other than `dim` in which all shapes have one length, and their sizes."""
+    lengths = list(zip(*shapes))
+    kept = {k: s[0] for k, s in enumerate(lengths) if k != dim and all(t == s[0] for t in s)}
+    return tuple((f"d{k}",) if k in kept else () for k in range(len(lengths))), {f"d{k}": s for k, s in kept.items()}
+
+
+@rule_for("scatter", "scatter_add", "scatter_reduce")
+def scatter(call: Call) -> Rule:
+    """As gather, the other way round: dimensions other than the written one keep their shard."""
+    target = call.operands[0]
+    dim = call["dim"] % max(target.ndim, 1)
+    one, sizes = _beside(dim, [o.shape for o in call.operands])
+    ins = tuple(one if o.ndim == target.ndim else ((),) * o.ndim for o in call.operands)
+    name, overload = call.func._schema.name.rstrip("_"), call.func._overloadname
+    linear = len(ins) == 3 and (name == "aten::scatter_add" or (name == "aten::scatter" and overload == "src"))
+    return Rule(ins, (one,), sizes, linear=(frozenset({0, 2}),) if linear else ())
+
+
+@rule_for("index_add", "index_copy", "index_fill")
+def index_write(call: Call) -> Rule:
+    """Rows of one dimension are written; the others keep their shard."""
+    target = call.operands[0]
+    dim = call["dim"] % max(target.ndim, 1)
+    one, sizes = _beside(dim, [target.shape])
+    ins = tuple(one if i != 1 and o.ndim == target.ndim else ((),) * o.ndim for i, o in enumerate(call.operands))
+    linear = call.func._schema.name.rstrip("_") != "aten::index_fill" and len(ins) == 3
+    return Rule(ins, (one,), sizes, linear=(frozenset({0, 2}),) if linear else ())
 
 
 __all__ = ["first_row"]

@@ -49,7 +49,9 @@ def nll_loss_backward(call: Call) -> Rule:
     full, batch, sizes = _factors(call, scores)
     grad = batch if call["reduction"] not in (MEAN, SUM) and scores.ndim > 1 else ()
     weight = [((),)] if call["weight"] is not None else []
-    return Rule((grad, full, batch, *weight, ()), (full,), sizes, linear=(frozenset({0}),))
+    ins = (grad, full, batch, *weight, ())
+    unread = frozenset() if call["reduction"] == MEAN else frozenset({len(ins) - 1})
+    return Rule(ins, (full,), sizes, linear=(frozenset({0}),), unread=unread)
 
 
 @rule_for("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")

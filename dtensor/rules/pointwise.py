@@ -45,7 +45,7 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "copy_": ({0, 1},),
     "tril": ({0},),
 }
-"""Operator (with overload where it matters) -> sets of operands in which it is jointly linear."""
+"""Operator (with overload where it matters) -> sets of tensor arguments in which it is jointly linear."""
 
 POINTWISE = [
     "abs",
@@ -226,8 +226,8 @@ def linearity(call: Call) -> tuple[frozenset[int], ...]:
         return (frozenset({0}),)
     if name == "masked_fill" and call.func._overloadname == "Scalar" and call["value"] == 0:
         return (frozenset({0}),)
-    groups = [frozenset(g) for g in keyed if max(g) < len(call.operands)]
-    return tuple(groups)
+    groups = [call.operands_at(g) for g in keyed]
+    return tuple([g for g in groups if g is not None])
 
 
 def _widens(call: Call) -> bool:

@@ -33,27 +33,28 @@ IN_PLACE = (
 )
 
 
+READS = ("aten.bernoulli.default", "aten.bernoulli.out", "aten.normal.Tensor_float", "aten.normal.float_Tensor")
+"""Operators with one operand that do read it."""
+
+
 @rule_for(*(n.removesuffix("_") for n in IN_PLACE), "rand_like", "randn_like", "randint_like", "normal_functional")
 def random(call: Call) -> Rule:
     """The operand gives shape and dtype only, unless it holds the probabilities: then it is put together first."""
     out = next(o for o in call.outputs if o is not None)
     ins, sizes = broadcast([o.shape for o in call.operands], out.shape)
     full = tuple((f,) for f in sizes)
-    reads = len(call.operands) > 1 or (
-        call.func._schema.name == "aten::bernoulli" and call.func._overloadname in ("default", "")
-    )
-    if reads:
+    if len(call.operands) > 1 or str(call.func) in READS:
         return Rule(ins, (full,), sizes, blocked=frozenset(sizes))
     return Rule(ins, (full,), sizes, unread=frozenset({0}), local=_draw)
 
 
 def _draw(call: LocalCall):
-    layout = call.layouts[0]
+    layout, spec, template = call.layouts[0], call.call.operands[0], call.args[0]
     assert layout is not None
-    if not any(layout.dims):
+    if not any(layout.dims) and template.stride() == spec.stride:
         return call.run()
-    template = call.args[0]
-    whole = template.new_empty(tuple(call.call.operands[0].shape))
+    # Samplers fill memory in order, so the strides decide which element gets which number.
+    whole = template.new_empty_strided(spec.shape, spec.stride)
     mine = keep_shard(call.func(whole, *call.args[1:], **call.kwargs), layout, call.mesh)
     return template.copy_(mine) if call.func._schema.name.endswith("_") else mine
 
@@ -70,8 +71,8 @@ def _local_dropout(call: LocalCall):
     assert layout is not None
     if not any(layout.dims) or train is False or p in (0, 1):
         return call.run()
-    shape = call.call.operands[0].shape
-    whole = torch.empty(tuple(shape), dtype=x.dtype, device=x.device)
+    spec = call.call.operands[0]
+    whole = x.new_empty_strided(spec.shape, spec.stride)
     mask = keep_shard(torch.ops.aten.bernoulli.p(whole, 1 - p), layout, call.mesh)
     return x * mask / (1 - p), mask.to(torch.bool)
 

@@ -4,7 +4,7 @@ A reduced factor may be sharded where the reduction is associative over ranks; w
 Partial. Along-a-dimension operators (softmax, cumsum, sort) keep every other dimension.
 """
 
-from math import prod
+from math import inf, prod
 
 import torch
 
@@ -69,7 +69,7 @@ def reduction(call: Call) -> Rule:
         return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
     linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()
     reduce = dict.fromkeys(factors, op)
-    local = _mean if name == "mean" else None
+    local = _mean if name == "mean" else _extremum if op in ("max", "min") else None
     return Rule((ins,), (out,), sizes, reduce=reduce, linear=linear, local=local)
 
 
@@ -90,6 +90,21 @@ def _mean(call: LocalCall):
     dtype = call.call["dtype"]
     total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=dtype)
     return total / prod(shape[i] for i in over)
+
+
+def _extremum(call: LocalCall):
+    """An empty shard gives the value that loses against every other."""
+    x = call.args[0]
+    if x.numel() or not any(call.axes.values()):
+        return call.run()
+    over, keep = reduced_dims(call.call)
+    wants_max = REDUCTIONS[call.func._schema.name.split("::")[1]] == "max"
+    if x.dtype.is_floating_point:
+        worst = -inf if wants_max else inf
+    else:
+        worst = torch.iinfo(x.dtype).min if wants_max else torch.iinfo(x.dtype).max
+    shape = [1 if i in over else s for i, s in enumerate(x.shape) if keep or i not in over]
+    return x.new_full(shape, worst)
 
 
 ALONG = {

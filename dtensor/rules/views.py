@@ -5,9 +5,12 @@ the shard of the major factor only, and only if it divides evenly; what is kept 
 maps.
 """
 
-from math import prod
+from dataclasses import replace
+from math import gcd, prod
 
-from .call import Call, rule_for
+import torch
+
+from .call import Call, LocalCall, rule_for
 from .pointwise import broadcast
 from .rule import Dim, Dims, Rule
 
@@ -16,6 +19,10 @@ LINEAR = (frozenset({0}),)
 
 def _is_one(size) -> bool:
     return isinstance(size, int) and size == 1
+
+
+def _same(a, b) -> bool:
+    return a is b or a == b
 
 
 def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
@@ -69,8 +76,11 @@ def view_factors(before: tuple, after: tuple) -> tuple[Dims, Dims, dict]:
 def _share_major(a, b, before, after, ins, outs, sizes) -> None:
     """Many dimensions to many others: only a major factor common to both first dimensions can be followed."""
     x, y = before[a[0]], after[b[0]]
-    small = x if y % x == 0 else y if x % y == 0 else None
-    if small is None:
+    if isinstance(x, int) and isinstance(y, int):
+        small = gcd(x, y)
+    else:
+        small = x if y % x == 0 else y if x % y == 0 else 1
+    if isinstance(small, int) and small == 1:
         return
     major, rest = f"d{a[0]}.0", f"d{a[0]}.1"
     sizes[major], sizes[rest] = small, prod(before[i] for i in a) // small
@@ -82,11 +92,19 @@ def view(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     if call.has("dtype"):
-        return _follow(call, list(range(out.ndim)))
+        return _reinterpreted(call, out)
     ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
     # The minor rest of a many-to-many group stands for no dimension of its own and is never a candidate.
     blocked = frozenset(f for d in ins for f in d[1:])
     return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg="size")
+
+
+def _reinterpreted(call: Call, out) -> Rule:
+    """`x.view(dtype)`: not linear, and the last dimension changes its length where the element size does."""
+    shape = call.operands[0].shape
+    rule = _follow(call, list(range(out.ndim)))
+    resized = out.dtype.itemsize != call.operands[0].dtype.itemsize
+    return replace(rule, linear=(), blocked=frozenset({f"d{len(shape) - 1}"}) if resized else frozenset())
 
 
 def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
@@ -140,8 +158,16 @@ def squeeze(call: Call) -> Rule:
     shape = call.operands[0].shape
     given = call["dim"] if call.has("dim") else list(range(len(shape)))
     given = given if isinstance(given, (list, tuple)) else [given]
-    gone = {d % len(shape) for d in given} if shape else set()
-    return _follow(call, [i for i, s in enumerate(shape) if i not in gone or not _is_one(s)])
+    gone = {d % len(shape) for d in given if _is_one(shape[d])} if shape else set()
+
+    def local(call: LocalCall):
+        # By dimension: a shard may have length 1 where the whole has not, and 0 where the whole has 1.
+        x = call.args[0]
+        if all(_is_one(x.shape[d]) for d in gone):
+            return torch.ops.aten.squeeze.dims(x, sorted(gone))
+        return x.reshape([s for i, s in enumerate(x.shape) if i not in gone])
+
+    return replace(_follow(call, [i for i in range(len(shape)) if i not in gone]), local=local)
 
 
 @rule_for("expand")
@@ -178,8 +204,7 @@ def cut(call: Call) -> Rule:
         return Rule((ins,), outs, sizes, linear=LINEAR, blocked=frozenset(sizes))
     dim = call["dim"] % len(shape)
     out = call.outputs[0]
-    whole = out is not None and len(call.outputs) == 1 and out.shape[dim] is shape[dim] and call.has("end")
-    if whole or (out is not None and len(call.outputs) == 1 and out.shape[dim] == shape[dim]):
+    if call.has("end") and out is not None and _same(out.shape[dim], shape[dim]):
         return _follow(call, list(range(len(shape))))
     return _follow(call, list(range(len(shape))), blocked=frozenset({f"d{dim}"}))
 
@@ -190,10 +215,12 @@ def cut_backward(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     dim = call["dim"] % out.ndim
+    sliced = call.func._schema.name == "aten::slice_backward"
+    whole = sliced and _same(call.operands[0].shape[dim], out.shape[dim])
     names = [f"d{i}" for i in range(out.ndim)]
-    full: Dims = tuple(() if i == dim else (f,) for i, f in enumerate(names))
-    ins = full if call.func._schema.name == "aten::slice_backward" else full[:dim] + full[dim + 1 :]
-    sizes = {f: s for i, (f, s) in enumerate(zip(names, out.shape)) if i != dim}
+    full: Dims = tuple(() if i == dim and not whole else (f,) for i, f in enumerate(names))
+    ins = full if sliced else full[:dim] + full[dim + 1 :]
+    sizes = {f: s for i, (f, s) in enumerate(zip(names, out.shape)) if i != dim or whole}
     return Rule((ins,), (full,), sizes, linear=LINEAR, shape_arg="input_sizes")
 
 

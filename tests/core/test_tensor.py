@@ -17,6 +17,7 @@ from dtensor import (
     Replicate,
     Shard,
     distribute_tensor,
+    dispatch,
     init_device_mesh,
 )
 from dtensor.testing import with_threads
@@ -46,7 +47,7 @@ def test_run_check(rank):
     mesh = mesh_of()
     x = DTensor.from_local(torch.full((3,), float(rank)), mesh, [Replicate()], run_check=True)
     assert x.to_local().tolist() == [0.0, 0.0, 0.0]
-    with pytest.raises(PlacementError, match=r"differ between the ranks of mesh axis 0: \{0: .*, 1: .*pass the global"):
+    with pytest.raises(PlacementError, match=r"differ between the ranks of the mesh: \{0: .*, 1: .*pass the global"):
         DTensor.from_local(torch.ones(2 + rank), mesh, [Shard(0)], run_check=True)
 
 
@@ -105,6 +106,8 @@ def test_errors_name_what_was_given(rank):
     with pytest.raises(MixedTensorError, match=r"argument 'other' is a plain tensor of shape \[4\].*distribute_tensor"):
         x + torch.ones(4)
     assert torch.equal((x + torch.tensor(1.0)).full_tensor(), torch.full((4,), 2.0))
+    with pytest.raises(MixedTensorError, match=r"would write a DTensor into a plain tensor; write x.full_tensor"):
+        torch.tensor(1.0).add_(x.sum())
     other = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
     with pytest.raises(MeshError, match="argument 'other' lives on"):
         x + other
@@ -134,6 +137,22 @@ def test_partial_passes_where_linear(rank):
     assert (p * p).full_tensor().tolist() == [4.0] * 4
     assert (p + r).full_tensor().tolist() == [3.0] * 4
     assert (p + 1).full_tensor().tolist() == [3.0] * 4
+    two = torch.tensor(2.0)
+    assert (two / p).full_tensor().tolist() == [1.0] * 4
+    assert (p / two).full_tensor().tolist() == [1.0] * 4
+    assert torch.where(r > 0, p, two).full_tensor().tolist() == [2.0] * 4
+    assert torch.addcmul(two, p, p).full_tensor().tolist() == [6.0] * 4
+
+
+@with_threads(2)
+def test_decisions_do_not_pile_up_with_floats(rank):
+    """An optimizer passes another step size in every step."""
+    x = distribute_tensor(torch.ones(4), mesh_of(), [Shard(0)])
+    x.mul_(0.5)
+    before = len(dispatch._cache)
+    for i in range(1, 20):
+        x.add_(x, alpha=i / 7)
+    assert len(dispatch._cache) <= before + 2
 
 
 @with_threads(2)
