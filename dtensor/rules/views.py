@@ -209,6 +209,15 @@ def cut(call: Call) -> Rule:
     return _follow(call, list(range(len(shape))), blocked=frozenset({f"d{dim}"}))
 
 
+@rule_for("constant_pad_nd")
+def pad(call: Call) -> Rule:
+    """Padded dimensions are whole on every rank; padding with zeros is linear."""
+    ndim, given = call.operands[0].ndim, call["pad"]
+    padded = {f"d{ndim - 1 - i // 2}" for i, p in enumerate(given) if not (isinstance(p, int) and p == 0)}
+    rule = _follow(call, list(range(ndim)), blocked=frozenset(padded))
+    return rule if call["value"] == 0 else replace(rule, linear=())
+
+
 @rule_for("slice_backward", "select_backward")
 def cut_backward(call: Call) -> Rule:
     """The gradient of a cut: zeros but for the part that was taken."""

@@ -481,7 +481,5 @@ def test_what_is_refused_is_wrong_or_has_a_reason():
         operands = tensors((case.args, case.kwargs))
         for states in itertools.product(*map(states_of, operands)):
             if states not in allowed and works(case, states, 2, dense):
-                key = (str(case.func), states)
-                assert key in REFUSED, f"{key} on {[list(x.shape) for x in operands]} is right but refused"
-                seen.add(key)
+                seen.add((str(case.func), states))
     assert seen == set(REFUSED)
