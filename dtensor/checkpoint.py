@@ -1,7 +1,5 @@
 """The protocol of torch.distributed.checkpoint: which part of the global tensor this rank writes and reads."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -14,9 +12,6 @@ from .errors import PlacementError
 from .layout import Layout
 from .mesh import mesh_shape
 from .spec import Spec
-
-if TYPE_CHECKING:
-    from .tensor import DTensor
 
 
 def chunk(spec: Spec) -> tuple[torch.Size, torch.Size]:
@@ -50,33 +45,33 @@ def _offsets(layout: Layout, shape: tuple, mesh: tuple[int, ...], coordinate: tu
     return offsets
 
 
-def write_items(tensor: "DTensor", fqn: str) -> list[WriteItem]:
-    """What this rank writes of `tensor` under the name `fqn`; replicas are removed by the planner."""
-    sizes, offsets = chunk(tensor._spec)
+def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:
+    """What this rank writes of a tensor under the name `fqn`; replicas are removed by the planner."""
+    sizes, offsets = chunk(spec)
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
-        properties=TensorProperties.create_from_tensor(tensor.to_local()),
-        size=tensor.size(),
+        properties=TensorProperties.create_from_tensor(local),
+        size=torch.Size(spec.shape),
     )
     return [WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)]
 
 
-def chunk_list(tensor: "DTensor") -> list[ChunkStorageMetadata]:
-    """This rank's shard of `tensor` as sizes and offsets: one chunk."""
-    sizes, offsets = chunk(tensor._spec)
+def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:
+    """This rank's shard of a tensor as sizes and offsets: one chunk."""
+    sizes, offsets = chunk(spec)
     return [ChunkStorageMetadata(offsets=offsets, sizes=sizes)]
 
 
-def tensor_shard(tensor: "DTensor", index: MetadataIndex) -> torch.Tensor:
+def tensor_shard(spec: Spec, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
     """The local tensor that the chunk at `index` is read from or written to.
 
     Raises:
         ValueError: this rank's shard does not begin at the offset asked for.
     """
-    _, offsets = chunk(tensor._spec)
+    _, offsets = chunk(spec)
     if index.offset is not None and torch.Size(index.offset) != offsets:
         raise ValueError(f"{index.fqn}: this rank's shard begins at {tuple(offsets)}, not at {tuple(index.offset)}")
-    return tensor.to_local()
+    return local
 
 
 __all__ = ["chunk", "chunk_list", "tensor_shard", "write_items"]

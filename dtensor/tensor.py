@@ -216,13 +216,13 @@ class DTensor(torch.Tensor):
     # torch.distributed.checkpoint ---------------------------------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any):
-        return checkpoint.write_items(self, fqn)
+        return checkpoint.write_items(self._spec, self._local_tensor.detach(), fqn)
 
     def __create_chunk_list__(self):
-        return checkpoint.chunk_list(self)
+        return checkpoint.chunk_list(self._spec)
 
     def __get_tensor_shard__(self, index):
-        return checkpoint.tensor_shard(self, index)
+        return checkpoint.tensor_shard(self._spec, self._local_tensor.detach(), index)
 
 
 def _rebuild(cls, local, mesh, layout, shape, stride, requires_grad):
