@@ -48,6 +48,17 @@ c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
 
 disable_dynamo = torch._disable_dynamo
+
+
+def never_traced(function):
+    """Have Dynamo pass over `function` and all it calls. Unlike `disable_dynamo` it costs nothing per call."""
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 disabled_torch_function = torch._C._disabled_torch_function_impl
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 decompositions = torch._decomp.decomposition_table
@@ -198,6 +209,7 @@ __all__ = [
     "make_fx",
     "make_wrapper_subclass",
     "mesh_resources",
+    "never_traced",
     "optim_foreach_types",
     "register_backend",
     "register_value_type",

@@ -1,8 +1,9 @@
 """Composite operators seen whole: what torch would take apart before DTensor gets to see it.
 
-DTensor carries a dispatch key above autograd; operators registered here are caught on it. Two need it: the math path of
-attention makes its causal mask as a plain tensor on the way and merges batch with heads, and the gradient of an embedding depends on how its table
-is sharded, which the derivative formula does not pass on.
+DTensor carries a dispatch key above autograd; operators registered here are caught on it. Three need it: the math path
+of attention makes its causal mask as a plain tensor on the way and merges batch with heads, the gradient of an
+embedding depends on how its table is sharded, which the derivative formula does not pass on, and RMS norm works in
+place on a mean that may be partial.
 """
 
 import torch
@@ -45,7 +46,7 @@ def attention_math(
                 "arguments are DTensors; write distribute_tensor(x, device_mesh, placements)"
             )
     mesh = query.device_mesh
-    target = [_kept(p, query, (key, value), mesh.size(axis)) for axis, p in enumerate(query.placements)]
+    target = _kept(query, key, value)
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
     if dropout_p > 0 and dropout_mask is None:
@@ -61,13 +62,19 @@ def attention_math(
     )
 
 
-def _kept(p: Placement, query: DTensor, others, n: int) -> Placement:
-    """The placement of a mesh axis while the math path runs: shards of batch and heads stay if all operands have them."""
-    if not isinstance(p, Shard) or p.dim >= query.dim() - 2:
-        return Replicate()
-    lengths = {t.shape[p.dim] for t in (query, *others)}
-    even = len(lengths) == 1 or all(length % n == 0 for length in lengths)
-    return p if even else Replicate()
+def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
+    """Placements while the math path runs: shards of batch and heads stay where queries and keys are cut alike."""
+    kept: list[Placement] = []
+    parts = [1] * query.dim()
+    for axis, p in enumerate(query.placements):
+        stays = isinstance(p, Shard) and p.dim < query.dim() - 2 and query.dim() == key.dim() == value.dim()
+        if stays:
+            n = parts[p.dim] * query.device_mesh.size(axis)
+            lengths = {t.shape[p.dim] for t in (query, key, value)}
+            stays = len(lengths) == 1 or all(length % n == 0 for length in lengths)
+            parts[p.dim] = n if stays else parts[p.dim]
+        kept.append(p if stays else Replicate())
+    return kept
 
 
 def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
@@ -123,7 +130,25 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
         return _Embedding.apply(weight, indices, padding_idx, scale_grad_by_freq)
 
 
+def rms_norm(x, normalized_shape, weight=None, eps=None):
+    """RMS norm; where a normalised dimension is sharded by operators that reduce it over the ranks.
+
+    torch's own takes itself apart with an in-place operator on the mean, which a mean that is partial does not allow.
+    """
+    ndim = len(normalized_shape)
+    layout = x._spec.layout if isinstance(x, DTensor) else None
+    if layout is None or not (layout.partial or any(layout.dims[len(layout.dims) - ndim :])):
+        with without_own_key():
+            return aten.rms_norm(x, normalized_shape, weight, eps)
+    wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    mean = (wide * wide).mean(list(range(-ndim, 0)), keepdim=True)
+    scaled = wide * (mean + eps).rsqrt()
+    return (scaled if weight is None else scaled * weight).to(x.dtype)
+
+
+intercept("rms_norm", rms_norm)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 
-__all__ = ["attention_math", "embedding"]
+__all__ = ["attention_math", "embedding", "rms_norm"]

@@ -17,6 +17,7 @@ from ._torch import (
     disable_dynamo,
     disabled_torch_function,
     make_wrapper_subclass,
+    never_traced,
     return_and_correct_aliasing,
 )
 from .boundary import check_replicas, current_mesh, is_tracing
@@ -57,7 +58,7 @@ class DTensor(torch.Tensor):
         return _wrap(local_tensor, Spec.make(device_mesh, layout, shape, stride, local_tensor.dtype), requires_grad)
 
     @classmethod
-    @disable_dynamo
+    @never_traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         out = dispatch(func, args, kwargs or {})
         if func.is_view and is_tracing(out):

@@ -21,17 +21,11 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "lift_fresh": ({0},),
     "conj": ({0},),
     "add.Tensor": ({0, 1},),
-    "add_.Tensor": ({0, 1},),
     "sub.Tensor": ({0, 1},),
-    "sub_.Tensor": ({0, 1},),
     "mul.Tensor": ({0}, {1}),
-    "mul_.Tensor": ({0},),
     "mul.Scalar": ({0},),
-    "mul_.Scalar": ({0},),
     "div.Tensor": ({0},),
-    "div_.Tensor": ({0},),
     "div.Scalar": ({0},),
-    "div_.Scalar": ({0},),
     "where.self": ({1, 2},),
     "lerp.Scalar": ({0, 1},),
     "addcmul": ({0, 1}, {0, 2}),
@@ -42,10 +36,10 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "sigmoid_backward": ({0},),
     "tanh_backward": ({0},),
     "native_dropout_backward": ({0},),
-    "copy_": ({0, 1},),
-    "tril": ({0},),
+    "copy": ({0, 1},),
 }
-"""Operator (with overload where it matters) -> sets of tensor arguments in which it is jointly linear."""
+"""Operator (without the in-place underscore, with overload where it matters) -> sets of tensor arguments in which it is
+jointly linear."""
 
 POINTWISE = [
     "abs",
@@ -217,8 +211,7 @@ def _is_one(size) -> bool:
 def linearity(call: Call) -> tuple[frozenset[int], ...]:
     """The sets of operands in which this call is jointly linear."""
     name = call.func._schema.name.split("::")[1]
-    if name.startswith("_foreach_"):
-        name = name.removeprefix("_foreach_")
+    name = name.removeprefix("_foreach_").removesuffix("_")
     keyed = LINEAR.get(f"{name}.{call.func._overloadname}", LINEAR.get(name, ()))
     if call.has("rounding_mode") and call["rounding_mode"] is not None:
         return ()

@@ -194,7 +194,7 @@ def unbind(call: Call) -> Rule:
     return select(call)
 
 
-@rule_for("slice", "narrow", "split", "split_with_sizes", "chunk", "diagonal", "unfold")
+@rule_for("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "diagonal", "unfold")
 def cut(call: Call) -> Rule:
     """The cut dimension is whole on every rank, unless nothing is cut off."""
     shape = call.operands[0].shape

@@ -183,7 +183,8 @@ def view_cases():
     yield c(aten.stack.default, [f(5, 2), f(5, 2)], 1, at_least=5)
     yield c(aten.diagonal.default, f(5, 6), at_least=3)
     yield from [c(op, f(5, 6, 4), at_least=4) for op in (aten.tril.default, aten.triu.default)]
-    yield c(aten.constant_pad_nd.default, f(5, 6), [1, 2], at_least=2)
+    yield c(aten.constant_pad_nd.default, f(5, 6), [1, 2], at_least=4)
+    yield c(aten.constant_pad_nd.default, f(5, 6, 2), [0, 0, -1, 2], 3.0, at_least=3)
 
 
 def indexing_cases():
@@ -420,8 +421,9 @@ def test_every_candidate_is_right(group, n):
 
 
 REFUSED = {
-    # (operator, operand states): why a right combination is not among the candidates
+    ("aten.native_layer_norm.default", (None, "sum", "sum")): "linear in the parameters, but the statistics are not",
 }
+"""(operator, operand states) -> why a right combination is not among the candidates."""
 
 
 def states_of(x: torch.Tensor) -> list[State]:

@@ -1,0 +1,90 @@
+"""Views by their index maps: what the rule of `view` keeps is right, and what it refuses is wrong.
+
+A tensor of the numbers 0, 1, 2, … shows which element went where, so equal values mean equal index maps.
+"""
+
+from math import prod
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtensor.rules.choose import _fits
+from dtensor.rules.rule import Rule, candidates
+from dtensor.rules.views import _minor, groups, view_factors
+
+PRIMES = st.lists(st.sampled_from([2, 2, 2, 3, 3, 5]), max_size=5)
+
+
+@st.composite
+def shape_pairs(draw):
+    """Two shapes of equal product, with dimensions of length 1 here and there."""
+    factors = draw(PRIMES)
+    return tuple(draw(grouped(draw(st.permutations(factors)) if i else factors)) for i in range(2))
+
+
+@st.composite
+def grouped(draw, factors):
+    shape = [1]
+    for p in factors:
+        if draw(st.booleans()):
+            shape.append(1)
+        shape[-1] *= p
+    return tuple(shape[0 if draw(st.booleans()) or len(shape) == 1 else int(shape[0] == 1) :])
+
+
+def chunks(x, n, dim):
+    found = list(torch.chunk(x, n, dim))
+    return found + [x.narrow(dim, 0, 0)] * (n - len(found))
+
+
+def allowed(before, after, n) -> set[tuple[int, int]]:
+    """(input dim, output dim) of each shard that the rule keeps on an axis of size `n`."""
+    ins, outs, sizes = view_factors(before, after)
+    rule = Rule((ins,), (outs,), sizes, blocked=_minor(ins, outs))
+    found = [c for c in candidates(rule) if c.factor is not None and _fits(rule, c, n, {})]
+    return {(c.inputs[0], c.outputs[0]) for c in found if isinstance(c.inputs[0], int) and isinstance(c.outputs[0], int)}
+
+
+def is_kept(before, after, n, i, o) -> bool:
+    """Whether viewing each shard of `i` gives the shard of `o` of the view."""
+    x = torch.arange(prod(before)).view(before)
+    pairs = zip(chunks(x, n, i), chunks(x.view(after), n, o))
+    return all(a.numel() == b.numel() and torch.equal(a.reshape(b.shape), b) for a, b in pairs)
+
+
+@settings(max_examples=400, deadline=None)
+@given(shape_pairs(), st.sampled_from([2, 3, 4, 5, 6]))
+def test_what_is_kept_is_right(shapes, n):
+    before, after = shapes
+    for i, o in allowed(before, after, n):
+        assert is_kept(before, after, n, i, o), (before, after, n, i, o)
+
+
+@settings(max_examples=400, deadline=None)
+@given(shape_pairs(), st.sampled_from([2, 3, 4, 5, 6]))
+def test_what_is_refused_is_wrong(shapes, n):
+    """For cuts that divide; of uneven cuts only those of unchanged dimensions are followed."""
+    before, after = shapes
+    kept = allowed(before, after, n)
+    for i, x in enumerate(before):
+        for o, y in enumerate(after):
+            if x % n == 0 and y % n == 0 and (i, o) not in kept:
+                assert not is_kept(before, after, n, i, o), (before, after, n, i, o)
+
+
+@given(shape_pairs())
+def test_groups_have_equal_products(shapes):
+    before, after = shapes
+    for a, b in groups(before, after):
+        assert prod(before[i] for i in a) == prod(after[i] for i in b)
+    assert sum(len(a) for a, _ in groups(before, after)) == sum(s != 1 for s in before)
+
+
+def test_named_cases():
+    assert allowed((4, 6), (24,), 2) == {(0, 0)}
+    assert allowed((24,), (4, 6), 4) == {(0, 0)}
+    assert allowed((24,), (4, 6), 8) == set()
+    assert allowed((2, 5, 8), (2, 5, 4, 2), 2) == {(0, 0), (1, 1), (2, 2)}
+    assert allowed((4, 9), (6, 6), 2) == {(0, 0)}
+    assert allowed((5, 2), (5, 2), 4) == {(0, 0), (1, 1)}
