@@ -80,7 +80,11 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     parts: list[Any] = [func]
     static = True
     for a in args:
-        static &= _key(a, parts)
+        if type(a) is DTensorType:
+            parts.append(a._spec)
+            static &= a._spec.static
+        else:
+            static &= _key(a, parts)
     for name, a in kwargs.items():
         parts.append(name)
         static &= _key(a, parts)
@@ -151,9 +155,13 @@ def _with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tu
 def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     if decision.kind:
         return _KINDS[decision.kind](func, args, kwargs)
-    moves = iter(decision.moves)
-    local_args = [_localized(a, moves) for a in args]
-    local_kwargs = {k: _localized(a, moves) for k, a in kwargs.items()} if kwargs else kwargs
+    if decision.moves:
+        moves = iter(decision.moves)
+        local_args = [_localized(a, moves) for a in args]
+        local_kwargs = {k: _localized(a, moves) for k, a in kwargs.items()}
+    else:
+        local_args = [a._local_tensor if type(a) is DTensorType else _local_of(a) for a in args]
+        local_kwargs = {k: _local_of(a) for k, a in kwargs.items()} if kwargs else kwargs
     if decision.replace:
         changed, local_kwargs = replaced(func, tuple(local_args), local_kwargs, dict(decision.replace))
         local_args = list(changed)
@@ -168,6 +176,14 @@ def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
         return result if spec is None else wrap(result, spec)
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, decision.outputs)]
     return wrapped if isinstance(result, list) else tuple(wrapped)
+
+
+def _local_of(a):
+    if isinstance(a, DTensorType):
+        return a._local_tensor
+    if isinstance(a, (list, tuple)):
+        return [_local_of(item) for item in a]
+    return a
 
 
 def _localized(a, moves):
