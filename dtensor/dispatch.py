@@ -204,6 +204,10 @@ def _decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
         return Decision(kind="composite")
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     make = RULES.get(name) or RULES.get(base)
+    if make is None and torch.Tag.dynamic_output_shape in func.tags:
+        return Decision(kind="dynamic")
+    if make is None and func._can_decompose():
+        return Decision(kind="implicit")
     if make is None and func in decompositions and not func._schema.is_mutable:
         return Decision(kind="decompose")
     operands: list[Spec] = []
@@ -344,19 +348,23 @@ def _is_static(a) -> bool:
     return not isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
+def _warn_unless_known(func) -> None:
+    if func not in _warned and func._schema.name not in REPLICATED:
+        _warned.add(func)
+        warnings.warn(
+            f"{func} has no sharding rule: its arguments are gathered and it runs on every rank",
+            stacklevel=3,
+        )
+
+
 def _replicated(call: Call) -> Rule:
     """The rule of last resort: everything whole on every rank."""
-    if call.func not in _warned and call.func._schema.name not in REPLICATED:
-        _warned.add(call.func)
-        warnings.warn(
-            f"{call.func} has no sharding rule: its arguments are gathered and it runs on every rank",
-            stacklevel=2,
-        )
+    _warn_unless_known(call.func)
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
 
 
-REPLICATED = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::item")
+REPLICATED = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::item")
 """Operators that by their meaning need whole values: no warning."""
 
 
@@ -411,6 +419,29 @@ def _decompose(func, args: tuple, kwargs: dict[str, Any]):
     return decompositions[func](*args, **kwargs)
 
 
+def _implicit(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
+    return func.decompose(*args, **kwargs)
+
+
+def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator whose result's shape depends on values: it runs on whole tensors, and its results are replicated."""
+    operands: list[Spec] = []
+    _check(func, args, kwargs, operands)
+    _warn_unless_known(func)
+    mesh = operands[0].mesh
+
+    def whole(x):
+        return redistribute_local(x._local_tensor, x._spec, Layout.make(mesh.ndim, ((),) * x._spec.ndim, ()))
+
+    def wrapped(t):
+        layout = Layout.make(mesh.ndim, ((),) * t.dim(), ())
+        return wrap(t, Spec.make(mesh, layout, t.shape, t.stride(), t.dtype))
+
+    made = func(*_mapped(args, whole), **{k: _mapped(v, whole) for k, v in kwargs.items()})
+    return type(made)(map(wrapped, made)) if isinstance(made, (list, tuple)) else wrapped(made)
+
+
 def _composite(func, args: tuple, kwargs: dict[str, Any]):
     return COMPOSITES[func._schema.name](*args, **kwargs)
 
@@ -434,6 +465,6 @@ COMPOSITES: dict[str, Callable[..., Any]] = {"aten::linalg_vector_norm": vector_
 """Operators written in terms of others, on DTensors."""
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
 
-_KINDS = {"foreach": _foreach, "composite": _composite, "decompose": _decompose}
+_KINDS = {"foreach": _foreach, "composite": _composite, "decompose": _decompose, "implicit": _implicit, "dynamic": _dynamic}
 
 __all__ = ["COMPOSITES", "Decision", "dispatch", "install"]

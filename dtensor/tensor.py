@@ -65,8 +65,6 @@ class DTensor(torch.Tensor):
             return return_and_correct_aliasing(func, args, kwargs or {}, out)
         return out
 
-    # What torch.compile asks of a traceable wrapper ------------------------------------------------------------------
-
     def __tensor_flatten__(self):
         return ["_local_tensor", "device_mesh"], self._spec.layout
 
@@ -90,8 +88,6 @@ class DTensor(torch.Tensor):
         if expected_type is not None or not isinstance(layout, Layout):
             return None
         return move(self, layout)
-
-    # The user's view --------------------------------------------------------------------------------------------------
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -214,8 +210,6 @@ class DTensor(torch.Tensor):
             memo[id(self)] = made
         return made
 
-    # torch.distributed.checkpoint ---------------------------------------------------------------------------------------
-
     def __create_write_items__(self, fqn: str, object: Any):
         return checkpoint.write_items(self._spec, self._local_tensor.detach(), fqn)
 
@@ -336,17 +330,15 @@ class _ToLocal(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.mesh = x.device_mesh
         ctx.sizes = (tuple(x.shape), tuple(x.stride()))
-        placements = grad_placements if grad_placements is not None else x.placements
-        ctx.placements = tuple([
-            Replicate() if grad_placements is None and p.is_partial() else p for p in placements
-        ])  # fmt: skip
+        # The layout and not its placements: these do not tell the order of two axes on one dimension.
+        ctx.layout = x._spec.layout.without_partial() if grad_placements is None else grad_placements
         return _alias(x._local_tensor)
 
     @staticmethod
     def backward(ctx, grad):
         if grad is None:
             return None, None
-        return _build(grad, ctx.mesh, ctx.placements, ctx.sizes[0], ctx.sizes[1]), None
+        return _build(grad, ctx.mesh, ctx.layout, ctx.sizes[0], ctx.sizes[1]), None
 
 
 class _TangentBorder(torch.autograd.Function):
@@ -379,9 +371,9 @@ def with_tangent_border(xs: Sequence[DTensor]) -> tuple[DTensor, ...]:
     return _TangentBorder.apply(*xs) if xs else ()
 
 
-def _build(local, mesh, placements, shape, stride) -> DTensor:
-    """A DTensor that shares memory with `local`."""
-    return DTensor(_alias(local), mesh, placements, shape, stride, local.requires_grad)
+def _build(local, mesh, layout, shape, stride) -> DTensor:
+    """A DTensor that shares memory with `local`; `layout` may be placements."""
+    return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
 
 
 install(DTensor, _wrap)

@@ -124,6 +124,10 @@ def test_order_of_axes_on_one_dim(rank):
     at = mesh.get_coordinate() or []
     assert other.to_local().tolist() == torch.arange(10).chunk(2)[at[1]].chunk(2)[at[0]].tolist()
     assert torch.equal(other.full_tensor(), torch.arange(10))
+    y = distribute_tensor(torch.arange(10.0), mesh, [Shard(0), Shard(0)]).requires_grad_()
+    weight = torch.ops.dtensor.redistribute(x.float(), "S(0)#1S(0)#0", False).to_local()
+    (torch.ops.dtensor.redistribute(y, "S(0)#1S(0)#0", False).to_local() * weight).sum().backward()
+    assert torch.equal(y.grad.full_tensor(), torch.arange(10.0))
 
 
 @with_threads(2)
