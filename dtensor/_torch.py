@@ -5,7 +5,6 @@ Importing this module checks the torch version and raises `ImportError` outside 
 """
 
 import contextlib
-
 from contextlib import contextmanager
 
 import torch

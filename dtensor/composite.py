@@ -42,8 +42,8 @@ def attention_math(
     for name, given in named.items():
         if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
             raise MixedTensorError(
-                f"scaled_dot_product_attention: argument '{name}' is a plain tensor of shape {list(given.shape)}, other "
-                "arguments are DTensors; write distribute_tensor(x, device_mesh, placements)"
+                f"scaled_dot_product_attention: argument '{name}' is a plain tensor of shape {list(given.shape)}, "
+                "other arguments are DTensors; write distribute_tensor(x, device_mesh, placements)"
             )
     mesh = query.device_mesh
     target = _kept(query, key, value)

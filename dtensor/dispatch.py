@@ -38,7 +38,7 @@ class Decision:
         replace: arguments (by name) whose global shape is replaced by a local one.
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
-        kind: "" or "foreach" or "composite", which run by other means.
+        kind: "" or a key of `_KINDS`, which run by other means.
     """
 
     moves: tuple[Layout | None, ...] = ()
@@ -204,7 +204,7 @@ def _decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
         return Decision(kind="composite")
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     make = RULES.get(name) or RULES.get(base)
-    if make is None and torch.Tag.dynamic_output_shape in func.tags:
+    if make is None and not _DYNAMIC.isdisjoint(func.tags):
         return Decision(kind="dynamic")
     if make is None and func._can_decompose():
         return Decision(kind="implicit")
@@ -364,7 +364,14 @@ def _replicated(call: Call) -> Rule:
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
 
 
-REPLICATED = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero", "aten::masked_select", "aten::item")
+REPLICATED = (
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::item",
+)
 """Operators that by their meaning need whole values: no warning."""
 
 
@@ -419,13 +426,16 @@ def _decompose(func, args: tuple, kwargs: dict[str, Any]):
     return decompositions[func](*args, **kwargs)
 
 
+_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
     return func.decompose(*args, **kwargs)
 
 
 def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
-    """An operator whose result's shape depends on values: it runs on whole tensors, and its results are replicated."""
+    """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
     operands: list[Spec] = []
     _check(func, args, kwargs, operands)
     _warn_unless_known(func)
@@ -435,6 +445,8 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
         return redistribute_local(x._local_tensor, x._spec, Layout.make(mesh.ndim, ((),) * x._spec.ndim, ()))
 
     def wrapped(t):
+        if not isinstance(t, torch.Tensor):
+            return t
         layout = Layout.make(mesh.ndim, ((),) * t.dim(), ())
         return wrap(t, Spec.make(mesh, layout, t.shape, t.stride(), t.dtype))
 
@@ -465,6 +477,12 @@ COMPOSITES: dict[str, Callable[..., Any]] = {"aten::linalg_vector_norm": vector_
 """Operators written in terms of others, on DTensors."""
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
 
-_KINDS = {"foreach": _foreach, "composite": _composite, "decompose": _decompose, "implicit": _implicit, "dynamic": _dynamic}
+_KINDS = {
+    "foreach": _foreach,
+    "composite": _composite,
+    "decompose": _decompose,
+    "implicit": _implicit,
+    "dynamic": _dynamic,
+}
 
 __all__ = ["COMPOSITES", "Decision", "dispatch", "install"]

@@ -183,6 +183,10 @@ class DTensor(torch.Tensor):
         whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
+    def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False) -> torch.Tensor:
+        """As `torch.Tensor.new_tensor`: a plain tensor, of this one's dtype and device by default."""
+        return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
+
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
         """As `torch.Tensor.backward`; a plain `gradient` is taken as replicated."""
         if isinstance(gradient, torch.Tensor) and not isinstance(gradient, DTensor):

@@ -1,11 +1,11 @@
 """Scaled dot product attention: batch and heads may be sharded, sequence and features not.
 
 Where the keys have fewer heads than the queries, the query heads are a (key head, group) pair of factors. The math path
-needs no rule: torch takes it apart into matmuls and softmax; only the causal mask it makes on the way must be a DTensor,
-which `dispatch` sees to.
+is caught before torch takes it apart, in `composite`.
 """
 
-from .call import Call, rule_for
+from ..mesh import mesh_shape
+from .call import Call, LocalCall, rule_for
 from .rule import Dims, Rule
 
 FUSED = {
@@ -51,7 +51,20 @@ def fused(call: Call) -> Rule:
     ins = [heads, keys, keys] + ([_mask(mask, heads, sizes)] if mask is not None else [])
     outs = [_output(o, heads, call["query"], sizes) for o in call.outputs]
     whole = frozenset(i for i, d in enumerate(outs) if i > 0 and d is not None and not any(d))
-    return Rule(tuple(ins), tuple(outs), sizes, blocked=frozenset({"g"}), whole=whole)
+    return Rule(tuple(ins), tuple(outs), sizes, blocked=frozenset({"g"}), whole=whole, local=_unless_empty)
+
+
+def _unless_empty(call: LocalCall):
+    """The kernels divide by the number of batches and heads, so that a rank without any must not run them."""
+    if call["query"].numel():
+        return call.run()
+    coordinate, mesh = call.mesh.get_coordinate(), mesh_shape(call.mesh)
+    return tuple(
+        None
+        if o is None or layout is None
+        else call["query"].new_zeros(layout.local_shape(o.shape, mesh, coordinate), dtype=o.dtype)
+        for o, layout in zip(call.call.outputs, call.layouts)
+    )
 
 
 @rule_for(*(f"{name}_backward" for name in FUSED))
@@ -72,7 +85,8 @@ def fused_backward(call: Call) -> Rule:
     outs: list[Dims | None] = [heads, keys, keys]
     outs += [((),) * o.ndim if o is not None else None for o in call.outputs[3:]]
     outs = [d if o is not None else None for d, o in zip(outs, call.outputs)]
-    return Rule(tuple(ins), tuple(outs), sizes, blocked=frozenset({"g"}), linear=(frozenset({0}),))
+    linear = (frozenset({0}),)
+    return Rule(tuple(ins), tuple(outs), sizes, blocked=frozenset({"g"}), linear=linear, local=_unless_empty)
 
 
 __all__ = ["FUSED"]

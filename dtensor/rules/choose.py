@@ -127,7 +127,7 @@ def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], pinned:
     def layout(which: str, index: int, ndim: int) -> Layout:
         states = [getattr(c, which)[index] for c in picked]
         cut: list[tuple[int, ...]] = [()] * ndim
-        for f, order in axes.items():
+        for order in axes.values():
             for d in {states[a] for a in order if isinstance(states[a], int)}:
                 cut[d] = order
         partial = tuple((a, s) for a, s in enumerate(states) if isinstance(s, str))

@@ -82,7 +82,7 @@ def index_select(call: Call) -> Rule:
     looked = f"d{dim}"
     found = ("i",) if index.ndim else ()
     out = tuple(found if i == dim else d for i, d in enumerate(ins))
-    sizes = {**sizes, **{f: index.shape[0] for f in found}}
+    sizes = {**sizes, **dict(zip(found, index.shape))}
     return Rule((ins, (found,) * index.ndim), (out,), sizes, linear=(frozenset({0}),), blocked=frozenset({looked}))
 
 

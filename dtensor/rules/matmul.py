@@ -14,7 +14,7 @@ EINSUMS = {
 """Operator -> factors of both operands and of the result."""
 
 ADDED = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addbmm": None}
-"""Operator -> the product it adds its first operand to; None is refused (sums over the batch, left to decomposition)."""
+"""Operator -> the product it adds its first operand to; None is refused (sums over the batch; decomposed)."""
 
 
 @rule_for(*EINSUMS)

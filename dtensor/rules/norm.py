@@ -1,6 +1,7 @@
 """Layer and RMS normalisation: the leading dimensions may be sharded, the normalised ones not.
 
-In the backward the parameters' gradients sum over the leading dimensions, and so come out Partial where those are sharded.
+In the backward the parameters' gradients sum over the leading dimensions, and so come out Partial where those are
+sharded.
 """
 
 from .call import Call, rule_for

@@ -66,15 +66,13 @@ def native_dropout(call: Call) -> Rule:
 
 
 def _local_dropout(call: LocalCall):
-    x, p, train = call["input"], call["p"], call["train"]
-    layout = call.layouts[0]
+    x, p, layout = call["input"], call["p"], call.layouts[0]
     assert layout is not None
-    if not any(layout.dims) or train is False or p in (0, 1):
+    if not any(layout.dims) or call["train"] is False:
         return call.run()
-    spec = call.call.operands[0]
-    whole = x.new_empty_strided(spec.shape, spec.stride)
-    mask = keep_shard(torch.ops.aten.bernoulli.p(whole, 1 - p), layout, call.mesh)
-    return x * mask / (1 - p), mask.to(torch.bool)
+    whole = x.new_ones(tuple(call.call.operands[0].shape))
+    mask = keep_shard(torch.ops.aten.native_dropout.default(whole, p, True)[1], layout, call.mesh)
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
 
 
 __all__ = ["keep_shard"]

@@ -1,8 +1,8 @@
 """Views and data movement: which output dimension holds which factor of the input.
 
 A view is a list of groups: input dimensions whose product is that of some output dimensions. Merging and splitting keep
-the shard of the major factor only, and only if it divides evenly; what is kept is proved in the tests by comparing index
-maps.
+the shard of the major factor only, and only if it divides evenly; what is kept is proved in the tests by comparing
+index maps.
 """
 
 from dataclasses import replace
@@ -73,14 +73,18 @@ def view_factors(before: tuple, after: tuple) -> tuple[Dims, Dims, dict]:
     return tuple(ins), tuple(outs), sizes
 
 
+def _common(x, y):
+    """The greatest common divisor; of symbolic sizes only if one divides the other, else 1."""
+    if isinstance(x, int) and isinstance(y, int):
+        return gcd(x, y)
+    return x if y % x == 0 else y if x % y == 0 else 1
+
+
 def _share_major(a, b, before, after, ins, outs, sizes) -> None:
     """Many dimensions to many others: only a major factor common to both first dimensions can be followed."""
     x, y = before[a[0]], after[b[0]]
-    if isinstance(x, int) and isinstance(y, int):
-        small = gcd(x, y)
-    else:
-        small = x if y % x == 0 else y if x % y == 0 else 1
-    if isinstance(small, int) and small == 1:
+    small = _common(x, y)
+    if _is_one(small):
         return
     major, rest = f"d{a[0]}.0", f"d{a[0]}.1"
     sizes[major], sizes[rest] = small, prod(before[i] for i in a) // small

@@ -65,7 +65,9 @@ MASKS = [(5, 5), (1, 5), (4, 5, 5), (1, 5, 5), (2, 4, 5, 5), (2, 1, 5, 5), (1, 4
 def all_masks(rank, path):
     mesh = init_device_mesh("cpu", (2,))
     dense = inputs(2, 4, 4)
-    for shape, gradient, p in itertools.product(MASKS, (None, False, True), (Replicate(), Shard(0), Shard(1), Shard(2))):
+    for shape, gradient, p in itertools.product(
+        MASKS, (None, False, True), (Replicate(), Shard(0), Shard(1), Shard(2))
+    ):
         if path is SDPBackend.FLASH_ATTENTION and (gradient or len(shape) == 3):
             continue  # no fused path takes those
         mask = t(3, *shape) > 0.3 if gradient is None else t(3, *shape).requires_grad_(gradient)
@@ -111,6 +113,7 @@ def sharded_heads(rank, path):
             out = F.scaled_dot_product_attention(*placed, is_causal=True, enable_gqa=heads != keys)
             out.backward(torch.ones_like(out))
         assert count.collectives == []
+        assert ("Flash" in type(out.grad_fn).__name__) == (path is SDPBackend.FLASH_ATTENTION)
         assert out.placements == (Shard(dim),)
         assert [x.grad.placements for x in placed] == [(Shard(dim),)] * 3
 

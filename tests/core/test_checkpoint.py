@@ -17,9 +17,7 @@ def test_save_and_load_in_another_layout(rank, tmp_path):
     state = {k: distribute_tensor(v, flat, placed[k]) for k, v in full.items()}
     dcp.save(state, checkpoint_id=tmp_path)
     target = {"w": [Shard(1), Shard(0)], "b": [Shard(0), Shard(0)], "s": [Replicate(), Replicate()]}
-    loaded = {
-        k: zeros(tuple(v.shape), dtype=v.dtype, device_mesh=grid, placements=target[k]) for k, v in full.items()
-    }
+    loaded = {k: zeros(tuple(v.shape), dtype=v.dtype, device_mesh=grid, placements=target[k]) for k, v in full.items()}
     dcp.load(loaded, checkpoint_id=tmp_path)
     for name, value in full.items():
         assert loaded[name].placements == tuple(target[name])

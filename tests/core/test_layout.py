@@ -80,7 +80,9 @@ def test_checked_placements():
     assert as_placements(None, 2, 0) == (Replicate(), Replicate())
     with pytest.raises(PlacementError, match=r"has 2 axes but 1 placements were given: \[Shard\(dim=0\)\]; write one"):
         as_placements([Shard(0)], 2, 1)
-    with pytest.raises(PlacementError, match=r"Shard\(3\) does not fit a tensor of 2 dimensions; dims run from -2 to 1"):
+    with pytest.raises(
+        PlacementError, match=r"Shard\(3\) does not fit a tensor of 2 dimensions; dims run from -2 to 1"
+    ):
         as_placements([Shard(3)], 1, 2)
     with pytest.raises(PlacementError, match=r"a 0-dim tensor takes Replicate\(\) or Partial\(\)"):
         as_placements([Shard(0)], 1, 0)

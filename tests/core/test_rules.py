@@ -1,27 +1,30 @@
-"""Every candidate of every rule, by brute force: shards and parts in, the operator on each rank, the pieces put together.
+"""Every candidate of every rule, by brute force: shards and parts in, the operator on each rank, the pieces joined.
 
 Soundness: whatever a rule allows on one mesh axis gives the dense result, for cuts that divide and cuts that do not.
 Completeness, for a smaller table: whatever it refuses is wrong, or stands in `REFUSED` with the reason.
 """
 
 import itertools
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
 
-from dtensor import DTensor, init_device_mesh
-from dtensor.dispatch import _call, _run, carry_out
-from dtensor.layout import Layout
-from dtensor.rules import RULES
-from dtensor.rules.choose import _assemble, _fits
-from dtensor.rules.rule import Candidate, candidates
-from dtensor.testing import run_threads
+from dtensor.rules.rule import candidates
+from dtensor.testing.candidates import (
+    REDUCE,
+    Case,
+    OneAxis,
+    State,
+    as_list,
+    call_and_rule,
+    cut,
+    is_right,
+    mapped,
+    tensors,
+    wrong_candidates,
+)
 
 aten = torch.ops.aten
-State = int | str | None
-"""How a tensor lies along the axis: a dim (Shard), a reduce op (Partial) or None (Replicate)."""
 
 
 def f(*shape):
@@ -34,16 +37,6 @@ def ints(high, *shape):
 
 def mask(*shape):
     return torch.rand(shape) < 0.5
-
-
-@dataclass
-class Case:
-    """An operator call; `at_least` is the number of candidates the rule must find, so that none goes missing."""
-
-    func: Any
-    args: tuple
-    at_least: int = 1
-    kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 def c(func, *args, at_least=1, **kwargs):
@@ -59,7 +52,9 @@ def pointwise_cases():
     yield c(aten.div.Tensor, x, row, at_least=5)
     yield c(aten.div.Tensor_mode, x, y, rounding_mode="floor")
     yield c(aten.div.Tensor, torch.tensor(2.0, dtype=torch.float64), x)
-    yield from [c(op, x, at_least=3) for op in (aten.relu.default, aten.gelu.default, aten.silu.default, aten.exp.default)]
+    yield from [
+        c(op, x, at_least=3) for op in (aten.relu.default, aten.gelu.default, aten.silu.default, aten.exp.default)
+    ]
     yield from [c(op, x, at_least=5) for op in (aten.neg.default, aten.clone.default)]
     yield c(aten.add.Scalar, x, 2.0, at_least=3)
     yield c(aten.mul.Scalar, x, 2.0, at_least=5)
@@ -228,6 +223,7 @@ def attention_cases():
         (4, 5, False, (4, 5, 3, 3)),
         (4, 6, False, (1, 6, 3, 3)),
         (4, 3, False, (3, 3)),
+        (1, 4, True, None),
     ):
         q, k, v, grad = (f(batch, heads, 3, 8) for _ in range(4))
         bias = None if shape is None else f(*shape)
@@ -248,175 +244,11 @@ GROUPS = [
 ]
 
 
-def mapped(value, of):
-    if isinstance(value, torch.Tensor):
-        return of(value)
-    if isinstance(value, dict):
-        return {k: mapped(v, of) for k, v in value.items()}
-    return type(value)(mapped(v, of) for v in value) if isinstance(value, (list, tuple)) else value
-
-
-def tensors(value) -> list:
-    found: list = []
-    mapped(value, found.append)
-    return found
-
-
-def as_list(out) -> list:
-    return list(out) if isinstance(out, (list, tuple)) else [out]
-
-
-def cut(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
-    """What each of `n` ranks holds of `x`; parts are random but for the last."""
-    if state is None:
-        return [x.clone() for _ in range(n)]
-    if isinstance(state, int):
-        chunks = list(torch.chunk(x, n, state))
-        return [t.clone() for t in chunks] + [x.narrow(state, 0, 0).clone()] * (n - len(chunks))
-    assert state in ("sum", "avg"), f"no operand is ever P({state})"
-    parts = [torch.randn_like(x) for _ in range(n - 1)]
-    return [*parts, x * (n if state == "avg" else 1) - sum(parts)]
-
-
-REDUCE = {
-    "sum": lambda x: x.sum(0),
-    "avg": lambda x: x.mean(0),
-    "max": lambda x: x.amax(0),
-    "min": lambda x: x.amin(0),
-    "product": lambda x: x.prod(0),
-}
-
-
-def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> bool:
-    """Whether the ranks' `pieces`, read as `state` says, are `dense`."""
-    if isinstance(state, int):
-        wanted = cut(dense, state, len(pieces))
-    elif state is None:
-        wanted = [dense] * len(pieces)
-    else:
-        if any(p.shape != dense.shape for p in pieces):
-            return False
-        pieces, wanted = [REDUCE[state](torch.stack(pieces))], [dense]
-    return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
-
-
-def close(a, b) -> bool:
-    return torch.allclose(a.double(), b.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
-
-
-def layout_of(state: State, ndim: int) -> Layout:
-    base = Layout.make(1, ((),) * ndim, ())
-    return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
-
-
-def placed(case: Case, mesh, states, pieces) -> tuple[tuple, dict]:
-    """The case's arguments with a DTensor for each operand; 0-dim tensors that are no operands stay plain."""
-    supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
-
-    def one(_):
-        x, state, piece = next(supply)
-        if state == "plain":
-            return x
-        return DTensor(piece, mesh, layout_of(state, x.dim()), x.shape, x.stride())
-
-    return mapped(case.args, one), mapped(case.kwargs, one)
-
-
-def call_and_rule(case: Case, mesh):
-    states = [None] * len(tensors((case.args, case.kwargs)))
-    args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
-    call = _call(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
-    name = case.func._schema.name
-    make = RULES.get(name) or RULES[name.removesuffix("_")]
-    return call, make(call)
-
-
-def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.Tensor]:
-    """Local outputs of this rank when the call runs as `candidate` says."""
-    args, kwargs = placed(case, mesh, candidate.inputs, pieces)
-    call, rule = call_and_rule(case, mesh)
-    in_place = case.func._schema.name.endswith("_")
-    choice = _assemble(rule, [candidate], call.operands, None)
-    out = _run(carry_out(call, rule, choice, in_place), case.func, args, kwargs)
-    for o, want in zip(as_list(out), candidate.outputs):
-        if o is not None and not in_place:
-            assert o._spec.layout is layout_of(want, o.dim())
-    return [None if o is None else o._local_tensor for o in as_list(out)]
-
-
-class OneAxis:
-    """As much of a mesh as a rule needs to be made."""
-
-    ndim = 1
-
-    def __init__(self, n):
-        self.shape = (n,)
-
-    def get_coordinate(self):
-        return [0]
-
-
-@dataclass
-class Job:
-    """One candidate of a case, with what each rank holds of each operand: `pieces[operand][rank]`."""
-
-    case: Case
-    candidate: Candidate
-    pieces: list[list[torch.Tensor]]
-    dense: list[torch.Tensor | None]
-
-    def __str__(self):
-        states = [[layout_of(s, 9).text for s in side] for side in (self.candidate.inputs, self.candidate.outputs)]
-        shapes = [list(t.shape) for t in tensors((self.case.args, self.case.kwargs))]
-        return f"{self.case.func} {shapes}: {' '.join(states[0])} -> {' '.join(states[1])}"
-
-
-def jobs_of(case: Case, n: int) -> list[Job]:
-    _, rule = call_and_rule(case, OneAxis(n))
-    operands = tensors((case.args, case.kwargs))
-    dense = as_list(case.func(*mapped(case.args, torch.clone), **case.kwargs))
-    table = candidates(rule)
-    assert len(table) >= case.at_least, f"{case.func}: {len(table)} candidates, expected {case.at_least}"
-    jobs = []
-    for found in table:
-        if _fits(rule, found, n, {}):
-            pieces = [cut(x, s, n) for x, s in zip(operands, found.inputs)]
-            for i in rule.unread:
-                pieces[i] = [torch.full_like(p, 99) for p in pieces[i]]
-            jobs.append(Job(case, found, pieces, dense))
-    return jobs
-
-
-def run_jobs(rank, n, jobs):
-    mesh = init_device_mesh("cpu", (n,))
-    outs = []
-    for j in jobs:
-        try:
-            outs.append(run_candidate(j.case, mesh, j.candidate, [p[rank] for p in j.pieces]))
-        except (RuntimeError, IndexError, AssertionError) as error:
-            outs.append([error] * len(j.dense))
-    return outs
-
-
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_candidate_is_right(group, n):
     torch.manual_seed(0)
-    jobs = [j for case in group() for j in jobs_of(case, n)]
-    results = run_threads(run_jobs, n, n, jobs)
-    wrong = []
-    for index, job in enumerate(jobs):
-        for i, (dense, state) in enumerate(zip(job.dense, job.candidate.outputs)):
-            pieces = [r[index][i] for r in results]
-            if isinstance(pieces[-1], Exception):
-                wrong.append(f"{job}: {pieces[-1]!r}"[:300])
-                continue
-            if dense is None or pieces[0] is None:
-                right = dense is None and pieces[0] is None
-            else:
-                right = is_right(pieces, state, dense)
-            if not right:
-                wrong.append(f"{job} (output {i})")
+    wrong = wrong_candidates(list(group()), n)
     assert not wrong, "\n".join(wrong)
 
 
@@ -442,7 +274,9 @@ def refusal_cases():
     yield c(aten.mm.default, x, f(6, 8))
     yield c(aten.addmm.default, f(8), x, f(6, 8))
     yield c(aten.bmm.default, f(2, 4, 6), f(2, 6, 8))
-    yield from [c(op, x, [1]) for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default)]
+    yield from [
+        c(op, x, [1]) for op in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.logsumexp.default)
+    ]
     yield c(aten.prod.dim_int, x, 1)
     yield c(aten.var.correction, x, [1])
     yield c(aten._softmax.default, x, 1, False)

@@ -43,7 +43,9 @@ def allowed(before, after, n) -> set[tuple[int, int]]:
     ins, outs, sizes = view_factors(before, after)
     rule = Rule((ins,), (outs,), sizes, blocked=_minor(ins, outs))
     found = [c for c in candidates(rule) if c.factor is not None and _fits(rule, c, n, {})]
-    return {(c.inputs[0], c.outputs[0]) for c in found if isinstance(c.inputs[0], int) and isinstance(c.outputs[0], int)}
+    return {
+        (c.inputs[0], c.outputs[0]) for c in found if isinstance(c.inputs[0], int) and isinstance(c.outputs[0], int)
+    }
 
 
 def is_kept(before, after, n, i, o) -> bool:

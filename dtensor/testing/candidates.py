@@ -1,0 +1,215 @@
+"""Rules by brute force: each candidate run on ranks that hold random shards and parts, compared with the plain call.
+
+For whoever adds a rule: `wrong_candidates` takes calls as `Case`s, and runs each in every way that its rule allows on
+one mesh axis. `is_right` and `cut` are the meaning of the placements, written without the library.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..dispatch import _call, _run, carry_out
+from ..layout import Layout
+from ..rules import RULES
+from ..rules.choose import _assemble, _fits
+from ..rules.rule import Candidate, candidates
+from ..tensor import DTensor
+from .threads import run_threads
+
+State = int | str | None
+"""How a tensor lies along the axis: a dim (Shard), a reduce op (Partial) or None (Replicate)."""
+
+
+@dataclass
+class Case:
+    """An operator call; `at_least` is the number of candidates the rule must find, so that none goes missing."""
+
+    func: Any
+    args: tuple
+    at_least: int = 1
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def mapped(value, of):
+    """`value` with `of` applied to the tensors inside its tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    if isinstance(value, dict):
+        return {k: mapped(v, of) for k, v in value.items()}
+    return type(value)(mapped(v, of) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def tensors(value) -> list:
+    found: list = []
+    mapped(value, found.append)
+    return found
+
+
+def as_list(out) -> list:
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def cut(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
+    """What each of `n` ranks holds of `x`; parts are random but for the last."""
+    if state is None:
+        return [x.clone() for _ in range(n)]
+    if isinstance(state, int):
+        chunks = list(torch.chunk(x, n, state))
+        return [t.clone() for t in chunks] + [x.narrow(state, 0, 0).clone()] * (n - len(chunks))
+    assert state in ("sum", "avg"), f"no operand is ever P({state})"
+    parts = [torch.randn_like(x) for _ in range(n - 1)]
+    return [*parts, x * (n if state == "avg" else 1) - sum(parts)]
+
+
+REDUCE = {
+    "sum": lambda x: x.sum(0),
+    "avg": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "product": lambda x: x.prod(0),
+}
+
+
+def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> bool:
+    """Whether the ranks' `pieces`, read as `state` says, are `dense`."""
+    if isinstance(state, int):
+        wanted = cut(dense, state, len(pieces))
+    elif state is None:
+        wanted = [dense] * len(pieces)
+    else:
+        if any(p.shape != dense.shape for p in pieces):
+            return False
+        pieces, wanted = [REDUCE[state](torch.stack(pieces))], [dense]
+    return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
+
+
+def close(a, b) -> bool:
+    return torch.allclose(a.double(), b.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def layout_of(state: State, ndim: int) -> Layout:
+    base = Layout.make(1, ((),) * ndim, ())
+    return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
+
+
+def placed(case: Case, mesh, states, pieces) -> tuple[tuple, dict]:
+    """The case's arguments with a DTensor for each operand; 0-dim tensors that are no operands stay plain."""
+    supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
+
+    def one(_):
+        x, state, piece = next(supply)
+        if state == "plain":
+            return x
+        return DTensor(piece, mesh, layout_of(state, x.dim()), x.shape, x.stride())
+
+    return mapped(case.args, one), mapped(case.kwargs, one)
+
+
+def call_and_rule(case: Case, mesh):
+    states = [None] * len(tensors((case.args, case.kwargs)))
+    args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
+    call = _call(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
+    name = case.func._schema.name
+    make = RULES.get(name) or RULES[name.removesuffix("_")]
+    return call, make(call)
+
+
+def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.Tensor]:
+    """Local outputs of this rank when the call runs as `candidate` says."""
+    args, kwargs = placed(case, mesh, candidate.inputs, pieces)
+    call, rule = call_and_rule(case, mesh)
+    in_place = case.func._schema.name.endswith("_")
+    choice = _assemble(rule, [candidate], call.operands, None)
+    out = _run(carry_out(call, rule, choice, in_place), case.func, args, kwargs)
+    for o, want in zip(as_list(out), candidate.outputs):
+        if o is not None and not in_place:
+            assert o._spec.layout is layout_of(want, o.dim())
+    return [None if o is None else o._local_tensor for o in as_list(out)]
+
+
+class OneAxis:
+    """As much of a mesh as a rule needs to be made."""
+
+    ndim = 1
+
+    def __init__(self, n):
+        self.shape = (n,)
+
+    def get_coordinate(self):
+        return [0]
+
+
+@dataclass
+class Job:
+    """One candidate of a case, with what each rank holds of each operand: `pieces[operand][rank]`."""
+
+    case: Case
+    candidate: Candidate
+    pieces: list[list[torch.Tensor]]
+    dense: list[torch.Tensor | None]
+
+    def __str__(self):
+        states = [[layout_of(s, 9).text for s in side] for side in (self.candidate.inputs, self.candidate.outputs)]
+        shapes = [list(t.shape) for t in tensors((self.case.args, self.case.kwargs))]
+        return f"{self.case.func} {shapes}: {' '.join(states[0])} -> {' '.join(states[1])}"
+
+
+def jobs_of(case: Case, n: int) -> list[Job]:
+    _, rule = call_and_rule(case, OneAxis(n))
+    operands = tensors((case.args, case.kwargs))
+    dense = as_list(case.func(*mapped(case.args, torch.clone), **case.kwargs))
+    table = candidates(rule)
+    assert len(table) >= case.at_least, f"{case.func}: {len(table)} candidates, expected {case.at_least}"
+    jobs = []
+    for found in table:
+        if _fits(rule, found, n, {}):
+            pieces = [cut(x, s, n) for x, s in zip(operands, found.inputs)]
+            for i in rule.unread:
+                pieces[i] = [torch.full_like(p, 99) for p in pieces[i]]
+            jobs.append(Job(case, found, pieces, dense))
+    return jobs
+
+
+def run_jobs(rank, n, jobs):
+    mesh = init_device_mesh("cpu", (n,))
+    outs = []
+    for j in jobs:
+        try:
+            outs.append(run_candidate(j.case, mesh, j.candidate, [p[rank] for p in j.pieces]))
+        except (RuntimeError, IndexError, AssertionError) as error:
+            outs.append([error] * len(j.dense))
+    return outs
+
+
+def wrong_candidates(cases: list[Case], n: int) -> list[str]:
+    """What goes wrong when every candidate of every case runs on an axis of `n` ranks (threads); a line each."""
+    jobs = [j for case in cases for j in jobs_of(case, n)]
+    results = run_threads(run_jobs, n, n, jobs)
+    wrong = []
+    for index, job in enumerate(jobs):
+        for i, (dense, state) in enumerate(zip(job.dense, job.candidate.outputs)):
+            pieces = [r[index][i] for r in results]
+            failed = [p for p in pieces if isinstance(p, Exception)]
+            if failed:
+                wrong.append(f"{job}: {failed[0]!r}"[:300])
+            elif not (all(p is None for p in pieces) if dense is None else is_right(pieces, state, dense)):
+                wrong.append(f"{job} (output {i})")
+    return wrong
+
+
+__all__ = [
+    "REDUCE",
+    "Case",
+    "OneAxis",
+    "State",
+    "as_list",
+    "call_and_rule",
+    "cut",
+    "is_right",
+    "jobs_of",
+    "mapped",
+    "tensors",
+    "wrong_candidates",
+]
