@@ -42,7 +42,8 @@ def main(rounds: int, calls: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     mesh, dense = ours.init_device_mesh("cpu", (2,)), torch.randn(16, 16)
     pairs = [
-        tuple(lib.distribute_tensor(dense, mesh, [p]) for p in (lib.Shard(0), lib.Replicate())) for lib in (ours, theirs)
+        tuple(lib.distribute_tensor(dense, mesh, [p]) for p in (lib.Shard(0), lib.Replicate()))
+        for lib in (ours, theirs)
     ]
     click.echo(f"torch {torch.__version__}; µs per call, medians of {rounds} rounds of {calls} calls")
     click.echo(f"{'':6}{'dtensor':>9}{'torch':>9}{'ratio':>8}  quartiles")

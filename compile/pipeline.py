@@ -50,7 +50,9 @@ def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> No
         done = passes.run(graph, passes=chosen, verify=options.verify)
     except InvalidInputError as error:
         # Not our doing, and no reason to refuse the user's model: what the passes do to it goes unchecked, and is said.
-        warnings.warn(f"the {where} graph does not verify as it came, so the passes run unchecked: {error}", stacklevel=2)
+        warnings.warn(
+            f"the {where} graph does not verify as it came, so the passes run unchecked: {error}", stacklevel=2
+        )
         done = passes.run(graph, passes=chosen, verify=False)
     record(where, traced, graph, done)
 

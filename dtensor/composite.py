@@ -10,7 +10,7 @@ import torch
 
 from ._torch import intercept, without_own_key
 from .collectives import library
-from .dispatch import COMPOSITES
+from .decision import COMPOSITES
 from .errors import MixedTensorError
 from .layout import Layout
 from .placements import Partial, Placement, Replicate, Shard

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from . import checkpoint
+from . import detours as detours  # registers what dispatch does without a rule
 from ._torch import (
     OWN_KEYSET,
     disable_dynamo,
@@ -22,7 +23,8 @@ from ._torch import (
 )
 from .boundary import check_replicas, current_mesh, is_tracing
 from .collectives import library
-from .dispatch import COMPOSITES, dispatch, install
+from .decision import COMPOSITES
+from .dispatch import dispatch, install
 from .errors import MeshError, ShardingError
 from .layout import Layout
 from .placements import Placement, Replicate, Shard, as_placements

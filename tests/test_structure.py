@@ -17,7 +17,9 @@ LAYERS = [
     ["layout"],
     ["spec", "plan"],
     ["redistribute", "checkpoint", "rules"],
-    ["dispatch", "sampling", "boundary"],
+    ["decision", "sampling", "boundary"],
+    ["dispatch"],
+    ["detours"],
     ["tensor"],
     ["composite", "api"],
     ["parallel"],
@@ -113,5 +115,7 @@ def test_torch_outside_the_range_is_one_clear_error():
 
     check_version("2.13.1+cpu")
     for version in ("2.12.0", "2.14.0.dev1", "3.0"):
-        with pytest.raises(ImportError, match=r"supports torch >=2.13,<2.14 but torch .* is installed; write: pip install"):
+        with pytest.raises(
+            ImportError, match=r"supports torch >=2.13,<2.14 but torch .* is installed; write: pip install"
+        ):
             check_version(version)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..dispatch import _call, _run, carry_out
+from ..decision import call_of, carry_out
+from ..dispatch import run
 from ..layout import Layout
 from ..rules import RULES
 from ..rules.choose import _assemble, _fits
@@ -110,7 +111,7 @@ def placed(case: Case, mesh, states, pieces) -> tuple[tuple, dict]:
 def call_and_rule(case: Case, mesh):
     states = [None] * len(tensors((case.args, case.kwargs)))
     args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
-    call = _call(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
+    call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
     name = case.func._schema.name
     make = RULES.get(name) or RULES[name.removesuffix("_")]
     return call, make(call)
@@ -122,7 +123,7 @@ def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.
     call, rule = call_and_rule(case, mesh)
     in_place = case.func._schema.name.endswith("_")
     choice = _assemble(rule, [candidate], call.operands, None)
-    out = _run(carry_out(call, rule, choice, in_place), case.func, args, kwargs)
+    out = run(carry_out(call, rule, choice, in_place), case.func, args, kwargs)
     for o, want in zip(as_list(out), candidate.outputs):
         if o is not None and not in_place:
             assert o._spec.layout is layout_of(want, o.dim())

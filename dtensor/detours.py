@@ -1,0 +1,131 @@
+"""Detours: operators that do not run as one local operator.
+
+Lists of tensors (foreach), operators written in terms of others, decompositions, and results whose shape depends on values.
+Registers itself with `dispatch`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import dispatch
+from ._torch import decompositions
+from .decision import (
+    COMPOSITES,
+    call_of,
+    check_operands,
+    decide_by,
+    is_dtensor,
+    mapped,
+    replicated,
+    warn_unless_known,
+)
+from .dispatch import KINDS, run, with_scalars_wrapped
+from .layout import Layout
+from .redistribute import redistribute_local
+from .rules import RULES, Output
+from .spec import Spec
+
+
+def _foreach(func, args: tuple, kwargs: dict[str, Any]):
+    """A foreach operator runs list index by list index; an index that holds only plain tensors runs as it is."""
+    names = [a.name for a in func._schema.arguments]
+    lists = {n: v for n, v in [*zip(names, args), *kwargs.items()] if isinstance(v, (list, tuple))}
+    length = max(len(v) for v in lists.values())
+    results = []
+    for i in range(length):
+        one = [[a[i]] if isinstance(a, (list, tuple)) else a for a in args]
+        named = {k: [a[i]] if isinstance(a, (list, tuple)) else a for k, a in kwargs.items()}
+        results.append(_one_of_foreach(func, tuple(one), named))
+    if not func._schema.returns or all(r is None for r in results):
+        return None
+    if isinstance(results[0], tuple):
+        return tuple([r[0] for r in rs] for rs in zip(*results))
+    return [r[0] for r in results]
+
+
+def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
+    tensors: list[Any] = []
+    _tensors([args, list(kwargs.values())], tensors)
+    if not any(is_dtensor(t) for t in tensors):
+        return func(*args, **kwargs)
+    if not all(is_dtensor(t) for t in tensors):
+        args, kwargs = with_scalars_wrapped(func, args, kwargs)
+    base = func._schema.name.removeprefix("aten::_foreach_")
+    if base.rstrip("_") in FOREACH_COMPOSITES:
+        return [FOREACH_COMPOSITES[base](*[a[0] if isinstance(a, list) else a for a in args], **kwargs)]
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    call = call_of(func, args, kwargs, operands)
+    in_place = base.endswith("_")
+    make = RULES.get(f"aten::{base.removesuffix('_')}")
+    if (in_place and not call.outputs) or call.outputs == (None,):
+        first = operands[0]
+        call.outputs, call.many = (Output(first.shape, first.stride, first.dtype),), True
+    rule = make(call) if make is not None else replicated(call)
+    return run(decide_by(call, rule, in_place), func, args, kwargs)
+
+
+def _tensors(a, found: list[Any]) -> None:
+    if isinstance(a, torch.Tensor):
+        found.append(a)
+    elif isinstance(a, (list, tuple)):
+        for item in a:
+            _tensors(item, found)
+
+
+def _decompose(func, args: tuple, kwargs: dict[str, Any]):
+    return decompositions[func](*args, **kwargs)
+
+
+def _implicit(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
+    return func.decompose(*args, **kwargs)
+
+
+def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    warn_unless_known(func)
+    mesh = operands[0].mesh
+
+    def whole(x):
+        return redistribute_local(x._local_tensor, x._spec, Layout.make(mesh.ndim, ((),) * x._spec.ndim, ()))
+
+    def wrapped(t):
+        if not isinstance(t, torch.Tensor):
+            return t
+        layout = Layout.make(mesh.ndim, ((),) * t.dim(), ())
+        return dispatch.wrap(t, Spec.make(mesh, layout, t.shape, t.stride(), t.dtype))
+
+    made = func(*mapped(args, whole), **{k: mapped(v, whole) for k, v in kwargs.items()})
+    return type(made)(map(wrapped, made)) if isinstance(made, (list, tuple)) else wrapped(made)
+
+
+def _composite(func, args: tuple, kwargs: dict[str, Any]):
+    return COMPOSITES[func._schema.name](*args, **kwargs)
+
+
+def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    """`linalg_vector_norm` by operators that have rules, so that only the reduced value is communicated."""
+    x = x.to(dtype) if dtype is not None else x
+    over = list(range(x.dim())) if dim is None else dim
+    if ord == float("inf"):
+        return x.abs().amax(over, keepdim)
+    if ord == float("-inf"):
+        return x.abs().amin(over, keepdim)
+    if ord == 0:
+        return (x != 0).to(x.dtype).sum(over, keepdim)
+    if ord == 2:
+        return (x * x).sum(over, keepdim).sqrt()
+    return x.abs().pow(ord).sum(over, keepdim).pow(1 / ord)
+
+
+COMPOSITES["aten::linalg_vector_norm"] = vector_norm
+FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
+
+KINDS.update(foreach=_foreach, composite=_composite, decompose=_decompose, implicit=_implicit, dynamic=_dynamic)
+
+__all__ = ["vector_norm"]
