@@ -6,8 +6,10 @@ Importing this module checks the torch version and raises `ImportError` outside 
 
 import contextlib
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch._decomp import decomposition_table as decompositions
 from torch._dynamo import register_backend
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
@@ -60,7 +62,6 @@ def never_traced(function):
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-decompositions = torch._decomp.decomposition_table
 
 # A dispatch key above autograd that DTensor carries and no other tensor does. Every operator falls through it
 # (at no cost) but those that must be seen before torch takes them apart.
@@ -94,14 +95,14 @@ def threaded_process_group():
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # pyright: ignore[reportAttributeAccessIssue]
     threaded._install_threaded_pg()
     try:
         yield threaded.ProcessLocalGroup
     finally:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def current_device_mesh():
@@ -146,7 +147,7 @@ def aot_backend(joint_pass, forward_compiler, inference_compiler, backward_compi
     )
 
 
-def inductor_compile(gm, example_inputs, config_patches: dict):
+def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
     """Inductor on a Dynamo graph, with its configuration patched for forward and backward."""
     from torch._inductor.compile_fx import compile_fx
 

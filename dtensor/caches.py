@@ -19,7 +19,7 @@ def cache() -> dict[Any, Any]:
 
 
 def clear_caches() -> None:
-    """Empty all caches that hold meshes: specs, decisions, group names. Results stay the same; the next calls are slower."""
+    """Empty all caches that hold meshes: specs, decisions, group names. Only the next calls are slower for it."""
     for c in _caches:
         c.clear()
 

@@ -67,8 +67,8 @@ def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
     kept: list[Placement] = []
     parts = [1] * query.dim()
     for axis, p in enumerate(query.placements):
-        stays = isinstance(p, Shard) and p.dim < query.dim() - 2 and query.dim() == key.dim() == value.dim()
-        if stays:
+        stays = False
+        if isinstance(p, Shard) and p.dim < query.dim() - 2 and query.dim() == key.dim() == value.dim():
             n = parts[p.dim] * query.device_mesh.size(axis)
             lengths = {t.shape[p.dim] for t in (query, key, value)}
             stays = len(lengths) == 1 or all(length % n == 0 for length in lengths)

@@ -4,7 +4,7 @@
 
 with ring collectives (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH",
 2005): all_gather and reduce_scatter send (n-1)/n of the full buffer in n-1 rounds, all_reduce twice that, all_to_all
-(n-1)/n of the local buffer. `shard` and `partial` send nothing and cost a copy. Pure: nothing here differs between ranks.
+(n-1)/n of the local buffer. `shard` and `partial` send nothing and cost a copy. Nothing here differs between ranks.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Detours: operators that do not run as one local operator.
 
-Lists of tensors (foreach), operators written in terms of others, decompositions, and results whose shape depends on values.
-Registers itself with `dispatch`.
+Lists of tensors (foreach), operators written in terms of others, decompositions, and results whose shape depends on
+values. Registers itself with `dispatch`.
 """
 
 from collections.abc import Callable

@@ -93,7 +93,7 @@ def _key(a, parts: list[Any]) -> bool:
         for item in a:
             static &= _key(item, parts)
         return static
-    elif isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)) or isinstance(a, torch.Generator):
+    elif isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
         return False
     else:
         parts.append(a)
@@ -111,9 +111,7 @@ def with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
     mesh = operands[0].mesh
     first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
     if func._schema.name.endswith("_") and not isinstance(first, DTensorType):
-        raise MixedTensorError(
-            f"{func} would write a DTensor into a plain tensor; write x.full_tensor() for the operand"
-        )
+        raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
 
     def scalar(a):
         if isinstance(a, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What `import dtensor` leaves in torch.compile: the backend's name, and the passes in Inductor's lists of custom passes.
+"""What `import dtensor` leaves in torch.compile: the backend's name, and the passes in Inductor's lists of passes.
 
 Both only forward to `dtensor.compile`, which is imported when something is compiled. `DTENSOR_PASSES=0` in the
 environment, or `dtensor.hooks.uninstall()`, switches the passes of plain `torch.compile` off.

@@ -61,7 +61,7 @@ class Layout:
 
     @staticmethod
     def of(placements: tuple[Placement, ...], ndim: int) -> "Layout":
-        """The layout of checked placements (`as_placements`) of an `ndim`-dimensional tensor; axes cut in mesh order."""
+        """The layout of checked placements (`as_placements`) of an `ndim`-dimensional tensor, cut in mesh order."""
         dims: list[list[int]] = [[] for _ in range(ndim)]
         partial = []
         for axis, p in enumerate(placements):

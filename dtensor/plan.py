@@ -27,7 +27,7 @@ class Step:
     Attributes:
         op: a name of `dtensor.collectives.KERNELS`, or "partial" (R -> P, local).
         src, dst: the layouts before and after.
-        dim: the dimension cut or put together; for all_to_all the one that is put together; None for all_reduce, partial.
+        dim: the dimension cut or put together (for all_to_all: put together); None for all_reduce and partial.
         scatter_dim: for all_to_all the dimension that is cut.
         reduce_op: for the reducing steps and "partial".
     """
@@ -132,7 +132,7 @@ def _edges(at: Layout, src: Layout, dst: Layout):
 
 
 def _step_bytes(step: Step, shape, mesh_shape, itemsize: int) -> float:
-    """Bytes of the buffer that prices `step`: the result of all_gather, the input of the others; even shards assumed."""
+    """Bytes of the buffer that prices `step`: the result of all_gather, the input of the others; as if even."""
     at = step.dst if step.op == "all_gather" else step.src
     return itemsize * prod(shape) / prod(mesh_shape[axis] for axis in at.sharded_axes)
 

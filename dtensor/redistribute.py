@@ -18,7 +18,7 @@ from .spec import Spec
 def redistribute_local(local: torch.Tensor, spec: Spec, dst: Layout, *, async_op: bool = False) -> torch.Tensor:
     """This rank's local tensor after moving a tensor of `spec` from its layout to `dst`.
 
-    With `async_op` the last collective is only started, if nothing local has to follow it; the result waits on first use.
+    With `async_op` the last collective is only started, if nothing local follows it; the result waits on first use.
     """
     src = spec.layout
     if src is dst or spec.coordinate is None:
@@ -32,7 +32,8 @@ def redistribute_local(local: torch.Tensor, spec: Spec, dst: Layout, *, async_op
 
 
 def _length_after(spec: Spec, step: Step):
-    assert step.dim is not None and spec.coordinate is not None, f"{step.op} has no dimension to measure"
+    assert step.dim is not None, f"{step.op} has no dimension to measure"
+    assert spec.coordinate is not None, "nothing is redistributed on a rank outside the mesh"
     shape = step.dst.local_shape(spec.shape, mesh_shape(spec.mesh), spec.coordinate)
     return shape[step.dim]
 
@@ -58,7 +59,7 @@ def _run(local: torch.Tensor, spec: Spec, step: Step) -> torch.Tensor:
 
 
 def _partial(local: torch.Tensor, n: int, reduce_op: str | None, group: str) -> torch.Tensor:
-    """R -> P: the value itself where reducing copies gives it back, else on the first rank of the axis, zeros elsewhere."""
+    """R -> P: the value itself where reducing copies gives it back, else the first rank keeps it, the others zeros."""
     if reduce_op in ("avg", "max", "min"):
         return local
     index = ops.shard(torch.arange(n, device=local.device), 0, group)

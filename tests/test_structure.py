@@ -27,7 +27,7 @@ LAYERS = [
     ["demo"],
     ["cli", "__main__"],
 ]
-"""Modules of dtensor/, lowest first; a module imports from its own layer and the ones below. `__init__` is above `api`."""
+"""Modules of dtensor/, lowest first; each imports from its own layer and those below. `__init__` is above `api`."""
 
 
 def modules():

@@ -5,6 +5,7 @@ is caught before torch takes it apart, in `composite`.
 """
 
 from ..mesh import mesh_shape
+from ..spec import Spec
 from .call import Call, LocalCall, rule_for
 from .rule import Dims, Rule
 
@@ -80,7 +81,7 @@ def fused_backward(call: Call) -> Rule:
             ins.append(_output(value, heads, call["query"], sizes) or ())
         elif name in ("attn_mask", "attn_bias") and value is not None:
             ins.append(_mask(value, heads, sizes))
-        elif hasattr(value, "layout") and hasattr(value, "mesh"):
+        elif isinstance(value, Spec):
             ins.append(((),) * value.ndim)
     outs: list[Dims | None] = [heads, keys, keys]
     outs += [((),) * o.ndim if o is not None else None for o in call.outputs[3:]]

@@ -5,6 +5,7 @@ the shard of the major factor only, and only if it divides evenly; what is kept 
 index maps.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, prod
 
@@ -116,7 +117,7 @@ def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
     return frozenset(f for t in (ins, outs) for d in t for f in d if f not in leading)
 
 
-def _follow(call: Call, source: list[int | None], blocked: frozenset[str] = frozenset(), shape_arg=None) -> Rule:
+def _follow(call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg=None) -> Rule:
     """Output dimension i is input dimension `source[i]`, or a new one (None)."""
     shape = call.operands[0].shape
     (ins,), sizes = broadcast([shape], shape)

@@ -95,7 +95,7 @@ def layout_of(state: State, ndim: int) -> Layout:
     return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
 
 
-def placed(case: Case, mesh, states, pieces) -> tuple[tuple, dict]:
+def placed(case: Case, mesh, states, pieces) -> tuple[Any, Any]:
     """The case's arguments with a DTensor for each operand; 0-dim tensors that are no operands stay plain."""
     supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
 
@@ -117,12 +117,13 @@ def call_and_rule(case: Case, mesh):
     return call, make(call)
 
 
-def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.Tensor]:
+def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.Tensor | None]:
     """Local outputs of this rank when the call runs as `candidate` says."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)
     call, rule = call_and_rule(case, mesh)
     in_place = case.func._schema.name.endswith("_")
     choice = _assemble(rule, [candidate], call.operands, None)
+    assert choice is not None, "only a pinned layout is ever refused"
     out = run(carry_out(call, rule, choice, in_place), case.func, args, kwargs)
     for o, want in zip(as_list(out), candidate.outputs):
         if o is not None and not in_place:

@@ -1,5 +1,7 @@
 """The backend's options, its place in torch.compile, and what it leaves alone; on a fake process group."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -41,7 +43,7 @@ def test_wrong_types(given):
 def test_errors_reach_the_user_of_torch_compile(mesh):
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     compiled = torch.compile(lambda t: t + 1, backend="dtensor", options={"pases": []})
-    with pytest.raises(Exception, match="unknown option 'pases'.*did you mean 'passes'"):
+    with pytest.raises(Exception, match=r"unknown option 'pases'.*did you mean 'passes'"):
         compiled(x)
     compiled = torch.compile(lambda t: t + 1, backend="dtensor", mode="max-autotune")
     with pytest.raises(Exception, match="takes no mode, got 'max-autotune'"):
@@ -83,7 +85,7 @@ def test_plain_compile_has_the_passes_and_can_be_without(mesh):
     x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     with statistics() as s:
         torch.compile(gathered_twice, fullgraph=True)(x)
-    assert [len(r.traced) for r in s.records][0] == 1
+    assert len(s.records[0].traced) == 1
     assert s.forward == []
     torch.compiler.reset()
     hooks.uninstall()
@@ -103,7 +105,7 @@ def test_passes_are_chained_to_what_was_there():
         inductor_config.post_grad_custom_pre_pass = seen.append
         hooks.install()
         hooks.install()
-        chain = inductor_config.post_grad_custom_pre_pass
+        chain: Any = inductor_config.post_grad_custom_pre_pass
         assert chain[0] == seen.append
         assert [type(p) for p in chain[1:]] == [hooks.PlainPasses]
     finally:

@@ -1,4 +1,4 @@
-"""Compiled against eager against one device, on real processes: outputs, every gradient, and what goes wrong at borders."""
+"""Compiled against eager against one device, on real processes: outputs, every gradient, and the borders."""
 
 import copy
 from collections import Counter

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint through the DTensor protocol, on real processes: saved in one layout, loaded in another."""
+"""torch.distributed.checkpoint through the DTensor protocol, on real processes, from one layout to another."""
 
 import pytest
 import torch
