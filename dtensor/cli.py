@@ -6,6 +6,7 @@ exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arg
 
 import importlib.util
 import os
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -24,6 +25,9 @@ from .demo import (
     under_torchrun,
 )
 from .testing import RankError
+
+SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
+"""Short names of the collectives, for the table."""
 
 
 @click.group()
@@ -129,7 +133,9 @@ def report(options: Options, outcome: Outcome) -> str:
         "",
         *_aligned(rows),
         "",
-        "Collectives and the bytes a rank sends in them are those of one step.",
+        "Collectives and the bytes a rank sends in them are those of one step; "
+        + ", ".join(f"{short} {op}" for op, short in SHORT.items())
+        + ".",
         f"The losses {agree}: at most {outcome.difference:.1e} apart (tolerance {TOLERANCE:.0e}).",
         f"Graphs of the compiled step: {outcome.graphs}; graph breaks: {outcome.graph_breaks}.",
     ]
@@ -138,8 +144,15 @@ def report(options: Options, outcome: Outcome) -> str:
 
 def _row(run: Run) -> tuple[str, ...]:
     counts, sent = zip(*[found or (None, None) for found in (run.traffic.forward, run.traffic.backward)])
-    figures = ["-" if n is None else f"{n:,}" for n in (*counts, *sent)]
+    figures = [*map(_counted, counts), *("-" if n is None else f"{n:,}" for n in sent)]
     return (run.name, f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{run.speed:,.0f}", *figures)
+
+
+def _counted(collectives: Counter[str] | None) -> str:
+    """Such as "5 AR + 1 AG"."""
+    if collectives is None:
+        return "-"
+    return " + ".join(f"{n} {SHORT[op]}" for op, n in sorted(collectives.items())) or "none"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:

@@ -11,10 +11,12 @@ import os
 import statistics as numbers
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +53,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one step, and the bytes a rank sends in them; None where it was not counted."""
+    """Collectives of one step by operator, and the bytes a rank sends in them; None where it was not counted."""
 
-    forward: tuple[int, int] | None = None
-    backward: tuple[int, int] | None = None
+    forward: tuple[Counter[str], int] | None = None
+    backward: tuple[Counter[str], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def train(
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
     speed = BATCH * SEQ / numbers.median(seconds[1:] or seconds)
-    return Run(name, tuple(losses), speed, traffic or Traffic((0, 0), (0, 0)))
+    return Run(name, tuple(losses), speed, traffic or Traffic((Counter(), 0), (Counter(), 0)))
 
 
 def count(step: Step, batch: tuple[torch.Tensor, torch.Tensor]) -> Traffic:
@@ -195,7 +197,7 @@ def count(step: Step, batch: tuple[torch.Tensor, torch.Tensor]) -> Traffic:
         loss = step.loss(*batch)
     with CountCollectives() as backward:
         loss.backward()
-    return Traffic((len(forward.collectives), forward.bytes), (len(backward.collectives), backward.bytes))
+    return Traffic(_by_operator(forward.collectives), _by_operator(backward.collectives))
 
 
 def largest_difference(curves: Sequence[Sequence[float]]) -> float:
@@ -220,7 +222,11 @@ def _compiled_traffic(seen, backend: str) -> Traffic:
     """Traffic of the compiled graphs; Dynamo's "eager" backend has no graph of collectives to count."""
     if backend == "eager":
         return Traffic()
-    return Traffic(*[(len(found), sum(c.bytes for c in found)) for found in (seen.forward, seen.backward)])
+    return Traffic(_by_operator(seen.forward), _by_operator(seen.backward))
+
+
+def _by_operator(collectives: Sequence[Any]) -> tuple[Counter[str], int]:
+    return Counter(c.op for c in collectives), sum(c.bytes for c in collectives)
 
 
 def _gathered(curves: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
