@@ -6,13 +6,13 @@ it came from; a start that was there before is read from its operator.
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from dtensor import cost
 from dtensor._torch import hint
 from dtensor.collectives import COMMUNICATING, group_size
 
@@ -20,18 +20,6 @@ from . import ir
 
 RECORD = "dtensor_collective"
 """The key in a start's `meta` under which `lower` leaves what it was lowered from."""
-
-SHARE: dict[str, Callable[[int], tuple[int, int]]] = {
-    "all_gather": lambda n: (n - 1, n),
-    "reduce_scatter": lambda n: (n - 1, n),
-    "all_reduce": lambda n: (2 * (n - 1), n),
-    "all_to_all": lambda n: (n - 1, n),
-}
-"""Operator -> the fraction of the full tensor's bytes that a rank of n sends, with the ring algorithm.
-
-The full tensor is what all_gather gives, what reduce_scatter and all_reduce take, and for all_to_all the local one.
-(Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005.)
-"""
 
 
 @dataclass(frozen=True)
@@ -70,7 +58,7 @@ def describe(node: fx.Node) -> CollectiveInfo | None:
     c = ir.collective(node)
     if c is not None and c.op in COMMUNICATING:
         n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
-        sent = _sent(c.op, n, full)
+        sent = round(cost.wire_bytes(c.op, full, n))
         return CollectiveInfo(c.op, c.group, n, sent, c.reduce_op, c.gather_dim, c.scatter_dim)
     return _describe_start(node) if node.op == "call_function" and node.target in ir.STARTS else None
 
@@ -83,13 +71,8 @@ def _describe_start(node: fx.Node) -> CollectiveInfo:
     reduce_op = str(node.args[1]) if op in ("all_reduce", "reduce_scatter") else None
     gather_dim = 0 if op == "all_gather" else None
     return CollectiveInfo(
-        op, group, n, _sent(op, n, full), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
+        op, group, n, round(cost.wire_bytes(op, full, n)), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
     )
-
-
-def _sent(op: str, n: int, full: int) -> int:
-    numerator, denominator = SHARE[op](n)
-    return full * numerator // denominator
 
 
 def _bytes(val: Any) -> int:
