@@ -5,27 +5,9 @@ Importing this module checks the torch version and raises `ImportError` outside 
 """
 
 import contextlib
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._decomp import decomposition_table as decompositions
-from torch._dynamo import register_backend
-from torch._guards import detect_fake_mode
-from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor as functional_tensor
-from torch.distributed import _functional_collectives as functional_collectives
-from torch.distributed.device_mesh import _mesh_resources as mesh_resources
-from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
-from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 SUPPORTED = ((2, 13), (2, 14))
 """The supported torch releases: at least the first, below the second."""
@@ -44,6 +26,25 @@ def check_version(version: str) -> None:
 
 
 check_version(torch.__version__)
+
+# Only now what another release may not have.
+from torch._decomp import decomposition_table as decompositions
+from torch._dynamo import register_backend
+from torch._guards import detect_fake_mode
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor as functional_tensor
+from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.device_mesh import _mesh_resources as mesh_resources
+from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
+from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
@@ -161,7 +162,7 @@ def boxed(function):
     return make_boxed_func(function)
 
 
-@contextmanager
+@contextlib.contextmanager
 def without_compile_caches():
     """Inside, nothing compiled is taken from the caches of Inductor and AOTAutograd, nor put there."""
     from torch._functorch import config as functorch_config

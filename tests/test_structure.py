@@ -119,3 +119,11 @@ def test_torch_outside_the_range_is_one_clear_error():
             ImportError, match=r"supports torch >=2.13,<2.14 but torch .* is installed; write: pip install"
         ):
             check_version(version)
+
+
+def test_the_version_is_checked_before_anything_private_is_imported():
+    """On another release private names may be missing: the error must still be the clear one."""
+    code = "import sys, torch; torch.__version__ = '2.12.0'; sys.modules['torch._decomp'] = None; import dtensor"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "ImportError: dtensor supports torch >=2.13,<2.14 but torch 2.12.0 is installed" in done.stderr
