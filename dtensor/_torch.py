@@ -36,7 +36,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor as functional_tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
@@ -66,16 +66,16 @@ make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 # A dispatch key above autograd that DTensor carries and no other tensor does. Every operator falls through it
 # (at no cost) but those that must be seen before torch takes them apart.
-OWN_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericWrapper")
-OWN_KEYSET = torch._C.DispatchKeySet(OWN_KEY)
+OWN_KEY = "TESTING_ONLY_GenericWrapper"
+OWN_KEYSET = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(OWN_KEY))
 _fallthrough = torch.library.Library("_", "IMPL")
-_fallthrough.fallback(torch.library.fallthrough_kernel, "TESTING_ONLY_GenericWrapper")
+_fallthrough.fallback(torch.library.fallthrough_kernel, OWN_KEY)
 _own = torch.library.Library("aten", "IMPL")
 
 
 def intercept(name: str, kernel) -> None:
     """Run `kernel` in place of the composite `aten::{name}` whenever an argument is a DTensor."""
-    _own.impl(name, kernel, "TESTING_ONLY_GenericWrapper")
+    _own.impl(name, kernel, OWN_KEY)
 
 
 def without_own_key():
@@ -186,6 +186,7 @@ __all__ = [
     "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
+    "FunctionalTensor",
     "MemberType",
     "OpOverload",
     "TorchDispatchMode",
@@ -201,7 +202,6 @@ __all__ = [
     "disabled_torch_function",
     "dynamo_counters",
     "functional_collectives",
-    "functional_tensor",
     "get_hash_for_files",
     "hint",
     "inductor_compile",

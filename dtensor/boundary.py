@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._torch import FakeTensor, current_device_mesh, functional_tensor
+from ._torch import FakeTensor, FunctionalTensor, current_device_mesh
 from .errors import MeshError, PlacementError
 from .placements import Placement
 
@@ -29,7 +29,7 @@ def is_tracing(out) -> bool:
     """Whether `out`, a DTensor or a sequence of them, holds fake or functional tensors."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     local = getattr(first, "_local_tensor", None)
-    return isinstance(local, (FakeTensor, functional_tensor))
+    return isinstance(local, (FakeTensor, FunctionalTensor))
 
 
 def check_replicas(

@@ -1,7 +1,7 @@
 """Random operators: the same global numbers on every placement as on one device.
 
 The global tensor is drawn from the default generator, which must be in the same state on all ranks, and each rank keeps
-its shard. In a compiled graph Inductor fuses draw and cut.
+its shard: the global tensor is held for the moment of the draw (the factories in `sampling` hold a block of it only).
 """
 
 import torch
