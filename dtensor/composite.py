@@ -49,17 +49,18 @@ def attention_math(
     target = _kept(query, key, value)
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
+    batch = query.shape[:-2]
+    if not enable_gqa:
+        batch = torch.broadcast_shapes(batch, key.shape[:-2], value.shape[:-2])
+    shapes = ((*batch, query.shape[-2], value.shape[-1]), (*batch, query.shape[-2], key.shape[-2]))
     if dropout_p > 0 and dropout_mask is None:
-        layout = Layout.of(tuple(target), query.dim())
-        scores = torch.empty((*query.shape[:-1], key.shape[-2]), device=query.device)
+        layout = Layout.of(tuple(target), len(batch) + 2)
+        scores = torch.empty(shapes[1], device=query.device)
         dropout_mask = keep_shard(scores.bernoulli_(1 - dropout_p), layout, mesh).to(torch.bool)
     out = aten._scaled_dot_product_attention_math(
         q, k, v, mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
     )
-    return tuple(
-        DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s))
-        for t, s in zip(out, ((*query.shape[:-1], value.shape[-1]), (*query.shape[:-1], key.shape[-2])))
-    )
+    return tuple(DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s)) for t, s in zip(out, shapes))
 
 
 def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
@@ -147,7 +148,15 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
     return (scaled if weight is None else scaled * weight).to(x.dtype)
 
 
+def tensor_split(x, tensor_indices_or_sections, dim=0):
+    """`tensor_split` by the values of a tensor, which torch reads straight from memory."""
+    given = tensor_indices_or_sections
+    whole = given.full_tensor() if isinstance(given, DTensor) else given
+    return torch.tensor_split(x, whole.tolist(), dim)
+
+
 intercept("rms_norm", rms_norm)
+intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 

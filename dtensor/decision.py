@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
-from .errors import MeshError, MixedTensorError, OperatorError
+from .errors import MeshError, MixedTensorError
 from .layout import Layout
 from .rules import RULES, Call, LocalCall, Output, choose
 from .rules.choose import Choice
@@ -39,6 +39,7 @@ class Decision:
         replace: arguments (by name) whose global shape is replaced by a local one.
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
+        writes: operands that are written to and were moved: they are moved back and copied into what was given.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
     """
 
@@ -48,6 +49,7 @@ class Decision:
     replace: tuple[tuple[str, Any], ...] = ()
     local: Callable[..., Any] | None = None
     returns_self: bool = False
+    writes: tuple[int, ...] = ()
     kind: str = ""
 
 
@@ -62,34 +64,66 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
         return Decision(kind="foreach")
     if name in COMPOSITES:
         return Decision(kind="composite")
-    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    make = RULES.get(name) or RULES.get(base)
-    if make is None and not _DYNAMIC.isdisjoint(func.tags):
-        return Decision(kind="dynamic")
-    if make is None and func._can_decompose():
-        return Decision(kind="implicit")
-    if make is None and func in decompositions and not func._schema.is_mutable:
-        return Decision(kind="decompose")
+    if any(a.is_out for a in func._schema.arguments):
+        return Decision(kind="out")
+    if torch.Tag.inplace_view in func.tags:
+        return Decision(kind="inplace_view")
+    in_place = is_in_place(func)
+    make = RULES.get(name) or RULES.get(name[:-1] if in_place else name)
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
-    if any(a.name == "out" and a.kwarg_only for a in func._schema.arguments) and "out" in kwargs:
-        raise OperatorError(f"{name} with out= is not supported on DTensor; write out.copy_({base.split('::')[1]}(…))")
+    if make is None and (kind := _without_rule(func, in_place, operands)):
+        return Decision(kind=kind)
     call = call_of(func, args, kwargs, operands)
     rule = make(call) if make is not None else replicated(call)
     assert len(rule.inputs) == len(operands), f"the rule of {func} names {len(rule.inputs)} of {len(operands)} operands"
-    return decide_by(call, rule, in_place=func._schema.name.endswith("_"))
+    return decide_by(call, rule, in_place)
+
+
+def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
+    """The kind of decision for an operator that has no rule; "" if it runs on whole tensors."""
+    if not _DYNAMIC.isdisjoint(func.tags):
+        return "dynamic"
+    if not any(o.layout.partial or any(o.layout.dims) for o in operands):
+        return ""
+    if func._can_decompose():
+        return "implicit"
+    if in_place:
+        return "functional" if functional_of(func) is not None else ""
+    return "decompose" if func in decompositions and not func._schema.is_mutable else ""
+
+
+def is_in_place(func) -> bool:
+    """Whether an operator writes to its first argument and returns it, as `add_` does."""
+    name = func._schema.name
+    return name.endswith("_") and not name.endswith("__")
+
+
+_functional: dict[Any, Any] = {}
+
+
+def functional_of(func) -> Any:
+    """The overload that makes a new tensor where `func` writes to its first argument or to out=, or None."""
+    if func not in _functional:
+        _functional[func] = _find_functional(func)
+    return _functional[func]
+
+
+def _find_functional(func):
+    space, base = func._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, space), base.removesuffix("_"), None)
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    for overload in packet.overloads() if packet is not None else ():
+        other = getattr(packet, overload)
+        found = [(a.name, str(a.type)) for a in other._schema.arguments]
+        if found == wanted and not other._schema.is_mutable:
+            return other
+    return None
 
 
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
-    operands = call.operands
-    pinned = operands[0].layout if in_place else None
-    choice = choose(rule, operands, pinned)
-    if choice is None:
-        raise OperatorError(
-            f"{call.func} would change the layout {operands[0].layout} of the tensor it works on in place; "
-            "write the operator without the underscore, or redistribute the tensor first"
-        )
-    return carry_out(call, rule, choice, in_place)
+    """The decision for `call` by `rule`."""
+    return carry_out(call, rule, choose(rule, call.operands, in_place), in_place)
 
 
 def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decision:
@@ -106,7 +140,22 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
-    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place)
+    writes = tuple(i for i in written(call) if moves[i] is not None)
+    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes)
+
+
+def written(call: Call) -> list[int]:
+    """Indices of the operands that the operator writes to."""
+    found: list[int] = []
+    count = 0
+    for a in call.func._schema.arguments:
+        given = call[a.name]
+        for item in given if isinstance(given, list) else [given]:
+            if isinstance(item, Spec):
+                if a.alias_info is not None and a.alias_info.is_write:
+                    found.append(count)
+                count += 1
+    return found
 
 
 def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
@@ -122,9 +171,15 @@ def _reshape(func, args: tuple, kwargs: dict[str, Any]):
     return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
-_LOCAL: dict[str, Callable[..., Any]] = dict.fromkeys(
-    ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape
-)
+def _resolved(func, args: tuple, kwargs: dict[str, Any]):
+    """A conjugate or negative is computed at once: a bit on the local tensor is nothing the DTensor would know of."""
+    return func(*args, **kwargs).resolve_conj().resolve_neg()
+
+
+_LOCAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape),
+    **dict.fromkeys(("aten::_conj", "aten::_neg_view"), _resolved),
+}
 
 
 def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
@@ -218,8 +273,9 @@ def warn_unless_known(func) -> None:
 
 
 def replicated(call: Call) -> Rule:
-    """The rule of last resort: everything whole on every rank."""
-    warn_unless_known(call.func)
+    """The rule of last resort: everything whole on every rank. A warning says so where that is not the case anyway."""
+    if any(o.layout.partial or any(o.layout.dims) for o in call.operands):
+        warn_unless_known(call.func)
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
 
@@ -243,6 +299,7 @@ __all__ = [
     "check_operands",
     "decide",
     "decide_by",
+    "functional_of",
     "is_dtensor",
     "mapped",
     "replicated",

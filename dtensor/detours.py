@@ -1,7 +1,7 @@
 """Detours: operators that do not run as one local operator.
 
-Lists of tensors (foreach), operators written in terms of others, decompositions, and results whose shape depends on
-values. Registers itself with `dispatch`.
+Lists of tensors (foreach), operators written in terms of others, decompositions, out=, views in place, and results
+whose shape depends on values. Registers itself with `dispatch`.
 """
 
 from collections.abc import Callable
@@ -10,18 +10,20 @@ from typing import Any
 import torch
 
 from . import dispatch
-from ._torch import decompositions
+from ._torch import decompositions, return_and_correct_aliasing
 from .decision import (
     COMPOSITES,
     call_of,
     check_operands,
     decide_by,
+    functional_of,
     is_dtensor,
     mapped,
     replicated,
     warn_unless_known,
 )
 from .dispatch import KINDS, run, with_scalars_wrapped
+from .errors import MixedTensorError, OperatorError
 from .layout import Layout
 from .redistribute import redistribute_local
 from .rules import RULES, Output
@@ -76,7 +78,64 @@ def _tensors(a, found: list[Any]) -> None:
 
 
 def _decompose(func, args: tuple, kwargs: dict[str, Any]):
-    return decompositions[func](*args, **kwargs)
+    made = decompositions[func](*args, **kwargs)
+    return _whole(func, args, kwargs) if made is NotImplemented else made
+
+
+def _whole(func, args: tuple, kwargs: dict[str, Any]):
+    """Everything gathered, the operator on every rank."""
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    call = call_of(func, args, kwargs, operands)
+    return run(decide_by(call, replicated(call), False), func, args, kwargs)
+
+
+def _functional(func, args: tuple, kwargs: dict[str, Any]):
+    """An in-place operator by the one that makes a new tensor."""
+    return args[0].copy_(functional_of(func)(*args, **kwargs))
+
+
+def _out(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator with out=: the result is computed as always, moved to the layout of what was given, and copied.
+
+    Raises:
+        MixedTensorError: out= is a plain tensor.
+        OperatorError: out= has another shape than the result.
+    """
+    targets = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out}
+    rest = {k: v for k, v in kwargs.items() if k not in targets}
+    functional = functional_of(func)
+    if functional is None:
+        raise OperatorError(f"{func} has no form without out= that DTensor could run; write its result to a new tensor")
+    made = functional(*args, **rest)
+    for (name, target), result in zip(targets.items(), made if isinstance(made, (list, tuple)) else (made,)):
+        pairs = zip(target, result) if isinstance(target, (list, tuple)) else ((target, result),)
+        for given, value in pairs:
+            _check_out(func, name, given, value)
+            given.copy_(value)
+    kept = tuple(targets.values())
+    return kept if isinstance(made, (list, tuple)) and len(kept) > 1 else kept[0]
+
+
+def _check_out(func, name: str, given, value) -> None:
+    if is_dtensor(value) and not is_dtensor(given):
+        raise MixedTensorError(f"{func}: {name}= is a plain tensor, other arguments are DTensors; give a DTensor")
+    if given.shape != value.shape:
+        raise OperatorError(
+            f"{func}: {name}= has shape {list(given.shape)}, the result {list(value.shape)}; "
+            f"write {name}=torch.empty_like(...) of a DTensor of that shape, or leave it out"
+        )
+
+
+def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator that changes the shape of its tensor: that becomes what the view is."""
+    functional = functional_of(func)
+    if functional is None:
+        raise OperatorError(f"{func} is not possible on a DTensor; make a new tensor instead")
+    x = args[0]
+    made = functional(*args, **kwargs)
+    x._local_tensor, x._spec = made._local_tensor, made._spec
+    return return_and_correct_aliasing(func, args, kwargs, x)
 
 
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
@@ -126,6 +185,15 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
 COMPOSITES["aten::linalg_vector_norm"] = vector_norm
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
 
-KINDS.update(foreach=_foreach, composite=_composite, decompose=_decompose, implicit=_implicit, dynamic=_dynamic)
+KINDS.update(
+    foreach=_foreach,
+    composite=_composite,
+    decompose=_decompose,
+    implicit=_implicit,
+    dynamic=_dynamic,
+    functional=_functional,
+    out=_out,
+    inplace_view=_inplace_view,
+)
 
 __all__ = ["vector_norm"]

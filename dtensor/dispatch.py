@@ -7,12 +7,14 @@ are ints it is cached, so the hot path is one dictionary lookup.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from .aliasing import write_through
 from .caches import cache
-from .decision import Decision, check_operands, decide
+from .decision import Decision, check_operands, decide, mapped
 from .errors import MixedTensorError
 from .layout import Layout
 from .redistribute import redistribute_local
@@ -117,7 +119,7 @@ def with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
         if isinstance(a, (list, tuple)):
             return [scalar(item) for item in a]
         if isinstance(a, torch.Tensor) and not isinstance(a, DTensorType):
-            return wrap(a, Spec.make(mesh, Layout.make(mesh.ndim, (), ()), (), (), a.dtype))
+            return wrap(a, Spec.make(mesh, Layout.make(mesh.ndim, ((),) * a.dim(), ()), a.shape, a.stride(), a.dtype))
         return a
 
     return tuple(map(scalar, args)), {k: scalar(a) for k, a in kwargs.items()}
@@ -126,6 +128,8 @@ def with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
 def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     if decision.kind:
         return KINDS[decision.kind](func, args, kwargs)
+    if decision.writes:
+        return _run_and_write_back(decision, func, args, kwargs)
     if decision.moves:
         moves = iter(decision.moves)
         local_args = [_localized(a, moves) for a in args]
@@ -141,12 +145,46 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     else:
         result = func(*local_args, **local_kwargs)
     if decision.returns_self:
-        return args[0]
+        return _written(args[0])
     if not decision.many:
         spec = decision.outputs[0] if decision.outputs else None
         return result if spec is None else wrap(result, spec)
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, decision.outputs)]
     return wrapped if isinstance(result, list) else tuple(wrapped)
+
+
+def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
+    """Operands that are written to in another layout than their own: run on the moved ones, then move those back."""
+    operands: list[Any] = []
+    mapped([args, list(kwargs.values())], operands.append)
+    supply = iter([_moved(x, target) for x, target in zip(operands, decision.moves)])
+    moved_args, moved_kwargs = [], {}
+    at_hand: list[Any] = []
+
+    def take(_):
+        at_hand.append(next(supply))
+        return at_hand[-1]
+
+    moved_args = [mapped(a, take) for a in args]
+    moved_kwargs = {k: mapped(a, take) for k, a in kwargs.items()}
+    out = run(replace(decision, moves=(), writes=()), func, tuple(moved_args), moved_kwargs)
+    for i in decision.writes:
+        back = redistribute_local(at_hand[i]._local_tensor, at_hand[i]._spec, operands[i]._spec.layout)
+        operands[i]._local_tensor.copy_(back)
+    return _written(args[0]) if decision.returns_self else out
+
+
+def _written(x):
+    for one in x if type(x) is list else (x,):
+        if one._view_of is not None:
+            write_through(one)
+    return x
+
+
+def _moved(x, target: Layout | None):
+    if target is None:
+        return x
+    return wrap(redistribute_local(x._local_tensor, x._spec, target), x._spec.with_layout(target))
 
 
 def _local_of(a):

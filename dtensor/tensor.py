@@ -21,6 +21,7 @@ from ._torch import (
     never_traced,
     return_and_correct_aliasing,
 )
+from .aliasing import remember
 from .boundary import check_replicas, current_mesh, is_tracing
 from .collectives import library
 from .decision import COMPOSITES
@@ -46,6 +47,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
+    _view_of: tuple | None = None
 
     __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
@@ -63,8 +65,10 @@ class DTensor(torch.Tensor):
     @never_traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         out = dispatch(func, args, kwargs or {})
-        if func.is_view and is_tracing(out):
-            return return_and_correct_aliasing(func, args, kwargs or {}, out)
+        if func.is_view:
+            remember(func, args, kwargs or {}, out)
+            if is_tracing(out):
+                return return_and_correct_aliasing(func, args, kwargs or {}, out)
         return out
 
     def __tensor_flatten__(self):

@@ -101,7 +101,11 @@ def view(call: Call) -> Rule:
     ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
     # The minor rest of a many-to-many group stands for no dimension of its own and is never a candidate.
     blocked = frozenset(f for d in ins for f in d[1:])
-    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg="size")
+    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg=_size(call))
+
+
+def _size(call: Call) -> str:
+    return "size" if call.has("size") else "shape"
 
 
 def _reinterpreted(call: Call, out) -> Rule:
