@@ -16,7 +16,7 @@ import torch
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
 from .errors import MeshError, MixedTensorError, OperatorError
 from .layout import Layout
-from .rules import RULES, Call, LocalCall, Output, choose
+from .rules import Call, LocalCall, Output, choose, is_in_place, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
@@ -63,7 +63,7 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     if name in COMPOSITES:
         return Decision(kind="composite")
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    make = RULES.get(name) or RULES.get(base)
+    make = rule_of(func)
     if make is None and not _DYNAMIC.isdisjoint(func.tags):
         return Decision(kind="dynamic")
     if make is None and func._can_decompose():
@@ -77,7 +77,7 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     call = call_of(func, args, kwargs, operands)
     rule = make(call) if make is not None else replicated(call)
     assert len(rule.inputs) == len(operands), f"the rule of {func} names {len(rule.inputs)} of {len(operands)} operands"
-    return decide_by(call, rule, in_place=func._schema.name.endswith("_"))
+    return decide_by(call, rule, in_place=is_in_place(func))
 
 
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:

@@ -39,7 +39,7 @@ def choose(rule: Rule, operands: list[Spec], pinned: Layout | None = None) -> Ch
         pinned: for an in-place operator, the layout that operand 0 and output 0 must keep.
 
     Returns:
-        The choice; None if the pinned layout allows none.
+        The choice; None if the pinned layout, or that of an operand that is written to, allows none.
     """
     mesh = mesh_shape(operands[0].mesh)
     table = candidates(rule)
@@ -48,7 +48,7 @@ def choose(rule: Rule, operands: list[Spec], pinned: Layout | None = None) -> Ch
     for axis, n in enumerate(mesh):
         best, least = None, inf
         for c in table:
-            if not _fits(rule, c, n, shared) or not _keeps(c, rule, pinned, axis):
+            if not _fits(rule, c, n, shared) or not _keeps(c, rule, operands, pinned, axis):
                 continue
             price = _price(rule, c, operands, axis, mesh, least)
             if price < least:
@@ -68,7 +68,9 @@ def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
     return rule.sizes[c.factor] % (n * shared.get(c.factor, 1)) == 0
 
 
-def _keeps(c: Candidate, rule: Rule, pinned: Layout | None, axis: int) -> bool:
+def _keeps(c: Candidate, rule: Rule, operands: list[Spec], pinned: Layout | None, axis: int) -> bool:
+    if any(c.inputs[i] != _state(operands[i].layout, axis) for i in rule.written):
+        return False
     if pinned is None:
         return True
     want = _state(pinned, axis)
@@ -139,6 +141,8 @@ def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], pinned:
         ins.append(spec.layout if _stays(rule, i, spec.layout.dims != target.dims) else target)
     outs = tuple(None if d is None else layout("outputs", i, len(d)) for i, d in enumerate(rule.outputs))
     if pinned is not None and outs[0] is not pinned:
+        return None
+    if any(ins[i] is not operands[i].layout for i in rule.written):
         return None
     return Choice(tuple(ins), outs, axes)
 
