@@ -62,7 +62,7 @@ def never_traced(function):
 
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
-is_alias_of = torch._C._is_alias_of
+is_alias_of = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 # A dispatch key above autograd that DTensor carries and no other tensor does. Every operator falls through it

@@ -16,7 +16,7 @@ import torch
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
 from .errors import MeshError, MixedTensorError
 from .layout import Layout
-from .rules import RULES, Call, LocalCall, Output, choose
+from .rules import Call, LocalCall, Output, choose, is_in_place, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
@@ -69,7 +69,7 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     if torch.Tag.inplace_view in func.tags:
         return Decision(kind="inplace_view")
     in_place = is_in_place(func)
-    make = RULES.get(name) or RULES.get(name[:-1] if in_place else name)
+    make = rule_of(func)
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     if make is None and (kind := _without_rule(func, in_place, operands)):
@@ -91,12 +91,6 @@ def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
     if in_place:
         return "functional" if functional_of(func) is not None else ""
     return "decompose" if func in decompositions and not func._schema.is_mutable else ""
-
-
-def is_in_place(func) -> bool:
-    """Whether an operator writes to its first argument and returns it, as `add_` does."""
-    name = func._schema.name
-    return name.endswith("_") and not name.endswith("__")
 
 
 _functional: dict[Any, Any] = {}
@@ -140,12 +134,12 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
-    writes = tuple(i for i in written(call) if moves[i] is not None)
+    writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
     return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes)
 
 
 def written(call: Call) -> list[int]:
-    """Indices of the operands that the operator writes to."""
+    """Indices of the operands that the operator says it writes to."""
     found: list[int] = []
     count = 0
     for a in call.func._schema.arguments:

@@ -26,7 +26,7 @@ from .dispatch import KINDS, run, with_scalars_wrapped
 from .errors import MixedTensorError, OperatorError
 from .layout import Layout
 from .redistribute import redistribute_local
-from .rules import RULES, Output
+from .rules import Output, rule_of
 from .spec import Spec
 
 
@@ -61,7 +61,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     check_operands(func, args, kwargs, operands)
     call = call_of(func, args, kwargs, operands)
     in_place = base.endswith("_")
-    make = RULES.get(f"aten::{base.removesuffix('_')}")
+    make = rule_of(func)
     if (in_place and not call.outputs) or call.outputs == (None,):
         first = operands[0]
         call.outputs, call.many = (Output(first.shape, first.stride, first.dtype),), True

@@ -1,8 +1,9 @@
 """The sharding rules of aten, as tables by family. `RULES` maps an operator's name to its rule function."""
 
 from . import attention, indexing, loss, matmul, norm, pointwise, random, reduction, views
-from .call import RULES, Call, LocalCall, Output
+from .call import RULES, Call, LocalCall, Output, is_in_place
 from .choose import Choice, choose
+from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
 
 FAMILIES = (attention, indexing, loss, matmul, norm, pointwise, random, reduction, views)
@@ -19,4 +20,6 @@ __all__ = [
     "Rule",
     "candidates",
     "choose",
+    "is_in_place",
+    "rule_of",
 ]

@@ -88,6 +88,8 @@ def _price(
         if have == want or _stays(rule, i, isinstance(have, int) or isinstance(want, int)):
             continue
         total += _move(spec, have, want, axis, mesh)
+        if i in rule.written:
+            total += _move(spec, want, have, axis, mesh)
         if total > limit:
             break
     return total

@@ -19,7 +19,7 @@ ADDED = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addbmm": None}
 
 @rule_for(*EINSUMS)
 def product(call: Call) -> Rule:
-    a, b, out = EINSUMS[call.func._schema.name.split("::")[1]]
+    a, b, out = EINSUMS[call.name]
     x, y = call.operands
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
     return Rule((dims(a), dims(b)), (dims(out),), sizes, reduce={"k": "sum"}, linear=(frozenset({0}), frozenset({1})))
@@ -28,7 +28,7 @@ def product(call: Call) -> Rule:
 @rule_for(*[name for name, base in ADDED.items() if base])
 def added_product(call: Call) -> Rule:
     """`beta * input + alpha * (a @ b)`: where the contracted factor is sharded the input must be partial too."""
-    a, b, out = EINSUMS[ADDED[call.func._schema.name.split("::")[1].removesuffix("_")] or ""]
+    a, b, out = EINSUMS[ADDED[call.name]]
     bias, x, y = call.operands
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
     full = [sizes[f] for f in out]

@@ -55,7 +55,7 @@ def reduced_dims(call: Call) -> tuple[list[int], bool]:
 
 @rule_for(*REDUCTIONS)
 def reduction(call: Call) -> Rule:
-    name = call.func._schema.name.split("::")[1]
+    name = call.name
     shape = call.operands[0].shape
     if len(call.operands) == 2:
         return elementwise_extremum(call)
@@ -98,7 +98,7 @@ def _extremum(call: LocalCall):
     if x.numel() or not any(call.axes.values()):
         return call.run()
     over, keep = reduced_dims(call.call)
-    wants_max = REDUCTIONS[call.func._schema.name.split("::")[1]] == "max"
+    wants_max = REDUCTIONS[call.call.name] == "max"
     if x.dtype.is_floating_point:
         worst = -inf if wants_max else inf
     else:
@@ -125,7 +125,7 @@ ALONG = {
 
 @rule_for(*ALONG)
 def along(call: Call) -> Rule:
-    argument, linear = ALONG[call.func._schema.name.split("::")[1]]
+    argument, linear = ALONG[call.name]
     shape = call.operands[0].shape
     ins, sizes = broadcast([o.shape for o in call.operands], shape)
     given = call[argument]

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..decision import call_of, carry_out
 from ..dispatch import run
 from ..layout import Layout
-from ..rules import RULES
+from ..rules import rule_of
+from ..rules.call import is_in_place
 from ..rules.choose import _assemble, _fits
 from ..rules.rule import Candidate, candidates
 from ..tensor import DTensor
@@ -112,8 +113,8 @@ def call_and_rule(case: Case, mesh):
     states = [None] * len(tensors((case.args, case.kwargs)))
     args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
     call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
-    name = case.func._schema.name
-    make = RULES.get(name) or RULES[name.removesuffix("_")]
+    make = rule_of(case.func)
+    assert make is not None, f"{case.func} has no rule"
     return call, make(call)
 
 
@@ -121,7 +122,7 @@ def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.
     """Local outputs of this rank when the call runs as `candidate` says."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)
     call, rule = call_and_rule(case, mesh)
-    in_place = case.func._schema.name.endswith("_")
+    in_place = is_in_place(case.func)
     choice = _assemble(rule, [candidate], call.operands, False)
     out = run(carry_out(call, rule, choice, in_place), case.func, args, kwargs)
     for o, want in zip(as_list(out), candidate.outputs):
