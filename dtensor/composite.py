@@ -6,12 +6,14 @@ embedding depends on how its table is sharded, which the derivative formula does
 place on a mean that may be partial.
 """
 
+from typing import Any
+
 import torch
 
 from ._torch import intercept, without_own_key
 from .collectives import library
 from .decision import COMPOSITES
-from .errors import MixedTensorError
+from .invariance import check_invariant
 from .layout import Layout
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
@@ -38,14 +40,9 @@ def attention_math(
     Batch and head dimensions keep their shards; sequence and features are put together first. Taken apart, it would
     merge batch and heads into one dimension, which only a sharded batch survives.
     """
-    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    for name, given in named.items():
-        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
-            raise MixedTensorError(
-                f"scaled_dot_product_attention: argument '{name}' is a plain tensor of shape {list(given.shape)}, "
-                "other arguments are DTensors; write distribute_tensor(x, device_mesh, placements)"
-            )
-    mesh = query.device_mesh
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    mesh = next(x.device_mesh for x in given.values() if isinstance(x, DTensor))
+    query, key, value, attn_mask = (_distributed(x, name, mesh) for name, x in given.items())
     target = _kept(query, key, value)
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
@@ -60,6 +57,14 @@ def attention_math(
         DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s))
         for t, s in zip(out, ((*query.shape[:-1], value.shape[-1]), (*query.shape[:-1], key.shape[-2])))
     )
+
+
+def _distributed(x, name: str, mesh) -> Any:
+    """The argument as a DTensor; a plain tensor that is alike on all ranks is taken as replicated."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+        return x
+    check_invariant("scaled_dot_product_attention", name, x)
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
 def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:

@@ -21,7 +21,8 @@ from .decision import (
     replicated,
     warn_unless_known,
 )
-from .dispatch import KINDS, run, with_scalars_wrapped
+from .dispatch import KINDS, run, with_plain_wrapped
+from .invariance import region_of_torch
 from .layout import Layout
 from .redistribute import redistribute_local
 from .rules import RULES, Output
@@ -51,7 +52,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     if not any(is_dtensor(t) for t in tensors):
         return func(*args, **kwargs)
     if not all(is_dtensor(t) for t in tensors):
-        args, kwargs = with_scalars_wrapped(func, args, kwargs)
+        args, kwargs = with_plain_wrapped(func, args, kwargs)
     base = func._schema.name.removeprefix("aten::_foreach_")
     if base.rstrip("_") in FOREACH_COMPOSITES:
         return [FOREACH_COMPOSITES[base](*[a[0] if isinstance(a, list) else a for a in args], **kwargs)]
@@ -76,12 +77,14 @@ def _tensors(a, found: list[Any]) -> None:
 
 
 def _decompose(func, args: tuple, kwargs: dict[str, Any]):
-    return decompositions[func](*args, **kwargs)
+    with region_of_torch():
+        return decompositions[func](*args, **kwargs)
 
 
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
-    return func.decompose(*args, **kwargs)
+    with region_of_torch():
+        return func.decompose(*args, **kwargs)
 
 
 def _dynamic(func, args: tuple, kwargs: dict[str, Any]):

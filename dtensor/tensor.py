@@ -26,6 +26,7 @@ from .collectives import library
 from .decision import COMPOSITES
 from .dispatch import dispatch, install
 from .errors import MeshError, ShardingError
+from .invariance import mark_local
 from .layout import Layout
 from .placements import Placement, Replicate, Shard, as_placements
 from .redistribute import check_target, redistribute_local
@@ -63,8 +64,12 @@ class DTensor(torch.Tensor):
     @never_traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         out = dispatch(func, args, kwargs or {})
-        if func.is_view and is_tracing(out):
-            return return_and_correct_aliasing(func, args, kwargs or {}, out)
+        if type(out) is DTensor and type(out._local_tensor) is torch.Tensor:
+            return out
+        if is_tracing(out):
+            mark_local(out)
+            if func.is_view:
+                return return_and_correct_aliasing(func, args, kwargs or {}, out)
         return out
 
     def __tensor_flatten__(self):
