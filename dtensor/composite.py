@@ -1,9 +1,9 @@
 """Composite operators seen whole: what torch would take apart before DTensor gets to see it.
 
-DTensor carries a dispatch key above autograd; operators registered here are caught on it. Three need it: the math path
-of attention makes its causal mask as a plain tensor on the way and merges batch with heads, the gradient of an
-embedding depends on how its table is sharded, which the derivative formula does not pass on, and RMS norm works in
-place on a mean that may be partial.
+DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
+makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
+how its table is sharded, which the derivative formula does not pass on; RMS norm works in place on a mean that may be
+partial; and a few make constants on the way, which a region lets pass.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from ._torch import intercept, without_own_key
 from .collectives import library
 from .decision import COMPOSITES
-from .invariance import check_invariant
+from .invariance import check_invariant, region_of_torch
 from .layout import Layout
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
@@ -151,6 +151,35 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
     scaled = wide * (mean + eps).rsqrt()
     return (scaled if weight is None else scaled * weight).to(x.dtype)
 
+
+IN_REGION = (
+    "combinations",
+    "linalg_matrix_power",
+    "linalg_matrix_rank",
+    "linalg_matrix_rank.atol_rtol_float",
+    "linalg_matrix_rank.atol_rtol_tensor",
+    "matrix_power",
+    "nanquantile",
+    "nanquantile.scalar",
+    "quantile",
+    "quantile.scalar",
+)
+"""Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
+
+
+def _in_region(name: str):
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+
+    def kernel(*args, **kwargs):
+        with without_own_key(), region_of_torch():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+for _name in IN_REGION:
+    intercept(_name, _in_region(_name))
 
 intercept("rms_norm", rms_norm)
 intercept("_scaled_dot_product_attention_math", attention_math)

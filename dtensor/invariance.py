@@ -74,7 +74,7 @@ def _objection(x: torch.Tensor) -> str | None:
             return None
     if not _is_marked(x):
         return ""
-    return " that requires a gradient" if x.requires_grad and not is_below_autograd() else None
+    return " that requires a gradient" if x.requires_grad and torch.is_grad_enabled() else None
 
 
 def _origin(node: torch.fx.Node) -> str | None:
@@ -160,20 +160,23 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if types and not all(t in PLAIN for t in types):
+            return func(*args, **kwargs)
         given = list(_tensors([args, list(kwargs.values())]))
         info = schema(func)
-        alike = (info.name in LIFTS or _differs_by(func) is None) and all(type(t) in PLAIN for t in given)
+        alike = _differs_by(func) is None
         if info.name not in SHAPE_ONLY and info.name not in LIFTS:
             alike = alike and all(t.dim() == 0 or _is_marked(t) for t in given)
-        written = [t for t in _written(info, args, kwargs) if type(t) in PLAIN]
+        written = list(_written(info, args, kwargs))
         kept = [alike and _is_marked(t) for t in written]
         out = func(*args, **kwargs)
         for t, keep in zip(written, kept):
             self._mark(t, keep, self.counts)
-        if info.name in LIFTS or not any(r.alias_info for r in info.returns):
-            for t in _tensors(out):
-                if type(t) in PLAIN:
-                    self._mark(t, alike, False)
+        # A view shares the mark already; what has memory of its own needs one.
+        shared = [] if info.name in LIFTS else [_storage(t) for t in given]
+        for t in _tensors(out):
+            if all(_storage(t) is not s for s in shared):
+                self._mark(t, alike, False)
         return out
 
     def _mark(self, x: torch.Tensor, alike: bool, soon_counted: bool) -> None:
