@@ -15,6 +15,7 @@ from .errors import (
     PlacementError,
     ShardingError,
 )
+from .invariance import implicit_replication
 from .placements import Partial, Placement, Replicate, Shard
 from .tensor import DTensor
 
@@ -42,6 +43,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "full",
+    "implicit_replication",
     "init_device_mesh",
     "ones",
     "rand",

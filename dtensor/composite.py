@@ -1,17 +1,19 @@
 """Composite operators seen whole: what torch would take apart before DTensor gets to see it.
 
-DTensor carries a dispatch key above autograd; operators registered here are caught on it. Three need it: the math path
-of attention makes its causal mask as a plain tensor on the way and merges batch with heads, the gradient of an
-embedding depends on how its table is sharded, which the derivative formula does not pass on, and RMS norm works in
-place on a mean that may be partial.
+DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
+makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
+how its table is sharded, which the derivative formula does not pass on; RMS norm works in place on a mean that may be
+partial; and a few make constants on the way, which a region lets pass.
 """
+
+from typing import Any
 
 import torch
 
 from ._torch import intercept, without_own_key
 from .collectives import library
 from .decision import COMPOSITES
-from .errors import MixedTensorError
+from .invariance import check_invariant, region_of_torch
 from .layout import Layout
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
@@ -38,14 +40,9 @@ def attention_math(
     Batch and head dimensions keep their shards; sequence and features are put together first. Taken apart, it would
     merge batch and heads into one dimension, which only a sharded batch survives.
     """
-    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    for name, given in named.items():
-        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
-            raise MixedTensorError(
-                f"scaled_dot_product_attention: argument '{name}' is a plain tensor of shape {list(given.shape)}, "
-                "other arguments are DTensors; write distribute_tensor(x, device_mesh, placements)"
-            )
-    mesh = query.device_mesh
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    mesh = next(x.device_mesh for x in given.values() if isinstance(x, DTensor))
+    query, key, value, attn_mask = (_distributed(x, name, mesh) for name, x in given.items())
     target = _kept(query, key, value)
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
@@ -61,6 +58,14 @@ def attention_math(
         q, k, v, mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
     )
     return tuple(DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s)) for t, s in zip(out, shapes))
+
+
+def _distributed(x, name: str, mesh) -> Any:
+    """The argument as a DTensor; a plain tensor that is alike on all ranks is taken as replicated."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+        return x
+    check_invariant("scaled_dot_product_attention", name, x)
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
 def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
@@ -154,6 +159,35 @@ def tensor_split(x, tensor_indices_or_sections, dim=0):
     whole = given.full_tensor() if isinstance(given, DTensor) else given
     return torch.tensor_split(x, whole.tolist(), dim)
 
+
+IN_REGION = (
+    "combinations",
+    "linalg_matrix_power",
+    "linalg_matrix_rank",
+    "linalg_matrix_rank.atol_rtol_float",
+    "linalg_matrix_rank.atol_rtol_tensor",
+    "matrix_power",
+    "nanquantile",
+    "nanquantile.scalar",
+    "quantile",
+    "quantile.scalar",
+)
+"""Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
+
+
+def _in_region(name: str):
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+
+    def kernel(*args, **kwargs):
+        with without_own_key(), region_of_torch():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+for _name in IN_REGION:
+    intercept(_name, _in_region(_name))
 
 intercept("rms_norm", rms_norm)
 intercept("tensor_split.tensor_indices_or_sections", tensor_split)

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
-from .errors import MeshError, MixedTensorError
+from .errors import MeshError
+from .invariance import check_invariant
 from .layout import Layout
 from .rules import Call, LocalCall, Output, choose, is_in_place, rule_of
 from .rules.choose import Choice
@@ -187,7 +188,7 @@ def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
 
 
 def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> None:
-    """Collect the operands' specs; refuse plain tensors and a second mesh."""
+    """Collect the operands' specs; refuse a second mesh, and plain tensors that may differ between ranks."""
     names = [a.name for a in func._schema.arguments]
     for name, value in [*zip(names, args), *kwargs.items()]:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -198,12 +199,8 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
                         f"{func}: argument '{name}' lives on {item._spec.mesh} but another one on {operands[0].mesh}; "
                         "redistribute works within one mesh: build both tensors on the same DeviceMesh"
                     )
-            elif isinstance(item, torch.Tensor) and item.dim() > 0:
-                raise MixedTensorError(
-                    f"{func}: argument '{name}' is a plain tensor of shape {list(item.shape)}, other arguments are "
-                    "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, or "
-                    "DTensor.from_local(x, device_mesh, placements) for a local one"
-                )
+            elif isinstance(item, torch.Tensor):
+                check_invariant(func, name, item)
 
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:

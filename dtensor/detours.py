@@ -22,8 +22,9 @@ from .decision import (
     replicated,
     warn_unless_known,
 )
-from .dispatch import KINDS, run, with_scalars_wrapped
+from .dispatch import KINDS, run, with_plain_wrapped
 from .errors import MixedTensorError, OperatorError
+from .invariance import region_of_torch
 from .layout import Layout
 from .redistribute import redistribute_local
 from .rules import Output, rule_of
@@ -53,7 +54,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     if not any(is_dtensor(t) for t in tensors):
         return func(*args, **kwargs)
     if not all(is_dtensor(t) for t in tensors):
-        args, kwargs = with_scalars_wrapped(func, args, kwargs)
+        args, kwargs = with_plain_wrapped(func, args, kwargs)
     base = func._schema.name.removeprefix("aten::_foreach_")
     if base.rstrip("_") in FOREACH_COMPOSITES:
         return [FOREACH_COMPOSITES[base](*[a[0] if isinstance(a, list) else a for a in args], **kwargs)]
@@ -78,7 +79,8 @@ def _tensors(a, found: list[Any]) -> None:
 
 
 def _decompose(func, args: tuple, kwargs: dict[str, Any]):
-    made = decompositions[func](*args, **kwargs)
+    with region_of_torch():
+        made = decompositions[func](*args, **kwargs)
     return _whole(func, args, kwargs) if made is NotImplemented else made
 
 
@@ -140,7 +142,8 @@ def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
 
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
-    return func.decompose(*args, **kwargs)
+    with region_of_torch():
+        return func.decompose(*args, **kwargs)
 
 
 def _dynamic(func, args: tuple, kwargs: dict[str, Any]):

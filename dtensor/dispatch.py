@@ -46,7 +46,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     """Run `func` on arguments some of which are DTensors.
 
     Raises:
-        MixedTensorError: a plain tensor of one or more dimensions is among the arguments.
+        MixedTensorError: a plain tensor that may differ between ranks is among the arguments.
         MeshError: the DTensors live on different meshes.
         OperatorError: an in-place operator would have to change the layout of its tensor.
     """
@@ -64,7 +64,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     if _PLAIN in parts:
         if func._schema.name.startswith("aten::_foreach_"):
             return KINDS["foreach"](func, args, kwargs)
-        args, kwargs = with_scalars_wrapped(func, args, kwargs)
+        args, kwargs = with_plain_wrapped(func, args, kwargs)
         return dispatch(func, args, kwargs)
     if not static:
         return run(decide(func, args, kwargs), func, args, kwargs)
@@ -102,11 +102,11 @@ def _key(a, parts: list[Any]) -> bool:
     return True
 
 
-def with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The call with plain 0-dim tensors as replicated DTensors.
+def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The call with plain tensors that are alike on all ranks as replicated DTensors.
 
     Raises:
-        MixedTensorError: a plain tensor has dimensions, or is to be written to.
+        MixedTensorError: a plain tensor may differ between ranks, or is to be written to.
     """
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
@@ -115,14 +115,15 @@ def with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
     if func._schema.name.endswith("_") and not isinstance(first, DTensorType):
         raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
 
-    def scalar(a):
+    def replicated(a):
         if isinstance(a, (list, tuple)):
-            return [scalar(item) for item in a]
+            return [replicated(item) for item in a]
         if isinstance(a, torch.Tensor) and not isinstance(a, DTensorType):
-            return wrap(a, Spec.make(mesh, Layout.make(mesh.ndim, ((),) * a.dim(), ()), a.shape, a.stride(), a.dtype))
+            layout = Layout.make(mesh.ndim, ((),) * a.dim(), ())
+            return wrap(a, Spec.make(mesh, layout, a.shape, a.stride(), a.dtype))
         return a
 
-    return tuple(map(scalar, args)), {k: scalar(a) for k, a in kwargs.items()}
+    return tuple(map(replicated, args)), {k: replicated(a) for k, a in kwargs.items()}
 
 
 def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
@@ -205,4 +206,4 @@ def _localized(a, moves):
     return a
 
 
-__all__ = ["KINDS", "dispatch", "install", "run", "with_scalars_wrapped"]
+__all__ = ["KINDS", "dispatch", "install", "run", "with_plain_wrapped"]

@@ -13,7 +13,7 @@ LINKS = ("compile", "passes")
 
 LAYERS = [
     ["errors", "_torch", "caches"],
-    ["placements", "cost", "mesh", "collectives", "hooks"],
+    ["placements", "cost", "mesh", "collectives", "hooks", "invariance"],
     ["layout"],
     ["spec", "plan"],
     ["redistribute", "aliasing", "checkpoint", "rules"],
