@@ -58,7 +58,10 @@ def choose(rule: Rule, operands: list[Spec], pinned: Layout | None = None) -> Ch
         picked.append(best)
         if best.factor is not None:
             shared[best.factor] = shared.get(best.factor, 1) * n
-    return _assemble(rule, picked, operands, pinned)
+    choice = _assemble(rule, picked, operands, pinned)
+    if choice is not None and any(choice.inputs[i] is not operands[i].layout for i in rule.written):
+        return None
+    return choice
 
 
 def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
@@ -141,8 +144,6 @@ def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], pinned:
         ins.append(spec.layout if _stays(rule, i, spec.layout.dims != target.dims) else target)
     outs = tuple(None if d is None else layout("outputs", i, len(d)) for i, d in enumerate(rule.outputs))
     if pinned is not None and outs[0] is not pinned:
-        return None
-    if any(ins[i] is not operands[i].layout for i in rule.written):
         return None
     return Choice(tuple(ins), outs, axes)
 
