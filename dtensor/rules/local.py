@@ -1,4 +1,4 @@
-"""Local: what `local` functions of rules share, for operators that would be wrong on a shard, or refuse an empty one."""
+"""Local: what `local` functions share, for operators that would be wrong on a shard, or that refuse an empty one."""
 
 from collections.abc import Callable
 from typing import Any

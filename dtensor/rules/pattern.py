@@ -73,7 +73,7 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     ins, outs = words(pattern.text)
     named = [a.name for a in call.func._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
     present = [i for i, name in enumerate(named) if hasattr(call[name], "layout")]
-    if len(present) != len(call.operands) or len(ins) < len(named):
+    if len(present) != len(call.operands) or len(ins) != len(named):
         return whole_rule(call)
     sizes = {f: call[a] for f, a in pattern.sizes.items() if not _is_one(call[a])}
     gone = set(pattern.sizes) - set(sizes)
@@ -150,12 +150,13 @@ def _sizes(spread: list[Dims], shapes: list[tuple], sizes: dict[str, Any]) -> se
 
 def _thinned(dims: Dims, shape: tuple, sizes: Mapping[str, Any]) -> Dims:
     """A leading dimension of length 1 that broadcasts is not sharded; nor is what has no size."""
-    return tuple(
-        ()
-        if any(f not in sizes for f in d) or (d and d[0][0] == "*" and _is_one(s) and not _is_one(sizes[d[0]]))
-        else d
-        for d, s in zip(dims, shape)
-    )
+
+    def stays_whole(factors: tuple[str, ...], size) -> bool:
+        if any(f not in sizes for f in factors):
+            return True
+        return bool(factors) and factors[0][0] == "*" and _is_one(size) and not _is_one(sizes[factors[0]])
+
+    return tuple(() if stays_whole(d, s) else d for d, s in zip(dims, shape))
 
 
 def whole_rule(call: Call) -> Rule:
@@ -169,12 +170,13 @@ def _is_one(size) -> bool:
 
 
 def pattern_rules(table: Mapping[str, Pattern | str]) -> None:
-    """Register a table: operator -> its pattern."""
+    """Register a table: operator -> its pattern; an entry with overload comes before one without."""
     patterns = {name: Pattern(p) if isinstance(p, str) else p for name, p in table.items()}
 
-    @rule_for(*patterns)
+    @rule_for(*{name.partition(".")[0] for name in patterns})
     def by_pattern(call: Call) -> Rule:
-        return bind(patterns[call.name], call)
+        found = patterns.get(f"{call.name}.{call.func._overloadname}") or patterns.get(call.name)
+        return whole_rule(call) if found is None else bind(found, call)
 
 
 __all__ = ["Pattern", "bind", "pattern_rules", "whole_rule", "words"]

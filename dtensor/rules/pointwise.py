@@ -1,7 +1,8 @@
 """Pointwise operators: every output element depends on the elements at the same (broadcast) place.
 
-Any dimension may be sharded. torch tags most of them (`lookup`); `POINTWISE` lists the others. Which operands an operator is linear in decides where Partial(sum) and Partial(avg) pass
-through; refused rows are as much part of the table as the others:
+Any dimension may be sharded. torch tags most of them (see `lookup`); `POINTWISE` lists the others. Which operands an
+operator is linear in decides where Partial(sum) and Partial(avg) pass through; refused rows are as much part of the
+table as the others:
 
     add(P, R)       refused: R would be added once per rank
     mul(P, P)       refused: a product of sums is not the sum of products
@@ -64,8 +65,8 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "native_dropout_backward": ({0},),
     "copy": ({0, 1},),
 }
-"""Operator (without the in-place underscore, with overload where it matters) -> sets of arguments in which it is jointly
-linear, by position in the schema."""
+"""Operator (without the in-place underscore, with overload where it matters) -> sets of arguments, by position in the
+schema, in which it is jointly linear."""
 
 POINTWISE = [
     "_conj",
