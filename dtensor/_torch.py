@@ -40,6 +40,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
+from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
@@ -131,6 +132,20 @@ def is_being_compiled() -> bool:
 def is_below_autograd() -> bool:
     """Whether autograd is done with the operator that runs: then no version is counted and no gradient recorded."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+
+
+@contextlib.contextmanager
+def traced_into_backward():
+    """Context in which what is traced during a backward stays in the backward graph; no effect elsewhere."""
+    meta = fx_traceback.current_meta
+    if meta.get("partitioner_tag") != "is_backward":
+        yield
+        return
+    meta["partitioner_tag"] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta["partitioner_tag"] = "is_backward"
 
 
 def is_in_formula() -> bool:
@@ -251,6 +266,7 @@ __all__ = [
     "return_and_correct_aliasing",
     "schema",
     "threaded_process_group",
+    "traced_into_backward",
     "utils_foreach_types",
     "without_compile_caches",
     "without_own_key",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ._torch import c10d, resolve_process_group
+from ._torch import c10d, resolve_process_group, traced_into_backward
 
 library = torch.library.Library("dtensor", "DEF")
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
@@ -28,6 +28,29 @@ library.define("all_to_all(Tensor x, int gather_dim, int scatter_dim, SymInt siz
 library.define("shard(Tensor x, int dim, str group) -> Tensor")
 
 ops = torch.ops.dtensor
+
+
+class _Emit:
+    """The operators as the tensor calls them.
+
+    While a joint graph is traced, a collective of the backward is pinned to the backward, even if it needs no tangent
+    (a saved operand that is gathered, say). The partitioner would else weigh it by its size, and with uneven shards
+    the ranks have other sizes: they would run their collectives in different orders, and hang.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
+        operator = getattr(ops, name).default
+
+        @functools.wraps(KERNELS[name][0])
+        def call(*args: Any) -> torch.Tensor:
+            with traced_into_backward():
+                return operator(*args)
+
+        setattr(self, name, call)
+        return call
+
+
+emit = _Emit()
 
 
 def group_size(group: str) -> int:
@@ -209,6 +232,7 @@ __all__ = [
     "COMMUNICATING",
     "KERNELS",
     "chunk_length",
+    "emit",
     "group_rank",
     "group_ranks",
     "group_size",

@@ -6,7 +6,7 @@ Runs alike in eager mode and while a graph is traced. Below autograd: gradients 
 import torch
 
 from ._torch import c10d, functional_collectives, hint
-from .collectives import ops
+from .collectives import emit as ops
 from .errors import PlacementError
 from .layout import Layout
 from .mesh import group_name, mesh_shape

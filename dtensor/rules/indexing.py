@@ -6,7 +6,8 @@ elsewhere, so the result is Partial(sum). The offset of a rank's rows is looked 
 
 import torch
 
-from ..collectives import chunk_length, ops
+from ..collectives import chunk_length
+from ..collectives import emit as ops
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .pointwise import broadcast

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..collectives import ops
+from ..collectives import emit as ops
 from ..mesh import group_name, mesh_shape
 from .call import LocalCall
 

@@ -3,7 +3,7 @@
 The mean divides by the weight of all targets, so on a sharded batch that weight is reduced over the ranks first.
 """
 
-from ..collectives import ops
+from ..collectives import emit as ops
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .rule import Dims, Rule

@@ -6,7 +6,7 @@ its shard: the global tensor is held for the moment of the draw (the factories i
 
 import torch
 
-from ..collectives import ops
+from ..collectives import emit as ops
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .pointwise import broadcast
