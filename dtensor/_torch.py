@@ -5,6 +5,7 @@ Importing this module checks the torch version and raises `ImportError` outside 
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -88,6 +89,14 @@ def without_own_key():
 def register_value_type(cls: type, members: tuple[str, ...]) -> None:
     """Let Dynamo treat instances of the frozen class `cls` as constants; `members` are read at trace time."""
     register_opaque_type(cls, typ="value", members=dict.fromkeys(members, MemberType.USE_REAL))
+
+
+@functools.cache
+def operator_database() -> dict[str, Any]:
+    """Torch's `OpInfo`s by name, the variant after a dot. A testing tool of torch, imported on call."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
 
 
 @contextlib.contextmanager
@@ -259,6 +268,7 @@ __all__ = [
     "make_wrapper_subclass",
     "mesh_resources",
     "never_traced",
+    "operator_database",
     "optim_foreach_types",
     "register_backend",
     "register_value_type",

@@ -19,7 +19,6 @@ from ._torch import (
     disabled_torch_function,
     make_wrapper_subclass,
     never_traced,
-    return_and_correct_aliasing,
 )
 from .aliasing import remember
 from .boundary import check_replicas, current_mesh, is_tracing
@@ -72,8 +71,6 @@ class DTensor(torch.Tensor):
             return out
         if is_tracing(out):
             mark_local(out)
-            if func.is_view:
-                return return_and_correct_aliasing(func, args, kwargs or {}, out)
         return out
 
     def __tensor_flatten__(self):
