@@ -52,7 +52,12 @@ def fused(call: Call) -> Rule:
     ins = [heads, keys, keys] + ([_mask(mask, heads, sizes)] if mask is not None else [])
     outs = [_output(o, heads, call["query"], sizes) for o in call.outputs]
     whole = frozenset(i for i, d in enumerate(outs) if i > 0 and d is not None and not any(d))
-    return Rule(tuple(ins), tuple(outs), sizes, blocked=frozenset({"g"}), whole=whole, local=_unless_empty)
+    return Rule(tuple(ins), tuple(outs), sizes, blocked=_blocked(call, sizes), whole=whole, local=_unless_empty)
+
+
+def _blocked(call: Call, sizes: dict) -> frozenset[str]:
+    """Factors that stay whole: all of them with dropout, whose numbers the kernels draw by position in what they get."""
+    return frozenset(sizes if call["dropout_p"] else {"g"})
 
 
 def _unless_empty(call: LocalCall):
@@ -87,7 +92,7 @@ def fused_backward(call: Call) -> Rule:
     outs += [((),) * o.ndim if o is not None else None for o in call.outputs[3:]]
     outs = [d if o is not None else None for d, o in zip(outs, call.outputs)]
     linear = (frozenset({0}),)
-    return Rule(tuple(ins), tuple(outs), sizes, blocked=frozenset({"g"}), linear=linear, local=_unless_empty)
+    return Rule(tuple(ins), tuple(outs), sizes, blocked=_blocked(call, sizes), linear=linear, local=_unless_empty)
 
 
 __all__ = ["FUSED"]

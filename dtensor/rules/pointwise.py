@@ -42,6 +42,8 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
 jointly linear."""
 
 POINTWISE = [
+    "_dirichlet_grad",
+    "_standard_gamma_grad",
     "abs",
     "absolute",
     "acos",
