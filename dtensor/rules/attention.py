@@ -56,7 +56,7 @@ def fused(call: Call) -> Rule:
 
 
 def _blocked(call: Call, sizes: dict) -> frozenset[str]:
-    """Factors that stay whole: all of them with dropout, whose numbers the kernels draw by position in what they get."""
+    """Factors that stay whole: with dropout all of them, as the kernels draw by position in what they are given."""
     return frozenset(sizes if call["dropout_p"] else {"g"})
 
 

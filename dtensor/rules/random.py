@@ -120,7 +120,8 @@ def _local_dropout(call: LocalCall):
         return out, mask.to(made.dtype)
     whole = x.new_empty_strided(spec.shape, spec.stride).fill_(1)
     mask = keep_shard(torch.ops.aten.native_dropout.default(whole, p, True)[1], layout, call.mesh)
-    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+    # As the kernel does: the scale is rounded to the dtype first.
+    return x * (mask.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), mask
 
 
 @rule_for("rrelu_with_noise", "rrelu_with_noise_functional")
