@@ -26,6 +26,7 @@ library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> T
 library.define("all_reduce(Tensor x, str reduce_op, str group) -> Tensor")
 library.define("all_to_all(Tensor x, int gather_dim, int scatter_dim, SymInt size, str group) -> Tensor")
 library.define("shard(Tensor x, int dim, str group) -> Tensor")
+library.define("hold(Tensor x, Tensor[] others) -> Tensor")
 
 ops = torch.ops.dtensor
 
@@ -220,6 +221,19 @@ KERNELS = {
     "shard": (shard, _fake_shard),
 }
 """Name -> (kernel, fake kernel) of each operator."""
+
+
+def hold(x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+    """`x`, which does not need `others`, as if it did.
+
+    A rank with an empty shard would drop the collectives that make `others` from its graph, and leave the ranks that
+    do need them waiting.
+    """
+    return x.clone()
+
+
+library.impl("hold", hold, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::hold", hold, lib=library)
 
 for _name, (_kernel, _fake) in KERNELS.items():
     library.impl(_name, _kernel, "CompositeExplicitAutograd")

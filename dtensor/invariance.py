@@ -10,7 +10,8 @@ and what comes out of `to_local` do differ.
                and what its gradient formulas make on the way counts as such
 
 A mark lies on the storage, so that views share it, and holds the version of the tensor, so that a later write ends it.
-Sizes and Python numbers count as alike on all ranks: nothing can tell where they come from.
+Sizes and Python numbers count as alike on all ranks: nothing can tell where they come from. What writes to a marked
+tensor outside of regions and counts no version, a collective or numpy, goes unseen.
 """
 
 import contextlib
@@ -38,6 +39,8 @@ LOCAL = "dtensor_local"
 """Key in the meta of a graph node: the node is the local tensor of a computed DTensor."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+NATIVE = ("aten", "prims")
+"""Namespaces of operators that know nothing of ranks."""
 SHAPE_ONLY = tuple(
     f"aten::{name}"
     for name in ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
@@ -126,7 +129,7 @@ def _differs(node: torch.fx.Node) -> str | None:
 def _differs_by(func: OpOverload) -> str | None:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return f" of random numbers ({func})"
-    return None if func.namespace in ("aten", "prims") else f" computed by {func}"
+    return None if func.namespace in NATIVE else f" computed by {func}"
 
 
 def mark_local(out: Any) -> None:
@@ -172,7 +175,8 @@ class _Recorder(TorchDispatchMode):
         alike = _differs_by(func) is None
         if info.name not in SHAPE_ONLY and info.name not in LIFTS:
             alike = alike and all(t.dim() == 0 or _is_marked(t) for t in given)
-        written = list(_written(info, args, kwargs))
+        # Schemas of collectives do not say what is written.
+        written = list(_written(info, args, kwargs)) if func.namespace in NATIVE else given
         kept = [alike and _is_marked(t) for t in written]
         out = func(*args, **kwargs)
         for t, keep in zip(written, kept):

@@ -116,7 +116,7 @@ class LocalCall:
     def __getitem__(self, name: str) -> Any:
         return argument(self.func, self.args, self.kwargs, name)
 
-    def run(self, **changed: Any) -> Any:
+    def run(self, /, **changed: Any) -> Any:
         """Run the operator on the local arguments, some of them changed by name."""
         args, kwargs = replaced(self.func, self.args, self.kwargs, changed)
         return self.func(*args, **kwargs)

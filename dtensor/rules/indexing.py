@@ -10,6 +10,7 @@ from ..collectives import chunk_length
 from ..collectives import emit as ops
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
+from .local import zeros
 from .pointwise import broadcast
 from .rule import Dims, Rule
 
@@ -52,7 +53,7 @@ def _local_embedding(call: LocalCall):
         return call.run()
     weight, indices = call["weight"], call["indices"]
     if weight.shape[0] == 0:
-        return weight.new_zeros((*indices.shape, weight.shape[1]))
+        return zeros([weight, indices], (*indices.shape, weight.shape[1]), weight.dtype)
     start = first_row(call.call["weight"].shape[0], axes, call.mesh, indices.device)
     row = indices - (start if indices.dim() else start.squeeze(0))
     mine = (row >= 0) & (row < weight.shape[0])

@@ -70,10 +70,12 @@ schema, in which it is jointly linear."""
 
 POINTWISE = [
     "_conj",
+    "_dirichlet_grad",
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
     "_neg_view",
     "_prelu_kernel",
     "_prelu_kernel_backward",
+    "_standard_gamma_grad",
     "_to_copy",
     "absolute",
     "alias",

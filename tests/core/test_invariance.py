@@ -100,6 +100,18 @@ def test_a_compiled_graph_is_a_region(rank):
             assert dynamo_counters()["stats"]["unique_graphs"] == before
 
 
+@with_ranks(2)
+def test_what_a_collective_wrote_is_refused(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(values(), mesh, [Shard(0)])
+    with dtensor.implicit_replication():
+        buffer = torch.zeros(N)
+        assert torch.equal((x + buffer).full_tensor(), values())
+        dist.broadcast(buffer, 0)
+        with pytest.raises(MixedTensorError, match="argument 'other' is a plain tensor"):
+            x + buffer
+
+
 @with_threads(2)
 def test_what_a_region_made_stays_good_and_what_it_did_not_make_is_refused(rank):
     mesh = init_device_mesh("cpu", (2,))
