@@ -16,13 +16,16 @@ import torch
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
 from .errors import MeshError, MixedTensorError, OperatorError
 from .layout import Layout
-from .rules import Call, LocalCall, Output, choose, is_in_place, rule_of
+from .rules import MASKS, WHOLE, Call, LocalCall, Output, base_name, choose, is_in_place, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
 
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 """Operators written in terms of others, on DTensors; `detours` and `composite` fill it."""
+
+FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
+"""How the names of operators begin that work on lists index by index."""
 
 _warned: set[Any] = set()
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -58,13 +61,13 @@ def is_dtensor(a: Any) -> bool:
 
 def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
-    if name.startswith("aten::_foreach_"):
+    if name.startswith(FOREACH):
         return Decision(kind="foreach")
     if name in COMPOSITES:
         return Decision(kind="composite")
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     make = rule_of(func)
-    if make is None and not _DYNAMIC.isdisjoint(func.tags):
+    if not _DYNAMIC.isdisjoint(func.tags) and (make is None or _reads_mask(args)):
         return Decision(kind="dynamic")
     if make is None and func._can_decompose():
         return Decision(kind="implicit")
@@ -78,6 +81,12 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     rule = make(call) if make is not None else replicated(call)
     assert len(rule.inputs) == len(operands), f"the rule of {func} names {len(rule.inputs)} of {len(operands)} operands"
     return decide_by(call, rule, in_place=is_in_place(func))
+
+
+def _reads_mask(args: tuple) -> bool:
+    """Whether a list among the arguments holds a mask: what an index reads is then of a shape that depends on it."""
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    return any(getattr(item, "dtype", None) in MASKS for a in lists for item in a)
 
 
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
@@ -209,7 +218,7 @@ def _is_static(a) -> bool:
 
 
 def warn_unless_known(func) -> None:
-    if func not in _warned and func._schema.name not in REPLICATED:
+    if func not in _warned and base_name(func).removeprefix("aten::") not in WHOLE:
         _warned.add(func)
         warnings.warn(
             f"{func} has no sharding rule: its arguments are gathered and it runs on every rank",
@@ -224,19 +233,9 @@ def replicated(call: Call) -> Rule:
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
 
 
-REPLICATED = (
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::item",
-)
-"""Operators that by their meaning need whole values: no warning."""
-
 __all__ = [
     "COMPOSITES",
-    "REPLICATED",
+    "FOREACH",
     "Decision",
     "call_of",
     "carry_out",
