@@ -83,6 +83,11 @@ def without_own_key():
     return torch._C._ExcludeDispatchKeyGuard(OWN_KEYSET)
 
 
+def without_dispatch():
+    """Context in which operators on a wrapper subclass change the wrapper itself, its sizes and strides."""
+    return torch._C._DisableTorchDispatch()
+
+
 def register_value_type(cls: type, members: tuple[str, ...]) -> None:
     """Let Dynamo treat instances of the frozen class `cls` as constants; `members` are read at trace time."""
     register_opaque_type(cls, typ="value", members=dict.fromkeys(members, MemberType.USE_REAL))
@@ -220,5 +225,6 @@ __all__ = [
     "threaded_process_group",
     "utils_foreach_types",
     "without_compile_caches",
+    "without_dispatch",
     "without_own_key",
 ]

@@ -65,6 +65,10 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
         return Decision(kind="foreach")
     if name in COMPOSITES:
         return Decision(kind="composite")
+    if torch.Tag.inplace_view in func.tags:
+        if rule_of(func) is None:
+            raise OperatorError(f"{func} would give a DTensor another shape in place; make a new tensor instead")
+        return Decision(kind="in_place_view")
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     make = rule_of(func)
     if not _DYNAMIC.isdisjoint(func.tags) and (make is None or _reads_mask(args)):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import dispatch
-from ._torch import decompositions
+from ._torch import decompositions, without_dispatch
 from .decision import (
     COMPOSITES,
     call_of,
@@ -24,7 +24,7 @@ from .decision import (
 from .dispatch import KINDS, run, with_scalars_wrapped
 from .layout import Layout
 from .redistribute import redistribute_local
-from .rules import Output, rule_of
+from .rules import Output, base_name, rule_of
 from .spec import Spec
 
 
@@ -113,6 +113,16 @@ def _composite(func, args: tuple, kwargs: dict[str, Any]):
     return COMPOSITES[func._schema.name](*args, **kwargs)
 
 
+def _in_place_view(func, args: tuple, kwargs: dict[str, Any]):
+    """`x.t_()` and its like: the tensor itself becomes the view."""
+    x, packet = args[0], getattr(torch.ops.aten, base_name(func).removeprefix("aten::"))
+    view = packet(*args, **kwargs)
+    with without_dispatch():
+        func(*args, **kwargs)
+    x._local_tensor, x._spec = view._local_tensor, view._spec
+    return x
+
+
 def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     """`linalg_vector_norm` by operators that have rules, so that only the reduced value is communicated."""
     x = x.to(dtype) if dtype is not None else x
@@ -131,6 +141,13 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
 COMPOSITES["aten::linalg_vector_norm"] = vector_norm
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
 
-KINDS.update(foreach=_foreach, composite=_composite, decompose=_decompose, implicit=_implicit, dynamic=_dynamic)
+KINDS.update(
+    foreach=_foreach,
+    composite=_composite,
+    decompose=_decompose,
+    implicit=_implicit,
+    in_place_view=_in_place_view,
+    dynamic=_dynamic,
+)
 
 __all__ = ["vector_norm"]

@@ -10,7 +10,7 @@ from ..collectives import ops
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .pointwise import broadcast
-from .rule import Rule
+from .rule import Dims, Rule
 
 
 def keep_shard(x: torch.Tensor, layout, mesh) -> torch.Tensor:
@@ -73,6 +73,28 @@ def _local_dropout(call: LocalCall):
     whole = x.new_ones(tuple(call.call.operands[0].shape))
     mask = keep_shard(torch.ops.aten.native_dropout.default(whole, p, True)[1], layout, call.mesh)
     return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+@rule_for("rrelu_with_noise")
+def rrelu_with_noise(call: Call) -> Rule:
+    """In training one number is drawn for each negative element, in order: the whole input is needed for that."""
+    shape = call.operands[0].shape
+    (full,), sizes = broadcast([shape], shape)
+    if not call["training"]:
+        return Rule((full, full), (full,), sizes, unread=frozenset({1}), written=frozenset({1}))
+    whole: Dims = ((),) * len(shape)
+    return Rule((whole, full), (full,), sizes, unread=frozenset({1}), written=frozenset({1}), local=_local_rrelu)
+
+
+def _local_rrelu(call: LocalCall):
+    x, noise, layout = call["self"], call["noise"], call.layouts[0]
+    assert layout is not None
+    if not any(layout.dims):
+        return call.run()
+    drawn = torch.empty_like(x)
+    made = call.run(noise=drawn)
+    noise.copy_(keep_shard(drawn, layout, call.mesh))
+    return keep_shard(made, layout, call.mesh)
 
 
 __all__ = ["keep_shard"]

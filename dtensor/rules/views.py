@@ -196,12 +196,12 @@ def pad(call: Call) -> Rule:
     return rule if call["value"] == 0 else replace(rule, linear=())
 
 
-@rule_for("cat", "stack")
+@rule_for("cat", "stack", "_stack")
 def cat(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     dim = call["dim"] % out.ndim
-    stacked = call.name == "stack"
+    stacked = call.name.endswith("stack")
     names = [f"d{i}" for i in range(out.ndim)]
     full: Dims = tuple(() if i == dim else (f,) for i, f in enumerate(names))
     one = full[:dim] + full[dim + 1 :] if stacked else full
