@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from .call import Call, LocalCall, rule_for
-from .local import all_reduce
+from .local import all_reduce, empty_outputs, has_empty_shard, unless_empty
 from .rule import Dims, Rule
 
 TRAINING = {
@@ -85,7 +85,7 @@ def batch_norm(call: Call) -> Rule:
         ordered,
         whole=frozenset(range(1, len(outs))),
         written=frozenset(statistics) if trains and call.name in UPDATES else frozenset(),
-        local=_local_forward if trains else None,
+        local=_local_forward if trains else _local_evaluation,
     )
 
 
@@ -100,6 +100,15 @@ def _over_batch(call: LocalCall) -> bool:
 
 def _reduced(x: torch.Tensor, call: LocalCall) -> torch.Tensor:
     return all_reduce(x, "sum", call, [f for f in call.axes if f != "c"])
+
+
+def _local_evaluation(call: LocalCall):
+    """The kernels divide by the number of elements, so that a rank without any must not run them."""
+    if not has_empty_shard(call):
+        return call.run()
+    made = empty_outputs(call)
+    running = (call["running_mean"], call["running_var"])
+    return (*made[:-2], *(t.clone() for t in running)) if call.call.name in _FUNCTIONAL else made
 
 
 def _local_forward(call: LocalCall):
@@ -154,7 +163,8 @@ def batch_norm_backward(call: Call) -> Rule:
     linear = (frozenset(i for i, name in enumerate(tensors) if name in data[:2]),)
     ordered = {"c": sizes.pop("c"), **sizes}
     if not _trains(call):
-        return Rule(ins, outs, ordered, reduce=dict.fromkeys(sizes, "sum"), linear=linear)
+        reduce = dict.fromkeys(sizes, "sum")
+        return Rule(ins, outs, ordered, reduce=reduce, linear=linear, local=unless_empty)
     return Rule(ins, outs, ordered, whole=frozenset({1, 2}), linear=linear, local=_local_backward)
 
 

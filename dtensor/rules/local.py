@@ -38,7 +38,7 @@ def parts(call: LocalCall, factor: str) -> int:
 def empty_outputs(call: LocalCall):
     """Zeros in the local shape of each output: what a rank without any data contributes."""
     coordinate, mesh = call.mesh.get_coordinate(), mesh_shape(call.mesh)
-    source = next(t for t in _tensors([call.args, list(call.kwargs.values())]))
+    source = _tensors([call.args, list(call.kwargs.values())])[0]
     made = [
         None
         if o is None or layout is None
@@ -49,8 +49,11 @@ def empty_outputs(call: LocalCall):
 
 
 def has_empty_shard(call: LocalCall) -> bool:
-    """Whether some operand has no elements on this rank."""
-    return is_sharded(call) and any(t.numel() == 0 for t in _tensors([call.args, list(call.kwargs.values())]))
+    """Whether some operand has no elements on this rank, but has some on others."""
+    if not is_sharded(call):
+        return False
+    tensors = _tensors([call.args, list(call.kwargs.values())])
+    return any(t.numel() == 0 and 0 not in spec.shape for t, spec in zip(tensors, call.call.operands))
 
 
 def unless_empty(call: LocalCall):
