@@ -159,7 +159,7 @@ def batch_norm_backward(call: Call) -> Rule:
     full, sizes = _factors(call["input"].ndim, call["input"].shape)
     tensors = _tensors(call)
     ins = tuple(full if name in data else _of_channels(o) for name, o in zip(tensors, call.operands))
-    outs = tuple(None if o is None else full if i == 0 else _of_channels(o) for i, o in enumerate(call.outputs))
+    outs = tuple(None if o is None else full if i == 0 else _of_channels(o) for i, o in enumerate(call.wanted))
     linear = (frozenset(i for i, name in enumerate(tensors) if name in data[:2]),)
     ordered = {"c": sizes.pop("c"), **sizes}
     if not _trains(call):
@@ -173,7 +173,7 @@ def _local_backward(call: LocalCall):
     x, grad = call["input"], _get(call, "grad_out")
     if not _over_batch(call) and x.numel():
         return call.run()
-    outputs = call.call.outputs
+    outputs = call.call.wanted
     over = [d for d in range(x.dim()) if d != 1]
     column = [-1 if d == 1 else 1 for d in range(x.dim())]
     count = prod(call.call["input"].shape[d] for d in over)

@@ -30,7 +30,7 @@ def batch_norm_cases():
     yield c(aten._batch_norm_no_update.default, x, w, b, mean, var, 0.1, 1e-5, at_least=4)
     _, saved, rstd = aten.native_batch_norm.default(x, w, b, None, None, True, 0.1, 1e-5)
     backward = aten.native_batch_norm_backward.default
-    for mask in ([True, True, True], [True, False, False]):
+    for mask in ([True, True, True], [True, False, False], [False, True, True]):
         yield c(backward, f(5, 4, 3), x, w, mean, var, saved, rstd, True, 1e-5, mask, at_least=6)
         yield c(backward, f(5, 4, 3), x, w, mean, var, f(0), f(0), False, 1e-5, mask, at_least=6)
 
