@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .call import Call, LocalCall, rule_for
-from .local import all_reduce, axes_of
+from .local import all_reduce, axes_of, has_empty_shard
 from .pointwise import broadcast
 from .rule import Dims, Rule
 
@@ -101,9 +101,9 @@ def _mean(call: LocalCall):
 
 def _extremum(call: LocalCall):
     """An empty shard gives the value that loses against every other."""
-    x = call.args[0]
-    if x.numel() or not any(call.axes.values()):
+    if not has_empty_shard(call):
         return call.run()
+    x = call["self"][0] if call.call.many else call["self"]
     over, keep = reduced_dims(call.call)
     wants_max = REDUCTIONS[call.call.name] == "max"
     if x.dtype.is_floating_point:
@@ -111,7 +111,8 @@ def _extremum(call: LocalCall):
     else:
         worst = torch.iinfo(x.dtype).min if wants_max else torch.iinfo(x.dtype).max
     shape = [1 if i in over else s for i, s in enumerate(x.shape) if keep or i not in over]
-    return x.new_full(shape, worst)
+    made = x.new_full(shape, worst)
+    return [made] if call.call.many else made
 
 
 def _truth(call: LocalCall):

@@ -113,7 +113,7 @@ def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> b
     else:
         if any(p.shape != dense.shape for p in pieces):
             return False
-        pieces, wanted = [REDUCE[state](torch.stack(pieces))], [dense]
+        pieces, wanted = [REDUCE[state](torch.stack(pieces)).to(pieces[0].dtype)], [dense]
     return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
 
 
