@@ -6,6 +6,7 @@ statistics too, are those of one device. In evaluation every element stands for 
 """
 
 from math import prod
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ def _trains(call: Call) -> bool:
     return bool(call[by]) if isinstance(by, str) else by
 
 
-def _get(call: Call | LocalCall, name: str):
+def _get(call: Call | LocalCall, name: str) -> Any:
     """The argument `name` in whatever way the operator calls it; None if it has none."""
     schema = call.func._schema.arguments
     return next((call[a.name] for a in schema if NAMES.get(a.name, a.name) == name), None)

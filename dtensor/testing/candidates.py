@@ -54,7 +54,7 @@ def booleans(*shape: int) -> torch.Tensor:
     return torch.rand(shape) < 0.5
 
 
-def mapped(value, of):
+def mapped(value, of) -> Any:
     """`value` with `of` applied to the tensors inside its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return of(value)
