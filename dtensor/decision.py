@@ -17,13 +17,16 @@ from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_cu
 from .errors import MeshError
 from .invariance import check_invariant
 from .layout import Layout
-from .rules import Call, LocalCall, Output, choose, is_in_place, rule_of
+from .rules import MASKS, WHOLE, Call, LocalCall, Output, base_name, choose, is_in_place, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
 
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 """Operators written in terms of others, on DTensors; `detours` and `composite` fill it."""
+
+FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
+"""How the names of operators begin that work on lists index by index."""
 
 _warned: set[Any] = set()
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -61,7 +64,7 @@ def is_dtensor(a: Any) -> bool:
 
 def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
-    if name.startswith("aten::_foreach_"):
+    if name.startswith(FOREACH):
         return Decision(kind="foreach")
     if name in COMPOSITES:
         return Decision(kind="composite")
@@ -71,6 +74,8 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
         return Decision(kind="inplace_view")
     in_place = is_in_place(func)
     make = rule_of(func)
+    if make is not None and not _DYNAMIC.isdisjoint(func.tags) and _reads_mask(args):
+        return Decision(kind="dynamic")
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     if make is None and (kind := _without_rule(func, in_place, operands)):
@@ -114,6 +119,12 @@ def _find_functional(func):
         if found == wanted and not other._schema.is_mutable:
             return other
     return None
+
+
+def _reads_mask(args: tuple) -> bool:
+    """Whether a list among the arguments holds a mask: what an index reads is then of a shape that depends on it."""
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    return any(getattr(item, "dtype", None) in MASKS for a in lists for item in a)
 
 
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
@@ -255,7 +266,7 @@ def _is_static(a) -> bool:
 
 
 def warn_unless_known(func) -> None:
-    if func not in _warned and func._schema.name not in REPLICATED:
+    if func not in _warned and base_name(func).removeprefix("aten::") not in WHOLE:
         _warned.add(func)
         warnings.warn(
             f"{func} has no sharding rule: its arguments are gathered and it runs on every rank",
@@ -271,19 +282,9 @@ def replicated(call: Call) -> Rule:
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
 
 
-REPLICATED = (
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::item",
-)
-"""Operators that by their meaning need whole values: no warning."""
-
 __all__ = [
     "COMPOSITES",
-    "REPLICATED",
+    "FOREACH",
     "Decision",
     "call_of",
     "carry_out",

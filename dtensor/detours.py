@@ -38,14 +38,19 @@ def _foreach(func, args: tuple, kwargs: dict[str, Any]):
     length = max(len(v) for v in lists.values())
     results = []
     for i in range(length):
-        one = [[a[i]] if isinstance(a, (list, tuple)) else a for a in args]
-        named = {k: [a[i]] if isinstance(a, (list, tuple)) else a for k, a in kwargs.items()}
+        one = [_at(i, a) for a in args]
+        named = {k: _at(i, a) for k, a in kwargs.items()}
         results.append(_one_of_foreach(func, tuple(one), named))
     if not func._schema.returns or all(r is None for r in results):
         return None
     if isinstance(results[0], tuple):
         return tuple([r[0] for r in rs] for rs in zip(*results))
     return [r[0] for r in results]
+
+
+def _at(i: int, a):
+    """The list of what a list has at index `i`; an empty list, an optional argument not given, stays empty."""
+    return list(a[i : i + 1]) if isinstance(a, (list, tuple)) else a
 
 
 def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):

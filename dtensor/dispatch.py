@@ -14,7 +14,7 @@ import torch
 
 from .aliasing import write_through
 from .caches import cache
-from .decision import Decision, check_operands, decide, mapped
+from .decision import FOREACH, Decision, check_operands, decide, mapped
 from .errors import MixedTensorError
 from .layout import Layout
 from .redistribute import redistribute_local
@@ -62,7 +62,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
         parts.append(name)
         static &= _key(a, parts)
     if _PLAIN in parts:
-        if func._schema.name.startswith("aten::_foreach_"):
+        if func._schema.name.startswith(FOREACH):
             return KINDS["foreach"](func, args, kwargs)
         args, kwargs = with_plain_wrapped(func, args, kwargs)
         return dispatch(func, args, kwargs)

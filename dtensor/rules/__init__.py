@@ -1,6 +1,7 @@
 """The sharding rules of aten, as tables by family. `RULES` maps an operator's name to its rule function."""
 
 from . import (
+    advanced,
     along,
     attention,
     batch_norm,
@@ -10,18 +11,23 @@ from . import (
     loss,
     matmul,
     norm,
+    optimizer,
+    parts,
     pointwise,
     random,
     reduction,
     spatial,
     views,
 )
-from .call import RULES, Call, LocalCall, Output, is_in_place
+from .advanced import MASKS
+from .call import RULES, Call, LocalCall, Output, base_name, is_in_place
 from .choose import Choice, choose
 from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
+from .whole import WHOLE
 
 FAMILIES = (
+    advanced,
     along,
     attention,
     batch_norm,
@@ -31,6 +37,8 @@ FAMILIES = (
     loss,
     matmul,
     norm,
+    optimizer,
+    parts,
     pointwise,
     random,
     reduction,
@@ -41,13 +49,16 @@ FAMILIES = (
 
 __all__ = [
     "FAMILIES",
+    "MASKS",
     "RULES",
+    "WHOLE",
     "Call",
     "Candidate",
     "Choice",
     "LocalCall",
     "Output",
     "Rule",
+    "base_name",
     "candidates",
     "choose",
     "is_in_place",

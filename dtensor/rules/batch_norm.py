@@ -6,11 +6,12 @@ statistics too, are those of one device. In evaluation every element stands for 
 """
 
 from math import prod
+from typing import Any
 
 import torch
 
 from .call import Call, LocalCall, rule_for
-from .local import all_reduce
+from .local import all_reduce, empty_outputs, has_empty_shard, unless_empty
 from .rule import Dims, Rule
 
 TRAINING = {
@@ -53,7 +54,7 @@ def _trains(call: Call) -> bool:
     return bool(call[by]) if isinstance(by, str) else by
 
 
-def _get(call: Call | LocalCall, name: str):
+def _get(call: Call | LocalCall, name: str) -> Any:
     """The argument `name` in whatever way the operator calls it; None if it has none."""
     schema = call.func._schema.arguments
     return next((call[a.name] for a in schema if NAMES.get(a.name, a.name) == name), None)
@@ -85,7 +86,7 @@ def batch_norm(call: Call) -> Rule:
         ordered,
         whole=frozenset(range(1, len(outs))),
         written=frozenset(statistics) if trains and call.name in UPDATES else frozenset(),
-        local=_local_forward if trains else None,
+        local=_local_forward if trains else _local_evaluation,
     )
 
 
@@ -100,6 +101,15 @@ def _over_batch(call: LocalCall) -> bool:
 
 def _reduced(x: torch.Tensor, call: LocalCall) -> torch.Tensor:
     return all_reduce(x, "sum", call, [f for f in call.axes if f != "c"])
+
+
+def _local_evaluation(call: LocalCall):
+    """The kernels divide by the number of elements, so that a rank without any must not run them."""
+    if not has_empty_shard(call):
+        return call.run()
+    made = empty_outputs(call)
+    running = (call["running_mean"], call["running_var"])
+    return (*made[:-2], *(t.clone() for t in running)) if call.call.name in _FUNCTIONAL else made
 
 
 def _local_forward(call: LocalCall):
@@ -150,11 +160,12 @@ def batch_norm_backward(call: Call) -> Rule:
     full, sizes = _factors(call["input"].ndim, call["input"].shape)
     tensors = _tensors(call)
     ins = tuple(full if name in data else _of_channels(o) for name, o in zip(tensors, call.operands))
-    outs = tuple(None if o is None else full if i == 0 else _of_channels(o) for i, o in enumerate(call.outputs))
+    outs = tuple(None if o is None else full if i == 0 else _of_channels(o) for i, o in enumerate(call.wanted))
     linear = (frozenset(i for i, name in enumerate(tensors) if name in data[:2]),)
     ordered = {"c": sizes.pop("c"), **sizes}
     if not _trains(call):
-        return Rule(ins, outs, ordered, reduce=dict.fromkeys(sizes, "sum"), linear=linear)
+        reduce = dict.fromkeys(sizes, "sum")
+        return Rule(ins, outs, ordered, reduce=reduce, linear=linear, local=unless_empty)
     return Rule(ins, outs, ordered, whole=frozenset({1, 2}), linear=linear, local=_local_backward)
 
 
@@ -163,7 +174,7 @@ def _local_backward(call: LocalCall):
     x, grad = call["input"], _get(call, "grad_out")
     if not _over_batch(call) and x.numel():
         return call.run()
-    outputs = call.call.outputs
+    outputs = call.call.wanted
     over = [d for d in range(x.dim()) if d != 1]
     column = [-1 if d == 1 else 1 for d in range(x.dim())]
     count = prod(call.call["input"].shape[d] for d in over)

@@ -84,6 +84,12 @@ class Call:
         return frozenset(found[p] for p in wanted) if all(p in found for p in wanted) else None
 
     @property
+    def wanted(self) -> tuple[Output | None, ...]:
+        """The outputs, None for those that an `output_mask` leaves out: not every fake kernel heeds it."""
+        mask = self["output_mask"] if self.has("output_mask") else ()
+        return tuple(o if i >= len(mask) or mask[i] else None for i, o in enumerate(self.outputs))
+
+    @property
     def name(self) -> str:
         """Name under which the rule is registered: without "aten::", "_foreach_", in-place underscore and "_copy"."""
         return base_name(self.func).removeprefix("aten::")

@@ -37,8 +37,6 @@ VALUES: dict[str, Pattern | str] = {
 SOLVERS: dict[str, Pattern | str] = {
     "cholesky_solve": Pattern("*_n, *__ -> *_n", linear=({0},)),
     "linalg_ldl_solve": Pattern("*__, *_, *_n -> *_n", linear=({2},)),
-    "ormqr": Pattern("*__, *_, *__ -> *__", linear=({2},)),
-    "triangular_solve": "*_n, *__ -> *_n, *__",
 }
 
 DISTANCES: dict[str, Pattern | str] = {
@@ -55,6 +53,19 @@ def solve(call: Call) -> Rule:
     rhs = "*_n" if call["left"] else "*n_"
     text = f"*__, {rhs} -> {rhs}" if call.name == "linalg_solve_triangular" else f"*__, *_, {rhs} -> {rhs}"
     return bind(Pattern(text, linear=({text.count(",")},)), call)
+
+
+@rule_for("ormqr")
+def multiply(call: Call) -> Rule:
+    """`Q X`, or `X Q`, with the Q of a QR factorisation."""
+    other = "*_n" if call["left"] else "*n_"
+    return bind(Pattern(f"*__, *_, {other} -> {other}", linear=({2},)), call)
+
+
+@rule_for("triangular_solve")
+def solve_and_copy(call: Call) -> Rule:
+    """As `solve`, with a copy of A as second output."""
+    return bind(Pattern("*_n, *__ -> *_n, *__", whole=((1, "n"),), local=_unless_no_matrix), call)
 
 
 @rule_for("_linalg_solve_ex")

@@ -35,7 +35,7 @@ def parts(call: LocalCall, factor: str) -> int:
     return count
 
 
-def empty_outputs(call: LocalCall):
+def empty_outputs(call: LocalCall) -> Any:
     """Zeros in the local shape of each output: what a rank without any data contributes."""
     coordinate, mesh = call.mesh.get_coordinate(), mesh_shape(call.mesh)
     given = _tensors([call.args, list(call.kwargs.values())])
@@ -52,8 +52,11 @@ def zeros(given: list[torch.Tensor], shape, dtype: torch.dtype) -> torch.Tensor:
 
 
 def has_empty_shard(call: LocalCall) -> bool:
-    """Whether some operand has no elements on this rank."""
-    return is_sharded(call) and any(t.numel() == 0 for t in _tensors([call.args, list(call.kwargs.values())]))
+    """Whether some operand has no elements on this rank, but has some on others."""
+    if not is_sharded(call):
+        return False
+    tensors = _tensors([call.args, list(call.kwargs.values())])
+    return any(t.numel() == 0 and 0 not in spec.shape for t, spec in zip(tensors, call.call.operands))
 
 
 def unless_empty(call: LocalCall):

@@ -1,6 +1,7 @@
 """The matmul family: einsums whose contracted factor reduces to Partial(sum)."""
 
 from .call import Call, rule_for
+from .pattern import Pattern, bind
 from .rule import Rule, dims
 
 EINSUMS = {
@@ -11,6 +12,7 @@ EINSUMS = {
     "vdot": ("k", "k", ""),
     "ger": ("m", "n", "mn"),
     "addbmm": ("bmk", "bkn", "mn"),
+    "_int_mm": ("mk", "kn", "mn"),
 }
 """Operator -> factors of both operands and of the result."""
 
@@ -45,6 +47,18 @@ def added_product(call: Call) -> Rule:
         linear=(frozenset({0, 1}), frozenset({0, 2})),
         addends=frozenset({0}),
     )
+
+
+@rule_for("_scaled_mm")
+def scaled_mm(call: Call) -> Rule:
+    """`mm` of 8-bit numbers with a scale for each tensor, or for each row of the first and column of the second.
+
+    The contracted factor is whole: parts would each be rounded to the few bits of the result.
+    """
+    text = "m_, _n, ~, ~, ~, ~ -> mn"
+    if call["scale_a"].shape and call["scale_a"].shape[0] == call["self"].shape[0]:
+        text = "m_, _n, m_, _n, n, ~ -> mn"
+    return bind(Pattern(text), call)
 
 
 __all__ = ["EINSUMS"]

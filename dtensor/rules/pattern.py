@@ -71,6 +71,7 @@ def _word(text: str) -> Word:
 def bind(pattern: Pattern, call: Call) -> Rule:
     """The rule of `call` by `pattern`."""
     ins, outs = words(pattern.text)
+    outputs = call.wanted
     named = [a.name for a in call.func._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
     present = [i for i, name in enumerate(named) if hasattr(call[name], "layout")]
     if len(present) != len(call.operands) or len(ins) != len(named):
@@ -78,18 +79,18 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     sizes = {f: call[a] for f, a in pattern.sizes.items() if not _is_one(call[a])}
     gone = set(pattern.sizes) - set(sizes)
     spread = [_spread(ins[i], o.ndim, gone) for i, o in zip(present, call.operands)]
-    made = [None if o is None else _spread(w, o.ndim, gone) for w, o in zip(_padded(outs, call.outputs), call.outputs)]
-    empty = {i for i, (d, o) in enumerate(zip(made, call.outputs)) if o is not None and d is None and o.shape == (0,)}
+    made = [None if o is None else _spread(w, o.ndim, gone) for w, o in zip(_padded(outs, outputs), outputs)]
+    empty = {i for i, (d, o) in enumerate(zip(made, outputs)) if o is not None and d is None and o.shape == (0,)}
     made = [((),) if i in empty else d for i, d in enumerate(made)]
-    if None in spread or any(d is None and o is not None for d, o in zip(made, call.outputs)):
+    if None in spread or any(d is None and o is not None for d, o in zip(made, outputs)):
         return whole_rule(call)
-    shapes = [o.shape for o in call.operands] + [() if o is None else o.shape for o in call.outputs]
+    shapes = [o.shape for o in call.operands] + [() if o is None else o.shape for o in outputs]
     clash = _sizes([*spread, *[d or () for d in made]], shapes, sizes)  # pyright: ignore[reportArgumentType]
     every = [f for f in sizes if f.startswith("*")]
     index = {word: i for i, word in enumerate(present)}
     return Rule(
         tuple(_thinned(d or (), o.shape, sizes) for d, o in zip(spread, call.operands)),
-        tuple(None if o is None else _thinned(d or (), o.shape, sizes) for d, o in zip(made, call.outputs)),
+        tuple(None if o is None else _thinned(d or (), o.shape, sizes) for d, o in zip(made, outputs)),
         sizes,
         reduce={g: op for f, op in pattern.reduce.items() for g in (every if f == "*" else [f])},
         linear=tuple(g for g in (frozenset(index[w] for w in s if w in index) for s in pattern.linear) if g),
@@ -161,7 +162,7 @@ def _thinned(dims: Dims, shape: tuple, sizes: Mapping[str, Any]) -> Dims:
 
 def whole_rule(call: Call) -> Rule:
     """Everything replicated."""
-    outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
+    outs = tuple(None if o is None else ((),) * o.ndim for o in call.wanted)
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
 
 

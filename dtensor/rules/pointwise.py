@@ -72,7 +72,10 @@ POINTWISE = [
     "_conj",
     "_dirichlet_grad",
     "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "_add_relu",
+    "_lazy_clone",
     "_neg_view",
+    "_pin_memory",
     "_prelu_kernel",
     "_prelu_kernel_backward",
     "_standard_gamma_grad",
@@ -157,6 +160,15 @@ def pointwise(call: Call) -> Rule:
     outs = tuple(None if o is None else full if o.ndim == len(full) else ((),) * o.ndim for o in call.outputs)
     unread = frozenset({0}) if call.name in ("fill", "zero") else frozenset()
     return Rule(ins, outs, sizes, linear=linearity(call), unread=unread)
+
+
+@rule_for("fake_quantize_per_channel_affine_cachemask")
+def per_channel(call: Call) -> Rule:
+    """Pointwise, with a scale and a zero point for each index along `axis`."""
+    shape = call.operands[0].shape
+    (full,), sizes = broadcast([shape], shape)
+    channel = (full[call["axis"] % len(shape)],)
+    return Rule((full, channel, channel), (full, full), sizes)
 
 
 @rule_for("zeros_like", "ones_like", "empty_like", "full_like")

@@ -18,9 +18,9 @@ POOLS = {
     **_by_dims("max_pool{}d_with_indices", (2, 3), "*s -> *s, *s"),
     **_by_dims("max_pool{}d_with_indices_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST),
     **_by_dims("avg_pool{}d", (2, 3), "*s -> *s", linear=FIRST),
-    **_by_dims("avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST),
+    **_by_dims("avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("_adaptive_avg_pool{}d", (2, 3), "*s -> *s", linear=FIRST),
-    **_by_dims("_adaptive_avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST),
+    **_by_dims("_adaptive_avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("adaptive_max_pool{}d", (2, 3), "*s -> *s, *s"),
     **_by_dims("adaptive_max_pool{}d_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST),
     **_by_dims("fractional_max_pool{}d", (2, 3), "ncs, nc_ -> ncs, ncs"),
@@ -60,9 +60,9 @@ RESAMPLED = {
 
 PADDED = {
     **_by_dims("reflection_pad{}d", (1, 2, 3), "*s -> *s", linear=FIRST),
-    **_by_dims("reflection_pad{}d_backward", (1, 2, 3), "*s, *s -> *s", linear=FIRST),
+    **_by_dims("reflection_pad{}d_backward", (1, 2, 3), "*s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("replication_pad{}d", (1, 2, 3), "*s -> *s", linear=FIRST),
-    **_by_dims("replication_pad{}d_backward", (1, 2, 3), "*s, *s -> *s", linear=FIRST),
+    **_by_dims("replication_pad{}d_backward", (1, 2, 3), "*s, *s -> *s", linear=FIRST, unread=(1,)),
 }
 
 REARRANGED = {

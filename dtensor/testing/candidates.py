@@ -34,7 +34,27 @@ class Case:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def mapped(value, of):
+def case(func, *args, at_least: int = 1, **kwargs) -> Case:
+    """The call `func(*args, **kwargs)` as a case."""
+    return Case(func, args, at_least, kwargs)
+
+
+def floats(*shape: int) -> torch.Tensor:
+    """Random numbers from 0.5 to 1.5, double."""
+    return torch.rand(shape, dtype=torch.float64) + 0.5
+
+
+def integers(high: int, *shape: int) -> torch.Tensor:
+    """Random integers below `high`."""
+    return torch.randint(high, shape)
+
+
+def booleans(*shape: int) -> torch.Tensor:
+    """A random mask."""
+    return torch.rand(shape) < 0.5
+
+
+def mapped(value, of) -> Any:
     """`value` with `of` applied to the tensors inside its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return of(value)
@@ -61,8 +81,18 @@ def cut(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
         chunks = list(torch.chunk(x, n, state))
         return [t.clone() for t in chunks] + [x.narrow(state, 0, 0).clone()] * (n - len(chunks))
     assert state in ("sum", "avg"), f"no operand is ever P({state})"
-    parts = [torch.randn_like(x) for _ in range(n - 1)]
+    parts = [torch.randn_like(x) if is_real(x) else torch.randint_like(x, 9) for _ in range(n - 1)]
     return [*parts, x * (n if state == "avg" else 1) - sum(parts)]
+
+
+def is_real(x: torch.Tensor) -> bool:
+    """Whether `x` holds real or complex numbers, no integers."""
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+def can_be(x: torch.Tensor, state: State) -> bool:
+    """Whether an operand can lie so: truth values have no parts, and integers none of an average."""
+    return not isinstance(state, str) or is_real(x) or (x.dtype != torch.bool and state == "sum")
 
 
 REDUCE = {
@@ -83,12 +113,16 @@ def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> b
     else:
         if any(p.shape != dense.shape for p in pieces):
             return False
-        pieces, wanted = [REDUCE[state](torch.stack(pieces))], [dense]
+        pieces, wanted = [REDUCE[state](torch.stack(pieces)).to(pieces[0].dtype)], [dense]
     return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
 
 
 def close(a, b) -> bool:
-    return torch.allclose(a.double(), b.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    single = a.dtype in (torch.float32, torch.complex64)
+    return torch.allclose(
+        a.to(wide), b.to(wide), rtol=1e-4 if single else 1e-6, atol=1e-5 if single else 1e-9, equal_nan=True
+    )
 
 
 def layout_of(state: State, ndim: int) -> Layout:
@@ -161,12 +195,12 @@ class Job:
 def jobs_of(case: Case, n: int) -> list[Job]:
     _, rule = call_and_rule(case, OneAxis(n))
     operands = tensors((case.args, case.kwargs))
-    dense = as_list(case.func(*mapped(case.args, torch.clone), **case.kwargs))
+    dense = as_list(case.func(*mapped(case.args, torch.clone), **mapped(case.kwargs, torch.clone)))
     table = candidates(rule)
     assert len(table) >= case.at_least, f"{case.func}: {len(table)} candidates, expected {case.at_least}"
     jobs = []
     for found in table:
-        if _fits(rule, found, n, {}):
+        if _fits(rule, found, n, {}) and all(map(can_be, operands, found.inputs)):
             pieces = [cut(x, s, n) for x, s in zip(operands, found.inputs)]
             for i in rule.unread:
                 pieces[i] = [torch.full_like(p, 99) for p in pieces[i]]
@@ -207,8 +241,12 @@ __all__ = [
     "OneAxis",
     "State",
     "as_list",
+    "booleans",
     "call_and_rule",
+    "case",
     "cut",
+    "floats",
+    "integers",
     "is_right",
     "jobs_of",
     "mapped",
