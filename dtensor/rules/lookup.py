@@ -1,5 +1,7 @@
 """Lookup: the rule of an operator, from the tables or from what torch says of it."""
 
+from functools import cache
+
 import torch
 
 from .call import RULES, RuleFunction, base_name
@@ -15,6 +17,7 @@ def rule_of(func) -> RuleFunction | None:
     return RULES.get(base_name(func)) or (pointwise if _is_pointwise(base_name(func)) else None)
 
 
+@cache
 def _is_pointwise(name: str) -> bool:
     namespace, _, short = name.partition("::")
     packet = getattr(torch.ops.aten, short, None) if namespace == "aten" else None
