@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor import OperatorError, Replicate, Shard, distribute_tensor
+from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.testing import with_threads
 
 OPTIMIZERS = [
@@ -51,13 +51,16 @@ def test_a_gradient_laid_out_otherwise_is_brought_to_the_parameter(rank):
 
 
 @with_threads(2)
-def test_state_laid_out_otherwise_is_refused(rank):
-    """It is written: what a copy of it would take would be lost."""
+def test_state_keeps_another_layout(rank):
+    """It is written in the layout that the operator runs in, and moved back."""
     mesh = init_device_mesh("cpu", (2,))
     p = distribute_tensor(torch.ones(4), mesh, [Shard(0)]).requires_grad_()
     p.grad = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
-    optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.9, fused=True)
+    optimizer = torch.optim.SGD([p], lr=0.5, momentum=0.5, fused=True)
     optimizer.step()
-    optimizer.state[p]["momentum_buffer"] = distribute_tensor(torch.ones(4), mesh, [Replicate()])
-    with pytest.raises(OperatorError, match="_fused_sgd_"):
-        optimizer.step()
+    optimizer.state[p]["momentum_buffer"] = distribute_tensor(torch.full((4,), 2.0), mesh, [Replicate()])
+    optimizer.step()
+    momentum = optimizer.state[p]["momentum_buffer"]
+    assert momentum.placements == (Replicate(),)
+    assert momentum.full_tensor().tolist() == [2.0] * 4
+    assert p.full_tensor().tolist() == [-0.5] * 4
