@@ -14,8 +14,11 @@ from .errors import (
     PassError,
     PlacementError,
     ShardingError,
+    StrictError,
 )
+from .fallback import fallbacks
 from .placements import Partial, Placement, Replicate, Shard
+from .strictness import strict
 from .tensor import DTensor
 
 __version__ = "0.1.0"
@@ -38,13 +41,16 @@ __all__ = [
     "Replicate",
     "Shard",
     "ShardingError",
+    "StrictError",
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "fallbacks",
     "full",
     "init_device_mesh",
     "ones",
     "rand",
     "randn",
+    "strict",
     "zeros",
 ]

@@ -106,6 +106,16 @@ def threaded_process_group():
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def thread_state(name: str, default: Any) -> Any:
+    """An object kept per thread that the threads of autograd take over from the one that called backward."""
+    return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else default
+
+
+def set_thread_state(name: str, value: Any) -> None:
+    """Set what `thread_state(name, …)` gives in this thread."""
+    torch._C._stash_obj_in_tls(name, value)
+
+
 def current_device_mesh():
     """The mesh of the innermost `with mesh:` block, or None."""
     stack = mesh_resources.mesh_stack
@@ -217,6 +227,8 @@ __all__ = [
     "resolve_process_group",
     "return_and_correct_aliasing",
     "schema",
+    "set_thread_state",
+    "thread_state",
     "threaded_process_group",
     "utils_foreach_types",
     "without_compile_caches",

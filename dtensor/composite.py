@@ -8,11 +8,13 @@ place on a mean that may be partial.
 
 import torch
 
+from . import strictness
 from ._torch import intercept, without_own_key
 from .collectives import library
 from .decision import COMPOSITES
-from .errors import MixedTensorError
+from .errors import MixedTensorError, StrictError
 from .layout import Layout
+from .moves import moves_of
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
 from .spec import contiguous_stride
@@ -47,6 +49,12 @@ def attention_math(
             )
     mesh = query.device_mesh
     target = _kept(query, key, value)
+    if strictness.active():
+        layouts = [Layout.of(tuple(target), query.dim())] * 3
+        if attn_mask is not None:
+            layouts.append(Layout.of(tuple(_mask_placements(attn_mask, target, query.dim())), attn_mask.dim()))
+        operands = [(name, t._spec) for name, t in named.items() if t is not None]
+        strictness.check_moves("scaled_dot_product_attention", moves_of(operands, layouts))
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
     if dropout_p > 0 and dropout_mask is None:
@@ -77,15 +85,20 @@ def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
     return kept
 
 
-def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
-    """This rank's part of a mask that broadcasts over leading dimensions."""
+def _mask_placements(mask: DTensor, target: list[Placement], ndim: int) -> list[Placement]:
+    """Where a mask that broadcasts over leading dimensions lies for scores in the placements `target`."""
     missing = ndim - mask.dim()
-    wanted: list[Placement] = [
+    return [
         Shard(p.dim - missing)
         if isinstance(p, Shard) and p.dim >= missing and mask.shape[p.dim - missing] != 1
         else Replicate()
         for p in target
     ]
+
+
+def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
+    """This rank's part of a mask."""
+    wanted = _mask_placements(mask, target, ndim)
     partial = [Partial() if isinstance(p, Shard) and not isinstance(w, Shard) else w for p, w in zip(target, wanted)]
     return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
 
@@ -140,6 +153,14 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
     if layout is None or not (layout.partial or any(layout.dims[len(layout.dims) - ndim :])):
         with without_own_key():
             return aten.rms_norm(x, normalized_shape, weight, eps)
+    operands = [("input", x._spec)] + ([("weight", weight._spec)] if isinstance(weight, DTensor) else [])
+    try:
+        return _rms_norm_by_parts(x, ndim, weight, eps)
+    except StrictError as error:
+        raise strictness.within("rms_norm", operands, error) from error
+
+
+def _rms_norm_by_parts(x, ndim: int, weight, eps):
     wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     mean = (wide * wide).mean(list(range(-ndim, 0)), keepdim=True)

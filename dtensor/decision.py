@@ -6,7 +6,6 @@ What an operator without a rule does instead is a kind of decision; `detours` ca
 """
 
 import threading
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
 from .errors import MeshError, MixedTensorError, OperatorError
+from .fallback import fell_back
 from .layout import Layout
 from .rules import RULES, Call, LocalCall, Output, choose
 from .rules.choose import Choice
@@ -24,7 +24,6 @@ from .spec import Spec
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 """Operators written in terms of others, on DTensors; `detours` and `composite` fill it."""
 
-_warned: set[Any] = set()
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -40,6 +39,7 @@ class Decision:
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
+        fallback: whether the operator has no rule and runs whole on every rank.
     """
 
     moves: tuple[Layout | None, ...] = ()
@@ -49,6 +49,7 @@ class Decision:
     local: Callable[..., Any] | None = None
     returns_self: bool = False
     kind: str = ""
+    fallback: bool = False
 
 
 def is_dtensor(a: Any) -> bool:
@@ -106,7 +107,8 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
-    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place)
+    fallback = rule.local is _run_whole
+    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, fallback=fallback)
 
 
 def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
@@ -208,20 +210,15 @@ def _is_static(a) -> bool:
     return not isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def warn_unless_known(func) -> None:
-    if func not in _warned and func._schema.name not in REPLICATED:
-        _warned.add(func)
-        warnings.warn(
-            f"{func} has no sharding rule: its arguments are gathered and it runs on every rank",
-            stacklevel=3,
-        )
-
-
 def replicated(call: Call) -> Rule:
     """The rule of last resort: everything whole on every rank."""
-    warn_unless_known(call.func)
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
-    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
+    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {}, local=_run_whole)
+
+
+def _run_whole(call: LocalCall):
+    fell_back(call.func)
+    return call.run()
 
 
 REPLICATED = (
@@ -232,7 +229,7 @@ REPLICATED = (
     "aten::masked_select",
     "aten::item",
 )
-"""Operators that by their meaning need whole values: no warning."""
+"""Operators that by their meaning need whole values: no fallback."""
 
 __all__ = [
     "COMPOSITES",
@@ -246,5 +243,4 @@ __all__ = [
     "is_dtensor",
     "mapped",
     "replicated",
-    "warn_unless_known",
 ]

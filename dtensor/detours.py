@@ -9,20 +9,23 @@ from typing import Any
 
 import torch
 
-from . import dispatch
+from . import dispatch, strictness
 from ._torch import decompositions
 from .decision import (
     COMPOSITES,
+    REPLICATED,
     call_of,
     check_operands,
     decide_by,
     is_dtensor,
     mapped,
     replicated,
-    warn_unless_known,
 )
 from .dispatch import KINDS, run, with_scalars_wrapped
+from .errors import StrictError
+from .fallback import fell_back
 from .layout import Layout
+from .moves import moves_of, named_operands
 from .redistribute import redistribute_local
 from .rules import RULES, Output
 from .spec import Spec
@@ -54,7 +57,8 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
         args, kwargs = with_scalars_wrapped(func, args, kwargs)
     base = func._schema.name.removeprefix("aten::_foreach_")
     if base.rstrip("_") in FOREACH_COMPOSITES:
-        return [FOREACH_COMPOSITES[base](*[a[0] if isinstance(a, list) else a for a in args], **kwargs)]
+        single = [a[0] if isinstance(a, list) else a for a in args]
+        return [_blamed(lambda *_: FOREACH_COMPOSITES[base](*single, **kwargs))(func, args, kwargs)]
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     call = call_of(func, args, kwargs, operands)
@@ -75,10 +79,24 @@ def _tensors(a, found: list[Any]) -> None:
             _tensors(item, found)
 
 
+def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose strict errors speak of the operator that was called and not only of those it runs as."""
+
+    def named(func, args: tuple, kwargs: dict[str, Any]):
+        try:
+            return run(func, args, kwargs)
+        except StrictError as error:
+            raise strictness.within(func, named_operands(func, args, kwargs), error) from error
+
+    return named
+
+
+@_blamed
 def _decompose(func, args: tuple, kwargs: dict[str, Any]):
     return decompositions[func](*args, **kwargs)
 
 
+@_blamed
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
     return func.decompose(*args, **kwargs)
@@ -88,11 +106,16 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
     """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
-    warn_unless_known(func)
     mesh = operands[0].mesh
+    targets = [Layout.make(mesh.ndim, ((),) * spec.ndim, ()) for spec in operands]
+    if strictness.active():
+        strictness.check_moves(func, moves_of(named_operands(func, args, kwargs), targets))
+    if func._schema.name not in REPLICATED:
+        fell_back(func)
+    supply = iter(targets)
 
     def whole(x):
-        return redistribute_local(x._local_tensor, x._spec, Layout.make(mesh.ndim, ((),) * x._spec.ndim, ()))
+        return redistribute_local(x._local_tensor, x._spec, next(supply))
 
     def wrapped(t):
         if not isinstance(t, torch.Tensor):
@@ -104,6 +127,7 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
     return type(made)(map(wrapped, made)) if isinstance(made, (list, tuple)) else wrapped(made)
 
 
+@_blamed
 def _composite(func, args: tuple, kwargs: dict[str, Any]):
     return COMPOSITES[func._schema.name](*args, **kwargs)
 

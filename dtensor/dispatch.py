@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import strictness
 from .caches import cache
 from .decision import Decision, check_operands, decide
 from .errors import MixedTensorError
@@ -47,6 +48,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
         MixedTensorError: a plain tensor of one or more dimensions is among the arguments.
         MeshError: the DTensors live on different meshes.
         OperatorError: an in-place operator would have to change the layout of its tensor.
+        StrictError: under `strict()` an operand would be redistributed by a collective.
     """
     parts: list[Any] = [func]
     static = True
@@ -127,6 +129,8 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     if decision.kind:
         return KINDS[decision.kind](func, args, kwargs)
     if decision.moves:
+        if strictness.active():
+            strictness.check(decision, func, args, kwargs)
         moves = iter(decision.moves)
         local_args = [_localized(a, moves) for a in args]
         local_kwargs = {k: _localized(a, moves) for k, a in kwargs.items()}

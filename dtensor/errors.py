@@ -21,6 +21,20 @@ class OperatorError(ShardingError, NotImplementedError):
     """An operator cannot run on these DTensors."""
 
 
+class StrictError(OperatorError):
+    """Under `dtensor.strict()` an operator would do what the user did not write.
+
+    Attributes:
+        reason: what it would do.
+        axes: the mesh axes over which it would communicate.
+    """
+
+    def __init__(self, message: str, reason: str = "", axes: frozenset[int] = frozenset()):
+        super().__init__(message)
+        self.reason = reason
+        self.axes = axes
+
+
 class PassError(ShardingError):
     """A pass left a graph that is not valid, or that computes something else."""
 
@@ -37,4 +51,5 @@ __all__ = [
     "PassError",
     "PlacementError",
     "ShardingError",
+    "StrictError",
 ]

@@ -12,12 +12,13 @@ FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dt
 LINKS = ("compile", "passes")
 
 LAYERS = [
-    ["errors", "_torch", "caches"],
+    ["errors", "_torch", "caches", "fallback"],
     ["placements", "cost", "mesh", "collectives", "hooks"],
     ["layout"],
     ["spec", "plan"],
     ["redistribute", "checkpoint", "rules"],
-    ["decision", "sampling", "boundary"],
+    ["moves"],
+    ["strictness", "decision", "sampling", "boundary"],
     ["dispatch"],
     ["detours"],
     ["tensor"],
