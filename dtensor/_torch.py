@@ -30,7 +30,7 @@ check_version(torch.__version__)
 # Only now what another release may not have.
 from torch._decomp import decomposition_table as decompositions
 from torch._dynamo import register_backend
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._library.opaque_object import MemberType, register_opaque_type
@@ -104,6 +104,11 @@ def threaded_process_group():
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_compiling() -> bool:
+    """Whether this thread traces for torch.compile, in Dynamo or below it; holds in code that Dynamo passes over."""
+    return TracingContext.try_get() is not None
 
 
 def thread_state(name: str, default: Any) -> Any:
@@ -217,6 +222,7 @@ __all__ = [
     "inductor_compile",
     "inductor_config",
     "intercept",
+    "is_compiling",
     "make_fx",
     "make_wrapper_subclass",
     "mesh_resources",

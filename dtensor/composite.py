@@ -12,7 +12,7 @@ from . import strictness
 from ._torch import intercept, without_own_key
 from .collectives import library
 from .decision import COMPOSITES
-from .errors import MixedTensorError, StrictError
+from .errors import MixedTensorError, StrictReason
 from .layout import Layout
 from .moves import moves_of
 from .placements import Partial, Placement, Replicate, Shard
@@ -156,7 +156,7 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
     operands = [("input", x._spec)] + ([("weight", weight._spec)] if isinstance(weight, DTensor) else [])
     try:
         return _rms_norm_by_parts(x, ndim, weight, eps)
-    except StrictError as error:
+    except StrictReason as error:
         raise strictness.within("rms_norm", operands, error) from error
 
 

@@ -22,7 +22,7 @@ from .decision import (
     replicated,
 )
 from .dispatch import KINDS, run, with_scalars_wrapped
-from .errors import StrictError
+from .errors import StrictReason
 from .fallback import fell_back
 from .layout import Layout
 from .moves import moves_of, named_operands
@@ -85,7 +85,7 @@ def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
     def named(func, args: tuple, kwargs: dict[str, Any]):
         try:
             return run(func, args, kwargs)
-        except StrictError as error:
+        except StrictReason as error:
             raise strictness.within(func, named_operands(func, args, kwargs), error) from error
 
     return named

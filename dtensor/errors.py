@@ -21,7 +21,7 @@ class OperatorError(ShardingError, NotImplementedError):
     """An operator cannot run on these DTensors."""
 
 
-class StrictError(OperatorError):
+class StrictReason(ShardingError):
     """Under `dtensor.strict()` an operator would do what the user did not write.
 
     Attributes:
@@ -33,6 +33,15 @@ class StrictError(OperatorError):
         super().__init__(message)
         self.reason = reason
         self.axes = axes
+
+
+class StrictError(StrictReason, OperatorError):
+    """Strict mode in eager code."""
+
+
+class StrictTraceError(StrictReason):
+    """Strict mode while a graph is traced. No OperatorError: on a NotImplementedError Dynamo would give the function up
+    and go on without compiling it."""
 
 
 class PassError(ShardingError):
@@ -52,4 +61,6 @@ __all__ = [
     "PlacementError",
     "ShardingError",
     "StrictError",
+    "StrictReason",
+    "StrictTraceError",
 ]

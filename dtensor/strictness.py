@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ._torch import set_thread_state, thread_state
-from .errors import StrictError
+from ._torch import is_compiling, set_thread_state, thread_state
+from .errors import StrictError, StrictReason, StrictTraceError
 from .moves import Move, as_code, moves_of, named_operands, redistribute_call
 from .placements import Replicate
 from .spec import Spec
@@ -27,8 +27,8 @@ def strict() -> Iterator[None]:
     are the gradient of. Backward is checked too where it runs inside, in every thread of autograd's.
 
     Holds for the calling thread; may be nested, and be used as a decorator. Put it around the call of a compiled
-    function, not into it: tracing runs the same checks and compilation fails with the same message. What was compiled
-    before is not checked again.
+    function, not into it: tracing runs the same checks, and compilation fails with an error of torch's that holds the
+    message. What was compiled before is not checked again.
 
     Raises:
         StrictError: an OperatorError that names the operator, the argument, where it is and where it would go, the
@@ -102,7 +102,7 @@ def _check_fallback(func, operands: list[tuple[str, Spec]], moves: list[Move]) -
         )
 
 
-def within(name: Any, operands: list[tuple[str, Spec]], error: StrictError) -> StrictError:
+def within(name: Any, operands: list[tuple[str, Spec]], error: StrictReason) -> StrictReason:
     """The error of an operator that runs as others, one of which raised `error`: in terms of what the user called."""
     calls = []
     for argument, spec in operands:
@@ -111,7 +111,7 @@ def within(name: Any, operands: list[tuple[str, Spec]], error: StrictError) -> S
         if tuple(wanted) != have:
             calls.append(redistribute_call(argument, wanted))
     message = _refusal(f"{name} runs as other operators, of which {error.reason}", _first(calls))
-    return StrictError(message, error.reason, error.axes)
+    return type(error)(message, error.reason, error.axes)
 
 
 def _first(calls: Iterable[str]) -> str:
@@ -122,8 +122,9 @@ def _refusal(reason: str, fix: str) -> str:
     return f"{reason}, which dtensor.strict() does not allow; {fix}"
 
 
-def _error(reason: str, fix: str, moves: list[Move]) -> StrictError:
-    return StrictError(_refusal(reason, fix), reason, frozenset().union(*(m.axes for m in moves)))
+def _error(reason: str, fix: str, moves: list[Move]) -> StrictReason:
+    kind = StrictTraceError if is_compiling() else StrictError
+    return kind(_refusal(reason, fix), reason, frozenset().union(*(m.axes for m in moves)))
 
 
 __all__ = ["active", "check", "check_moves", "strict", "within"]
