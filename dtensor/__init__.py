@@ -18,6 +18,7 @@ from .errors import (
 )
 from .fallback import fallbacks
 from .placements import Partial, Placement, Replicate, Shard
+from .registration import Rule, register_sharding
 from .strictness import strict
 from .tensor import DTensor
 
@@ -39,6 +40,7 @@ __all__ = [
     "Placement",
     "PlacementError",
     "Replicate",
+    "Rule",
     "Shard",
     "ShardingError",
     "StrictError",
@@ -51,6 +53,7 @@ __all__ = [
     "ones",
     "rand",
     "randn",
+    "register_sharding",
     "strict",
     "zeros",
 ]

@@ -33,8 +33,9 @@ from torch._dynamo import register_backend
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._library.custom_ops import CustomOpDef
 from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._ops import OpOverload
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives as functional_collectives
@@ -130,6 +131,17 @@ def current_device_mesh():
 def schema(op: OpOverload) -> torch.FunctionSchema:
     """The schema of an operator: what it takes, returns, mutates and aliases."""
     return op._schema
+
+
+def overloads_of(op: Any) -> list[OpOverload]:
+    """The overloads of an operator, which is an overload, a packet or what `torch.library.custom_op` made."""
+    if isinstance(op, OpOverload):
+        return [op]
+    if isinstance(op, CustomOpDef):
+        return [op._opoverload]
+    if isinstance(op, OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    return []
 
 
 def resolve_process_group(name: str) -> ProcessGroup:
@@ -228,6 +240,7 @@ __all__ = [
     "mesh_resources",
     "never_traced",
     "optim_foreach_types",
+    "overloads_of",
     "register_backend",
     "register_value_type",
     "resolve_process_group",

@@ -16,7 +16,7 @@ from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_cu
 from .errors import MeshError, MixedTensorError, OperatorError
 from .fallback import fell_back
 from .layout import Layout
-from .rules import RULES, Call, LocalCall, Output, choose
+from .rules import RULES, Call, LocalCall, Output, choose, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
@@ -61,10 +61,10 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
     if name.startswith("aten::_foreach_"):
         return Decision(kind="foreach")
-    if name in COMPOSITES:
+    if name in COMPOSITES and str(func) not in RULES:
         return Decision(kind="composite")
     base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    make = RULES.get(name) or RULES.get(base)
+    make = rule_of(func)
     if make is None and not _DYNAMIC.isdisjoint(func.tags):
         return Decision(kind="dynamic")
     if make is None and func._can_decompose():

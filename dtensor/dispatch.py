@@ -77,6 +77,11 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     return run(decision, func, args, kwargs)
 
 
+def forget() -> None:
+    """Drop all decisions: the rule of an operator has changed."""
+    _cache.clear()
+
+
 def _key(a, parts: list[Any]) -> bool:
     """Append what a decision depends on in argument `a`; False if that cannot be cached (symbolic sizes)."""
     kind = type(a)
@@ -171,4 +176,4 @@ def _localized(a, moves):
     return a
 
 
-__all__ = ["KINDS", "dispatch", "install", "run", "with_scalars_wrapped"]
+__all__ = ["KINDS", "dispatch", "forget", "install", "run", "with_scalars_wrapped"]

@@ -22,7 +22,7 @@ LAYERS = [
     ["dispatch"],
     ["detours"],
     ["tensor"],
-    ["composite", "api"],
+    ["composite", "api", "registration"],
     ["parallel"],
     ["testing"],
     ["demo"],

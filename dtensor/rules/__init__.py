@@ -1,7 +1,7 @@
 """The sharding rules of aten, as tables by family. `RULES` maps an operator's name to its rule function."""
 
 from . import attention, indexing, loss, matmul, norm, pointwise, random, reduction, views
-from .call import RULES, Call, LocalCall, Output
+from .call import RULES, Call, LocalCall, Output, rule_of
 from .choose import Choice, choose
 from .rule import Candidate, Rule, candidates
 
@@ -19,4 +19,5 @@ __all__ = [
     "Rule",
     "candidates",
     "choose",
+    "rule_of",
 ]

@@ -12,7 +12,8 @@ from .rule import Rule
 
 RuleFunction = Callable[["Call"], Rule]
 RULES: dict[str, RuleFunction] = {}
-"""Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule."""
+"""Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule; one overload's own
+(`aten.add.Tensor`) comes before it."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,13 @@ def replaced(func, args: tuple, kwargs: dict, changed: dict[str, Any]) -> tuple[
     return tuple(filled), keywords
 
 
+def rule_of(func) -> RuleFunction | None:
+    """The rule of an operator: its own, else that of its name, else that of its name without the underscore."""
+    name = func._schema.name
+    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return RULES.get(str(func)) or RULES.get(name) or RULES.get(base)
+
+
 def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule function for the named aten operators."""
 
@@ -156,4 +164,5 @@ __all__ = [
     "positions",
     "replaced",
     "rule_for",
+    "rule_of",
 ]

@@ -1,0 +1,399 @@
+"""Registration: sharding rules for operators that the library does not know, written by users in einsum-like text.
+
+    register_sharding(op, "mk,kn->mn", …)  ->  Rule (parsed, checked against the schema)  ->  the engine's rule per call
+
+A rule names the factors of each dimension of each tensor, as the tables of `rules` do; the engine's `rules.rule.Rule`
+is made from it for the shapes of one call.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, overload
+
+import torch
+
+from . import dispatch
+from ._torch import OpOverload, overloads_of
+from .errors import OperatorError
+from .placements import REDUCE_OPS
+from .rules import RULES, Call, Output
+from .rules import Rule as EngineRule
+from .rules.call import argument
+from .spec import Spec
+
+Term = tuple[str, ...]
+"""One letter per dimension, "" for one that is never sharded, "..." for any number of leading or inner ones."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the dimensions of an operator's tensors hang together, and so how it may run on shards.
+
+    Args:
+        text: einsum-like, a term for each tensor argument of the schema in its order and, after `->`, one for each
+            tensor it returns: `"mk,kn->mn"`. One letter per dimension; dimensions with the same letter, a factor, are
+            sharded together. `1` is a dimension that is never sharded; `...` stands for any number of dimensions, the
+            same ones in every term. An empty term is a 0-dim tensor. A list of tensors has one term for all its items,
+            and so has a returned list. Spaces do not count. Where one operand is of length 1 and others are not, it is
+            taken to be broadcast.
+        reduce: factors that an output lacks, over which the operator reduces: `"k"` for a sum, or `{"k": "max"}` with
+            any of "sum", "avg", "max", "min", "product". If such a factor is sharded the output is Partial; for
+            other than sums only where it divides evenly. A factor that is neither in all outputs nor here is never
+            sharded.
+        linear: arguments in which the operator is linear, so that it may run on Partial ones: `("x", "w")` in each with
+            the other fixed, `[("x", "y")]` jointly, as in x + y.
+        added: arguments that are added to the reduced result, such as a bias: they count once, not on every rank.
+        blocked: factors that may not be sharded although the text would allow it.
+
+    Raises:
+        ValueError: text or names cannot be understood.
+
+    >>> dtensor.Rule("mk,nk,n->mn", reduce="k", linear=["w"], added="bias")
+    """
+
+    text: str
+    reduce: str | Mapping[str, str] = field(default="", kw_only=True)
+    linear: str | Sequence[str | Sequence[str]] = field(default=(), kw_only=True)
+    added: str | Sequence[str] = field(default=(), kw_only=True)
+    blocked: str | Iterable[str] = field(default="", kw_only=True)
+    inputs: tuple[Term, ...] = field(init=False, repr=False)
+    outputs: tuple[Term, ...] = field(init=False, repr=False)
+
+    def __post_init__(self):
+        left, arrow, right = self.text.partition("->")
+        if not arrow or "->" in right:
+            raise ValueError(f"a rule reads 'operands->outputs', such as 'mk,kn->mn'; got {self.text!r}")
+        reduce = dict.fromkeys(self.reduce, "sum") if isinstance(self.reduce, str) else dict(self.reduce)
+        linear = [self.linear] if isinstance(self.linear, str) else self.linear
+        groups = tuple((g,) if isinstance(g, str) else tuple(g) for g in linear)
+        added = (self.added,) if isinstance(self.added, str) else tuple(self.added)
+        for name, value in (("reduce", reduce), ("linear", groups), ("added", added)):
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "blocked", frozenset(self.blocked))
+        object.__setattr__(self, "inputs", tuple(_term(t, self.text) for t in left.split(",")))
+        object.__setattr__(self, "outputs", tuple(_term(t, self.text) for t in right.split(",")))
+        self._check_factors()
+
+    def _check_factors(self) -> None:
+        taken = {f for t in self.inputs for f in t if f}
+        for term in self.outputs:
+            if new := [f for f in term if f and f not in taken]:
+                raise ValueError(
+                    f"{self.text!r}: factor {new[0]!r} of an output is in no operand, so no shard of it could be "
+                    "computed; write 1 for that dimension"
+                )
+        if missing := [f for f in (*self.reduce, *self.blocked) if f not in taken or f == "..."]:
+            raise ValueError(f"{self.text!r} has no factor {missing[0]!r}; its factors are {', '.join(sorted(taken))}")
+        for factor, op in self.reduce.items():  # pyright: ignore[reportAttributeAccessIssue]
+            if op not in REDUCE_OPS:
+                raise ValueError(f"factor {factor!r} reduces by one of {', '.join(REDUCE_OPS)}; got {op!r}")
+            if all(factor in term for term in self.outputs):
+                raise ValueError(f"{self.text!r}: factor {factor!r} is in every output, so it is not reduced")
+
+
+def _term(text: str, rule: str) -> Term:
+    """The dimensions of one term."""
+    found: list[str] = []
+    rest = text.replace(" ", "")
+    while rest:
+        part = "..." if rest.startswith("...") else rest[0]
+        if part != "..." and part != "1" and not part.isalpha():
+            raise ValueError(f"{rule!r}: a dimension is a letter, 1, or ... for several; got {part!r} in {text!r}")
+        if part == "..." and part in found:
+            raise ValueError(f"{rule!r}: ... may stand once in a term; got {text!r}")
+        found.append("" if part == "1" else part)
+        rest = rest[len(part) :]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a rule function is told of a tensor argument: its global shape and its dtype."""
+
+    shape: tuple
+    dtype: torch.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+
+RuleMaker = Callable[..., "Rule | str"]
+
+
+@overload
+def register_sharding(op: Any) -> Callable[[RuleMaker], RuleMaker]: ...
+@overload
+def register_sharding(
+    op: Any,
+    rule: str | Rule,
+    *,
+    reduce: str | Mapping[str, str] = ...,
+    linear: str | Sequence[str | Sequence[str]] = ...,
+    added: str | Sequence[str] = ...,
+    blocked: str | Iterable[str] = ...,
+) -> None: ...
+def register_sharding(op: Any, rule: str | Rule | None = None, **options: Any) -> Any:
+    """Give an operator a sharding rule, or another one than it has.
+
+    Args:
+        op: what `torch.library.custom_op` made, an OpOverload, or an OpOverloadPacket for all its overloads. It needs a
+            fake kernel (`register_fake`), as for torch.compile.
+        rule: a `Rule`, or its text with the other fields of `Rule` as keywords. Without it this is a decorator for a
+            function that takes the operator's arguments (tensors as their `shape`, `dtype` and `ndim`, or the first
+            few of them) and returns a `Rule` or its text.
+
+    Holds from the next call on; graphs compiled before stay as they are. What the backward of the operator does is a
+    matter of the operators that it is written in.
+
+    Raises:
+        TypeError: `op` is no operator.
+        ValueError: the rule does not fit the operator's schema, or the operator cannot have one: it writes to its
+            arguments, its result's shape depends on values, or torch takes it apart before DTensor sees it.
+        OperatorError: when the operator is called, if the tensors do not fit the rule.
+
+    >>> @torch.library.custom_op("mylib::scale_rows", mutates_args=())
+    ... def scale_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    ...     return x * w[:, None]
+    >>> @scale_rows.register_fake
+    ... def _(x, w):
+    ...     return torch.empty_like(x)
+    >>> dtensor.register_sharding(scale_rows, "mk,m->mk", linear=("x", "w"))
+
+    The same by a function, for a rule that depends on the arguments:
+
+    >>> @dtensor.register_sharding(scale_rows)
+    ... def _(x, w):
+    ...     return dtensor.Rule("mk,m->mk", linear=("x", "w"), blocked="k" if x.dtype is torch.int8 else "")
+
+    Whether a rule tells the truth is found out by brute force, best in a test: every combination of placements that it
+    allows, on simulated ranks, is compared with the plain call.
+
+    >>> from dtensor.testing import Case, wrong_candidates
+    >>> x, w = torch.rand(5, 4, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
+    >>> wrong_candidates([Case(scale_rows, (x, w))], 2)
+    []
+    """
+    overloads = [o for o in _overloads(op) if _is_shardable(o, alone=not hasattr(op, "overloads"))]
+    if not overloads:
+        raise ValueError(f"{op} has no overload that returns new tensors and writes to none; nothing to register")
+    if rule is None:
+        if options:
+            raise TypeError(f"register_sharding takes {', '.join(options)} only together with the text of a rule")
+        return lambda function: _register_function(overloads, function)
+    made = Rule(rule, **options) if isinstance(rule, str) else rule
+    if not isinstance(made, Rule) or (made is rule and options):
+        raise TypeError(f"register_sharding takes the text of a rule and its options, or a dtensor.Rule; got {rule!r}")
+    for func in overloads:
+        _check_schema(made, func)
+    for func in overloads:
+        RULES[str(func)] = lambda call: _engine_rule(made, call)
+    dispatch.forget()
+    return None
+
+
+def _overloads(op: Any) -> list[OpOverload]:
+    found = overloads_of(op)
+    if not found:
+        raise TypeError(
+            f"register_sharding takes an operator: what torch.library.custom_op made, torch.ops.mylib.f or "
+            f"torch.ops.mylib.f.default; got {op!r}"
+        )
+    return found
+
+
+def _is_shardable(func: OpOverload, alone: bool) -> bool:
+    """Whether a rule for `func` makes sense. If not that is an error for one asked for `alone`."""
+    why = ""
+    if func.namespace in ("dtensor", "_c10d_functional") or "_foreach_" in func.name():
+        why = "is laid out by the library itself"
+    elif any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+        why = "writes to its arguments, and a redistributed argument would be a copy; register an operator that returns"
+    elif torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        why = "gives a result that depends on values, so its shards cannot be known beforehand"
+    elif func._can_decompose():
+        why = "is written in terms of others that DTensor sees in its place; register those"
+    if why and alone:
+        raise ValueError(f"no sharding rule for {func}: it {why}")
+    return not why
+
+
+def _register_function(overloads: list[OpOverload], function: RuleMaker) -> RuleMaker:
+    parameters = list(inspect.signature(function).parameters.values())
+    rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    takes = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for func in overloads:
+        positional = [a.name for a in func._schema.arguments if not a.kwarg_only]
+        required = [p for p in takes if p.default is p.empty]
+        if len(required) > len(positional):
+            raise ValueError(
+                f"the rule function for {func} takes {len(required)} arguments "
+                f"({', '.join(p.name for p in required)}), the operator only {len(positional)}: {func._schema}"
+            )
+        count = len(positional) if rest else min(len(takes), len(positional))
+        RULES[str(func)] = _of_function(func, function, positional[:count], parameters)
+    dispatch.forget()
+    return function
+
+
+def _of_function(func: OpOverload, function: RuleMaker, positional: list[str], parameters: list[inspect.Parameter]):
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    accepted = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    keywords = [a.name for a in func._schema.arguments if a.kwarg_only and (takes_all or a.name in accepted)]
+
+    def make(call: Call) -> EngineRule:
+        def given(name: str):
+            return _described(argument(func, call.args, call.kwargs, name))
+
+        found = function(*map(given, positional), **{name: given(name) for name in keywords})
+        rule = Rule(found) if isinstance(found, str) else found
+        if not isinstance(rule, Rule):
+            raise TypeError(f"the rule function for {func} returns a dtensor.Rule or its text; got {found!r}")
+        _check_schema(rule, func)
+        return _engine_rule(rule, call)
+
+    return make
+
+
+def _described(value):
+    if isinstance(value, Spec):
+        return TensorMeta(value.shape, value.dtype)
+    return [_described(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _tensor_arguments(func: OpOverload) -> list[str]:
+    return [a.name for a in func._schema.arguments if "Tensor" in str(a.type)]
+
+
+def _check_schema(rule: Rule, func: OpOverload) -> None:
+    """Refuse a rule that cannot be one of `func`, whatever the shapes."""
+    arguments = _tensor_arguments(func)
+    returns = [str(r.type) for r in func._schema.returns if "Tensor" in str(r.type)]
+    if len(rule.inputs) != len(arguments):
+        raise ValueError(
+            f"{rule.text!r} has {len(rule.inputs)} operands, {func} takes {len(arguments)} tensors "
+            f"({', '.join(arguments)}): {func._schema}; write a term for each"
+        )
+    if len(rule.outputs) != len(returns):
+        raise ValueError(
+            f"{rule.text!r} has {len(rule.outputs)} outputs, {func} returns {len(returns)} tensors: {func._schema}; "
+            "write a term for each"
+        )
+    if len(func._schema.returns) > 1 and any("List" in t for t in returns):
+        raise ValueError(
+            f"{func} returns a list of tensors beside other results, which no rule can say: {func._schema}"
+        )
+    names = [n for group in rule.linear for n in group] + list(rule.added)
+    if unknown := [n for n in names if n not in arguments]:
+        raise ValueError(f"{func} has no tensor argument {unknown[0]!r}; it takes {', '.join(arguments)}")
+
+
+def _engine_rule(rule: Rule, call: Call) -> EngineRule:
+    """What the engine consumes, for the shapes of one call."""
+    func = call.func
+    terms = dict(zip(_tensor_arguments(func), rule.inputs))
+    names = [a.name for a in func._schema.arguments]
+    operands: list[tuple[str, Term, Spec]] = []
+    for name, value in [*zip(names, call.args), *call.kwargs.items()]:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        operands += [(name, terms[name], s) for s in items if isinstance(s, Spec)]
+    tensors = iter(rule.outputs * len(call.outputs) if len(rule.outputs) == 1 else rule.outputs)
+    outputs = [(f"output {i}", next(tensors), o) if o is not None else None for i, o in enumerate(call.outputs)]
+    return _Fitting(rule, func, operands, outputs).engine_rule()
+
+
+@dataclass
+class _Fitting:
+    """A rule laid over the tensors of one call."""
+
+    rule: Rule
+    func: OpOverload
+    operands: list[tuple[str, Term, Spec]]
+    outputs: list[tuple[str, Term, Output] | None]
+    sizes: dict[str, Any] = field(default_factory=dict)
+
+    def engine_rule(self) -> EngineRule:
+        expanded = [(name, self._letters(name, term, s), s) for name, term, s in self.operands]
+        for name, letters, s in expanded:
+            for dim, factor in enumerate(letters):
+                self._meet(name, dim, factor, s.shape[dim])
+        inputs = tuple(tuple(self._dim(f, s.shape[i]) for i, f in enumerate(t)) for _, t, s in expanded)
+        outputs = tuple(None if o is None else self._output(*o) for o in self.outputs)
+        minor = {_minor(f): 1 for f in self.rule.reduce if self._even(f) and f in self.sizes}
+        groups = [self._indices(g) for g in self.rule.linear]
+        return EngineRule(
+            inputs,
+            outputs,
+            {**self.sizes, **minor},
+            reduce=dict(self.rule.reduce),
+            linear=tuple(g for g in groups if g),
+            blocked=frozenset(self.rule.blocked) | frozenset(minor),
+            addends=self._indices(self.rule.added),
+        )
+
+    def _indices(self, names: Iterable[str]) -> frozenset[int]:
+        return frozenset(i for i, (name, _, _) in enumerate(self.operands) if name in names)
+
+    def _letters(self, name: str, term: Term, tensor: Spec | Output) -> list[str]:
+        """One factor per dimension: `...` written out, its dimensions numbered from the last."""
+        extra = tensor.ndim - (len(term) - ("..." in term))
+        if extra < 0 or (extra and "..." not in term):
+            raise OperatorError(
+                f"{self.func}: the rule {self.rule.text!r} gives {name} {len(term) - ('...' in term)} dimensions"
+                f"{' or more' if '...' in term else ''}, but its shape is {list(tensor.shape)}; "
+                "correct the rule given to dtensor.register_sharding"
+            )
+        found: list[str] = []
+        for part in term:
+            found += [f"...{k}" for k in range(extra, 0, -1)] if part == "..." else [part]
+        return found
+
+    def _meet(self, name: str, dim: int, factor: str, size) -> None:
+        """Note the size of a factor; a length of 1 gives way to any other."""
+        known = self.sizes.setdefault(factor, size) if factor else size
+        if _same(known, size) or _is_one(size):
+            return
+        if not _is_one(known):
+            raise self._mismatch(name, dim, factor, size, known)
+        self.sizes[factor] = size
+
+    def _mismatch(self, name: str, dim: int, factor: str, size, known) -> OperatorError:
+        return OperatorError(
+            f"{self.func}: by the rule {self.rule.text!r} dimension {dim} of {name} is of factor "
+            f"{factor!r}, of length {known}, but its length is {size}; correct the rule (1 for a dimension that is "
+            "never sharded) or the call"
+        )
+
+    def _dim(self, factor: str, size) -> tuple[str, ...]:
+        if not factor or (_is_one(size) and not _is_one(self.sizes[factor])):
+            return ()
+        return (factor, _minor(factor)) if self._even(factor) else (factor,)
+
+    def _output(self, name: str, term: Term, out: Output) -> tuple[tuple[str, ...], ...]:
+        letters = self._letters(name, term, out)
+        for dim, factor in enumerate(letters):
+            if factor and not _same(self.sizes.get(factor), out.shape[dim]):
+                raise self._mismatch(name, dim, factor, out.shape[dim], self.sizes.get(factor))
+        return tuple(self._dim(f, s) for f, s in zip(letters, out.shape))
+
+    def _even(self, factor: str) -> bool:
+        """Whether only even shards of the factor will do: averages weigh all alike, extrema have none of nothing."""
+        return dict(self.rule.reduce).get(factor, "sum") != "sum"
+
+
+def _minor(factor: str) -> str:
+    """A second factor, of length 1, of a dimension: the engine cuts a dimension of two factors evenly or not at all."""
+    return f"{factor}'"
+
+
+def _is_one(size) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _same(a, b) -> bool:
+    return a is b or a == b
+
+
+__all__ = ["Rule", "TensorMeta", "register_sharding"]
