@@ -16,6 +16,7 @@ from .errors import (
     ShardingError,
     StrictError,
 )
+from .explanation import explain
 from .fallback import fallbacks
 from .placements import Partial, Placement, Replicate, Shard
 from .registration import Rule, register_sharding
@@ -47,6 +48,7 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
     "fallbacks",
     "full",
     "init_device_mesh",

@@ -36,7 +36,12 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._library.custom_ops import CustomOpDef
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
@@ -49,6 +54,9 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
+
+UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where a result depends on values."""
 
 disable_dynamo = torch._disable_dynamo
 
@@ -217,6 +225,7 @@ __all__ = [
     "MemberType",
     "OpOverload",
     "TorchDispatchMode",
+    "UnknownValue",
     "aot_backend",
     "boxed",
     "c10d",

@@ -6,6 +6,11 @@ embedding depends on how its table is sharded, which the derivative formula does
 place on a mean that may be partial.
 """
 
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from . import strictness
@@ -23,6 +28,32 @@ from .tensor import DTensor, move
 aten = torch.ops.aten
 
 
+class _Inside(threading.local):
+    name: str = ""
+
+
+inside = _Inside()
+"""The operator that this thread is inside of, by `name`, if it moves operands itself; for `explanation`."""
+
+
+def _moving(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say in `inside` that the function runs the operator called `name`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            before, inside.name = inside.name, name
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.name = before
+
+        return run
+
+    return decorate
+
+
+@_moving("scaled_dot_product_attention")
 def attention_math(
     query,
     key,
@@ -172,4 +203,4 @@ intercept("rms_norm", rms_norm)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 
-__all__ = ["attention_math", "embedding", "rms_norm"]
+__all__ = ["attention_math", "embedding", "inside", "rms_norm"]

@@ -5,8 +5,9 @@
 What an operator without a rule does instead is a kind of decision; `detours` carries those out.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +82,44 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     return decide_by(call, rule, in_place=func._schema.name.endswith("_"))
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What a decision was made from: the call, its rule, the layout an in-place operator must keep, and the choice."""
+
+    call: Call
+    rule: Rule
+    pinned: Layout | None
+    choice: Choice | None
+
+    @property
+    def fallback(self) -> bool:
+        """Whether there was no rule, so that everything is whole."""
+        return self.rule.local is _run_whole
+
+
+class _Watch(threading.local):
+    seen: list[Decided] | None = None
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Decided]]:
+    """Context that gives the list of what is decided by a rule in this thread, from here on; the innermost one sees."""
+    before, _watch.seen = _watch.seen, []
+    try:
+        yield _watch.seen
+    finally:
+        _watch.seen = before
+
+
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
     operands = call.operands
     pinned = operands[0].layout if in_place else None
     choice = choose(rule, operands, pinned)
+    if _watch.seen is not None:
+        _watch.seen.append(Decided(call, rule, pinned, choice))
     if choice is None:
         raise OperatorError(
             f"{call.func} would change the layout {operands[0].layout} of the tensor it works on in place; "
@@ -234,6 +269,7 @@ REPLICATED = (
 __all__ = [
     "COMPOSITES",
     "REPLICATED",
+    "Decided",
     "Decision",
     "call_of",
     "carry_out",
@@ -243,4 +279,5 @@ __all__ = [
     "is_dtensor",
     "mapped",
     "replicated",
+    "watched",
 ]

@@ -1,16 +1,37 @@
 """Fallback: the count of calls of operators without a rule, which ran on whole tensors on every rank."""
 
+import contextlib
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 
 _counts: Counter[str] = Counter()
 _warned: set[str] = set()
 _lock = threading.Lock()
 
 
+class _Quiet(threading.local):
+    on: bool = False
+
+
+_quiet = _Quiet()
+
+
+@contextlib.contextmanager
+def uncounted() -> Iterator[None]:
+    """Context in which calls of this thread neither count nor warn: they are not for real."""
+    before, _quiet.on = _quiet.on, True
+    try:
+        yield
+    finally:
+        _quiet.on = before
+
+
 def fell_back(func) -> None:
     """Count a call of `func` that ran replicated; the first one warns."""
+    if _quiet.on:
+        return
     with _lock:
         _counts[str(func)] += 1
         first = str(func) not in _warned
@@ -44,4 +65,4 @@ def fallbacks(*, reset: bool = False) -> Counter[str]:
     return found
 
 
-__all__ = ["fallbacks", "fell_back"]
+__all__ = ["fallbacks", "fell_back", "uncounted"]

@@ -57,22 +57,28 @@ class Rule:
     linear: str | Sequence[str | Sequence[str]] = field(default=(), kw_only=True)
     added: str | Sequence[str] = field(default=(), kw_only=True)
     blocked: str | Iterable[str] = field(default="", kw_only=True)
-    inputs: tuple[Term, ...] = field(init=False, repr=False)
-    outputs: tuple[Term, ...] = field(init=False, repr=False)
+    reductions: Mapping[str, str] = field(init=False, repr=False, compare=False)
+    linear_sets: tuple[tuple[str, ...], ...] = field(init=False, repr=False, compare=False)
+    addends: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    whole: frozenset[str] = field(init=False, repr=False, compare=False)
+    inputs: tuple[Term, ...] = field(init=False, repr=False, compare=False)
+    outputs: tuple[Term, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
         left, arrow, right = self.text.partition("->")
         if not arrow or "->" in right:
             raise ValueError(f"a rule reads 'operands->outputs', such as 'mk,kn->mn'; got {self.text!r}")
-        reduce = dict.fromkeys(self.reduce, "sum") if isinstance(self.reduce, str) else dict(self.reduce)
         linear = [self.linear] if isinstance(self.linear, str) else self.linear
-        groups = tuple((g,) if isinstance(g, str) else tuple(g) for g in linear)
-        added = (self.added,) if isinstance(self.added, str) else tuple(self.added)
-        for name, value in (("reduce", reduce), ("linear", groups), ("added", added)):
+        parsed = {
+            "reductions": dict.fromkeys(self.reduce, "sum") if isinstance(self.reduce, str) else dict(self.reduce),
+            "linear_sets": tuple((g,) if isinstance(g, str) else tuple(g) for g in linear),
+            "addends": (self.added,) if isinstance(self.added, str) else tuple(self.added),
+            "whole": frozenset(self.blocked),
+            "inputs": tuple(_term(t, self.text) for t in left.split(",")),
+            "outputs": tuple(_term(t, self.text) for t in right.split(",")),
+        }
+        for name, value in parsed.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "blocked", frozenset(self.blocked))
-        object.__setattr__(self, "inputs", tuple(_term(t, self.text) for t in left.split(",")))
-        object.__setattr__(self, "outputs", tuple(_term(t, self.text) for t in right.split(",")))
         self._check_factors()
 
     def _check_factors(self) -> None:
@@ -83,9 +89,9 @@ class Rule:
                     f"{self.text!r}: factor {new[0]!r} of an output is in no operand, so no shard of it could be "
                     "computed; write 1 for that dimension"
                 )
-        if missing := [f for f in (*self.reduce, *self.blocked) if f not in taken or f == "..."]:
+        if missing := [f for f in (*self.reductions, *self.whole) if f not in taken or f == "..."]:
             raise ValueError(f"{self.text!r} has no factor {missing[0]!r}; its factors are {', '.join(sorted(taken))}")
-        for factor, op in self.reduce.items():  # pyright: ignore[reportAttributeAccessIssue]
+        for factor, op in self.reductions.items():
             if op not in REDUCE_OPS:
                 raise ValueError(f"factor {factor!r} reduces by one of {', '.join(REDUCE_OPS)}; got {op!r}")
             if all(factor in term for term in self.outputs):
@@ -285,7 +291,7 @@ def _check_schema(rule: Rule, func: OpOverload) -> None:
         raise ValueError(
             f"{func} returns a list of tensors beside other results, which no rule can say: {func._schema}"
         )
-    names = [n for group in rule.linear for n in group] + list(rule.added)
+    names = [n for group in rule.linear_sets for n in group] + list(rule.addends)
     if unknown := [n for n in names if n not in arguments]:
         raise ValueError(f"{func} has no tensor argument {unknown[0]!r}; it takes {', '.join(arguments)}")
 
@@ -321,16 +327,16 @@ class _Fitting:
                 self._meet(name, dim, factor, s.shape[dim])
         inputs = tuple(tuple(self._dim(f, s.shape[i]) for i, f in enumerate(t)) for _, t, s in expanded)
         outputs = tuple(None if o is None else self._output(*o) for o in self.outputs)
-        minor = {_minor(f): 1 for f in self.rule.reduce if self._even(f) and f in self.sizes}
-        groups = [self._indices(g) for g in self.rule.linear]
+        minor = {_minor(f): 1 for f in self.rule.reductions if self._even(f) and f in self.sizes}
+        groups = [self._indices(g) for g in self.rule.linear_sets]
         return EngineRule(
             inputs,
             outputs,
             {**self.sizes, **minor},
-            reduce=dict(self.rule.reduce),
+            reduce=self.rule.reductions,
             linear=tuple(g for g in groups if g),
-            blocked=frozenset(self.rule.blocked) | frozenset(minor),
-            addends=self._indices(self.rule.added),
+            blocked=self.rule.whole | frozenset(minor),
+            addends=self._indices(self.rule.addends),
         )
 
     def _indices(self, names: Iterable[str]) -> frozenset[int]:
@@ -380,7 +386,7 @@ class _Fitting:
 
     def _even(self, factor: str) -> bool:
         """Whether only even shards of the factor will do: averages weigh all alike, extrema have none of nothing."""
-        return dict(self.rule.reduce).get(factor, "sum") != "sum"
+        return self.rule.reductions.get(factor, "sum") != "sum"
 
 
 def _minor(factor: str) -> str:

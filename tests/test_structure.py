@@ -22,7 +22,7 @@ LAYERS = [
     ["dispatch"],
     ["detours"],
     ["tensor"],
-    ["composite", "api", "registration"],
+    ["composite", "api", "registration", "explanation"],
     ["parallel"],
     ["testing"],
     ["demo"],

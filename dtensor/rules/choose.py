@@ -45,20 +45,72 @@ def choose(rule: Rule, operands: list[Spec], pinned: Layout | None = None) -> Ch
     table = candidates(rule)
     picked: list[Candidate] = []
     shared: dict[Factor, int] = {}
-    for axis, n in enumerate(mesh):
-        best, least = None, inf
-        for c in table:
-            if not _fits(rule, c, n, shared) or not _keeps(c, rule, pinned, axis):
-                continue
-            price = _price(rule, c, operands, axis, mesh, least)
-            if price < least:
-                best, least = c, price
+    for axis in range(len(mesh)):
+        best = _cheapest(rule, table, operands, pinned, axis, mesh, shared)
         if best is None:
             return None
         picked.append(best)
-        if best.factor is not None:
-            shared[best.factor] = shared.get(best.factor, 1) * n
     return _assemble(rule, picked, operands, pinned)
+
+
+def _cheapest(rule, table, operands, pinned, axis: int, mesh, shared: dict[Factor, int]) -> Candidate | None:
+    """The cheapest candidate on `axis`; what it cuts is noted in `shared`."""
+    best, least, n = None, inf, mesh[axis]
+    for c in table:
+        if not _fits(rule, c, n, shared) or not _keeps(c, rule, pinned, axis):
+            continue
+        price = _price(rule, c, operands, axis, mesh, least)
+        if price < least:
+            best, least = c, price
+    if best is not None and best.factor is not None:
+        shared[best.factor] = shared.get(best.factor, 1) * n
+    return best
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A candidate on one mesh axis as `choose` sees it.
+
+    Attributes:
+        candidate: the combination of placements.
+        seconds: what its redistributions cost; None if it is refused.
+        refused: why it cannot be, else "".
+        chosen: whether it was picked.
+    """
+
+    candidate: Candidate
+    seconds: float | None
+    refused: str
+    chosen: bool
+
+
+def weigh(rule: Rule, operands: list[Spec], pinned: Layout | None = None) -> list[list[Weighed]]:
+    """All that `choose` weighs, for each mesh axis in the rule's order; ends at an axis where nothing can be picked."""
+    mesh = mesh_shape(operands[0].mesh)
+    table = candidates(rule)
+    shared: dict[Factor, int] = {}
+    found = []
+    for axis, n in enumerate(mesh):
+        before = dict(shared)
+        best = _cheapest(rule, table, operands, pinned, axis, mesh, shared)
+        rows = []
+        for c in table:
+            why = _refusal(rule, c, n, before, pinned, axis)
+            rows.append(Weighed(c, None if why else _price(rule, c, operands, axis, mesh, inf), why, c is best))
+        found.append(rows)
+        if best is None:
+            break
+    return found
+
+
+def _refusal(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int], pinned: Layout | None, axis: int) -> str:
+    if not _fits(rule, c, n, shared):
+        parts = n * shared.get(c.factor or "", 1)
+        return f"uneven: {parts} does not divide {rule.sizes[c.factor or '']}, and the dimension is merged or split"
+    if not _keeps(c, rule, pinned, axis):
+        assert pinned is not None, "only a pinned layout keeps a candidate out"
+        return f"in place: the first operand stays {pinned.placements[axis]}"
+    return ""
 
 
 def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
@@ -155,4 +207,4 @@ def _order(rule: Rule, factor: Factor, picked: list[Candidate], operands: list[S
     return tuple(first + [a for a in wanted if a not in first])
 
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "Weighed", "choose", "weigh"]
