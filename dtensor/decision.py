@@ -17,6 +17,7 @@ from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_cu
 from .errors import MeshError, MixedTensorError, OperatorError
 from .fallback import fell_back
 from .layout import Layout
+from .moves import moves_of, named_operands
 from .rules import RULES, Call, LocalCall, Output, choose, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
@@ -79,7 +80,21 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     call = call_of(func, args, kwargs, operands)
     rule = make(call) if make is not None else replicated(call)
     assert len(rule.inputs) == len(operands), f"the rule of {func} names {len(rule.inputs)} of {len(operands)} operands"
-    return decide_by(call, rule, in_place=func._schema.name.endswith("_"))
+    decision = decide_by(call, rule, in_place=func._schema.name.endswith("_"))
+    if decision.moves and func._schema.is_mutable:
+        _check_writes(call, decision)
+    return decision
+
+
+def _check_writes(call: Call, decision: Decision) -> None:
+    """Refuse to redistribute an argument that is written to: what is written would be lost with the copy."""
+    written = {a.name for a in call.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+    for move in moves_of(named_operands(call.func, call.args, call.kwargs), decision.moves):
+        if move.argument.partition("[")[0] in written:
+            raise OperatorError(
+                f"{call.func} writes to '{move.argument}', which it takes in {move.target} but which is in "
+                f"{move.spec.layout}; write {move.as_call()} first"
+            )
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ class Rule:
     Raises:
         ValueError: text or names cannot be understood.
 
-    >>> dtensor.Rule("mk,nk,n->mn", reduce="k", linear=["w"], added="bias")
+    For `x @ w.T + bias`, which is linear in x together with the bias, but not in x alone:
+
+    >>> rule = dtensor.Rule("mk,nk,n->mn", reduce="k", linear=[("x", "bias"), ("w", "bias")], added="bias")
     """
 
     text: str

@@ -24,7 +24,7 @@ def strict() -> Iterator[None]:
     Refused are operands that would be redistributed by a collective before the operator runs, and an operator without a
     rule whose arguments would be gathered. What sends nothing is allowed (cutting a replicated operand, say), and so is
     what was asked for: `redistribute`, `full_tensor`, their gradients, and gradients brought to the layout of what they
-    are the gradient of. Backward is checked too where it runs inside, in every thread of autograd's.
+    are the gradient of. Backward is checked too where it is called inside.
 
     Holds for the calling thread; may be nested, and be used as a decorator. Put it around the call of a compiled
     function, not into it: tracing runs the same checks, and compilation fails with an error of torch's that holds the
@@ -35,8 +35,15 @@ def strict() -> Iterator[None]:
             collectives, the bytes that each rank would send, and what to write instead.
 
     >>> @dtensor.strict()
-    ... def step(x, w):
-    ...     return x.redistribute(placements=[Replicate()]) @ w
+    ... def product(x, w):
+    ...     return x @ w
+    >>> product(x, w)
+    Traceback (most recent call last):
+    dtensor.errors.StrictError: aten.mm.default would redistribute 'self' from [Shard(0)] to [Replicate()] \
+(all_gather over axis 0; 256 bytes), which dtensor.strict() does not allow; write \
+self.redistribute(placements=[Replicate()]) first
+    >>> product(x.redistribute(placements=[Replicate()]), w).placements
+    (Shard(dim=1),)
     """
     with _state(True):
         yield

@@ -46,6 +46,11 @@ def _backward(ctx, grad):
 
 scale_rows.register_autograd(_backward, setup_context=_save)
 
+
+def _fill(x):
+    x.fill_(7)
+
+
 linear = define(
     "linear(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
     lambda x, w, bias=None: x @ w.T + (0 if bias is None else bias),
@@ -59,7 +64,7 @@ center = define("center(Tensor x) -> Tensor", lambda x: x - x.mean(-1, keepdim=T
 shifted = define(
     "shifted(Tensor x, *, bool rows=False) -> Tensor", lambda x, *, rows=False: x.roll(1, 0 if rows else 1)
 )
-write = define("write(Tensor(a!) x) -> ()", lambda x: None)
+write = define("write(Tensor(a!) x) -> ()", _fill, lambda x: None)
 composite = define("composite(Tensor x) -> Tensor", lambda x: x + 1)
 
 
@@ -89,12 +94,13 @@ def registered(op, *args, **kwargs):
     return op
 
 
+LINEAR = [("x", "bias"), ("w", "bias")]
 CASES = {
     "outer product of factors": lambda: [
         Case(registered(scale_rows, "mk,m->mk", linear=("x", "w")), (f(5, 4), f(5)), at_least=7),
     ],
     "contraction, with a bias or without": lambda: [
-        Case(registered(linear, "mk,nk,n->mn", reduce="k", linear=[("x", "bias")], added="bias"), a, at_least=6)
+        Case(registered(linear, "mk,nk,n->mn", reduce="k", linear=LINEAR, added="bias"), a, at_least=8)
         for a in ((f(5, 4), f(6, 4)), (f(5, 4), f(6, 4), f(6)))
     ],
     "two outputs": lambda: [Case(registered(norms, "mk->mk,m", reduce={"k": "sum"}), (f(5, 4),), at_least=3)],
@@ -300,6 +306,18 @@ def test_what_does_not_fit_the_call(mesh):
     dtensor.register_sharding(scale_rows)(lambda x, w: None)
     with pytest.raises(TypeError, match=r"returns a dtensor.Rule or its text; got None"):
         scale_rows(x, w)
+
+
+def test_what_is_written_to_is_not_moved(mesh):
+    """Without a rule the argument would be gathered, and the copy written to."""
+    x = distribute_tensor(torch.zeros(4), mesh, [S0])
+    with pytest.raises(OperatorError, match=r"writes to 'x', .* write x.redistribute\(placements=\[Replicate\(\)\]\)"):
+        write(x)
+    whole = x.redistribute(placements=[R])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write(whole)
+    assert whole.to_local().tolist() == [7.0] * 4
 
 
 def test_a_case_names_one_operator():

@@ -1,5 +1,6 @@
 """Strict mode: what is refused and how it is said, what stays allowed, and that doing what the message says helps."""
 
+import doctest
 import itertools
 import threading
 import warnings
@@ -134,6 +135,21 @@ def test_fallbacks_are_counted_on_every_call(mesh):
     assert taken["aten.histc.default"] >= 3
     taken.clear()
     assert not dtensor.fallbacks()
+
+
+def test_the_docstrings_run():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        names = {"x": make(mesh, (8, 16), S0), "w": make(mesh, (16, 32), S1), **vars(dtensor), "torch": torch}
+        for function in (dtensor.strict, dtensor.fallbacks):
+            (test,) = doctest.DocTestFinder().find(function, globs={**names, "dtensor": dtensor})
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = doctest.DocTestRunner().run(test)
+            assert (found.failed, found.attempted) == (0, 3)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_operators_that_run_as_others_name_what_was_called(mesh):
