@@ -7,6 +7,7 @@ is made from it for the shapes of one call.
 """
 
 import inspect
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -19,8 +20,11 @@ from .errors import OperatorError
 from .placements import REDUCE_OPS
 from .rules import RULES, Call, Output
 from .rules import Rule as EngineRule
-from .rules.call import argument
+from .rules.call import RuleFunction, argument
 from .spec import Spec
+
+_registered: dict[str, str] = {}
+"""Operator -> what tells its registered rule from another one."""
 
 Term = tuple[str, ...]
 """One letter per dimension, "" for one that is never sharded, "..." for any number of leading or inner ones."""
@@ -153,7 +157,8 @@ def register_sharding(op: Any, rule: str | Rule | None = None, **options: Any) -
             function that takes the operator's arguments (tensors as their `shape`, `dtype` and `ndim`, or the first
             few of them) and returns a `Rule` or its text.
 
-    Holds from the next call on; graphs compiled before stay as they are. What the backward of the operator does is a
+    Holds from the next call on; functions compiled before stay as they are, and a rule that is a function keeps torch
+    from reusing compiled code of other processes. What the backward of the operator does is a
     matter of the operators that it is written in.
 
     Raises:
@@ -197,9 +202,19 @@ def register_sharding(op: Any, rule: str | Rule | None = None, **options: Any) -
     for func in overloads:
         _check_schema(made, func)
     for func in overloads:
-        RULES[str(func)] = lambda call: _engine_rule(made, call)
-    dispatch.forget()
+        _register(func, lambda call: _engine_rule(made, call), repr(made))
     return None
+
+
+def _register(func: OpOverload, make: RuleFunction, identity: str) -> None:
+    RULES[str(func)] = make
+    _registered[str(func)] = identity
+    dispatch.forget()
+
+
+def fingerprint() -> tuple[tuple[str, str], ...]:
+    """The registered rules as a key for compiled code; one given as a function is like no other of any process."""
+    return tuple(sorted(_registered.items()))
 
 
 def _overloads(op: Any) -> list[OpOverload]:
@@ -241,8 +256,7 @@ def _register_function(overloads: list[OpOverload], function: RuleMaker) -> Rule
                 f"({', '.join(p.name for p in required)}), the operator only {len(positional)}: {func._schema}"
             )
         count = len(positional) if rest else min(len(takes), len(positional))
-        RULES[str(func)] = _of_function(func, function, positional[:count], parameters)
-    dispatch.forget()
+        _register(func, _of_function(func, function, positional[:count], parameters), uuid.uuid4().hex)
     return function
 
 
@@ -404,4 +418,4 @@ def _same(a, b) -> bool:
     return a is b or a == b
 
 
-__all__ = ["Rule", "TensorMeta", "register_sharding"]
+__all__ = ["Rule", "TensorMeta", "fingerprint", "register_sharding"]

@@ -1,5 +1,6 @@
 """Rules of one's own: what the text means, what is refused, and that engine, autograd and compiler take them."""
 
+import contextlib
 import doctest
 import warnings
 
@@ -10,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor import DTensor, OperatorError, Partial, Replicate, Rule, Shard, distribute_tensor, init_device_mesh
+from dtensor._torch import dynamo_counters
 from dtensor.rules import RULES
 from dtensor.testing import Case, CountCollectives, with_ranks, with_threads, wrong_candidates
 
@@ -184,6 +186,26 @@ def test_the_second_registration_replaces_the_first_and_what_was_decided(mesh):
     assert norms(x)[1].placements == (S0,)
     dtensor.register_sharding(norms, "mk->mk,m", reduce="k")
     assert [t.placements for t in norms(x)] == [(S1,), (P,)]
+
+
+def test_compiled_code_is_not_kept_for_another_rule_nor_for_strict_mode(mesh, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x = distribute_tensor(torch.rand(4, 4), mesh, [S0])
+    found, hits = [], []
+    for text, context in (
+        ("mk->mk", contextlib.nullcontext()),
+        ("1k->1k", contextlib.nullcontext()),
+        ("mk->mk", contextlib.nullcontext()),
+        ("mk->mk", dtensor.strict()),
+    ):
+        dtensor.register_sharding(center, text)
+        torch.compiler.reset()
+        dynamo_counters().clear()
+        with context:
+            found.append(torch.compile(lambda x: center(x).relu(), fullgraph=True)(x).placements)
+        hits.append(dynamo_counters()["aot_autograd"]["autograd_cache_hit"])
+    assert found == [(S0,), (S1,), (S0,), (S0,)]
+    assert hits == [0, 0, 1, 0]
 
 
 def test_an_operator_without_a_rule_gets_one(mesh):
