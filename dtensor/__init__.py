@@ -18,8 +18,9 @@ from .errors import (
 )
 from .explanation import explain
 from .fallback import fallbacks
+from .notation import Rule
 from .placements import Partial, Placement, Replicate, Shard
-from .registration import Rule, register_sharding
+from .registration import register_sharding
 from .strictness import strict
 from .tensor import DTensor
 

@@ -14,7 +14,7 @@ LINKS = ("compile", "passes")
 LAYERS = [
     ["errors", "_torch", "caches", "fallback"],
     ["placements", "cost", "mesh", "collectives", "hooks"],
-    ["layout"],
+    ["layout", "notation"],
     ["spec", "plan"],
     ["redistribute", "checkpoint", "rules"],
     ["moves"],
