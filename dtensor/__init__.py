@@ -18,6 +18,7 @@ from .errors import (
 )
 from .explanation import explain
 from .fallback import fallbacks
+from .invariance import implicit_replication
 from .notation import Rule
 from .placements import Partial, Placement, Replicate, Shard
 from .registration import register_sharding
@@ -52,6 +53,7 @@ __all__ = [
     "explain",
     "fallbacks",
     "full",
+    "implicit_replication",
     "init_device_mesh",
     "ones",
     "rand",

@@ -46,7 +46,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -71,6 +71,7 @@ def never_traced(function):
 
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
+is_alias_of = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 # A dispatch key above autograd that DTensor carries and no other tensor does. Every operator falls through it
@@ -115,11 +116,6 @@ def threaded_process_group():
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_compiling() -> bool:
-    """Whether this thread traces for torch.compile, in Dynamo or below it; holds in code that Dynamo passes over."""
-    return TracingContext.try_get() is not None
-
-
 def thread_state(name: str, default: Any) -> Any:
     """An object kept per thread that the threads of autograd take over from the one that called backward."""
     return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else default
@@ -155,6 +151,34 @@ def overloads_of(op: Any) -> list[OpOverload]:
 def resolve_process_group(name: str) -> ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(GroupName(name))
+
+
+def is_being_compiled() -> bool:
+    """Whether torch.compile works on this thread: Dynamo's look at shapes, or a trace of AOTAutograd."""
+    return TracingContext.try_get() is not None
+
+
+def is_below_autograd() -> bool:
+    """Whether autograd is done with the operator that runs: then no version is counted and no gradient recorded."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def is_in_formula() -> bool:
+    """Whether the backward of one of torch's own operators runs on this thread, not of a user's autograd function."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
+    """The node that stands for `x` in the graph being traced; None if there is no such graph, or `x` not in it."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(x, FunctionalTensor):
+        torch._sync(x)
+        x = torch._from_functional_tensor(x.elem)
+    slot = get_proxy_slot(x, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def hint(size) -> int:
@@ -239,11 +263,14 @@ __all__ = [
     "dynamo_counters",
     "functional_collectives",
     "get_hash_for_files",
+    "graph_node",
     "hint",
     "inductor_compile",
     "inductor_config",
     "intercept",
-    "is_compiling",
+    "is_being_compiled",
+    "is_below_autograd",
+    "is_in_formula",
     "make_fx",
     "make_wrapper_subclass",
     "mesh_resources",

@@ -12,6 +12,10 @@ where sizes divide, every rank traces the same graph. The kernels are written ov
 `lower` pass traces these same kernels to get start/wait pairs.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ._torch import c10d, resolve_process_group
@@ -150,11 +154,47 @@ def _fake_shard(x, dim, group):
     return _resized(x, dim, size // n if size % n == 0 else chunk_length(size, n, group_rank(group)))
 
 
+_CARRIED = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+"""Dtypes that every backend takes."""
+
+
+def carried(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`kernel` for all dtypes: what backends do not take travels as another one.
+
+    Complex numbers travel as pairs of real ones. The rest travels as bytes where it is moved, and as int32 where
+    integers are reduced.
+    """
+
+    @functools.wraps(kernel)
+    def run(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if x.dtype in _CARRIED:
+            return kernel(x, *rest)
+        if x.dtype.is_complex:
+            if rest[0] == "product":
+                raise ValueError("a product of complex numbers cannot be reduced over ranks; gather them and multiply")
+            return torch.view_as_complex(kernel(torch.view_as_real(x.resolve_conj()), *rest).contiguous())
+        if kernel in (all_reduce, reduce_scatter):
+            return kernel(x.to(torch.int32), *rest).to(x.dtype)
+        return kernel(x.unsqueeze(-1).view(torch.uint8), *rest).contiguous().view(x.dtype).squeeze(-1)
+
+    return run
+
+
 KERNELS = {
-    "all_gather": (all_gather, _fake_all_gather),
-    "reduce_scatter": (reduce_scatter, _fake_reduce_scatter),
-    "all_reduce": (all_reduce, _fake_all_reduce),
-    "all_to_all": (all_to_all, _fake_all_to_all),
+    "all_gather": (carried(all_gather), _fake_all_gather),
+    "reduce_scatter": (carried(reduce_scatter), _fake_reduce_scatter),
+    "all_reduce": (carried(all_reduce), _fake_all_reduce),
+    "all_to_all": (carried(all_to_all), _fake_all_to_all),
     "shard": (shard, _fake_shard),
 }
 """Name -> (kernel, fake kernel) of each operator."""

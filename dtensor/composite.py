@@ -1,9 +1,9 @@
 """Composite operators seen whole: what torch would take apart before DTensor gets to see it.
 
-DTensor carries a dispatch key above autograd; operators registered here are caught on it. Three need it: the math path
-of attention makes its causal mask as a plain tensor on the way and merges batch with heads, the gradient of an
-embedding depends on how its table is sharded, which the derivative formula does not pass on, and RMS norm works in
-place on a mean that may be partial.
+DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
+makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
+how its table is sharded, which the derivative formula does not pass on; RMS norm works in place on a mean that may be
+partial; and a few make constants on the way, which a region lets pass.
 """
 
 import functools
@@ -17,7 +17,8 @@ from . import strictness
 from ._torch import intercept, without_own_key
 from .collectives import library
 from .decision import COMPOSITES
-from .errors import MixedTensorError, StrictReason
+from .errors import StrictReason
+from .invariance import check_invariant, region_of_torch
 from .layout import Layout
 from .moves import moves_of
 from .placements import Partial, Placement, Replicate, Shard
@@ -71,34 +72,39 @@ def attention_math(
     Batch and head dimensions keep their shards; sequence and features are put together first. Taken apart, it would
     merge batch and heads into one dimension, which only a sharded batch survives.
     """
-    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    for name, given in named.items():
-        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
-            raise MixedTensorError(
-                f"scaled_dot_product_attention: argument '{name}' is a plain tensor of shape {list(given.shape)}, "
-                "other arguments are DTensors; write distribute_tensor(x, device_mesh, placements)"
-            )
-    mesh = query.device_mesh
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    mesh = next(x.device_mesh for x in given.values() if isinstance(x, DTensor))
+    query, key, value, attn_mask = (_distributed(x, name, mesh) for name, x in given.items())
     target = _kept(query, key, value)
     if strictness.active():
         layouts = [Layout.of(tuple(target), query.dim())] * 3
         if attn_mask is not None:
             layouts.append(Layout.of(tuple(_mask_placements(attn_mask, target, query.dim())), attn_mask.dim()))
-        operands = [(name, t._spec) for name, t in named.items() if t is not None]
+        tensors = zip(given, (query, key, value, attn_mask))
+        operands = [(name, t._spec) for name, t in tensors if t is not None]
         strictness.check_moves("scaled_dot_product_attention", moves_of(operands, layouts))
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
+    batch = query.shape[:-2]
+    if not enable_gqa:
+        batch = torch.broadcast_shapes(batch, key.shape[:-2], value.shape[:-2])
+    shapes = ((*batch, query.shape[-2], value.shape[-1]), (*batch, query.shape[-2], key.shape[-2]))
     if dropout_p > 0 and dropout_mask is None:
-        layout = Layout.of(tuple(target), query.dim())
-        scores = torch.empty((*query.shape[:-1], key.shape[-2]), device=query.device)
+        layout = Layout.of(tuple(target), len(batch) + 2)
+        scores = torch.empty(shapes[1], device=query.device)
         dropout_mask = keep_shard(scores.bernoulli_(1 - dropout_p), layout, mesh).to(torch.bool)
     out = aten._scaled_dot_product_attention_math(
         q, k, v, mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
     )
-    return tuple(
-        DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s))
-        for t, s in zip(out, ((*query.shape[:-1], value.shape[-1]), (*query.shape[:-1], key.shape[-2])))
-    )
+    return tuple(DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s)) for t, s in zip(out, shapes))
+
+
+def _distributed(x, name: str, mesh) -> Any:
+    """The argument as a DTensor; a plain tensor that is alike on all ranks is taken as replicated."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+        return x
+    check_invariant("scaled_dot_product_attention", name, x)
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
 def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
@@ -199,7 +205,47 @@ def _rms_norm_by_parts(x, ndim: int, weight, eps):
     return (scaled if weight is None else scaled * weight).to(x.dtype)
 
 
+def tensor_split(x, tensor_indices_or_sections, dim=0):
+    """`tensor_split` by the values of a tensor, which torch reads straight from memory."""
+    given = tensor_indices_or_sections
+    if strictness.active() and isinstance(given, DTensor):
+        target = Layout.make(given.device_mesh.ndim, ((),) * given.dim(), ())
+        strictness.check_moves("tensor_split", moves_of([("tensor_indices_or_sections", given._spec)], [target]))
+    whole = given.full_tensor() if isinstance(given, DTensor) else given
+    return torch.tensor_split(x, whole.tolist(), dim)
+
+
+IN_REGION = (
+    "combinations",
+    "linalg_matrix_power",
+    "linalg_matrix_rank",
+    "linalg_matrix_rank.atol_rtol_float",
+    "linalg_matrix_rank.atol_rtol_tensor",
+    "matrix_power",
+    "nanquantile",
+    "nanquantile.scalar",
+    "quantile",
+    "quantile.scalar",
+)
+"""Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
+
+
+def _in_region(name: str):
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+
+    def kernel(*args, **kwargs):
+        with without_own_key(), region_of_torch():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+for _name in IN_REGION:
+    intercept(_name, _in_region(_name))
+
 intercept("rms_norm", rms_norm)
+intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
-from .errors import MeshError, MixedTensorError, OperatorError
+from .errors import MeshError
 from .fallback import fell_back
+from .invariance import check_invariant
 from .layout import Layout
-from .moves import moves_of, named_operands
-from .rules import RULES, Call, LocalCall, Output, choose, rule_of
+from .rules import RULES, Call, LocalCall, Output, choose, is_in_place, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
@@ -40,8 +40,9 @@ class Decision:
         replace: arguments (by name) whose global shape is replaced by a local one.
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
+        writes: operands that are written to and were moved: they are moved back and copied into what was given.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
-        fallback: whether the operator has no rule and runs whole on every rank.
+        fallback: whether operands are gathered because the operator has no rule.
     """
 
     moves: tuple[Layout | None, ...] = ()
@@ -50,6 +51,7 @@ class Decision:
     replace: tuple[tuple[str, Any], ...] = ()
     local: Callable[..., Any] | None = None
     returns_self: bool = False
+    writes: tuple[int, ...] = ()
     kind: str = ""
     fallback: bool = False
 
@@ -65,51 +67,65 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
         return Decision(kind="foreach")
     if name in COMPOSITES and str(func) not in RULES:
         return Decision(kind="composite")
-    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    if any(a.is_out for a in func._schema.arguments):
+        return Decision(kind="out")
+    if torch.Tag.inplace_view in func.tags:
+        return Decision(kind="inplace_view")
+    in_place = is_in_place(func)
     make = rule_of(func)
-    if make is None and not _DYNAMIC.isdisjoint(func.tags):
-        return Decision(kind="dynamic")
-    if make is None and func._can_decompose():
-        return Decision(kind="implicit")
-    if make is None and func in decompositions and not func._schema.is_mutable:
-        return Decision(kind="decompose")
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
-    if any(a.name == "out" and a.kwarg_only for a in func._schema.arguments) and "out" in kwargs:
-        raise OperatorError(f"{name} with out= is not supported on DTensor; write out.copy_({base.split('::')[1]}(…))")
+    if make is None and (kind := _without_rule(func, in_place, operands)):
+        return Decision(kind=kind)
     call = call_of(func, args, kwargs, operands)
     rule = make(call) if make is not None else replicated(call)
     assert len(rule.inputs) == len(operands), f"the rule of {func} names {len(rule.inputs)} of {len(operands)} operands"
-    decision = decide_by(call, rule, in_place=func._schema.name.endswith("_"))
-    if decision.moves and func._schema.is_mutable:
-        _check_writes(call, decision)
-    return decision
+    return decide_by(call, rule, in_place)
 
 
-def _check_writes(call: Call, decision: Decision) -> None:
-    """Refuse to redistribute an argument that is written to: what is written would be lost with the copy."""
-    written = {a.name for a in call.func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    for move in moves_of(named_operands(call.func, call.args, call.kwargs), decision.moves):
-        if move.argument.partition("[")[0] in written:
-            raise OperatorError(
-                f"{call.func} writes to '{move.argument}', which it takes in {move.target} but which is in "
-                f"{move.spec.layout}; write {move.as_call()} first"
-            )
+def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
+    """The kind of decision for an operator that has no rule; "" if it runs on whole tensors."""
+    if not _DYNAMIC.isdisjoint(func.tags):
+        return "dynamic"
+    if not any(o.layout.partial or any(o.layout.dims) for o in operands):
+        return ""
+    if func._can_decompose():
+        return "implicit"
+    if in_place:
+        return "functional" if functional_of(func) is not None else ""
+    return "decompose" if func in decompositions and not func._schema.is_mutable else ""
+
+
+_functional: dict[Any, Any] = {}
+
+
+def functional_of(func) -> Any:
+    """The overload that makes a new tensor where `func` writes to its first argument or to out=, or None."""
+    if func not in _functional:
+        _functional[func] = _find_functional(func)
+    return _functional[func]
+
+
+def _find_functional(func):
+    space, base = func._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, space), base.removesuffix("_"), None)
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    for overload in packet.overloads() if packet is not None else ():
+        other = getattr(packet, overload)
+        found = [(a.name, str(a.type)) for a in other._schema.arguments]
+        if found == wanted and not other._schema.is_mutable:
+            return other
+    return None
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What a decision was made from: the call, its rule, the layout an in-place operator must keep, and the choice."""
+    """What a decision was made from: the call, its rule, the choice, and whether output 0 is operand 0."""
 
     call: Call
     rule: Rule
-    pinned: Layout | None
-    choice: Choice | None
-
-    @property
-    def fallback(self) -> bool:
-        """Whether there was no rule, so that everything is whole."""
-        return self.rule.local is _run_whole
+    choice: Choice
+    in_place: bool
 
 
 class _Watch(threading.local):
@@ -130,16 +146,10 @@ def watched() -> Iterator[list[Decided]]:
 
 
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
-    operands = call.operands
-    pinned = operands[0].layout if in_place else None
-    choice = choose(rule, operands, pinned)
+    """The decision for `call` by `rule`."""
+    choice = choose(rule, call.operands, in_place)
     if _watch.seen is not None:
-        _watch.seen.append(Decided(call, rule, pinned, choice))
-    if choice is None:
-        raise OperatorError(
-            f"{call.func} would change the layout {operands[0].layout} of the tensor it works on in place; "
-            "write the operator without the underscore, or redistribute the tensor first"
-        )
+        _watch.seen.append(Decided(call, rule, choice, in_place))
     return carry_out(call, rule, choice, in_place)
 
 
@@ -157,8 +167,23 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
+    writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
     fallback = rule.local is _run_whole
-    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, fallback=fallback)
+    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes, fallback=fallback)
+
+
+def written(call: Call) -> list[int]:
+    """Indices of the operands that the operator says it writes to."""
+    found: list[int] = []
+    count = 0
+    for a in call.func._schema.arguments:
+        given = call[a.name]
+        for item in given if isinstance(given, list) else [given]:
+            if isinstance(item, Spec):
+                if a.alias_info is not None and a.alias_info.is_write:
+                    found.append(count)
+                count += 1
+    return found
 
 
 def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
@@ -174,9 +199,15 @@ def _reshape(func, args: tuple, kwargs: dict[str, Any]):
     return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
-_LOCAL: dict[str, Callable[..., Any]] = dict.fromkeys(
-    ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape
-)
+def _resolved(func, args: tuple, kwargs: dict[str, Any]):
+    """A conjugate or negative is computed at once: a bit on the local tensor is nothing the DTensor would know of."""
+    return func(*args, **kwargs).resolve_conj().resolve_neg()
+
+
+_LOCAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape),
+    **dict.fromkeys(("aten::_conj", "aten::_neg_view"), _resolved),
+}
 
 
 def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
@@ -190,7 +221,7 @@ def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
 
 
 def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> None:
-    """Collect the operands' specs; refuse plain tensors and a second mesh."""
+    """Collect the operands' specs; refuse a second mesh, and plain tensors that may differ between ranks."""
     names = [a.name for a in func._schema.arguments]
     for name, value in [*zip(names, args), *kwargs.items()]:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -201,12 +232,8 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
                         f"{func}: argument '{name}' lives on {item._spec.mesh} but another one on {operands[0].mesh}; "
                         "redistribute works within one mesh: build both tensors on the same DeviceMesh"
                     )
-            elif isinstance(item, torch.Tensor) and item.dim() > 0:
-                raise MixedTensorError(
-                    f"{func}: argument '{name}' is a plain tensor of shape {list(item.shape)}, other arguments are "
-                    "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, or "
-                    "DTensor.from_local(x, device_mesh, placements) for a local one"
-                )
+            elif isinstance(item, torch.Tensor):
+                check_invariant(func, name, item)
 
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:
@@ -261,9 +288,10 @@ def _is_static(a) -> bool:
 
 
 def replicated(call: Call) -> Rule:
-    """The rule of last resort: everything whole on every rank."""
+    """The rule of last resort: everything whole on every rank, counted where that is not the case anyway."""
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
-    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {}, local=_run_whole)
+    gathers = any(not o.layout.is_replicated for o in call.operands)
+    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {}, local=_run_whole if gathers else None)
 
 
 def _run_whole(call: LocalCall):
@@ -291,6 +319,7 @@ __all__ = [
     "check_operands",
     "decide",
     "decide_by",
+    "functional_of",
     "is_dtensor",
     "mapped",
     "replicated",

@@ -1,7 +1,7 @@
 """Detours: operators that do not run as one local operator.
 
-Lists of tensors (foreach), operators written in terms of others, decompositions, and results whose shape depends on
-values. Registers itself with `dispatch`.
+Lists of tensors (foreach), operators written in terms of others, decompositions, out=, views in place, and results
+whose shape depends on values. Registers itself with `dispatch`.
 """
 
 from collections.abc import Callable
@@ -10,24 +10,26 @@ from typing import Any
 import torch
 
 from . import dispatch, strictness
-from ._torch import decompositions
+from ._torch import decompositions, return_and_correct_aliasing
 from .decision import (
     COMPOSITES,
     REPLICATED,
     call_of,
     check_operands,
     decide_by,
+    functional_of,
     is_dtensor,
     mapped,
     replicated,
 )
-from .dispatch import KINDS, run, with_scalars_wrapped
-from .errors import StrictReason
+from .dispatch import KINDS, run, with_plain_wrapped
+from .errors import MixedTensorError, OperatorError, StrictReason
 from .fallback import fell_back
+from .invariance import region_of_torch
 from .layout import Layout
 from .moves import moves_of, named_operands
 from .redistribute import redistribute_local
-from .rules import RULES, Output
+from .rules import Output, rule_of
 from .spec import Spec
 
 
@@ -54,7 +56,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     if not any(is_dtensor(t) for t in tensors):
         return func(*args, **kwargs)
     if not all(is_dtensor(t) for t in tensors):
-        args, kwargs = with_scalars_wrapped(func, args, kwargs)
+        args, kwargs = with_plain_wrapped(func, args, kwargs)
     base = func._schema.name.removeprefix("aten::_foreach_")
     if base.rstrip("_") in FOREACH_COMPOSITES:
         single = [a[0] if isinstance(a, list) else a for a in args]
@@ -63,7 +65,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     check_operands(func, args, kwargs, operands)
     call = call_of(func, args, kwargs, operands)
     in_place = base.endswith("_")
-    make = RULES.get(f"aten::{base.removesuffix('_')}")
+    make = rule_of(func)
     if (in_place and not call.outputs) or call.outputs == (None,):
         first = operands[0]
         call.outputs, call.many = (Output(first.shape, first.stride, first.dtype),), True
@@ -93,13 +95,74 @@ def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @_blamed
 def _decompose(func, args: tuple, kwargs: dict[str, Any]):
-    return decompositions[func](*args, **kwargs)
+    with region_of_torch():
+        made = decompositions[func](*args, **kwargs)
+    return _whole(func, args, kwargs) if made is NotImplemented else made
+
+
+def _whole(func, args: tuple, kwargs: dict[str, Any]):
+    """Everything gathered, the operator on every rank."""
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    call = call_of(func, args, kwargs, operands)
+    return run(decide_by(call, replicated(call), False), func, args, kwargs)
+
+
+@_blamed
+def _functional(func, args: tuple, kwargs: dict[str, Any]):
+    """An in-place operator by the one that makes a new tensor."""
+    return args[0].copy_(functional_of(func)(*args, **kwargs))
+
+
+@_blamed
+def _out(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator with out=: the result is computed as always, moved to the layout of what was given, and copied.
+
+    Raises:
+        MixedTensorError: out= is a plain tensor.
+        OperatorError: out= has another shape than the result.
+    """
+    targets = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out}
+    rest = {k: v for k, v in kwargs.items() if k not in targets}
+    functional = functional_of(func)
+    if functional is None:
+        raise OperatorError(f"{func} has no form without out= that DTensor could run; write its result to a new tensor")
+    made = functional(*args, **rest)
+    for (name, target), result in zip(targets.items(), made if isinstance(made, (list, tuple)) else (made,)):
+        pairs = zip(target, result) if isinstance(target, (list, tuple)) else ((target, result),)
+        for given, value in pairs:
+            _check_out(func, name, given, value)
+            given.copy_(value)
+    kept = tuple(targets.values())
+    return kept if isinstance(made, (list, tuple)) and len(kept) > 1 else kept[0]
+
+
+def _check_out(func, name: str, given, value) -> None:
+    if is_dtensor(value) and not is_dtensor(given):
+        raise MixedTensorError(f"{func}: {name}= is a plain tensor, other arguments are DTensors; give a DTensor")
+    if given.shape != value.shape:
+        raise OperatorError(
+            f"{func}: {name}= has shape {list(given.shape)}, the result {list(value.shape)}; "
+            f"write {name}=torch.empty_like(...) of a DTensor of that shape, or leave it out"
+        )
+
+
+def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator that changes the shape of its tensor: that becomes what the view is."""
+    functional = functional_of(func)
+    if functional is None:
+        raise OperatorError(f"{func} is not possible on a DTensor; make a new tensor instead")
+    x = args[0]
+    made = functional(*args, **kwargs)
+    x._local_tensor, x._spec = made._local_tensor, made._spec
+    return return_and_correct_aliasing(func, args, kwargs, x)
 
 
 @_blamed
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
-    return func.decompose(*args, **kwargs)
+    with region_of_torch():
+        return func.decompose(*args, **kwargs)
 
 
 def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
@@ -108,9 +171,10 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
     check_operands(func, args, kwargs, operands)
     mesh = operands[0].mesh
     targets = [Layout.make(mesh.ndim, ((),) * spec.ndim, ()) for spec in operands]
+    moves = moves_of(named_operands(func, args, kwargs), targets)
     if strictness.active():
-        strictness.check_moves(func, moves_of(named_operands(func, args, kwargs), targets))
-    if func._schema.name not in REPLICATED:
+        strictness.check_moves(func, moves)
+    if moves and func._schema.name not in REPLICATED:
         fell_back(func)
     supply = iter(targets)
 
@@ -150,6 +214,15 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
 COMPOSITES["aten::linalg_vector_norm"] = vector_norm
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
 
-KINDS.update(foreach=_foreach, composite=_composite, decompose=_decompose, implicit=_implicit, dynamic=_dynamic)
+KINDS.update(
+    foreach=_foreach,
+    composite=_composite,
+    decompose=_decompose,
+    implicit=_implicit,
+    dynamic=_dynamic,
+    functional=_functional,
+    out=_out,
+    inplace_view=_inplace_view,
+)
 
 __all__ = ["vector_norm"]

@@ -16,23 +16,27 @@ import torch
 from . import dispatch, strictness
 from ._torch import FakeTensor, FakeTensorMode, TorchDispatchMode, UnknownValue, disable_current_modes
 from .composite import inside
-from .decision import Decided, check_operands, decide, watched
+from .decision import Decided, carry_out, check_operands, decide, watched
 from .errors import ShardingError
 from .fallback import uncounted
 from .layout import Layout
 from .mesh import mesh_shape
 from .moves import Move, moves_of, named_operands
 from .placements import Partial, Placement, Replicate, Shard
+from .rules import rule_of
 from .rules.choose import Weighed, weigh
 from .spec import Spec
 from .tensor import DTensor, fake_like
 
 KINDS = {
     "rule": "runs on local tensors by its rule",
-    "replicated": "has no rule: gathered, and run on every rank",
+    "replicated": "has no rule: runs whole on every rank",
     "dynamic": "its result depends on values: gathered, and run on every rank",
     "composite": "runs as the operators below it",
     "decomposed": "has no rule: runs as the operators of torch's decomposition below it",
+    "functional": "runs as the operator below it, whose result is copied",
+    "out": "runs as the operator below it, whose result is copied",
+    "inplace_view": "becomes what the operator below it gives",
     "foreach": "runs list item by list item, below it",
     "redistribute": "asked for",
     "implied": "not asked for: an operator that is seen whole moves its operand",
@@ -91,12 +95,12 @@ class OperatorExplanation:
     @property
     def bytes(self) -> float:
         """Bytes that each rank sends for the redistributions."""
-        return sum(m.plan.bytes for m in self.moves)
+        return sum(m.bytes for m in self.moves)
 
     @property
     def seconds(self) -> float:
         """Estimated seconds of the redistributions."""
-        return sum(m.plan.seconds for m in self.moves)
+        return sum(m.seconds for m in self.moves)
 
     def __str__(self) -> str:
         return "\n".join("  " * self.depth + line for line in self._lines())
@@ -110,7 +114,8 @@ class OperatorExplanation:
             lines.append(f"  on mesh axis {axis} of {ranks} ranks:")
             lines += [f"  {'*' if o.chosen else ' '} {_verdict(o):>10}  {o}{_reason(o)}" for o in options]
         for m in self.moves:
-            lines.append(f"  {m.argument} is redistributed, {_cost(m.plan.bytes, m.plan.seconds)}:")
+            back = " and moved back" if m.returns else ""
+            lines.append(f"  {m.argument} is redistributed{back}, {_cost(m.bytes, m.seconds)}:")
             lines += [f"      {step}" for step in m.steps]
         return lines + ([f"  refused: {self.error}"] if self.error else [])
 
@@ -261,7 +266,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         args, kwargs = self.faked(tuple(args)), self.faked(kwargs)
         if _has_plain(args, kwargs) and "_foreach_" not in func.name():
-            args, kwargs = dispatch.with_scalars_wrapped(func, args, kwargs)
+            args, kwargs = dispatch.with_plain_wrapped(func, args, kwargs)
         with watched() as seen:
             try:
                 decision = decide(func, args, kwargs)
@@ -290,16 +295,11 @@ class _Recorder(TorchDispatchMode):
 
     def _by_rule(self, d: Decided, name: str, error: str = "") -> OperatorExplanation:
         operands = named_operands(d.call.func, d.call.args, d.call.kwargs)
-        options = tuple(tuple(map(_option, rows)) for rows in weigh(d.rule, d.call.operands, d.pinned))
-        kind = "replicated" if d.fallback else "rule"
-        if d.choice is None:
-            return OperatorExplanation(name, kind, self.depth, tuple(operands), options, error=error)
-        mesh = d.call.operands[0].mesh
-        outputs = tuple(
-            None if o is None or layout is None else Spec.make(mesh, layout, o.shape, o.stride, o.dtype)
-            for o, layout in zip(d.call.outputs, d.choice.outputs)
-        )
-        moves = tuple(moves_of(operands, d.choice.inputs))
+        options = tuple(tuple(map(_option, rows)) for rows in weigh(d.rule, d.call.operands, d.in_place))
+        kind = "replicated" if rule_of(d.call.func) is None else "rule"
+        decision = carry_out(d.call, d.rule, d.choice, d.in_place)
+        moves = tuple(moves_of(operands, decision.moves, decision.writes))
+        outputs = (operands[0][1],) if d.in_place else decision.outputs
         return OperatorExplanation(name, kind, self.depth, tuple(operands), options, moves, outputs, error)
 
     def _refuse(self, func, args, kwargs, seen: list[Decided], error: ShardingError) -> None:

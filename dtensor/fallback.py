@@ -1,4 +1,4 @@
-"""Fallback: the count of calls of operators without a rule, which ran on whole tensors on every rank."""
+"""Fallback: the count of calls of operators without a rule, which gathered their arguments to run on every rank."""
 
 import contextlib
 import threading
@@ -44,11 +44,10 @@ def fell_back(func) -> None:
 
 
 def fallbacks(*, reset: bool = False) -> Counter[str]:
-    """Calls so far, in all threads of this process, of operators that have no rule and so ran on whole tensors.
+    """Calls so far, in all threads of this process, of operators without a rule whose arguments were gathered for it.
 
-    Operator (such as "aten.histc.default") -> number of calls, whether or not the arguments had to be gathered.
-    Under torch.compile a call counts when it is traced. The Counter is a copy: the difference of two is what ran
-    between.
+    Operator (such as "aten.histc.default") -> number of calls. Under torch.compile a call counts when it is traced.
+    The Counter is a copy: the difference of two is what ran between.
 
     Args:
         reset: start again from zero. Warnings, one for each operator, do not come again.

@@ -24,21 +24,34 @@ class Move:
         argument: its name in the operator's schema; `tensors[1]` for one of a list.
         spec: the operand as it is.
         target: the layout the operator takes it in.
+        returns: whether the operator writes to it, so that it is moved back afterwards.
     """
 
     argument: str
     spec: Spec
     target: Layout
+    returns: bool = False
 
     @cached_property
-    def plan(self) -> Plan:
-        """Steps, bytes that each rank sends, and estimated seconds."""
-        return plan_of(self.spec, self.target)
+    def plans(self) -> tuple[Plan, ...]:
+        """The plan to the target, and the one back if there is one."""
+        there = plan_of(self.spec, self.target)
+        return (there, plan_of(self.spec.with_layout(self.target), self.spec.layout)) if self.returns else (there,)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes that each rank sends."""
+        return sum(p.bytes for p in self.plans)
+
+    @property
+    def seconds(self) -> float:
+        """Estimated seconds."""
+        return sum(p.seconds for p in self.plans)
 
     @property
     def steps(self) -> list[Step]:
-        """The steps of the plan over mesh axes of more than one rank: the others are not carried out."""
-        return [s for s in self.plan.steps if self.spec.mesh.size(s.axis) > 1]
+        """The steps over mesh axes of more than one rank: the others are not carried out."""
+        return [s for p in self.plans for s in p.steps if self.spec.mesh.size(s.axis) > 1]
 
     @property
     def axes(self) -> frozenset[int]:
@@ -48,7 +61,8 @@ class Move:
     def __str__(self) -> str:
         found = ", then ".join(f"{s.op} over {axis_name(self.spec.mesh, s.axis)}" for s in self.steps)
         src, dst = as_code(self.spec.layout.placements), as_code(self.target.placements)
-        return f"'{self.argument}' from {src} to {dst} ({found or 'nothing to send'}; {round(self.plan.bytes)} bytes)"
+        back = " and back" if self.returns else ""
+        return f"'{self.argument}' from {src} to {dst}{back} ({found or 'nothing to send'}; {round(self.bytes)} bytes)"
 
     def as_call(self) -> str:
         """The `redistribute` to write instead, after which what is left to do is local."""
@@ -93,9 +107,15 @@ def _named(name: str, value) -> Iterator[tuple[str, Spec]]:
             yield from _named(f"{name}[{i}]" if len(value) > 1 else name, item)
 
 
-def moves_of(operands: list[tuple[str, Spec]], targets: Sequence[Layout | None]) -> list[Move]:
-    """The moves of named operands to their target layouts, None where one stays."""
-    return [Move(n, s, t) for (n, s), t in zip(operands, targets) if t is not None and t is not s.layout]
+def moves_of(
+    operands: list[tuple[str, Spec]], targets: Sequence[Layout | None], writes: Sequence[int] = ()
+) -> list[Move]:
+    """The moves of named operands to their target layouts, None where one stays; those at `writes` are moved back."""
+    return [
+        Move(name, spec, target, i in writes)
+        for i, ((name, spec), target) in enumerate(zip(operands, targets))
+        if target is not None and target is not spec.layout
+    ]
 
 
 __all__ = ["Move", "as_code", "axis_name", "moves_of", "named_operands", "redistribute_call"]

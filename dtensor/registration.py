@@ -141,7 +141,7 @@ def _is_shardable(func: OpOverload, alone: bool) -> bool:
     if func.namespace in ("dtensor", "_c10d_functional") or "_foreach_" in func.name():
         why = "is laid out by the library itself"
     elif any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
-        why = "writes to its arguments, and a redistributed argument would be a copy; register an operator that returns"
+        why = "writes to its arguments; register one that returns a new tensor"
     elif torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
         why = "gives a result that depends on values, so its shards cannot be known beforehand"
     elif func._can_decompose():

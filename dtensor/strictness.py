@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ._torch import is_compiling, set_thread_state, thread_state
+from ._torch import is_being_compiled, set_thread_state, thread_state
 from .errors import StrictError, StrictReason, StrictTraceError
 from .moves import Move, as_code, moves_of, named_operands, redistribute_call
 from .placements import Replicate
@@ -76,7 +76,7 @@ def check(decision: Any, func, args: Sequence, kwargs: dict[str, Any]) -> None:
         StrictError: they do.
     """
     operands = named_operands(func, args, kwargs)
-    moves = moves_of(operands, decision.moves)
+    moves = moves_of(operands, decision.moves, decision.writes)
     if decision.fallback:
         _check_fallback(func, operands, moves)
     elif func.is_view or "view" in func._schema.name:
@@ -141,7 +141,7 @@ def _refusal(reason: str, fix: str) -> str:
 
 
 def _error(reason: str, fix: str, moves: list[Move]) -> StrictReason:
-    kind = StrictTraceError if is_compiling() else StrictError
+    kind = StrictTraceError if is_being_compiled() else StrictError
     return kind(_refusal(reason, fix), reason, frozenset().union(*(m.axes for m in moves)))
 
 

@@ -21,11 +21,13 @@ from ._torch import (
     never_traced,
     return_and_correct_aliasing,
 )
+from .aliasing import remember
 from .boundary import check_replicas, current_mesh, is_tracing
 from .collectives import library
 from .decision import COMPOSITES
 from .dispatch import dispatch, install
 from .errors import MeshError, ShardingError
+from .invariance import mark_local, region_of_torch
 from .layout import Layout
 from .placements import Placement, Replicate, Shard, as_placements
 from .redistribute import check_target, redistribute_local
@@ -46,6 +48,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
+    _view_of: tuple | None = None
 
     __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
@@ -63,8 +66,14 @@ class DTensor(torch.Tensor):
     @never_traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         out = dispatch(func, args, kwargs or {})
-        if func.is_view and is_tracing(out):
-            return return_and_correct_aliasing(func, args, kwargs or {}, out)
+        if func.is_view:
+            remember(func, args, kwargs or {}, out)
+        if type(out) is DTensor and type(out._local_tensor) is torch.Tensor:
+            return out
+        if is_tracing(out):
+            mark_local(out)
+            if func.is_view:
+                return return_and_correct_aliasing(func, args, kwargs or {}, out)
         return out
 
     def __tensor_flatten__(self):
@@ -188,6 +197,13 @@ class DTensor(torch.Tensor):
     def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False) -> torch.Tensor:
         """As `torch.Tensor.new_tensor`: a plain tensor, of this one's dtype and device by default."""
         return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
+
+    def __getitem__(self, index):
+        """As `torch.Tensor.__getitem__`; a list of Python numbers, of which torch makes a plain tensor, is an index."""
+        if isinstance(index, list) or (type(index) is tuple and any(isinstance(i, list) for i in index)):
+            with region_of_torch():
+                return super().__getitem__(index)
+        return super().__getitem__(index)
 
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
         """As `torch.Tensor.backward`; a plain `gradient` is taken as replicated."""

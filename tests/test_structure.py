@@ -13,10 +13,10 @@ LINKS = ("compile", "passes")
 
 LAYERS = [
     ["errors", "_torch", "caches", "fallback"],
-    ["placements", "cost", "mesh", "collectives", "hooks"],
+    ["placements", "cost", "mesh", "collectives", "hooks", "invariance"],
     ["layout", "notation"],
     ["spec", "plan"],
-    ["redistribute", "checkpoint", "rules"],
+    ["redistribute", "aliasing", "checkpoint", "rules"],
     ["moves"],
     ["strictness", "decision", "sampling", "boundary"],
     ["dispatch"],

@@ -47,7 +47,7 @@ def _output(o, heads: Dims, query, sizes: dict) -> Dims | None:
 @rule_for(*FUSED)
 def fused(call: Call) -> Rule:
     heads, keys, sizes = _heads(call)
-    name = FUSED[call.func._schema.name.split("::")[1]]
+    name = FUSED[call.name]
     mask = call[name] if name else None
     ins = [heads, keys, keys] + ([_mask(mask, heads, sizes)] if mask is not None else [])
     outs = [_output(o, heads, call["query"], sizes) for o in call.outputs]

@@ -30,6 +30,22 @@ class Output:
         return len(self.shape)
 
 
+def base_name(func) -> str:
+    """The name under which an operator's rule stands in `RULES`, or would stand.
+
+    That of the operator itself if it is there; else without the in-place underscore, then also without `_copy` (the
+    twin of a view that copies). A foreach operator has the name of what it does to each tensor.
+    """
+    name = func._schema.name.replace("aten::_foreach_", "aten::")
+    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return next((n for n in (name, plain, plain.removesuffix("_copy")) if n in RULES), plain)
+
+
+def is_in_place(func) -> bool:
+    """Whether the operator writes its result into its first argument and returns that."""
+    return func._schema.is_mutable and func._schema.name.endswith("_")
+
+
 @dataclass
 class Call:
     """An operator call with `Spec` in place of each DTensor.
@@ -67,6 +83,11 @@ class Call:
                 count += 1
         wanted = tuple(arguments)
         return frozenset(found[p] for p in wanted) if all(p in found for p in wanted) else None
+
+    @property
+    def name(self) -> str:
+        """Name under which the rule is registered: without "aten::", "_foreach_", in-place underscore and "_copy"."""
+        return base_name(self.func).removeprefix("aten::")
 
     def has(self, name: str) -> bool:
         """Whether the schema has an argument of that name."""
@@ -136,13 +157,6 @@ def replaced(func, args: tuple, kwargs: dict, changed: dict[str, Any]) -> tuple[
     return tuple(filled), keywords
 
 
-def rule_of(func) -> RuleFunction | None:
-    """The rule of an operator: its own, else that of its name, else that of its name without the underscore."""
-    name = func._schema.name
-    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    return RULES.get(str(func)) or RULES.get(name) or RULES.get(base)
-
-
 def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     """Register a rule function for the named aten operators."""
 
@@ -161,8 +175,9 @@ __all__ = [
     "Output",
     "RuleFunction",
     "argument",
+    "base_name",
+    "is_in_place",
     "positions",
     "replaced",
     "rule_for",
-    "rule_of",
 ]

@@ -53,7 +53,7 @@ def _local_embedding(call: LocalCall):
     if weight.shape[0] == 0:
         return weight.new_zeros((*indices.shape, weight.shape[1]))
     start = first_row(call.call["weight"].shape[0], axes, call.mesh, indices.device)
-    row = indices - start
+    row = indices - (start if indices.dim() else start.squeeze(0))
     mine = (row >= 0) & (row < weight.shape[0])
     found = torch.ops.aten.embedding.default(weight, torch.where(mine, row, torch.zeros_like(row)))
     return torch.where(mine.unsqueeze(-1), found, torch.zeros_like(found))

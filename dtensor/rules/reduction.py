@@ -1,7 +1,7 @@
-"""Reductions and operators that run along a dimension.
+"""Reductions.
 
 A reduced factor may be sharded where the reduction is associative over ranks; what the operator returns is then
-Partial. Along-a-dimension operators (softmax, cumsum, sort) keep every other dimension.
+Partial.
 """
 
 from math import inf, prod
@@ -55,7 +55,7 @@ def reduced_dims(call: Call) -> tuple[list[int], bool]:
 
 @rule_for(*REDUCTIONS)
 def reduction(call: Call) -> Rule:
-    name = call.func._schema.name.split("::")[1]
+    name = call.name
     shape = call.operands[0].shape
     if len(call.operands) == 2:
         return elementwise_extremum(call)
@@ -98,7 +98,7 @@ def _extremum(call: LocalCall):
     if x.numel() or not any(call.axes.values()):
         return call.run()
     over, keep = reduced_dims(call.call)
-    wants_max = REDUCTIONS[call.func._schema.name.split("::")[1]] == "max"
+    wants_max = REDUCTIONS[call.call.name] == "max"
     if x.dtype.is_floating_point:
         worst = -inf if wants_max else inf
     else:
@@ -107,46 +107,4 @@ def _extremum(call: LocalCall):
     return x.new_full(shape, worst)
 
 
-ALONG = {
-    "_softmax": ("dim", ()),
-    "_log_softmax": ("dim", ()),
-    "_safe_softmax": ("dim", ()),
-    "_softmax_backward_data": ("dim", ({0},)),
-    "_log_softmax_backward_data": ("dim", ({0},)),
-    "cumsum": ("dim", ({0},)),
-    "cumprod": ("dim", ()),
-    "sort": ("dim", ()),
-    "argsort": ("dim", ()),
-    "flip": ("dims", ({0},)),
-    "roll": ("dims", ({0},)),
-}
-"""Operator -> the argument that names the dimensions it runs along, and the operands it is linear in."""
-
-
-@rule_for(*ALONG)
-def along(call: Call) -> Rule:
-    argument, linear = ALONG[call.func._schema.name.split("::")[1]]
-    shape = call.operands[0].shape
-    ins, sizes = broadcast([o.shape for o in call.operands], shape)
-    given = call[argument]
-    given = given if isinstance(given, (list, tuple)) else [given]
-    over = {d % len(shape) for d in given} if given and shape else set(range(len(shape)))
-    return Rule(
-        ins,
-        (ins[0],) * len(call.outputs),
-        sizes,
-        linear=tuple(map(frozenset, linear)),
-        blocked=frozenset(f"d{i}" for i in over),
-    )
-
-
-@rule_for("topk")
-def topk(call: Call) -> Rule:
-    shape = call.operands[0].shape
-    (ins,), sizes = broadcast([shape], shape)
-    over = call["dim"] % len(shape) if shape else 0
-    out = tuple(() if i == over else d for i, d in enumerate(ins))
-    return Rule((ins,), (out, out), sizes, blocked=frozenset({f"d{over}"}))
-
-
-__all__ = ["ALONG", "REDUCTIONS"]
+__all__ = ["REDUCTIONS"]

@@ -101,7 +101,11 @@ def view(call: Call) -> Rule:
     ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
     # The minor rest of a many-to-many group stands for no dimension of its own and is never a candidate.
     blocked = frozenset(f for d in ins for f in d[1:])
-    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg="size")
+    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg=_size(call))
+
+
+def _size(call: Call) -> str:
+    return "size" if call.has("size") else "shape"
 
 
 def _reinterpreted(call: Call, out) -> Rule:
@@ -203,7 +207,7 @@ def unbind(call: Call) -> Rule:
 def cut(call: Call) -> Rule:
     """The cut dimension is whole on every rank, unless nothing is cut off."""
     shape = call.operands[0].shape
-    if call.func._schema.name in ("aten::diagonal", "aten::unfold"):
+    if call.name in ("diagonal", "unfold"):
         (ins,), sizes = broadcast([shape], shape)
         outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
         return Rule((ins,), outs, sizes, linear=LINEAR, blocked=frozenset(sizes))
@@ -229,7 +233,7 @@ def cut_backward(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     dim = call["dim"] % out.ndim
-    sliced = call.func._schema.name == "aten::slice_backward"
+    sliced = call.name == "slice_backward"
     whole = sliced and _same(call.operands[0].shape[dim], out.shape[dim])
     names = [f"d{i}" for i in range(out.ndim)]
     full: Dims = tuple(() if i == dim and not whole else (f,) for i, f in enumerate(names))
@@ -243,7 +247,7 @@ def cat(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     dim = call["dim"] % out.ndim
-    stacked = call.func._schema.name == "aten::stack"
+    stacked = call.name == "stack"
     names = [f"d{i}" for i in range(out.ndim)]
     full: Dims = tuple(() if i == dim else (f,) for i, f in enumerate(names))
     one = full[:dim] + full[dim + 1 :] if stacked else full

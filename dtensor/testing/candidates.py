@@ -15,6 +15,7 @@ from ..decision import call_of, carry_out
 from ..dispatch import run
 from ..layout import Layout
 from ..rules import rule_of
+from ..rules.call import is_in_place
 from ..rules.choose import _assemble, _fits
 from ..rules.rule import Candidate, candidates
 from ..tensor import DTensor
@@ -136,9 +137,8 @@ def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.
     """Local outputs of this rank when the call runs as `candidate` says."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)
     call, rule = call_and_rule(case, mesh)
-    in_place = case.func._schema.name.endswith("_")
-    choice = _assemble(rule, [candidate], call.operands, None)
-    assert choice is not None, "only a pinned layout is ever refused"
+    in_place = is_in_place(case.func)
+    choice = _assemble(rule, [candidate], call.operands, False)
     out = run(carry_out(call, rule, choice, in_place), case.func, args, kwargs)
     for o, want in zip(as_list(out), candidate.outputs):
         if o is not None and not in_place:

@@ -87,11 +87,11 @@ add_: 32 bytes, 11.00 us
 aten.add_.Tensor [rule: runs on local tensors by its rule]
   self torch.float32[4, 4] P, other torch.float32[4, 4] S(0) -> torch.float32[4, 4] P
   on mesh axis 0 of 2 ranks:
-             -  R, R -> R  (in place: the first operand stays P)
-             -  S(0), S(0) -> S(0)  (in place: the first operand stays P)
-             -  S(1), S(1) -> S(1)  (in place: the first operand stays P)
+      31.01 us  R, R -> R
+      21.01 us  S(0), S(0) -> S(0)
+      31.01 us  S(1), S(1) -> S(1)
   *   11.00 us  P, P -> P
-             -  P(avg), P(avg) -> P(avg)  (in place: the first operand stays P)
+      53.02 us  P(avg), P(avg) -> P(avg)
   other is redistributed, 32 bytes, 11.00 us:
       S(0) -> R: all_gather over axis 0
       R -> P: partial over axis 0
@@ -99,20 +99,30 @@ aten.add_.Tensor [rule: runs on local tensors by its rule]
     )
 
 
-def test_an_in_place_operator_that_is_refused(mesh):
-    found = explain(torch.Tensor.relu_, make(mesh, (4,), P))
-    assert found.stopped == found.operators[0].error
+def test_an_in_place_operator_that_is_moved_back(mesh):
     is_text(
-        found,
+        explain(torch.Tensor.relu_, make(mesh, (4, 4), P)),
         """
-relu_: 0 bytes, 0.00 us
+relu_: 64 bytes, 21.01 us
 aten.relu_.default [rule: runs on local tensors by its rule]
-  self torch.float32[4] P
+  self torch.float32[4, 4] P -> torch.float32[4, 4] P
   on mesh axis 0 of 2 ranks:
-             -  R -> R  (in place: the first operand stays P)
-             -  S(0) -> S(0)  (in place: the first operand stays P)
-  refused: aten.relu_.default would change the layout P of the tensor it works on in place; write the operator without the underscore, or redistribute the tensor first
-""",  # noqa: E501
+      21.01 us  R -> R
+  *   21.01 us  S(0) -> S(0)
+      21.01 us  S(1) -> S(1)
+  self is redistributed and moved back, 64 bytes, 21.01 us:
+      P -> S(0): reduce_scatter over axis 0
+      S(0) -> R: all_gather over axis 0
+      R -> P: partial over axis 0
+""",
+    )
+
+
+def test_an_in_place_result_lies_as_its_operand(mesh):
+    x, other = make(mesh, (4,), P), make(mesh, (4,), R)
+    (found,) = explain(torch.Tensor.mul_, x, other).operators
+    assert {str(o): o.refused for o in found.options[0]}["R, P -> P"] == (
+        "in place: the result would not lie as the operand"
     )
 
 
@@ -122,7 +132,7 @@ def test_an_operator_without_a_rule(mesh):
         explain(torch.histc, make(mesh, (8, 16), S0), 3),
         """
 histc: 256 bytes, 10.03 us
-aten.histc.default [replicated: has no rule: gathered, and run on every rank]
+aten.histc.default [replicated: has no rule: runs whole on every rank]
   self torch.float32[8, 16] S(0) -> torch.float32[3] R
   on mesh axis 0 of 2 ranks:
   *   10.03 us  R -> R

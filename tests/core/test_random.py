@@ -5,13 +5,12 @@ On real processes, as ranks that are threads share one generator.
 
 import itertools
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import dtensor
-from dtensor import DTensor, OperatorError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.layout import Layout
 from dtensor.placements import as_placements
 from dtensor.sampling import sample
@@ -122,8 +121,9 @@ def test_on_two_ranks(rank):
     expected = torch.rand(4)
     torch.manual_seed(2)
     assert torch.equal(torch.rand_like(parts).full_tensor(), expected)
-    with pytest.raises(OperatorError, match=r"aten.uniform_.default would change the layout P"):
-        parts.uniform_()
+    torch.manual_seed(2)
+    assert torch.equal(parts.uniform_().full_tensor(), expected)
+    assert parts.placements == (Partial(),)
 
 
 @with_ranks(4, timeout=90)
