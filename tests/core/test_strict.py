@@ -79,8 +79,8 @@ def test_a_view_names_the_dimension_that_has_to_move(mesh):
 def test_what_is_moved_back_counts_too(mesh):
     """To be changed in place by an operator that is not linear, a partial tensor is reduced and made partial again."""
     assert refusal(lambda: make(mesh, (8, 8), P).relu_()) == (
-        "aten.relu_.default would redistribute 'self' from [Partial()] to [Replicate()] and back (all_reduce over axis 0,"
-        " then partial over axis 0; 384 bytes), which dtensor.strict() does not allow; "
+        "aten.relu_.default would redistribute 'self' from [Partial()] to [Replicate()] and back (all_reduce over axis "
+        "0, then partial over axis 0; 384 bytes), which dtensor.strict() does not allow; "
         "write self.redistribute(placements=[Replicate()]) first"
     )
     with dtensor.strict():
