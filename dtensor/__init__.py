@@ -15,9 +15,15 @@ from .errors import (
     PassError,
     PlacementError,
     ShardingError,
+    StrictError,
 )
+from .explanation import explain
+from .fallback import fallbacks
 from .invariance import implicit_replication
+from .notation import Rule
 from .placements import Partial, Placement, Replicate, Shard
+from .registration import register_sharding
+from .strictness import strict
 from .tensor import DTensor
 
 __version__ = "0.1.0"
@@ -38,16 +44,22 @@ __all__ = [
     "Placement",
     "PlacementError",
     "Replicate",
+    "Rule",
     "Shard",
     "ShardingError",
+    "StrictError",
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
+    "fallbacks",
     "full",
     "implicit_replication",
     "init_device_mesh",
     "ones",
     "rand",
     "randn",
+    "register_sharding",
+    "strict",
     "zeros",
 ]

@@ -34,9 +34,15 @@ from torch._dynamo import register_backend
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._library.custom_ops import CustomOpDef
 from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
@@ -50,6 +56,9 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
+
+UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where a result depends on values."""
 
 disable_dynamo = torch._disable_dynamo
 
@@ -117,6 +126,16 @@ def threaded_process_group():
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def thread_state(name: str, default: Any) -> Any:
+    """An object kept per thread that the threads of autograd take over from the one that called backward."""
+    return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else default
+
+
+def set_thread_state(name: str, value: Any) -> None:
+    """Set what `thread_state(name, …)` gives in this thread."""
+    torch._C._stash_obj_in_tls(name, value)
+
+
 def current_device_mesh():
     """The mesh of the innermost `with mesh:` block, or None."""
     stack = mesh_resources.mesh_stack
@@ -126,6 +145,17 @@ def current_device_mesh():
 def schema(op: OpOverload) -> torch.FunctionSchema:
     """The schema of an operator: what it takes, returns, mutates and aliases."""
     return op._schema
+
+
+def overloads_of(op: Any) -> list[OpOverload]:
+    """The overloads of an operator, which is an overload, a packet or what `torch.library.custom_op` made."""
+    if isinstance(op, OpOverload):
+        return [op]
+    if isinstance(op, CustomOpDef):
+        return [op._opoverload]
+    if isinstance(op, OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    return []
 
 
 def resolve_process_group(name: str) -> ProcessGroup:
@@ -243,6 +273,7 @@ __all__ = [
     "MemberType",
     "OpOverload",
     "TorchDispatchMode",
+    "UnknownValue",
     "aot_backend",
     "boxed",
     "c10d",
@@ -270,11 +301,14 @@ __all__ = [
     "never_traced",
     "operator_database",
     "optim_foreach_types",
+    "overloads_of",
     "register_backend",
     "register_value_type",
     "resolve_process_group",
     "return_and_correct_aliasing",
     "schema",
+    "set_thread_state",
+    "thread_state",
     "threaded_process_group",
     "traced_into_backward",
     "utils_foreach_types",

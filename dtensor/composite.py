@@ -6,15 +6,21 @@ how its table is sharded, which the derivative formula does not pass on; RMS nor
 partial; and a few make constants on the way, which a region lets pass.
 """
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from . import strictness
 from ._torch import intercept, without_own_key
 from .collectives import library
 from .decision import COMPOSITES
+from .errors import StrictReason
 from .invariance import check_invariant, region_of_torch
 from .layout import Layout
+from .moves import moves_of
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
 from .spec import contiguous_stride
@@ -23,6 +29,32 @@ from .tensor import DTensor, move
 aten = torch.ops.aten
 
 
+class _Inside(threading.local):
+    name: str = ""
+
+
+inside = _Inside()
+"""The operator that this thread is inside of, by `name`, if it moves operands itself; for `explanation`."""
+
+
+def _moving(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say in `inside` that the function runs the operator called `name`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            before, inside.name = inside.name, name
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.name = before
+
+        return run
+
+    return decorate
+
+
+@_moving("scaled_dot_product_attention")
 def attention_math(
     query,
     key,
@@ -44,6 +76,13 @@ def attention_math(
     mesh = next(x.device_mesh for x in given.values() if isinstance(x, DTensor))
     query, key, value, attn_mask = (_distributed(x, name, mesh) for name, x in given.items())
     target = _kept(query, key, value)
+    if strictness.active():
+        layouts = [Layout.of(tuple(target), query.dim())] * 3
+        if attn_mask is not None:
+            layouts.append(Layout.of(tuple(_mask_placements(attn_mask, target, query.dim())), attn_mask.dim()))
+        tensors = zip(given, (query, key, value, attn_mask))
+        operands = [(name, t._spec) for name, t in tensors if t is not None]
+        strictness.check_moves("scaled_dot_product_attention", moves_of(operands, layouts))
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
     batch = query.shape[:-2]
@@ -83,15 +122,20 @@ def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
     return kept
 
 
-def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
-    """This rank's part of a mask that broadcasts over leading dimensions."""
+def _mask_placements(mask: DTensor, target: list[Placement], ndim: int) -> list[Placement]:
+    """Where a mask that broadcasts over leading dimensions lies for scores in the placements `target`."""
     missing = ndim - mask.dim()
-    wanted: list[Placement] = [
+    return [
         Shard(p.dim - missing)
         if isinstance(p, Shard) and p.dim >= missing and mask.shape[p.dim - missing] != 1
         else Replicate()
         for p in target
     ]
+
+
+def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
+    """This rank's part of a mask."""
+    wanted = _mask_placements(mask, target, ndim)
     partial = [Partial() if isinstance(p, Shard) and not isinstance(w, Shard) else w for p, w in zip(target, wanted)]
     return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
 
@@ -146,6 +190,14 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
     if layout is None or not (layout.partial or any(layout.dims[len(layout.dims) - ndim :])):
         with without_own_key():
             return aten.rms_norm(x, normalized_shape, weight, eps)
+    operands = [("input", x._spec)] + ([("weight", weight._spec)] if isinstance(weight, DTensor) else [])
+    try:
+        return _rms_norm_by_parts(x, ndim, weight, eps)
+    except StrictReason as error:
+        raise strictness.within("rms_norm", operands, error) from error
+
+
+def _rms_norm_by_parts(x, ndim: int, weight, eps):
     wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     mean = (wide * wide).mean(list(range(-ndim, 0)), keepdim=True)
@@ -156,6 +208,9 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
 def tensor_split(x, tensor_indices_or_sections, dim=0):
     """`tensor_split` by the values of a tensor, which torch reads straight from memory."""
     given = tensor_indices_or_sections
+    if strictness.active() and isinstance(given, DTensor):
+        target = Layout.make(given.device_mesh.ndim, ((),) * given.dim(), ())
+        strictness.check_moves("tensor_split", moves_of([("tensor_indices_or_sections", given._spec)], [target]))
     whole = given.full_tensor() if isinstance(given, DTensor) else given
     return torch.tensor_split(x, whole.tolist(), dim)
 
@@ -194,4 +249,4 @@ intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 
-__all__ = ["attention_math", "embedding", "rms_norm"]
+__all__ = ["attention_math", "embedding", "inside", "rms_norm"]

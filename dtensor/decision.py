@@ -5,9 +5,9 @@
 What an operator without a rule does instead is a kind of decision; `detours` carries those out.
 """
 
+import contextlib
 import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ import torch
 
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
 from .errors import MeshError
+from .fallback import fell_back
 from .invariance import check_invariant
 from .layout import Layout
-from .rules import MASKS, WHOLE, Call, LocalCall, Output, base_name, choose, is_in_place, rule_of
+from .rules import MASKS, RULES, Call, LocalCall, Output, choose, is_in_place, needs_whole, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
@@ -28,7 +29,6 @@ COMPOSITES: dict[str, Callable[..., Any]] = {}
 FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 """How the names of operators begin that work on lists index by index."""
 
-_warned: set[Any] = set()
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -45,6 +45,7 @@ class Decision:
         returns_self: in-place: the result is the first argument.
         writes: operands that are written to and were moved: they are moved back and copied into what was given.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
+        fallback: whether operands are gathered because the operator has no rule.
     """
 
     moves: tuple[Layout | None, ...] = ()
@@ -55,6 +56,7 @@ class Decision:
     returns_self: bool = False
     writes: tuple[int, ...] = ()
     kind: str = ""
+    fallback: bool = False
 
 
 def is_dtensor(a: Any) -> bool:
@@ -66,7 +68,7 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
     if name.startswith(FOREACH):
         return Decision(kind="foreach")
-    if name in COMPOSITES:
+    if name in COMPOSITES and str(func) not in RULES:
         return Decision(kind="composite")
     if any(a.is_out for a in func._schema.arguments):
         return Decision(kind="out")
@@ -127,9 +129,39 @@ def _reads_mask(args: tuple) -> bool:
     return any(getattr(item, "dtype", None) in MASKS for a in lists for item in a)
 
 
+@dataclass(frozen=True)
+class Decided:
+    """What a decision was made from: the call, its rule, the choice, and whether output 0 is operand 0."""
+
+    call: Call
+    rule: Rule
+    choice: Choice
+    in_place: bool
+
+
+class _Watch(threading.local):
+    seen: list[Decided] | None = None
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Decided]]:
+    """Context that gives the list of what is decided by a rule in this thread, from here on; the innermost one sees."""
+    before, _watch.seen = _watch.seen, []
+    try:
+        yield _watch.seen
+    finally:
+        _watch.seen = before
+
+
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
     """The decision for `call` by `rule`."""
-    return carry_out(call, rule, choose(rule, call.operands, in_place), in_place)
+    choice = choose(rule, call.operands, in_place)
+    if _watch.seen is not None:
+        _watch.seen.append(Decided(call, rule, choice, in_place))
+    return carry_out(call, rule, choice, in_place)
 
 
 def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decision:
@@ -147,7 +179,8 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
     writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
-    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes)
+    fallback = rule.local is _run_whole
+    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes, fallback=fallback)
 
 
 def written(call: Call) -> list[int]:
@@ -265,26 +298,23 @@ def _is_static(a) -> bool:
     return not isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def warn_unless_known(func) -> None:
-    if func not in _warned and base_name(func).removeprefix("aten::") not in WHOLE:
-        _warned.add(func)
-        warnings.warn(
-            f"{func} has no sharding rule: its arguments are gathered and it runs on every rank",
-            stacklevel=3,
-        )
-
-
 def replicated(call: Call) -> Rule:
-    """The rule of last resort: everything whole on every rank. A warning says so where that is not the case anyway."""
-    if any(o.layout.partial or any(o.layout.dims) for o in call.operands):
-        warn_unless_known(call.func)
+    """The rule of last resort: everything whole on every rank, counted where that is not the case anyway."""
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
-    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
+    gathers = any(not o.layout.is_replicated for o in call.operands)
+    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {}, local=_run_whole if gathers else None)
+
+
+def _run_whole(call: LocalCall):
+    if not needs_whole(call.func):
+        fell_back(call.func)
+    return call.run()
 
 
 __all__ = [
     "COMPOSITES",
     "FOREACH",
+    "Decided",
     "Decision",
     "call_of",
     "carry_out",
@@ -295,5 +325,5 @@ __all__ = [
     "is_dtensor",
     "mapped",
     "replicated",
-    "warn_unless_known",
+    "watched",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import dispatch
+from . import dispatch, strictness
 from ._torch import decompositions, return_and_correct_aliasing
 from .decision import (
     COMPOSITES,
@@ -20,14 +20,15 @@ from .decision import (
     is_dtensor,
     mapped,
     replicated,
-    warn_unless_known,
 )
 from .dispatch import KINDS, run, with_plain_wrapped
-from .errors import MixedTensorError, OperatorError
+from .errors import MixedTensorError, OperatorError, StrictReason
+from .fallback import fell_back
 from .invariance import region_of_torch
 from .layout import Layout
+from .moves import moves_of, named_operands
 from .redistribute import redistribute_local
-from .rules import Output, rule_of
+from .rules import Output, needs_whole, rule_of
 from .spec import Spec
 
 
@@ -62,7 +63,8 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
         args, kwargs = with_plain_wrapped(func, args, kwargs)
     base = func._schema.name.removeprefix("aten::_foreach_")
     if base.rstrip("_") in FOREACH_COMPOSITES:
-        return [FOREACH_COMPOSITES[base](*[a[0] if isinstance(a, list) else a for a in args], **kwargs)]
+        single = [a[0] if isinstance(a, list) else a for a in args]
+        return [_blamed(lambda *_: FOREACH_COMPOSITES[base](*single, **kwargs))(func, args, kwargs)]
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     call = call_of(func, args, kwargs, operands)
@@ -83,6 +85,19 @@ def _tensors(a, found: list[Any]) -> None:
             _tensors(item, found)
 
 
+def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose strict errors speak of the operator that was called and not only of those it runs as."""
+
+    def named(func, args: tuple, kwargs: dict[str, Any]):
+        try:
+            return run(func, args, kwargs)
+        except StrictReason as error:
+            raise strictness.within(func, named_operands(func, args, kwargs), error) from error
+
+    return named
+
+
+@_blamed
 def _decompose(func, args: tuple, kwargs: dict[str, Any]):
     with region_of_torch():
         made = decompositions[func](*args, **kwargs)
@@ -97,11 +112,13 @@ def _whole(func, args: tuple, kwargs: dict[str, Any]):
     return run(decide_by(call, replicated(call), False), func, args, kwargs)
 
 
+@_blamed
 def _functional(func, args: tuple, kwargs: dict[str, Any]):
     """An in-place operator by the one that makes a new tensor."""
     return args[0].copy_(functional_of(func)(*args, **kwargs))
 
 
+@_blamed
 def _out(func, args: tuple, kwargs: dict[str, Any]):
     """An operator with out=: the result is computed as always, moved to the layout of what was given, and copied.
 
@@ -145,6 +162,7 @@ def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
     return return_and_correct_aliasing(func, args, kwargs, x)
 
 
+@_blamed
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
     with region_of_torch():
@@ -155,11 +173,17 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
     """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
-    warn_unless_known(func)
     mesh = operands[0].mesh
+    targets = [Layout.make(mesh.ndim, ((),) * spec.ndim, ()) for spec in operands]
+    moves = moves_of(named_operands(func, args, kwargs), targets)
+    if strictness.active():
+        strictness.check_moves(func, moves)
+    if moves and not needs_whole(func):
+        fell_back(func)
+    supply = iter(targets)
 
     def whole(x):
-        return redistribute_local(x._local_tensor, x._spec, Layout.make(mesh.ndim, ((),) * x._spec.ndim, ()))
+        return redistribute_local(x._local_tensor, x._spec, next(supply))
 
     def wrapped(t):
         if not isinstance(t, torch.Tensor):
@@ -171,6 +195,7 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
     return type(made)(map(wrapped, made)) if isinstance(made, (list, tuple)) else wrapped(made)
 
 
+@_blamed
 def _composite(func, args: tuple, kwargs: dict[str, Any]):
     return COMPOSITES[func._schema.name](*args, **kwargs)
 

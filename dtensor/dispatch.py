@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from . import strictness
 from .aliasing import write_through
 from .caches import cache
 from .decision import FOREACH, Decision, check_operands, decide, mapped
@@ -49,6 +50,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
         MixedTensorError: a plain tensor that may differ between ranks is among the arguments.
         MeshError: the DTensors live on different meshes.
         OperatorError: an in-place operator would have to change the layout of its tensor.
+        StrictError: under `strict()` an operand would be redistributed by a collective.
     """
     parts: list[Any] = [func]
     static = True
@@ -75,6 +77,11 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
             _cache.clear()
         decision = _cache[key] = decide(func, args, kwargs)
     return run(decision, func, args, kwargs)
+
+
+def forget() -> None:
+    """Drop all decisions: the rule of an operator has changed."""
+    _cache.clear()
 
 
 def _key(a, parts: list[Any]) -> bool:
@@ -132,6 +139,8 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     if decision.writes:
         return _run_and_write_back(decision, func, args, kwargs)
     if decision.moves:
+        if strictness.active():
+            strictness.check(decision, func, args, kwargs)
         moves = iter(decision.moves)
         local_args = [_localized(a, moves) for a in args]
         local_kwargs = {k: _localized(a, moves) for k, a in kwargs.items()}
@@ -156,6 +165,8 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
 
 def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     """Operands that are written to in another layout than their own: run on the moved ones, then move those back."""
+    if strictness.active():
+        strictness.check(decision, func, args, kwargs)
     operands: list[Any] = []
     mapped([args, list(kwargs.values())], operands.append)
     supply = iter([_moved(x, target) for x, target in zip(operands, decision.moves)])
@@ -206,4 +217,4 @@ def _localized(a, moves):
     return a
 
 
-__all__ = ["KINDS", "dispatch", "install", "run", "with_plain_wrapped"]
+__all__ = ["KINDS", "dispatch", "forget", "install", "run", "with_plain_wrapped"]

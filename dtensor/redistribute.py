@@ -11,7 +11,7 @@ from .errors import PlacementError
 from .layout import Layout
 from .mesh import group_name, mesh_shape
 from .placements import Placement
-from .plan import Step, plan
+from .plan import Plan, Step, plan
 from .spec import Spec
 
 
@@ -23,12 +23,17 @@ def redistribute_local(local: torch.Tensor, spec: Spec, dst: Layout, *, async_op
     src = spec.layout
     if src is dst or spec.coordinate is None:
         return local
-    sizes = spec.shape if spec.static else tuple(map(hint, spec.shape))
-    steps = plan(src, dst, sizes, mesh_shape(spec.mesh), spec.dtype.itemsize).steps
+    steps = plan_of(spec, dst).steps
     for index, step in enumerate(steps):
         last = async_op and index == len(steps) - 1
         local = _start(local, spec, step) if last else _run(local, spec, step)
     return local
+
+
+def plan_of(spec: Spec, dst: Layout) -> Plan:
+    """The plan from the layout of `spec` to `dst`."""
+    sizes = spec.shape if spec.static else tuple(map(hint, spec.shape))
+    return plan(spec.layout, dst, sizes, mesh_shape(spec.mesh), spec.dtype.itemsize)
 
 
 def _length_after(spec: Spec, step: Step):
@@ -97,4 +102,4 @@ def check_target(src: tuple[Placement, ...], dst: tuple[Placement, ...]) -> None
             )
 
 
-__all__ = ["check_target", "redistribute_local"]
+__all__ = ["check_target", "plan_of", "redistribute_local"]

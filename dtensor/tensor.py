@@ -278,6 +278,13 @@ def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, .
     return shape, stride
 
 
+def fake_like(x: DTensor) -> DTensor:
+    """A DTensor like `x` with an empty local tensor; under a fake mode it holds no memory."""
+    local = x._local_tensor
+    made = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
+    return _wrap(made, x._spec, x.requires_grad)
+
+
 def move(x: DTensor, layout: Layout) -> DTensor:
     """`x` in another layout, below autograd."""
     if x._spec.layout is layout:
@@ -396,4 +403,4 @@ def _build(local, mesh, layout, shape, stride) -> DTensor:
 
 
 install(DTensor, _wrap)
-__all__ = ["DTensor", "move", "with_tangent_border"]
+__all__ = ["DTensor", "fake_like", "move", "with_tangent_border"]

@@ -12,16 +12,17 @@ FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dt
 LINKS = ("compile", "passes")
 
 LAYERS = [
-    ["errors", "_torch", "caches"],
+    ["errors", "_torch", "caches", "fallback"],
     ["placements", "cost", "mesh", "collectives", "hooks", "invariance"],
-    ["layout"],
+    ["layout", "notation"],
     ["spec", "plan"],
     ["redistribute", "aliasing", "checkpoint", "sampling", "rules"],
-    ["decision", "boundary"],
+    ["moves"],
+    ["strictness", "decision", "boundary"],
     ["dispatch"],
     ["detours"],
     ["tensor"],
-    ["composite", "api", "random"],
+    ["composite", "api", "random", "registration", "explanation"],
     ["parallel"],
     ["testing"],
     ["demo"],

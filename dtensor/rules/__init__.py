@@ -24,7 +24,7 @@ from .call import RULES, Call, LocalCall, Output, base_name, is_in_place
 from .choose import Choice, choose
 from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
-from .whole import WHOLE
+from .whole import WHOLE, needs_whole
 
 FAMILIES = (
     advanced,
@@ -62,5 +62,6 @@ __all__ = [
     "candidates",
     "choose",
     "is_in_place",
+    "needs_whole",
     "rule_of",
 ]

@@ -12,7 +12,8 @@ from .rule import Rule
 
 RuleFunction = Callable[["Call"], Rule]
 RULES: dict[str, RuleFunction] = {}
-"""Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule."""
+"""Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule; one overload's own
+(`aten.add.Tensor`) comes before it."""
 
 
 @dataclass(frozen=True)

@@ -42,19 +42,66 @@ def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
     table = candidates(rule)
     picked: list[Candidate] = []
     shared: dict[Factor, int] = {}
-    for axis, n in enumerate(mesh):
-        best, least = None, inf
-        for c in table:
-            if not _fits(rule, c, n, shared) or (in_place and not _keeps(rule, c)):
-                continue
-            price = _price(rule, c, operands, axis, mesh, least, in_place)
-            if price < least:
-                best, least = c, price
-        assert best is not None, "replication is always possible"
-        picked.append(best)
-        if best.factor is not None:
-            shared[best.factor] = shared.get(best.factor, 1) * n
+    for axis in range(len(mesh)):
+        picked.append(_cheapest(rule, table, operands, in_place, axis, mesh, shared))
     return _assemble(rule, picked, operands, in_place)
+
+
+def _cheapest(rule, table, operands, in_place: bool, axis: int, mesh, shared: dict[Factor, int]) -> Candidate:
+    """The cheapest candidate on `axis`; what it cuts is noted in `shared`."""
+    best, least, n = None, inf, mesh[axis]
+    for c in table:
+        if not _fits(rule, c, n, shared) or (in_place and not _keeps(rule, c)):
+            continue
+        price = _price(rule, c, operands, axis, mesh, least, in_place)
+        if price < least:
+            best, least = c, price
+    assert best is not None, "replication is always possible"
+    if best.factor is not None:
+        shared[best.factor] = shared.get(best.factor, 1) * n
+    return best
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A candidate on one mesh axis as `choose` sees it.
+
+    Attributes:
+        candidate: the combination of placements.
+        seconds: what its redistributions cost; None if it is refused.
+        refused: why it cannot be, else "".
+        chosen: whether it was picked.
+    """
+
+    candidate: Candidate
+    seconds: float | None
+    refused: str
+    chosen: bool
+
+
+def weigh(rule: Rule, operands: list[Spec], in_place: bool = False) -> list[list[Weighed]]:
+    """All that `choose` weighs, for each mesh axis in the rule's order."""
+    mesh = mesh_shape(operands[0].mesh)
+    table = candidates(rule)
+    shared: dict[Factor, int] = {}
+    found = []
+    for axis, n in enumerate(mesh):
+        before = dict(shared)
+        best = _cheapest(rule, table, operands, in_place, axis, mesh, shared)
+        rows = []
+        for c in table:
+            why = _refusal(rule, c, n, before, in_place)
+            price = None if why else _price(rule, c, operands, axis, mesh, inf, in_place)
+            rows.append(Weighed(c, price, why, c is best))
+        found.append(rows)
+    return found
+
+
+def _refusal(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int], in_place: bool) -> str:
+    if not _fits(rule, c, n, shared):
+        parts = n * shared.get(c.factor or "", 1)
+        return f"uneven: {parts} does not divide {rule.sizes[c.factor or '']}, and the dimension is merged or split"
+    return "in place: the result would not lie as the operand" if in_place and not _keeps(rule, c) else ""
 
 
 def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
@@ -158,4 +205,4 @@ def _order(rule: Rule, factor: Factor, picked: list[Candidate], operands: list[S
     return tuple(first + [a for a in wanted if a not in first])
 
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "Weighed", "choose", "weigh"]

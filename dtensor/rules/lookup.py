@@ -11,10 +11,10 @@ from .pointwise import pointwise
 def rule_of(func) -> RuleFunction | None:
     """The rule function of an operator; None if it has none.
 
-    What stands in `RULES` comes first, under the names that `base_name` lists. Then an operator that torch tags as
-    pointwise, in any of its overloads, has the pointwise rule.
+    What stands in `RULES` comes first: for this very overload, else under the name that `base_name` gives. Then an
+    operator that torch tags as pointwise, in any of its overloads, has the pointwise rule.
     """
-    return RULES.get(base_name(func)) or (pointwise if _is_pointwise(base_name(func)) else None)
+    return RULES.get(str(func)) or RULES.get(base_name(func)) or (pointwise if _is_pointwise(base_name(func)) else None)
 
 
 @cache

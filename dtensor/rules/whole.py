@@ -1,4 +1,6 @@
-"""Whole: operators that are known to need whole tensors, and why. They run replicated, without a warning."""
+"""Whole: operators that have no rule, and why. They run replicated."""
+
+from .call import base_name
 
 VALUES = "its result is a number, or of a shape, that depends on all values"
 ORDER = "it counts through the tensor as one sequence"
@@ -58,4 +60,13 @@ WHOLE: dict[str, str] = {
 }
 """Operator -> why it has no sharding rule."""
 
-__all__ = ["WHOLE"]
+BY_MEANING = (VALUES, ORDER, DRAWS)
+"""Reasons that no rule could do away with: gathering the arguments is what the user asked for, and no fallback."""
+
+
+def needs_whole(func) -> bool:
+    """Whether an operator needs whole tensors by its meaning, so that running it on them is worth no warning."""
+    return WHOLE.get(base_name(func).removeprefix("aten::")) in BY_MEANING
+
+
+__all__ = ["WHOLE", "needs_whole"]

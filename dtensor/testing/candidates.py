@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from .._torch import overloads_of
 from ..decision import call_of, carry_out
 from ..dispatch import run
 from ..layout import Layout
@@ -26,12 +27,25 @@ State = int | str | None
 
 @dataclass
 class Case:
-    """An operator call; `at_least` is the number of candidates the rule must find, so that none goes missing."""
+    """An operator call on plain tensors, best of float64.
+
+    Attributes:
+        func: an OpOverload, or a custom operator or packet of one overload.
+        args, kwargs: of the plain call.
+        at_least: the number of candidates the rule must find, so that none goes missing.
+    """
 
     func: Any
     args: tuple
     at_least: int = 1
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        found = overloads_of(self.func)
+        if len(found) != 1:
+            names = ", ".join(map(str, found))
+            raise ValueError(f"a Case calls one operator; {self.func!r} is {names or 'none'}: name the overload")
+        self.func = found[0]
 
 
 def case(func, *args, at_least: int = 1, **kwargs) -> Case:
@@ -148,7 +162,7 @@ def call_and_rule(case: Case, mesh):
     args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
     call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
     make = rule_of(case.func)
-    assert make is not None, f"{case.func} has no rule"
+    assert make is not None, f"{case.func} has no rule; give it one with dtensor.register_sharding"
     return call, make(call)
 
 
@@ -220,7 +234,12 @@ def run_jobs(rank, n, jobs):
 
 
 def wrong_candidates(cases: list[Case], n: int) -> list[str]:
-    """What goes wrong when every candidate of every case runs on an axis of `n` ranks (threads); a line each."""
+    """What goes wrong when every candidate of every case runs on an axis of `n` ranks (threads); a line each.
+
+    Empty if the rules tell the truth: for a rule of one's own, see `dtensor.register_sharding`. Shards and random parts
+    of the arguments are the operands of each rank; what the ranks give is put together as the candidate says and
+    compared with the plain call. Choose sizes that `n` divides and sizes that it does not.
+    """
     jobs = [j for case in cases for j in jobs_of(case, n)]
     results = run_threads(run_jobs, n, n, jobs)
     wrong = []
