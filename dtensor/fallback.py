@@ -46,16 +46,16 @@ def fell_back(func) -> None:
 def fallbacks(*, reset: bool = False) -> Counter[str]:
     """Calls so far, in all threads of this process, of operators without a rule whose arguments were gathered for it.
 
-    Operator (such as "aten.histc.default") -> number of calls. Under torch.compile a call counts when it is traced.
+    Operator (such as "aten.histogram.bin_ct") -> number of calls. Under torch.compile a call counts when it is traced.
     The Counter is a copy: the difference of two is what ran between.
 
     Args:
         reset: start again from zero. Warnings, one for each operator, do not come again.
 
     >>> before = dtensor.fallbacks()
-    >>> found = torch.histc(x, 3)
+    >>> found = torch.histogram(x, 3)
     >>> dtensor.fallbacks() - before
-    Counter({'aten.histc.default': 1})
+    Counter({'aten.histogram.bin_ct': 1})
     """
     with _lock:
         found = _counts.copy()

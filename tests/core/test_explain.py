@@ -129,13 +129,13 @@ def test_an_in_place_result_lies_as_its_operand(mesh):
 def test_an_operator_without_a_rule(mesh):
     before = dtensor.fallbacks()
     is_text(
-        explain(torch.histc, make(mesh, (8, 16), S0), 3),
+        explain(torch.histogram, make(mesh, (8, 16), S0), 3),
         """
-histc: 256 bytes, 10.03 us
-aten.histc.default [replicated: has no rule: runs whole on every rank]
-  self torch.float32[8, 16] S(0) -> torch.float32[3] R
+histogram: 256 bytes, 10.03 us
+aten.histogram.bin_ct [replicated: has no rule: runs whole on every rank]
+  self torch.float32[8, 16] S(0) -> torch.float32[3] R, torch.float32[4] R
   on mesh axis 0 of 2 ranks:
-  *   10.03 us  R -> R
+  *   10.03 us  R -> R, R
   self is redistributed, 256 bytes, 10.03 us:
       S(0) -> R: all_gather over axis 0
 """,
