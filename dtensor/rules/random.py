@@ -152,26 +152,4 @@ def _local_rrelu(call: LocalCall):
     return x.copy_(mine) if in_place else mine
 
 
-@rule_for("rrelu_with_noise")
-def rrelu_with_noise(call: Call) -> Rule:
-    """In training one number is drawn for each negative element, in order: the whole input is needed for that."""
-    shape = call.operands[0].shape
-    (full,), sizes = broadcast([shape], shape)
-    if not call["training"]:
-        return Rule((full, full), (full,), sizes, unread=frozenset({1}), written=frozenset({1}))
-    whole: Dims = ((),) * len(shape)
-    return Rule((whole, full), (full,), sizes, unread=frozenset({1}), written=frozenset({1}), local=_local_rrelu)
-
-
-def _local_rrelu(call: LocalCall):
-    x, noise, layout = call["self"], call["noise"], call.layouts[0]
-    assert layout is not None
-    if not any(layout.dims):
-        return call.run()
-    drawn = torch.empty_like(x)
-    made = call.run(noise=drawn)
-    noise.copy_(keep_shard(drawn, layout, call.mesh))
-    return keep_shard(made, layout, call.mesh)
-
-
 __all__ = ["keep_shard"]

@@ -109,8 +109,10 @@ def placements(sample: Sample, mesh: Any, most: int) -> list[tuple[Placements | 
     A tensor is replicated, sharded on any dimension, whether that divides or not, or, if it holds numbers with a
     fraction, Partial(sum), on each mesh axis. None stands for a sparse tensor, which stays plain.
     """
-    each = [list(_choices(x, mesh)) for x in tensors((sample.args, sample.kwargs))]
-    key = f"{sample} on {mesh.ndim}"
+    given = tensors((sample.args, sample.kwargs))
+    each = [list(_choices(x, mesh)) for x in given]
+    # Alike on every rank: of the arguments only the shapes, as other things may print their address.
+    key = f"{sample.operator} {[list(x.shape) for x in given]} on {mesh.ndim}"
     total = 1
     for c in each:
         total *= len(c)
@@ -173,16 +175,20 @@ def disagreement(
     placed = Sample(sample.operator, sample.call, args, kwargs)
     torch.manual_seed(3)
     outputs = _outputs(read((compiled or sample.call)(*args, **kwargs)))
-    if len(outputs) != len(dense):
-        return f"{len(outputs)} outputs instead of {len(dense)}"
-    for i, (found, expected) in enumerate(zip(outputs, dense)):
-        if (text := _difference(found, expected)) is not None:
+    leaves = None if dense_leaves is None else _gradients(outputs, _leaves(placed), mesh)
+    # Everything is gathered before anything is compared, so that a rank that finds a difference leaves none waiting.
+    found, gradients = list(map(_seen, outputs)), None if leaves is None else list(map(_seen, leaves))
+    if len(found) != len(dense):
+        return f"{len(found)} outputs instead of {len(dense)}"
+    for i, (one, expected) in enumerate(zip(found, map(_seen, dense))):
+        if (text := _difference(one, expected)) is not None:
             return f"output {i}: {text}"
     if dense_leaves is None:
         return None
-    found_leaves = _gradients(outputs, _leaves(placed), mesh)
-    for i, (found, expected) in enumerate(zip(found_leaves, dense_leaves)):
-        if (text := _gradient_difference(found, expected)) is not None:
+    if gradients is None:
+        return "no output requires a gradient"
+    for i, (one, expected) in enumerate(zip(gradients, map(_seen, dense_leaves))):
+        if (text := _gradient_difference(one, expected)) is not None:
             return f"gradient {i}: {text}"
     return None
 
@@ -228,32 +234,36 @@ def _gradients(outputs: list[Any], leaves: list[torch.Tensor], mesh: Any) -> lis
     return list(torch.autograd.grad(outs, leaves, tangents, allow_unused=True))
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
-    x = x.detach()
-    x = x.full_tensor() if isinstance(x, DTensor) else x
-    return x if x.layout == torch.strided else x.to_dense()
+def _seen(x: Any) -> Any:
+    """What is compared of an output: of a tensor its whole value as a plain one, and whether it requires a gradient."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    whole = x.detach()
+    whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+    whole = whole if whole.layout == torch.strided else whole.to_dense()
+    return whole, x.requires_grad
 
 
 def _difference(found: Any, expected: Any) -> str | None:
-    if not isinstance(expected, torch.Tensor):
+    if not isinstance(expected, tuple):
         alike = found == expected or (found != found and expected != expected)
         return None if alike else f"{found} instead of {expected}"
-    if not isinstance(found, torch.Tensor):
-        return f"{type(found).__name__} instead of a tensor"
-    if found.requires_grad != expected.requires_grad:
-        return f"requires_grad is {found.requires_grad}"
+    if not isinstance(found, tuple):
+        return f"{found} instead of a tensor"
+    if found[1] != expected[1]:
+        return f"requires_grad is {found[1]}"
     try:
-        torch.testing.assert_close(_whole(found), _whole(expected), rtol=RTOL, atol=ATOL, equal_nan=True)
+        torch.testing.assert_close(found[0], expected[0], rtol=RTOL, atol=ATOL, equal_nan=True)
     except AssertionError as error:
         return str(error).replace("\n", " ")[:200]
     return None
 
 
-def _gradient_difference(found: torch.Tensor | None, expected: torch.Tensor | None) -> str | None:
+def _gradient_difference(found: Any, expected: Any) -> str | None:
     """A gradient of zeros and none at all are the same."""
     if found is None or expected is None:
         other = found if expected is None else expected
-        return None if other is None or not _whole(other).any() else "there is one on one side only"
+        return None if other is None or not other[0].any() else "there is one on one side only"
     return _difference(found, expected)
 
 

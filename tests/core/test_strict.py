@@ -120,9 +120,9 @@ def test_an_operator_without_a_rule(mesh):
     x = make(mesh, (8,), S0)
     before = dtensor.fallbacks()
     assert refusal(lambda: torch.histogram(x, 3)) == (
-        "aten.histogram.bin_ct has no sharding rule: its arguments (self: [Shard(0)]) would be gathered and it would run "
-        "on every rank, which dtensor.strict() does not allow; write self.redistribute(placements=[Replicate()]) first,"
-        " or give it a rule with dtensor.register_sharding"
+        "aten.histogram.bin_ct has no sharding rule: its arguments (self: [Shard(0)]) would be gathered and it would "
+        "run on every rank, which dtensor.strict() does not allow; write self.redistribute(placements=[Replicate()]) "
+        "first, or give it a rule with dtensor.register_sharding"
     )
     assert not dtensor.fallbacks() - before
     with warnings.catch_warnings(), dtensor.strict():

@@ -1,0 +1,142 @@
+"""Torch's operator database on ranks: whatever runs on one device gives the same on DTensors, in every placement.
+
+Forward and backward, in place and with out=, eager and compiled, on two ranks, four, and a mesh of two by two. Sizes in
+the database rarely divide, so most shards are uneven and some are empty. A third of the operators, always the same, is
+tried in every run; the rest by `pytest -m nightly`.
+"""
+
+import contextlib
+import itertools
+import time
+import zlib
+
+import pytest
+import torch
+
+import dtensor
+from dtensor.testing import run_ranks
+from dtensor.testing.operators import NotPlain, disagreement, operator_names, placements, samples
+
+SKIPPED = {
+    "sparse.sampled_addmm": "takes a sparse tensor, and a DTensor is strided",
+    "sparse.mm.reduce": "takes a sparse tensor, and a DTensor is strided",
+    **dict.fromkeys(
+        ["empty_like", "new_empty", "new_empty_strided", "empty_permuted", "empty_strided", "empty"],
+        "its values are whatever lay in memory",
+    ),
+}
+"""Operators that are not tried, and why."""
+
+IN_REGION = {
+    **dict.fromkeys(
+        ["masked.var", "masked.std", "nn.functional.embedding_bag"],
+        "torch writes it in Python, with plain tensors of sizes and numbers",
+    ),
+    **dict.fromkeys(
+        ["svd_lowrank", "pca_lowrank", "nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d"],
+        "torch writes it in Python, with plain random tensors",
+    ),
+}
+"""Operators that run inside `implicit_replication`, and why."""
+
+
+def _product(out):
+    u, s, v = out
+    return u * s.unsqueeze(-2) @ v.mT
+
+
+READ = {"svd_lowrank": _product, "pca_lowrank": _product}
+"""What is compared where several results are right: the sign of singular vectors is a matter of rounding."""
+
+
+def check(rank, shape, names, calls, ways, compiled):
+    """What is wrong with the named operators, a line each, and how many calls were compared."""
+    torch._dynamo.config.recompile_limit = 1 << 16
+    mesh = dtensor.init_device_mesh("cpu", shape)
+    wrong, compared = [], 0
+    for name in names:
+        start = time.monotonic()
+        for sample in samples(name, calls):
+            if compiled and sample.operator != name:
+                continue
+            for where in placements(sample, mesh, ways)[1 if compiled else 0 :]:
+                try:
+                    text = one(sample, mesh, where, name, compiled)
+                except NotPlain:
+                    break
+                except Exception as error:
+                    text = f"{type(error).__name__}: {error}"[:400]
+                compared += 1
+                if text is not None:
+                    wrong.append(f"{sample} {where}: {text}")
+        if time.monotonic() - start > 30:
+            wrong.append(f"{name} took {time.monotonic() - start:.0f} s")
+    return wrong, compared
+
+
+def one(sample, mesh, where, name, compiled):
+    region = dtensor.implicit_replication() if name in IN_REGION else contextlib.nullcontext()
+    run = None
+    if compiled:
+        run = compile_whole(sample.call)
+    try:
+        with region:
+            return disagreement(sample, mesh, where, compiled=run, read=READ.get(name, lambda out: out))
+    except Exception:
+        if compiled:
+            raise_unless_plain_compiles(sample)
+        raise
+
+
+def compile_whole(call):
+    torch._dynamo.reset()
+    return torch.compile(lambda *args, **kwargs: call(*args, **kwargs), backend="aot_eager", fullgraph=True)
+
+
+def raise_unless_plain_compiles(sample):
+    """Raise NotPlain if the call does not compile on plain tensors either."""
+    plain = sample.fresh()
+    try:
+        made = compile_whole(sample.call)(*plain.args, **plain.kwargs)
+        outputs = [o for o in torch.utils._pytree.tree_leaves(made) if isinstance(o, torch.Tensor) and o.requires_grad]
+        if outputs:
+            torch.autograd.backward(outputs, [torch.ones_like(o) for o in outputs])
+    except Exception as error:
+        raise NotPlain(str(error)) from error
+
+
+NAMES = [name for name in operator_names() if name not in SKIPPED]
+ALWAYS = [name for name in NAMES if zlib.crc32(name.encode()) % 3 == 0]
+MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2)}
+PARTS = 4
+RUNS = [
+    *(
+        pytest.param(m, ALWAYS[part::2], False, id=f"{m}-third-{part}")
+        for m, part in itertools.product(MESHES, range(2))
+    ),
+    *(pytest.param("2", ALWAYS[k::2], True, id=f"compiled-third-{k}") for k in range(2)),
+]
+NIGHTLY = [
+    *(
+        pytest.param(m, NAMES[part::PARTS], False, id=f"{m}-{part}", marks=pytest.mark.nightly)
+        for m, part in itertools.product(MESHES, range(PARTS))
+    ),
+    *(
+        pytest.param(m, NAMES[part::PARTS], True, id=f"compiled-{m}-{part}", marks=pytest.mark.nightly)
+        for m, part in itertools.product(("2", "2x2"), range(PARTS))
+    ),
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("mesh", "names", "compiled"), RUNS + NIGHTLY)
+def test_agrees_with_one_device(mesh, names, compiled, request):
+    nightly = request.node.get_closest_marker("nightly") is not None
+    calls, ways = (1, 3 if nightly else 2) if compiled else (6, 8) if nightly else (3, 4)
+    shape = MESHES[mesh]
+    nproc = shape[0] * shape[-1] if len(shape) > 1 else shape[0]
+    results = run_ranks(check, nproc, shape, names, calls, ways, compiled, timeout=1700)
+    wrong, compared = results[0]
+    print(f"{compared} calls of {len(names)} operators compared")
+    assert not wrong, "\n".join(wrong)
+    assert compared > len(names) * (0.8 if compiled else 4)
