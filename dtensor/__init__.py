@@ -1,6 +1,6 @@
 """dtensor: a distributed tensor made for torch.compile."""
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import composite as composite  # registers what is caught whole
 from . import hooks as hooks  # registers the backend and the passes
@@ -15,6 +15,7 @@ from .errors import (
     PlacementError,
     ShardingError,
 )
+from .mesh import init_device_mesh, prepare
 from .placements import Partial, Placement, Replicate, Shard
 from .tensor import DTensor
 
@@ -44,6 +45,7 @@ __all__ = [
     "full",
     "init_device_mesh",
     "ones",
+    "prepare",
     "rand",
     "randn",
     "zeros",

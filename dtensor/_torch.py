@@ -112,6 +112,11 @@ def current_device_mesh():
     return stack[-1] if stack else None
 
 
+def root_mesh(mesh):
+    """The mesh that `mesh` was sliced from; itself if it was not."""
+    return mesh._get_root_mesh()
+
+
 def schema(op: OpOverload) -> torch.FunctionSchema:
     """The schema of an operator: what it takes, returns, mutates and aliases."""
     return op._schema
@@ -127,6 +132,11 @@ def hint(size) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint if size.node.hint is not None else 8192)
     return int(size)
+
+
+def has_hint(size) -> bool:
+    """Whether a size is a number or has an example value: not so for sizes that depend on values."""
+    return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
 def aot_backend(joint_pass, forward_compiler, inference_compiler, backward_compiler):
@@ -203,6 +213,7 @@ __all__ = [
     "dynamo_counters",
     "functional_collectives",
     "get_hash_for_files",
+    "has_hint",
     "hint",
     "inductor_compile",
     "inductor_config",
@@ -216,6 +227,7 @@ __all__ = [
     "register_value_type",
     "resolve_process_group",
     "return_and_correct_aliasing",
+    "root_mesh",
     "schema",
     "threaded_process_group",
     "utils_foreach_types",

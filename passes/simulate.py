@@ -170,6 +170,12 @@ def _shard(xs: Tensors, dim: int) -> Tensors:
     return [_chunk(x, dim, len(xs), rank) for rank, x in enumerate(xs)]
 
 
+def _collective_permute(xs: Tensors, senders: Sequence[int]) -> Tensors:
+    if sorted(senders) != list(range(len(xs))):
+        raise ValueError(f"{list(senders)} does not name each of {len(xs)} ranks once")
+    return [xs[sender].clone(memory_format=torch.contiguous_format) for sender in senders]
+
+
 def _all_gather_start(xs: Tensors, n: int) -> Tensors:
     return _all_gather(xs, 0, sum([x.shape[0] for x in xs]))
 
@@ -202,6 +208,7 @@ _COLLECTIVES: dict[Any, Callable[..., list]] = {
     ir.TARGETS["all_reduce"]: _all_reduce,
     ir.TARGETS["all_to_all"]: _all_to_all,
     ir.TARGETS["shard"]: _shard,
+    ir.TARGETS["collective_permute"]: _collective_permute,
     ir.c10d.all_gather_into_tensor.default: _all_gather_start,
     ir.c10d.reduce_scatter_tensor.default: _reduce_scatter_start,
     ir.c10d.all_reduce.default: _all_reduce,

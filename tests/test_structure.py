@@ -13,10 +13,10 @@ LINKS = ("compile", "passes")
 
 LAYERS = [
     ["errors", "_torch", "caches"],
-    ["placements", "cost", "mesh", "collectives", "hooks"],
-    ["layout"],
+    ["placements", "cost", "collectives", "hooks"],
+    ["layout", "mesh", "pending", "steps"],
     ["spec", "plan"],
-    ["redistribute", "checkpoint", "rules"],
+    ["redistribute", "exchange", "checkpoint", "rules"],
     ["decision", "sampling", "boundary"],
     ["dispatch"],
     ["detours"],

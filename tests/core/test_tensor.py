@@ -111,8 +111,8 @@ def test_errors_name_what_was_given(rank):
     other = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
     with pytest.raises(MeshError, match="argument 'other' lives on"):
         x + other
-    with pytest.raises(MeshError, match="redistribute stays on the tensor's mesh"):
-        x.redistribute(other.device_mesh, [Replicate(), Replicate()])
+    with pytest.raises(ValueError, match=r"prefer is 'time' or 'memory'; got 'speed'"):
+        x.redistribute(mesh, [Replicate()], prefer="speed")
     partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
     with pytest.raises(OperatorError, match=r"would change the layout P of the tensor .* without the underscore"):
         partial.relu_()
