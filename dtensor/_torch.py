@@ -33,6 +33,7 @@ from torch._dynamo import register_backend
 from torch._guards import detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -115,6 +116,11 @@ def current_device_mesh():
 def root_mesh(mesh):
     """The mesh that `mesh` was sliced from; itself if it was not."""
     return mesh._get_root_mesh()
+
+
+def real_object(x):
+    """What stands behind the stand-in that a mesh has while a graph is traced; `x` itself otherwise."""
+    return x.real_obj if isinstance(x, FakeScriptObject) else x
 
 
 def schema(op: OpOverload) -> torch.FunctionSchema:
@@ -223,6 +229,7 @@ __all__ = [
     "mesh_resources",
     "never_traced",
     "optim_foreach_types",
+    "real_object",
     "register_backend",
     "register_value_type",
     "resolve_process_group",

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from ._torch import disable_current_modes, root_mesh
+from ._torch import disable_current_modes, real_object, root_mesh
 from .caches import cache
 from .cost import INTER, INTRA, Link, Network
 from .errors import MeshError
@@ -80,6 +80,9 @@ def facts(mesh: Any) -> MeshFacts:
     """
     found = _facts.get(id(mesh))
     if found is None:
+        real = real_object(mesh)
+        if real is not mesh:
+            return facts(real)
         with disable_current_modes():
             found = _facts[id(mesh)] = _look_up(mesh)
     return found

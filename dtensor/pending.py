@@ -34,6 +34,11 @@ class Pending(torch.Tensor):
         """The tensor, waited for."""
         return self._result.value()
 
+    @property
+    def done(self) -> bool:
+        """Whether it was waited for."""
+        return self._result.finish is None
+
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         if func in _ALIASES or (func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape)):

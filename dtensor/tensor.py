@@ -321,9 +321,13 @@ torch.library.register_autograd(
 COMPOSITES["dtensor::redistribute"] = _redistribute_operator
 
 
-@disable_dynamo
 def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
-    """`x` on another mesh. What each rank sends differs, so that no graph holds it: a graph breaks here."""
+    """`x` on another mesh. What each rank sends differs, so no graph holds it."""
+    if is_tracing(x):
+        raise ShardingError(
+            f"redistribute from {x.device_mesh} to another mesh cannot be compiled: what it sends differs from rank to "
+            "rank; call it outside the compiled function, or write @torch.compiler.disable on the function that does"
+        )
     target = as_placements(placements, mesh.ndim, x.dim())
     check_target((Replicate(),) * mesh.ndim, target)
     layout = x._spec.layout.without_partial()

@@ -1,6 +1,8 @@
 """Redistribution: any layout to any other; values against dense torch on simulated ranks, threads and processes."""
 
+import copy
 import functools
+import pickle
 import random
 from itertools import product
 
@@ -9,12 +11,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtensor import DTensor, init_device_mesh
+from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.cost import Network
 from dtensor.layout import Layout
+from dtensor.pending import Pending
 from dtensor.plan import plan
 from dtensor.steps import senders
-from dtensor.testing import run_ranks, run_threads
+from dtensor.testing import CountCollectives, run_ranks, run_threads, with_threads
 
 FOLD = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 WORLDS = {
@@ -213,3 +216,162 @@ def test_any_layout_to_any_other_on_processes(world):
         ends = drawn(len(sizes), len(shape)), drawn(len(sizes), len(shape))
         some.append((sizes, shape, *ends, rng.randrange(99), rng.random() < 0.5, rng.choice(["time", "memory"])))
     check(some, run_ranks(redistributed, world, some))
+
+
+@with_threads(4)
+def test_order_of_axes_on_one_dim(rank):
+    """From the default order of cuts to the other one and back, where it divides and where it does not."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for length in (10, 8):
+        x = distribute_tensor(torch.arange(length), mesh, [Shard(0), Shard(0)])
+        other = torch.ops.dtensor.redistribute(x, "S(0)#1S(0)#0", False)
+        assert other.placements == x.placements
+        at = mesh.get_coordinate() or []
+        assert other.to_local().tolist() == torch.arange(length).chunk(2)[at[1]].chunk(2)[at[0]].tolist()
+        assert torch.equal(other.full_tensor(), torch.arange(length))
+        y = distribute_tensor(torch.arange(1.0 * length), mesh, [Shard(0), Shard(0)]).requires_grad_()
+        weight = torch.ops.dtensor.redistribute(x.float(), "S(0)#1S(0)#0", False).to_local()
+        (torch.ops.dtensor.redistribute(y, "S(0)#1S(0)#0", False).to_local() * weight).sum().backward()
+        assert torch.equal(y.grad.full_tensor(), torch.arange(1.0 * length))
+
+
+@with_threads(2)
+def test_redistribute_to_partial_is_refused(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    with pytest.raises(PlacementError, match=r"cannot redistribute mesh axis 0 from S\(0\) to P: .*from_local"):
+        x.redistribute(mesh, [Partial()])
+
+
+def test_layouts_that_do_not_fit_are_refused():
+    with pytest.raises(PlacementError, match=r"layout R is of a 1-dimensional tensor on 1 mesh axes; the plan is for"):
+        plan(Layout.parse("R", 1), Layout.parse("S(0)", 1), (4, 4), (2,), 4)
+    with pytest.raises(ValueError, match=r"prefer is 'time' or 'memory'; got 'speed'"):
+        plan(Layout.parse("R", 1), Layout.parse("S(0)", 1), (4,), (2,), 4, "speed")
+
+
+@with_threads(4)
+def test_gradients_are_those_of_one_device(rank):
+    """Any move is the identity, so the gradient of a function of the result is that of the function; twice too."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    whole = torch.arange(1.0, 16.0, dtype=torch.float64).view(5, 3)
+    dense_x = whole.clone().requires_grad_()
+    (dense_g,) = torch.autograd.grad((dense_x**3).sum(), dense_x, create_graph=True)
+    (dense_gg,) = torch.autograd.grad((dense_g**2).sum(), dense_x)
+    every = [Shard(0), Shard(1), Replicate()]
+    for src, dst in product(product(every, every), repeat=2):
+        x = distribute_tensor(whole, mesh, src).requires_grad_()
+        y = x.redistribute(placements=dst)
+        (g,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+        assert g.placements == src
+        assert torch.equal(g.full_tensor(), dense_g)
+        (gg,) = torch.autograd.grad((g**2).sum(), x)
+        assert gg.placements == src
+        assert torch.equal(gg.full_tensor(), dense_gg)
+
+
+@with_threads(2)
+def test_the_gradient_of_a_partial_input_is_replicated_unless_asked_otherwise(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for asked, expected in (
+        (None, Replicate()),
+        ([Replicate()], Replicate()),
+        ([Shard(0)], Shard(0)),
+        ([Partial()], Partial()),
+    ):
+        x = DTensor.from_local(torch.full((4,), 1.0 + rank), mesh, [Partial()]).detach().requires_grad_()
+        y = x.redistribute(mesh, [Shard(0)], grad_placements=asked)
+        assert y.full_tensor().tolist() == [3.0] * 4
+        y.backward(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+        assert x.grad.placements == (expected,)
+        assert x.grad.full_tensor().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@with_threads(2)
+def test_grad_placements_hold_where_nothing_moves(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(4.0), mesh, [Replicate()]).requires_grad_()
+    y = x.redistribute(mesh, [Replicate()], grad_placements=[Shard(0)])
+    (y * y).sum().backward()
+    assert x.grad.placements == (Shard(0),)
+    assert x.grad.full_tensor().tolist() == [0.0, 2.0, 4.0, 6.0]
+    with pytest.raises(PlacementError, match=r"Shard\(1\) does not fit a tensor of 1 dimensions"):
+        x.redistribute(mesh, [Replicate()], grad_placements=[Shard(1)])
+
+
+@with_threads(2)
+def test_async_result_waits_on_first_use(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(10.0).view(5, 2)
+    partial = DTensor.from_local(whole * (rank + 1), mesh, [Partial("avg")])
+    for src, dst in (
+        (distribute_tensor(whole, mesh, [Shard(0)]), [Replicate()]),
+        (distribute_tensor(whole, mesh, [Shard(1)]), [Replicate()]),
+        (distribute_tensor(whole, mesh, [Shard(1)]), [Shard(0)]),
+        (partial, [Replicate()]),
+        (partial, [Shard(0)]),
+    ):
+        expected = src.redistribute(mesh, dst).to_local()
+        with CountCollectives() as seen:
+            y = src.redistribute(mesh, dst, async_op=True)
+            local = y.to_local()
+        assert len(seen.collectives) == 1
+        assert isinstance(local, Pending)
+        assert local.shape == expected.shape
+        assert not local.done
+        assert torch.equal((y * 2).to_local(), expected * 2)
+        assert local.done
+        assert torch.equal(local + 1, expected + 1)
+        assert local.tolist() == expected.tolist()
+        assert local.numpy().tolist() == expected.tolist()
+        assert repr(expected) in repr(local)
+        assert torch.equal(copy.deepcopy(y).to_local(), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(local)), expected)
+        assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), src.full_tensor())
+
+
+@with_threads(2)
+def test_async_gradients(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(1)]).requires_grad_()
+    y = x.redistribute(mesh, [Replicate()], async_op=True)
+    (y * y).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), 2 * torch.arange(6.0).view(3, 2))
+    x.grad = None
+    local = x.redistribute(mesh, [Replicate()], async_op=True).to_local()
+    (local * local).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), 2 * torch.arange(6.0).view(3, 2))
+
+
+@with_threads(2)
+def test_writing_to_an_async_result(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    y = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]).redistribute(mesh, [Replicate()], async_op=True)
+    y.add_(1)
+    assert y.to_local().tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@with_threads(2)
+def test_memory_is_preferred_to_time_where_asked(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)]).requires_grad_()
+    y = x.redistribute(mesh, [Shard(1)], prefer="memory")
+    assert y.to_local().tolist() == [[2.0 * i + rank] for i in range(4)]
+    (y * y).sum().backward()
+    assert torch.equal(x.grad.full_tensor(), 2 * torch.arange(8.0).view(4, 2))
+
+
+def _bits(rank):
+    """The bits of a sum over both axes, merged; random numbers whose sum depends on the order."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    local = torch.randn(1000, generator=torch.Generator().manual_seed(rank)) * 10 ** (rank % 3)
+    x = DTensor.from_local(local, mesh, [Partial(), Partial()])
+    with CountCollectives() as seen:
+        y = x.full_tensor()
+    return y, [c.op for c in seen.collectives]
+
+
+def test_a_merged_sum_has_the_same_bits_on_every_rank():
+    results = run_ranks(_bits, 4)
+    assert all(ops == ["all_reduce"] for _, ops in results)
+    assert all(torch.equal(y, results[0][0]) for y, _ in results)
