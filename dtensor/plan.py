@@ -14,7 +14,7 @@ from typing import Literal
 
 import sympy
 
-from .cost import WORK, Network, log2_ceil, wire_bytes
+from .cost import WORK, Network, wire_bytes
 from .errors import PlacementError
 from .layout import Layout
 from .steps import Dims, Edge, Space, State
@@ -187,6 +187,11 @@ def _plan(src: Layout, dst: Layout, shape, network: Network, itemsize: int, pref
     )
 
 
+def forget() -> None:
+    """Drop all plans, to time planning."""
+    _plan.cache_clear()
+
+
 def _check(src: Layout, dst: Layout, shape, network: Network, prefer: str) -> None:
     if prefer not in ("time", "memory"):
         raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
@@ -348,4 +353,4 @@ def _readable(size: float) -> str:
     return f"{size:.0f} B"
 
 
-__all__ = ["Cost", "Plan", "Step", "log2_ceil", "plan"]
+__all__ = ["Cost", "Plan", "Prefer", "Step", "forget", "plan"]

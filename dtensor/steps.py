@@ -205,6 +205,12 @@ def _edge_table(network: Network, named: frozenset[int], wanted: Partials, lengt
     return {}
 
 
+def forget() -> None:
+    """Drop all that is known of steps, to time planning."""
+    for known in (_edge_table, _reducible_sets, rearranged):
+        known.cache_clear()
+
+
 @lru_cache(maxsize=4096)
 def _reducible_sets(partial: Partials) -> tuple[tuple[str, tuple[int, ...]], ...]:
     found = []
@@ -274,4 +280,4 @@ def senders(before: Dims, after: Dims, group: tuple[int, ...], sizes: tuple[int,
     return tuple([holder[block(after, at)] for at in ranks])
 
 
-__all__ = ["Dims", "Edge", "Partials", "Space", "State", "commute", "rearranged", "senders"]
+__all__ = ["Dims", "Edge", "Partials", "Space", "State", "commute", "forget", "rearranged", "senders"]

@@ -7,8 +7,9 @@ from itertools import combinations, permutations, product
 from math import ceil, inf, log2, prod
 
 import pytest
+import sympy
 
-from dtensor.cost import INTER, INTRA, Link, Network
+from dtensor.cost import INTER, INTRA, Link, Network, seconds, wire_bytes
 from dtensor.layout import Layout
 from dtensor.plan import plan
 
@@ -243,3 +244,144 @@ def test_no_path_is_cheaper_over_unequal_axes_and_links():
     assert Exhaustive((8, 8), network).check(itemsize=1 << 16) == 18**2
     slow = Link(alpha=1e-3, bandwidth=1e6)
     assert Exhaustive((8, 8), everything_merged((2, 2, 2), (INTRA, slow, INTER))).check(1 << 12, every=17) > 0
+
+
+def text(src, dst, shape=(1024, 1024), sizes=(2, 2), merged=True, **options):
+    network = everything_merged(sizes) if merged else Network.of(sizes)
+    return str(plan(Layout.parse(src, len(shape)), Layout.parse(dst, len(shape)), shape, network, **options))
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "expected"),
+    [
+        ("RR", "RR", "RR -> RR: nothing to do"),
+        ("S(0)R", "RR", "S(0)R -> RR: all_gather over axis 0, 2.1 MB"),
+        ("PR", "S(1)R", "PR -> S(1)R: reduce_scatter over axis 0, 2.1 MB"),
+        ("RR", "RS(1)", "RR -> RS(1): shard over axis 1, local"),
+        ("RR", "PR", "RR -> PR: partial over axis 0, local"),
+        ("S(0)R", "S(1)R", "S(0)R -> S(1)R: all_to_all over axis 0, 1.0 MB"),
+        ("PP", "RR", "PP -> RR: all_reduce over axes 0, 1, 6.3 MB"),
+        ("S(0)S(0)", "RR", "S(0)S(0) -> RR: all_gather over axes 0, 1, 3.1 MB"),
+        ("PP", "S(0)S(0)", "PP -> S(0)S(0): reduce_scatter over axes 0, 1, 3.1 MB"),
+        ("S(0)S(0)", "S(1)S(1)", "S(0)S(0) -> S(1)S(1): all_to_all over axes 0, 1, 786.4 kB"),
+        ("S(0)S(0)", "S(0)#1S(0)#0", "S(0)S(0) -> S(0)#1S(0)#0: collective_permute over axes 0, 1, 1.0 MB"),
+        ("S(0)S(1)", "S(1)S(0)", "S(0)S(1) -> S(1)S(0): collective_permute over axes 0, 1, 1.0 MB"),
+    ],
+)
+def test_text(src, dst, expected):
+    assert text(src, dst) == expected
+
+
+def test_an_unprepared_mesh_merges_nothing():
+    assert text("PP", "S(0)S(0)", merged=False) == (
+        "PP -> S(0)P: reduce_scatter over axis 0, 2.1 MB\nS(0)P -> S(0)S(0): reduce_scatter over axis 1, 1.0 MB"
+    )
+
+
+def test_what_does_not_divide_is_not_merged_but_sums_are():
+    assert "axes" not in text("S(0)S(0)", "RR", (1023, 8))
+    assert "axes" not in text("S(0)S(0)", "S(0)#1S(0)#0", (1023, 7))
+    assert text("PP", "RR", (3, 3)) == "PP -> RR: all_reduce over axes 0, 1, 54 B"
+
+
+def test_a_later_reduction_of_another_kind_comes_first():
+    """A sum over axis 0 of maxima over axis 1 is no maximum of sums."""
+    first = plan(Layout.parse("PP(max)", 0), Layout.parse("RR", 0), (), everything_merged((2, 2))).steps[0]
+    assert (first.op, first.axes, first.reduce_op) == ("all_reduce", (1,), "max")
+    first = plan(Layout.parse("P(max)P", 0), Layout.parse("RR", 0), (), everything_merged((2, 2))).steps[0]
+    assert (first.op, first.axes, first.reduce_op) == ("all_reduce", (1,), "sum")
+
+
+def test_slow_links_carry_less():
+    """Between hosts only what was reduced within one."""
+    network = everything_merged((2, 4), (INTER, INTRA))
+    made = plan(Layout.parse("PP", 1), Layout.parse("RR", 1), (1 << 24,), network)
+    assert [(s.op, s.axes) for s in made.steps] == [
+        ("reduce_scatter", (1,)),
+        ("all_reduce", (0,)),
+        ("all_gather", (1,)),
+    ]
+
+
+def test_plans_are_cached():
+    a, b = Layout.parse("S(0)", 1), Layout.parse("R", 1)
+    small, large = plan(a, b, (1024,), (4,)), plan(a, b, (2048,), (4,))
+    assert small.bytes == 0.75 * 4096
+    assert large.bytes == 2 * small.bytes
+    assert large.seconds > small.seconds
+    assert plan(a, b, (1024,), (4,)) is small
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("merged", [True, False], ids=["merged", "single"])
+def test_memory(sizes, merged):
+    """No layout on the way is larger than the larger end; preferring memory, no path holds less, and it says so."""
+    network = everything_merged(sizes) if merged else Network.of(sizes)
+    exhaustive = Exhaustive((8, 8), network)
+    sized = {x: exhaustive.size(held) for x, held in exhaustive.held.items()}
+
+    @lru_cache(None)
+    def least(src):
+        best, heap, order = {src: 0}, [(0, 0, src)], 0
+        while heap:
+            peak, _, x = heapq.heappop(heap)
+            for *_, y in exhaustive.edges[x]:
+                most = max(peak, sized[x] + sized[y])
+                if most < best.get(y, inf):
+                    best[y], order = most, order + 1
+                    heapq.heappush(heap, (most, order, y))
+        return best
+
+    for src, dst in list(product(exhaustive.layouts, repeat=2))[:: 1 if len(sizes) == 2 else 43]:
+        larger = max(sized[src], sized[dst])
+        found = plan(src, dst, (8, 8), network, 4)
+        if any(sized[s.dst] > larger for s in found.steps):
+            assert dst not in exhaustive.cheapest(src, larger, 4), f"{found}"
+        assert found.peak == max([4 * larger, *[4 * (sized[s.src] + sized[s.dst]) for s in found.steps]])
+        frugal = plan(src, dst, (8, 8), network, 4, "memory")
+        assert frugal.peak == 4 * max(larger, least(src)[dst]), f"{frugal}"
+        assert frugal.peak <= found.peak
+
+
+def test_memory_and_time_may_differ():
+    args = Layout.parse("PR", 2), Layout.parse("RR", 2), (64, 64), everything_merged((2, 2))
+    quick, frugal = plan(*args), plan(*args, 4, "memory")
+    assert frugal.seconds >= quick.seconds
+    assert [s.op for s in quick.steps] == ["all_reduce"]
+    assert quick.peak == 2 * 64 * 64 * 4
+
+
+@pytest.mark.parametrize(("shape", "sizes"), [((24, 40), (2, 4)), ((13, 9), (2, 2)), ((8,), (2, 2, 2))], ids=str)
+def test_symbolic_cost_agrees_with_numbers(shape, sizes):
+    links = tuple(Link(alpha=1e-6 * (a + 1), bandwidth=1e9 * (a + 1)) for a in range(len(sizes)))
+    network = everything_merged(sizes, links)
+    values = {f"s{d}": n for d, n in enumerate(shape)} | {f"n{a}": n for a, n in enumerate(sizes)}
+    for src, dst in list(product(layouts(len(sizes), len(shape)), repeat=2))[::7]:
+        made = plan(src, dst, shape, network, 2)
+        assert (made.cost().bytes, made.cost().seconds) == (made.bytes, made.seconds)
+        cost = made.cost(symbolic=True)
+        known = {x: values[x.name] for x in cost.bytes.free_symbols | cost.seconds.free_symbols}
+        assert float(cost.bytes.subs(known)) == pytest.approx(made.bytes)
+        assert float(cost.seconds.subs(known)) == pytest.approx(made.seconds)
+
+
+def test_symbolic_cost_reads_well():
+    made = plan(Layout.parse("S(0)P", 2), Layout.parse("RR", 2), (8, 8), (2, 2))
+    s0, s1, n0, n1 = [sympy.Symbol(x, positive=True, integer=True) for x in ("s0", "s1", "n0", "n1")]
+    expected = 4 * s0 * s1 * (2 * (n1 - 1) / (n0 * n1) + (n0 - 1) / n0)
+    assert sympy.simplify(made.cost(symbolic=True).bytes - expected) == 0
+    assert made.cost(symbolic=True).seconds.free_symbols == {s0, s1, n0, n1}
+
+
+def test_costs_by_hand():
+    link = Link(alpha=1.0, bandwidth=100.0, memory=1000.0, launch=0.5, start=2.0)
+    assert seconds("all_gather", 800, 4, link) == 2 + 2 + 6
+    assert seconds("reduce_scatter", 800, 8, link) == 2 + 3 + 7
+    assert seconds("all_reduce", 800, 4, link) == 2 + 4 + 12
+    assert seconds("all_to_all", 800, 4, link) == 2 + 3 + 6
+    assert seconds("collective_permute", 800, 4, link) == 2 + 1 + 8
+    assert seconds("shard", 800, 4, link) == 0.5 + 0.8
+    assert seconds("all_reduce", 800, 1, link) == 0
+    assert wire_bytes("all_reduce", 800, 4) == 1200
+    with pytest.raises(ValueError, match="has 2 axes but 1 links were given"):
+        Network.of((2, 2), (link,))

@@ -1,0 +1,191 @@
+"""Redistribution: bytes on the wire against torch.distributed.tensor, time to plan: `python bench/redistribute.py`.
+
+One process on a fake process group. Bytes: for every pair of layouts that placements can say, on every mesh up to
+2×2×2, both libraries redistribute the same tensor and what this rank sends is counted from the collectives that run
+(ring algorithm, `dtensor.cost`), ours with and without groups over several axes. Time: planning pairs of layouts on a
+2×2×2 mesh for the first time, in a process that knows the steps out of layouts or not; again; and, for comparison, what
+starting a collective costs in this process without any communication.
+"""
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch.distributed import tensor as theirs
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtensor as ours
+from dtensor import plan as planning
+from dtensor import steps
+from dtensor.collectives import group_size
+from dtensor.cost import wire_bytes
+from dtensor.layout import Layout
+from dtensor.mesh import facts
+
+MESHES = ((2,), (1, 2), (2, 1), (2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2))
+COLLECTIVES = {
+    "all_gather": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "collective_permute": "collective_permute",
+}
+"""Operator, of either library -> the collective it is. All take the tensor first and the group last."""
+LOCAL = ("wait_tensor", "_wrap_tensor_autograd", "shard")
+"""Operators beside them that send nothing."""
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the bytes that this rank sends in functional collectives, of whatever library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(t, (ours.DTensor, theirs.DTensor)) for t in types):
+            return NotImplemented
+        namespace, name = func.name().split(".")[0].split("::")
+        if namespace in ("_c10d_functional", "_dtensor", "dtensor") and name not in LOCAL:
+            op, n = COLLECTIVES[name], group_size(args[-1])
+            self.bytes += wire_bytes(op, args[0].nbytes * (n if op == "all_gather" else 1), n)
+        return func(*args, **(kwargs or {}))
+
+
+def layouts(mesh_ndim: int, ndim: int) -> list[tuple]:
+    """All placements of `mesh_ndim` axes, as names: a dimension, "R" or "P"."""
+    return list(product([*range(ndim), "R", "P"], repeat=mesh_ndim))
+
+
+def placed(lib: Any, names: tuple) -> list[Any]:
+    return [lib.Shard(p) if isinstance(p, int) else lib.Partial() if p == "P" else lib.Replicate() for p in names]
+
+
+def bytes_of(lib: Any, mesh: Any, src: tuple, dst: tuple, shape: tuple[int, ...]) -> float:
+    """Bytes this rank sends to redistribute a tensor of `shape`."""
+    local = list(shape)
+    for n, p in zip(mesh.shape, src):
+        if isinstance(p, int):
+            local[p] //= n
+    stride = torch.empty(shape, device="meta").stride()
+    x = lib.DTensor.from_local(torch.empty(local), mesh, placed(lib, src), shape=torch.Size(shape), stride=stride)
+    with Sent() as sent:
+        x.redistribute(mesh, placed(lib, dst))
+    return sent.bytes
+
+
+def compared(sizes: tuple[int, ...], shape: tuple[int, ...], merged: bool) -> list[tuple[str, float, float]]:
+    """For every pair of layouts: its text, our bytes, torch's bytes."""
+    plain, mesh = init_device_mesh("cpu", sizes), init_device_mesh("cpu", sizes)
+    if merged:
+        ours.prepare(mesh)
+    found = []
+    for src, dst in product(layouts(len(sizes), len(shape)), repeat=2):
+        if src != dst and all(b != "P" or a == "P" for a, b in zip(src, dst)):
+            text = " -> ".join([str(Layout.of(tuple(placed(ours, names)), len(shape))) for names in (src, dst)])
+            found.append((text, bytes_of(ours, mesh, src, dst, shape), bytes_of(theirs, plain, src, dst, shape)))
+    return found
+
+
+def print_bytes(shape: tuple[int, ...]) -> None:
+    size = torch.empty(shape, device="meta").nbytes
+    click.echo(f"\nbytes each rank sends, float32 tensor {list(shape)} ({size / 1e6:g} MB); ratio dtensor / torch")
+    click.echo(
+        f"{'mesh':10}{'groups':>9}{'pairs':>7}{'dtensor':>12}{'torch':>12}{'quartiles':>22}{'max':>6}{'more':>6}"
+    )
+    for sizes in MESHES:
+        for merged in (False, True):
+            rows = compared(sizes, shape, merged)
+            ratios = [a / b if b else float(a > 0) + 1 for _, a, b in rows if a or b]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            more = [row for row in rows if row[1] > row[2] * (1 + 1e-9)]
+            a, b = (sum(row[i] for row in rows) / 1e6 for i in (1, 2))
+            spread = f"{low:.2f} {middle:.2f} {high:.2f}"
+            kind = "merged" if merged else "single"
+            name = "×".join(map(str, sizes))
+            click.echo(
+                f"{name:10}{kind:>9}{len(rows):7}{a:9.1f} MB{b:9.1f} MB{spread:>22}{max(ratios):6.2f}{len(more):6}"
+            )
+            for text, a, b in more[:3]:
+                click.echo(f"    {text}: {a:g} against {b:g}")
+
+
+def microseconds(run: Callable[[], object], calls: int) -> float:
+    """Mean time of a call."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def all_pairs(ndim: int) -> list[tuple[Layout, Layout]]:
+    """Pairs of layouts on three axes that a user can ask for: partial only where it was."""
+    made = [Layout.of(tuple(placed(ours, names)), ndim) for names in layouts(3, ndim)]
+    return [(a, b) for a in made for b in made if a is not b and set(b.partial) <= set(a.partial)]
+
+
+def print_times(pairs: int, calls: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    ours.prepare(mesh)
+    network = facts(mesh).network
+    group = facts(mesh).groups[(0,)]
+    x = torch.empty(64)
+    launch = microseconds(lambda: torch.ops.dtensor.all_reduce(x, "sum", group), calls)
+    click.echo(f"\ntime to plan on a 2×2×2 mesh; starting a collective takes {launch:.1f} µs without communication")
+    click.echo(f"{'':34}{'median':>12}{'99 in 100':>12}{'max':>12}{'median / start':>16}")
+    for shape in ((1024, 1024), (64, 512, 1024)):
+        picked = random.Random(0).sample(all_pairs(len(shape)), pairs)
+        for name, before in (
+            ("cold, steps unknown", lambda: (planning.forget(), steps.forget())),
+            ("cold, steps known", planning.forget),
+            ("cached", None),
+        ):
+            times = sorted(_planned(picked, shape, network, before, calls))
+            row = statistics.median(times), times[int(0.99 * len(times))], times[-1]
+            head = f"{len(shape)} dimensions, {name}"
+            click.echo(f"{head:34}" + "".join(f"{t:9.2f} µs" for t in row) + f"{row[0] / launch:16.3f}")
+
+
+def _planned(picked: list, shape: tuple[int, ...], network: Any, before: Callable | None, calls: int) -> list[float]:
+    for a, b in picked:
+        planning.plan(a, b, shape, network)
+    gc.collect()
+    gc.disable()
+    found = []
+    for a, b in picked:
+        if before is not None:
+            before()
+        run = lambda a=a, b=b: planning.plan(a, b, shape, network)  # noqa: E731
+        found.append(microseconds(run, 1 if before is not None else calls))
+    gc.enable()
+    return found
+
+
+@click.command(help=__doc__)
+@click.option("--pairs", default=400, show_default=True, help="Pairs of layouts whose planning is timed.")
+@click.option("--calls", default=2000, show_default=True, help="Calls of what is quick.")
+def main(pairs: int, calls: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    click.echo(f"torch {torch.__version__}")
+    print_times(pairs, calls)
+    for shape in ((1024, 4096), (256, 256)):
+        print_bytes(shape)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
