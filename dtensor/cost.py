@@ -12,7 +12,7 @@ The table `WORK` holds for numbers and for sympy expressions alike. Nothing here
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -106,6 +106,7 @@ class Network:
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     merged: frozenset[tuple[int, ...]]
+    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
     def of(sizes: tuple[int, ...], links: tuple[Link, ...] | Link = DEFAULT, merged=()) -> "Network":
@@ -125,7 +126,17 @@ class Network:
 
     def size(self, axes: tuple[int, ...]) -> int:
         """Number of ranks of the group over `axes`."""
-        return prod([self.sizes[a] for a in axes])
+        found = self._known.get(axes)
+        if found is None:
+            found = self._known[axes] = prod([self.sizes[a] for a in axes])
+        return found
+
+    def terms(self, op: str, axes: tuple[int, ...]) -> tuple[float, float]:
+        """As the function `terms`, of `op` over the group over `axes`."""
+        found = self._known.get((op, axes))
+        if found is None:
+            found = self._known[op, axes] = terms(op, self.size(axes), self.link(axes))
+        return found
 
     def link(self, axes: tuple[int, ...]) -> Link:
         """The link of the group over `axes`: its slowest."""

@@ -22,7 +22,7 @@ from itertools import combinations, permutations, product
 from math import prod
 from typing import NamedTuple
 
-from .cost import Network, terms
+from .cost import Network
 
 Dims = tuple[tuple[int, ...], ...]
 Partials = tuple[tuple[int, str], ...]
@@ -58,8 +58,8 @@ class Edge(NamedTuple):
     pieces: Dims
     count: int
     to: State
-    fixed: float = 0.0
-    per_byte: float = 0.0
+    fixed: float
+    per_byte: float
 
 
 def commute(a: str, b: str) -> bool:
@@ -112,12 +112,12 @@ class Space:
         """All steps out of `at` that can be on a shortest path, those that only rename equal dimensions once."""
         found = self._edges.get(at)
         if found is None:
-            found = self._edges[at] = tuple(map(self._priced, self._steps(at)))
+            found = self._edges[at] = tuple(self._steps(at))
         return found
 
-    def _priced(self, edge: Edge) -> Edge:
-        fixed, per_byte = terms(edge.op, self.network.size(edge.axes), self.network.link(edge.axes))
-        return edge._replace(fixed=fixed, per_byte=per_byte * edge.count)
+    def _edge(self, op: str, axes, dim, scatter_dim, reduce_op, pieces: Dims, count: int, to: State) -> Edge:
+        fixed, per_byte = self.network.terms(op, axes)
+        return Edge(op, axes, dim, scatter_dim, reduce_op, pieces, count, to, fixed, per_byte * count)
 
     def _steps(self, at: State) -> Iterator[Edge]:
         targets = self._targets(at.dims)
@@ -126,7 +126,7 @@ class Space:
         yield from self._local(at, targets)
         for dims, group in rearranged(at.dims, self.network):
             if group in self.runs and all(a == b or self.divides(d, a) for d, (a, b) in enumerate(zip(at.dims, dims))):
-                yield Edge("collective_permute", group, None, None, None, at.dims, 1, State(dims, at.partial))
+                yield self._edge("collective_permute", group, None, None, None, at.dims, 1, State(dims, at.partial))
 
     def _targets(self, dims: Dims) -> list[int]:
         """Dimensions worth cutting: of several empty ones that are alike, the first."""
@@ -154,22 +154,22 @@ class Space:
                     continue
                 n = self.network.size(run)
                 without = (*dims[:d], axes[:-k], *dims[d + 1 :])
-                yield Edge("all_gather", run, d, None, None, dims, n, State(without, at.partial))
+                yield self._edge("all_gather", run, d, None, None, dims, n, State(without, at.partial))
                 for e in targets:
                     to = self._cut(without, e, run) if e != d else None
                     if to is not None:
                         both = (*to[:d], axes, *to[d + 1 :])
-                        yield Edge("all_to_all", run, d, e, None, both, n, State(to, at.partial))
+                        yield self._edge("all_to_all", run, d, e, None, both, n, State(to, at.partial))
 
     def _reductions(self, at: State, targets: list[int]) -> Iterator[Edge]:
         for op, run in _reducible(at.partial, self.runs):
             n = self.network.size(run)
             rest = tuple([p for p in at.partial if p[0] not in run])
-            yield Edge("all_reduce", run, None, None, op, at.dims, 1, State(at.dims, rest))
+            yield self._edge("all_reduce", run, None, None, op, at.dims, 1, State(at.dims, rest))
             for d in targets:
                 to = self._cut(at.dims, d, run)
                 if to is not None:
-                    yield Edge("reduce_scatter", run, d, None, op, to, n, State(to, rest))
+                    yield self._edge("reduce_scatter", run, d, None, op, to, n, State(to, rest))
 
     def _local(self, at: State, targets: list[int]) -> Iterator[Edge]:
         taken = {a for axes in at.dims for a in axes} | {a for a, _ in at.partial}
@@ -180,14 +180,14 @@ class Space:
             for d in targets:
                 to = self._cut(at.dims, d, run)
                 if to is not None:
-                    yield Edge("shard", run, d, None, None, to, 1, State(to, at.partial))
+                    yield self._edge("shard", run, d, None, None, to, 1, State(to, at.partial))
         # Also what the target does not want, where one merged reduction is then cheaper than two.
         open_ops = sorted({op for _, op in at.partial}) if len(self.runs) > len(self.axes) else ()
         for axis, op in dict.fromkeys([*self.wanted, *[(a, op) for a in free for op in open_ops]]):
             # A product's other ranks hold ones, of which a later sum would make more.
             if axis in free and not (op == "product" and any(b > axis and o == "sum" for b, o in at.partial)):
                 made = State(at.dims, tuple(sorted((*at.partial, (axis, op)))))
-                yield Edge("partial", (axis,), None, None, op, at.dims, 1, made)
+                yield self._edge("partial", (axis,), None, None, op, at.dims, 1, made)
 
 
 def _interchangeable(lengths: tuple[int, ...], named: frozenset[int], n: int) -> list[list[int]]:
@@ -232,7 +232,7 @@ def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...
     """Other ways for the same axes to cut every dimension into as many blocks, each with the axes that take part."""
     axes = tuple(a for cut in dims for a in cut)
     found = []
-    for order in permutations(axes) if len(axes) > 1 else ():
+    for order in permutations(axes) if len(axes) > 1 and network.merged else ():
         to = _dealt(order, dims, network)
         if to is not None and to != dims:
             before, after = _digits(dims, network), _digits(to, network)
@@ -241,14 +241,17 @@ def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...
 
 
 def _dealt(order: tuple[int, ...], dims: Dims, network: Network) -> Dims | None:
-    left, found = list(order), []
+    """`order` cut up so that every dimension gets as many blocks as in `dims`; None where that cannot be."""
+    found, begin = [], 0
     for cut in dims:
-        blocks, mine = network.size(cut), []
-        while network.size(tuple(mine)) < blocks and left:
-            mine.append(left.pop(0))
-        if network.size(tuple(mine)) != blocks:
+        end, blocks = begin, network.size(cut)
+        while blocks > 1 and end < len(order) and blocks % network.sizes[order[end]] == 0:
+            blocks //= network.sizes[order[end]]
+            end += 1
+        if blocks > 1:
             return None
-        found.append(tuple(mine))
+        found.append(order[begin:end])
+        begin = end
     return tuple(found)
 
 

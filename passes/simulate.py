@@ -22,12 +22,18 @@ Groups = Mapping[str, Partition]
 Tensors = list[torch.Tensor]
 
 
-def mesh_groups(mesh: DeviceMesh) -> dict[str, Partition]:
-    """The groups of each axis of `mesh`: name, as this rank knows it, to the partition of the ranks."""
+def mesh_groups(mesh: DeviceMesh, names: Mapping[tuple[int, ...], str] | None = None) -> dict[str, Partition]:
+    """The groups of `mesh`: name, as this rank knows it, to the partition of the ranks.
+
+    `names`: axes -> name of the group over them (`dtensor.mesh.facts(mesh).groups`); by default of the single axes.
+    """
+    if names is None:
+        names = {(axis,): mesh.get_group(axis).group_name for axis in range(mesh.ndim)}
     found = {}
-    for axis in range(mesh.ndim):
-        rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
-        found[mesh.get_group(axis).group_name] = tuple([tuple(row) for row in rows])
+    for axes, name in names.items():
+        ranks = mesh.mesh.movedim(axes, tuple(range(-len(axes), 0)))
+        rows = ranks.flatten(-len(axes)).flatten(0, -2) if ranks.dim() > len(axes) else ranks.flatten()[None]
+        found[name] = tuple([tuple(row) for row in rows.tolist()])
     return found
 
 
