@@ -44,9 +44,10 @@ COLLECTIVES = {
     "collective_permute": "collective_permute",
 }
 """Operator, of either library -> the collective it is. All take the tensor first and the group last."""
-REPEATS = 5
 LOCAL = ("wait_tensor", "_wrap_tensor_autograd", "shard")
 """Operators beside them that send nothing."""
+REPEATS = 5
+"""A cold plan is timed so often, and the least counts: other processes take the machine away for milliseconds."""
 
 
 class Sent(TorchDispatchMode):
@@ -113,7 +114,7 @@ def print_bytes(shape: tuple[int, ...]) -> None:
             ratios = [a / b if b else float(a > 0) + 1 for _, a, b in rows if a or b]
             low, middle, high = statistics.quantiles(ratios, n=4)
             more = [row for row in rows if row[1] > row[2] * (1 + 1e-9)]
-            a, b = (sum(row[i] for row in rows) / 1e6 for i in (1, 2))
+            a, b = sum([row[1] for row in rows]) / 1e6, sum([row[2] for row in rows]) / 1e6
             spread = f"{low:.2f} {middle:.2f} {high:.2f}"
             kind = "merged" if merged else "single"
             name = "×".join(map(str, sizes))
@@ -174,7 +175,7 @@ def _planned(picked: list, shape: tuple[int, ...], network: Any, before: Callabl
             found.append(microseconds(run, calls))
             continue
         once = []
-        for _ in range(REPEATS):  # the least of a few, for other processes take the machine away for milliseconds
+        for _ in range(REPEATS):
             before()
             once.append(microseconds(run, 1))
         found.append(min(once))

@@ -88,3 +88,11 @@ def test_sizes_that_stop_dividing_get_a_graph_of_their_own(mesh):
     for rows in (8, 12, 6, 16):
         x = distribute_tensor(torch.ones(rows), mesh, [Shard(0), Shard(0)])
         assert f(x).to_local().shape == (rows,)
+
+
+def test_pending_results_are_inputs_like_others(mesh):
+    x = distribute_tensor(torch.ones(8), mesh, [Shard(0), Shard(0)])
+    f = torch.compile(lambda x: x + 1, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        y = x.redistribute(placements=[Replicate()] * 2, async_op=True)
+        assert f(y).to_local().shape == (8,)

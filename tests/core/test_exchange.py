@@ -1,6 +1,7 @@
 """From one mesh to another: values, gradients, and what goes over the wire."""
 
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -144,6 +145,6 @@ def test_on_processes(rank):
     with pytest.raises(Exception, match=r"to another mesh cannot be compiled.*torch.compiler.disable"):
         torch.compile(to_square, fullgraph=True, backend="aot_eager")(x)
     torch._dynamo.reset()
-    apart = torch.compiler.disable(to_square)
+    apart: Any = torch.compiler.disable(to_square)
     y = torch.compile(lambda x: apart(x * 2) * 2, backend="aot_eager")(x)
     assert y.to_local().tolist() == [2.0 * (2 * (4 * (rank % 2) + i) + 1) for i in range(4)]

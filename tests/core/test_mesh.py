@@ -23,7 +23,7 @@ def test_a_prepared_mesh_has_groups_over_all_sets_of_axes(rank):
     found = facts(mesh)
     assert found.network.merged == {(0, 1), (0, 2), (1, 2), (0, 1, 2)}
     rest = {(0, 1): [2], (0, 2): [1], (1, 2): [0], (0, 1, 2): []}
-    at = found.coordinate
+    at = found.coordinate or ()
     for axes, others in rest.items():
         here = [
             r for r, c in enumerate(torch.cartesian_prod(*[torch.arange(2)] * 3)) if all(c[o] == at[o] for o in others)

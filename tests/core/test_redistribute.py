@@ -187,7 +187,7 @@ def cases(draw, world, ops):
     )
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_layout_to_any_other_on_threads(data):
     """The executor and its kernels, also asynchronously. (Threads know no reduce_scatter but of sums.)"""
@@ -196,26 +196,40 @@ def test_any_layout_to_any_other_on_threads(data):
     check(some, run_threads(redistributed, world, some))
 
 
-@pytest.mark.parametrize("world", [4])
-def test_any_layout_to_any_other_on_processes(world):
-    rng = random.Random(world)
+def drawn(rng, mesh_ndim, ndim):
+    cut, partial = [[] for _ in range(ndim)], []
+    for axis in rng.sample(range(mesh_ndim), mesh_ndim):
+        where = rng.choice([*range(ndim), "R", *FOLD])
+        if isinstance(where, int):
+            cut[where].append(axis)
+        elif where != "R":
+            partial.append((axis, where))
+    return Layout.make(mesh_ndim, tuple(map(tuple, cut)), tuple(sorted(partial)))
 
-    def drawn(mesh_ndim, ndim):
-        cut, partial = [[] for _ in range(ndim)], []
-        for axis in rng.sample(range(mesh_ndim), mesh_ndim):
-            where = rng.choice([*range(ndim), "R", *FOLD])
-            if isinstance(where, int):
-                cut[where].append(axis)
-            elif where != "R":
-                partial.append((axis, where))
-        return Layout.make(mesh_ndim, tuple(map(tuple, cut)), tuple(sorted(partial)))
 
-    some = []
+def summed(rank):
+    """A sum over both axes of random numbers, whose bits depend on the order, and the collectives it took."""
+    local = torch.randn(1000, generator=torch.Generator().manual_seed(rank)) * 10 ** (rank % 3)
+    x = DTensor.from_local(local, init_device_mesh("cpu", (2, 2)), [Partial(), Partial()])
+    with CountCollectives() as seen:
+        return x.full_tensor(), [c.op for c in seen.collectives]
+
+
+def on_processes(rank, cases):
+    return redistributed(rank, cases), summed(rank)
+
+
+def test_any_layout_to_any_other_on_processes():
+    """With all reductions; and merged sums have the same bits on every rank."""
+    rng, some = random.Random(0), []
     for _ in range(60):
-        sizes, shape = rng.choice(WORLDS[world]), tuple(rng.choice([0, 1, 4, 5, 12]) for _ in range(rng.randrange(4)))
-        ends = drawn(len(sizes), len(shape)), drawn(len(sizes), len(shape))
+        sizes, shape = rng.choice(WORLDS[4]), tuple(rng.choice([0, 1, 4, 5, 12]) for _ in range(rng.randrange(4)))
+        ends = drawn(rng, len(sizes), len(shape)), drawn(rng, len(sizes), len(shape))
         some.append((sizes, shape, *ends, rng.randrange(99), rng.random() < 0.5, rng.choice(["time", "memory"])))
-    check(some, run_ranks(redistributed, world, some))
+    moved, sums = zip(*run_ranks(on_processes, 4, some))
+    check(some, moved)
+    assert [ops for _, ops in sums] == [["all_reduce"]] * 4
+    assert all(torch.equal(total, sums[0][0]) for total, _ in sums)
 
 
 @with_threads(4)
@@ -359,19 +373,3 @@ def test_memory_is_preferred_to_time_where_asked(rank):
     assert y.to_local().tolist() == [[2.0 * i + rank] for i in range(4)]
     (y * y).sum().backward()
     assert torch.equal(x.grad.full_tensor(), 2 * torch.arange(8.0).view(4, 2))
-
-
-def _bits(rank):
-    """The bits of a sum over both axes, merged; random numbers whose sum depends on the order."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    local = torch.randn(1000, generator=torch.Generator().manual_seed(rank)) * 10 ** (rank % 3)
-    x = DTensor.from_local(local, mesh, [Partial(), Partial()])
-    with CountCollectives() as seen:
-        y = x.full_tensor()
-    return y, [c.op for c in seen.collectives]
-
-
-def test_a_merged_sum_has_the_same_bits_on_every_rank():
-    results = run_ranks(_bits, 4)
-    assert all(ops == ["all_reduce"] for _, ops in results)
-    assert all(torch.equal(y, results[0][0]) for y, _ in results)
