@@ -230,40 +230,35 @@ def _reducible(partial: Partials, runs: dict[tuple[int, ...], None]) -> list[tup
 @lru_cache(maxsize=65536)
 def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...]], ...]:
     """Other ways for the same axes to cut every dimension into as many blocks, each with the axes that take part."""
-    axes = tuple(a for cut in dims for a in cut)
-    found = []
-    for order in permutations(axes) if len(axes) > 1 and network.merged else ():
-        to = _dealt(order, dims, network)
-        if to is not None and to != dims:
-            before, after = _digits(dims, network), _digits(to, network)
-            found.append((to, tuple([a for a in sorted(axes) if before[a] != after[a]])))
+    axes = tuple([a for cut in dims for a in cut])
+    if len(axes) < 2 or not network.merged:
+        return ()
+    ways = [_dealt(order, dims, network) for order in permutations(axes)]
+    assert ways[0] is not None, "the axes as they are cut the dimensions as they are cut"
+    digits, found, ascending = ways[0][1], [], sorted(axes)
+    for way in ways[1:]:
+        if way is not None:
+            found.append((way[0], tuple([a for a in ascending if way[1][a] != digits[a]])))
     return tuple(found)
 
 
-def _dealt(order: tuple[int, ...], dims: Dims, network: Network) -> Dims | None:
-    """`order` cut up so that every dimension gets as many blocks as in `dims`; None where that cannot be."""
-    found, begin = [], 0
-    for cut in dims:
+def _dealt(order: tuple[int, ...], dims: Dims, network: Network) -> tuple[Dims, dict[int, tuple[int, int]]] | None:
+    """`order` cut up so that every dimension gets as many blocks as in `dims`; None where that cannot be.
+
+    Also for each axis the dimension, and by how many blocks of it a step along the axis goes on.
+    """
+    found, digits, begin, sizes = [], {}, 0, network.sizes
+    for d, cut in enumerate(dims):
         end, blocks = begin, network.size(cut)
-        while blocks > 1 and end < len(order) and blocks % network.sizes[order[end]] == 0:
-            blocks //= network.sizes[order[end]]
+        while blocks > 1 and end < len(order) and blocks % sizes[order[end]] == 0:
+            blocks //= sizes[order[end]]
+            digits[order[end]] = (d, blocks)
             end += 1
         if blocks > 1:
             return None
         found.append(order[begin:end])
         begin = end
-    return tuple(found)
-
-
-def _digits(dims: Dims, network: Network) -> dict[int, tuple[int, int]]:
-    """For each axis the dimension and by how many blocks of it a step along the axis goes on."""
-    found = {}
-    for d, axes in enumerate(dims):
-        blocks = 1
-        for a in reversed(axes):
-            found[a] = (d, blocks)
-            blocks *= network.sizes[a]
-    return found
+    return tuple(found), digits
 
 
 def senders(before: Dims, after: Dims, group: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
