@@ -21,50 +21,26 @@ import torch.distributed as dist
 from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor as ours
 from dtensor import plan as planning
 from dtensor import steps
-from dtensor.collectives import group_size
-from dtensor.cost import wire_bytes
 from dtensor.layout import Layout
 from dtensor.mesh import facts
+from dtensor.testing import CountCollectives
 
 MESHES = ((2,), (1, 2), (2, 1), (2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2))
-COLLECTIVES = {
-    "all_gather": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "all_to_all": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-    "collective_permute": "collective_permute",
-}
-"""Operator, of either library -> the collective it is. All take the tensor first and the group last."""
-LOCAL = ("wait_tensor", "_wrap_tensor_autograd", "shard")
-"""Operators beside them that send nothing."""
 REPEATS = 5
 """A cold plan is timed so often, and the least counts: other processes take the machine away for milliseconds."""
 
 
-class Sent(TorchDispatchMode):
-    """Adds up the bytes that this rank sends in functional collectives, of whatever library."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0.0
+class Sent(CountCollectives):
+    """Counts what either library sends."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if any(issubclass(t, (ours.DTensor, theirs.DTensor)) for t in types):
+        if any(issubclass(t, theirs.DTensor) for t in types):
             return NotImplemented
-        namespace, name = func.name().split(".")[0].split("::")
-        if namespace in ("_c10d_functional", "_dtensor", "dtensor") and name not in LOCAL:
-            op, n = COLLECTIVES[name], group_size(args[-1])
-            self.bytes += wire_bytes(op, args[0].nbytes * (n if op == "all_gather" else 1), n)
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def layouts(mesh_ndim: int, ndim: int) -> list[tuple]:
@@ -191,7 +167,7 @@ def main(pairs: int, calls: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     click.echo(f"torch {torch.__version__}")
     print_times(pairs, calls)
-    for shape in ((1024, 4096), (256, 256)):
+    for shape in ((1024, 4096), (16, 16)):
         print_bytes(shape)
     dist.destroy_process_group()
 

@@ -29,11 +29,11 @@ class Link:
         start: seconds to start a collective.
     """
 
-    alpha: float = 4e-6
+    alpha: float = 5e-6
     bandwidth: float = 10e9
     memory: float = 100e9
     launch: float = 1e-6
-    start: float = 6e-6
+    start: float = 5e-6
 
     def and_(self, other: "Link") -> "Link":
         """The link of a group that spans both: the slower of the two in everything."""
