@@ -7,8 +7,8 @@ if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder compile/ was imported as {__name__!r}; write: import dtensor.compile")
 
 from .backend import backend
-from .inductor import STAGES, source_hash
+from .inductor import STAGES, source_hash, trace_key
 from .options import Options
 from .statistics import GraphRecord, Statistics, statistics
 
-__all__ = ["STAGES", "GraphRecord", "Options", "Statistics", "backend", "source_hash", "statistics"]
+__all__ = ["STAGES", "GraphRecord", "Options", "Statistics", "backend", "source_hash", "statistics", "trace_key"]

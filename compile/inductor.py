@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 import dtensor
+from dtensor import registration, strictness
 from dtensor._torch import CustomGraphPass, get_hash_for_files
 
 from .options import Options
@@ -23,7 +24,7 @@ class JointPasses(CustomGraphPass):
         simplify_joint(graph, self.options)
 
     def uuid(self) -> Any:
-        return source_hash(), repr(self.options)
+        return trace_key(), repr(self.options)
 
 
 class Passes(JointPasses):
@@ -37,6 +38,15 @@ STAGES = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Pas
 """Where Inductor takes custom passes -> the pass that runs there."""
 
 
+def trace_key() -> Any:
+    """What a traced graph depends on beside the program: the library's source, users' rules, and strict mode.
+
+    Part of the keys under which torch keeps compiled code, from one process to the next: another rule makes another
+    graph of the same program, and what strict mode refuses must not be found ready made.
+    """
+    return source_hash(), registration.fingerprint(), strictness.active()
+
+
 @cache
 def source_hash() -> bytes:
     """Hash of the library's source: compiled code that Inductor keeps is stale when the passes change."""
@@ -45,4 +55,4 @@ def source_hash() -> bytes:
     return get_hash_for_files(tuple(map(str, files)))
 
 
-__all__ = ["STAGES", "JointPasses", "Passes", "source_hash"]
+__all__ = ["STAGES", "JointPasses", "Passes", "source_hash", "trace_key"]

@@ -4,6 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import composite as composite  # registers what is caught whole
 from . import hooks as hooks  # registers the backend and the passes
+from . import random as random
 from ._torch import optim_foreach_types, utils_foreach_types
 from .api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from .errors import (
@@ -14,9 +15,16 @@ from .errors import (
     PassError,
     PlacementError,
     ShardingError,
+    StrictError,
 )
+from .explanation import explain
+from .fallback import fallbacks
+from .invariance import implicit_replication
 from .mesh import init_device_mesh, prepare
+from .notation import Rule
 from .placements import Partial, Placement, Replicate, Shard
+from .registration import register_sharding
+from .strictness import strict
 from .tensor import DTensor
 
 __version__ = "0.1.0"
@@ -37,16 +45,23 @@ __all__ = [
     "Placement",
     "PlacementError",
     "Replicate",
+    "Rule",
     "Shard",
     "ShardingError",
+    "StrictError",
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explain",
+    "fallbacks",
     "full",
+    "implicit_replication",
     "init_device_mesh",
     "ones",
     "prepare",
     "rand",
     "randn",
+    "register_sharding",
+    "strict",
     "zeros",
 ]

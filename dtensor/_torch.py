@@ -5,6 +5,7 @@ Importing this module checks the torch version and raises `ImportError` outside 
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -30,18 +31,25 @@ check_version(torch.__version__)
 # Only now what another release may not have.
 from torch._decomp import decomposition_table as decompositions
 from torch._dynamo import register_backend
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._library.custom_ops import CustomOpDef
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import MemberType, register_opaque_type
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -49,6 +57,9 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
+
+UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise where a result depends on values."""
 
 disable_dynamo = torch._disable_dynamo
 
@@ -63,6 +74,7 @@ def never_traced(function):
 
 
 disabled_torch_function = torch._C._disabled_torch_function_impl
+is_alias_of = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 # A dispatch key above autograd that DTensor carries and no other tensor does. Every operator falls through it
@@ -89,6 +101,14 @@ def register_value_type(cls: type, members: tuple[str, ...]) -> None:
     register_opaque_type(cls, typ="value", members=dict.fromkeys(members, MemberType.USE_REAL))
 
 
+@functools.cache
+def operator_database() -> dict[str, Any]:
+    """Torch's `OpInfo`s by name, the variant after a dot. A testing tool of torch, imported on call."""
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
+
+
 @contextlib.contextmanager
 def threaded_process_group():
     """Context in which the threads of this process can be ranks of a process group with backend "threaded".
@@ -105,6 +125,16 @@ def threaded_process_group():
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def thread_state(name: str, default: Any) -> Any:
+    """An object kept per thread that the threads of autograd take over from the one that called backward."""
+    return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else default
+
+
+def set_thread_state(name: str, value: Any) -> None:
+    """Set what `thread_state(name, …)` gives in this thread."""
+    torch._C._stash_obj_in_tls(name, value)
 
 
 def current_device_mesh():
@@ -128,9 +158,62 @@ def schema(op: OpOverload) -> torch.FunctionSchema:
     return op._schema
 
 
+def overloads_of(op: Any) -> list[OpOverload]:
+    """The overloads of an operator, which is an overload, a packet or what `torch.library.custom_op` made."""
+    if isinstance(op, OpOverload):
+        return [op]
+    if isinstance(op, CustomOpDef):
+        return [op._opoverload]
+    if isinstance(op, OpOverloadPacket):
+        return [getattr(op, name) for name in op.overloads()]
+    return []
+
+
 def resolve_process_group(name: str) -> ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(GroupName(name))
+
+
+def is_being_compiled() -> bool:
+    """Whether torch.compile works on this thread: Dynamo's look at shapes, or a trace of AOTAutograd."""
+    return TracingContext.try_get() is not None
+
+
+def is_below_autograd() -> bool:
+    """Whether autograd is done with the operator that runs: then no version is counted and no gradient recorded."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+
+
+@contextlib.contextmanager
+def traced_into_backward():
+    """Context in which what is traced during a backward stays in the backward graph; no effect elsewhere."""
+    meta = fx_traceback.current_meta
+    if meta.get("partitioner_tag") != "is_backward":
+        yield
+        return
+    meta["partitioner_tag"] = "must_be_in_backward"
+    try:
+        yield
+    finally:
+        meta["partitioner_tag"] = "is_backward"
+
+
+def is_in_formula() -> bool:
+    """Whether the backward of one of torch's own operators runs on this thread, not of a user's autograd function."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
+    """The node that stands for `x` in the graph being traced; None if there is no such graph, or `x` not in it."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(x, FunctionalTensor):
+        torch._sync(x)
+        x = torch._from_functional_tensor(x.elem)
+    slot = get_proxy_slot(x, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
 
 
 def hint(size) -> int:
@@ -206,6 +289,7 @@ __all__ = [
     "MemberType",
     "OpOverload",
     "TorchDispatchMode",
+    "UnknownValue",
     "aot_backend",
     "boxed",
     "c10d",
@@ -219,16 +303,22 @@ __all__ = [
     "dynamo_counters",
     "functional_collectives",
     "get_hash_for_files",
+    "graph_node",
     "has_hint",
     "hint",
     "inductor_compile",
     "inductor_config",
     "intercept",
+    "is_being_compiled",
+    "is_below_autograd",
+    "is_in_formula",
     "make_fx",
     "make_wrapper_subclass",
     "mesh_resources",
     "never_traced",
+    "operator_database",
     "optim_foreach_types",
+    "overloads_of",
     "real_object",
     "register_backend",
     "register_value_type",
@@ -236,7 +326,10 @@ __all__ = [
     "return_and_correct_aliasing",
     "root_mesh",
     "schema",
+    "set_thread_state",
+    "thread_state",
     "threaded_process_group",
+    "traced_into_backward",
     "utils_foreach_types",
     "without_compile_caches",
     "without_own_key",

@@ -32,6 +32,20 @@ def is_tracing(out) -> bool:
     return isinstance(local, (FakeTensor, FunctionalTensor))
 
 
+def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
+    """What each rank of the mesh gave as `item`, picklable, in some order that is the same on all of them.
+
+    For checks: all ranks learn of all others before any raises; one that raised earlier would leave the rest waiting.
+    """
+    found = [item]
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, found, group=group)
+        found = [item for part in parts for item in part]
+    return found
+
+
 def check_replicas(
     local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool
 ) -> torch.Tensor:
@@ -42,13 +56,7 @@ def check_replicas(
     """
     if mesh.get_coordinate() is None:
         return local
-    # All ranks of the mesh learn of all others before any raises: one that raised would leave the next axis waiting.
-    found: list[Any] = [(dist.get_rank(), tuple(local.shape) if with_shape else None, str(local.dtype))]
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        parts: list[Any] = [None] * group.size()
-        dist.all_gather_object(parts, found, group=group)
-        found = [item for part in parts for item in part]
+    found = of_all_ranks((dist.get_rank(), tuple(local.shape) if with_shape else None, str(local.dtype)), mesh)
     if any(item[1:] != found[0][1:] for item in found):
         ranks = {rank: what for rank, *what in sorted(found)}
         raise PlacementError(
@@ -82,4 +90,4 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
     return data
 
 
-__all__ = ["check_replicas", "current_mesh", "from_source", "is_tracing"]
+__all__ = ["check_replicas", "current_mesh", "from_source", "is_tracing", "of_all_ranks"]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ._torch import c10d, resolve_process_group
+from ._torch import c10d, resolve_process_group, traced_into_backward
 
 library = torch.library.Library("dtensor", "DEF")
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
@@ -32,8 +32,32 @@ library.define("all_reduce(Tensor x, str reduce_op, str group) -> Tensor")
 library.define("all_to_all(Tensor x, int gather_dim, int scatter_dim, SymInt size, str group) -> Tensor")
 library.define("shard(Tensor x, int dim, str group) -> Tensor")
 library.define("collective_permute(Tensor x, int[] senders, str group) -> Tensor")
+library.define("hold(Tensor x, Tensor[] others) -> Tensor")
 
 ops = torch.ops.dtensor
+
+
+class _Emit:
+    """The operators as the tensor calls them.
+
+    While a joint graph is traced, a collective of the backward is pinned to the backward, even if it needs no tangent
+    (a saved operand that is gathered, say). The partitioner would else weigh it by its size, and with uneven shards
+    the ranks have other sizes: they would run their collectives in different orders, and hang.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
+        operator = getattr(ops, name).default
+
+        @functools.wraps(KERNELS[name][0])
+        def call(*args: Any) -> torch.Tensor:
+            with traced_into_backward():
+                return operator(*args)
+
+        setattr(self, name, call)
+        return call
+
+
+emit = _Emit()
 
 
 def group_size(group: str) -> int:
@@ -167,21 +191,60 @@ def start(name: str, *args: Any) -> Callable[[], torch.Tensor]:
     return lambda: _finished(kernel, started)
 
 
-def _waited(generator: Callable[..., Kernel]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(generator)
-    def kernel(*args: Any) -> torch.Tensor:
-        return run(generator(*args))
+_CARRIED = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+"""Dtypes that every backend takes."""
 
-    return kernel
+
+def carried(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
+    """`kernel` for all dtypes: what backends do not take travels as another one.
+
+    Complex numbers travel as pairs of real ones. The rest travels as bytes where it is moved, and as int32 where
+    integers are reduced.
+    """
+
+    @functools.wraps(kernel)
+    def generator(x: torch.Tensor, *rest: Any) -> Kernel:
+        if x.dtype in _CARRIED:
+            return (yield from kernel(x, *rest))
+        if x.dtype.is_complex:
+            if rest[0] == "product":
+                raise ValueError("a product of complex numbers cannot be reduced over ranks; gather them and multiply")
+            y = yield from kernel(torch.view_as_real(x.resolve_conj()), *rest)
+            return torch.view_as_complex(y.contiguous())
+        if kernel in (_all_reduce, _reduce_scatter):
+            y = yield from kernel(x.to(torch.int32), *rest)
+            return y.to(x.dtype)
+        y = yield from kernel(x.unsqueeze(-1).view(torch.uint8), *rest)
+        return y.contiguous().view(x.dtype).squeeze(-1)
+
+    return generator
 
 
 _GENERATORS: dict[str, Callable[..., Kernel]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "collective_permute": _collective_permute,
+    "all_gather": carried(_all_gather),
+    "reduce_scatter": carried(_reduce_scatter),
+    "all_reduce": carried(_all_reduce),
+    "all_to_all": carried(_all_to_all),
+    "collective_permute": carried(_collective_permute),
 }
+
+
+def _waited(name: str) -> Callable[..., torch.Tensor]:
+    @functools.wraps(_GENERATORS[name])
+    def kernel(*args: Any) -> torch.Tensor:
+        return run(_GENERATORS[name](*args))
+
+    return kernel
 
 
 def shard(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
@@ -223,14 +286,27 @@ def _fake_collective_permute(x, senders, group):
 
 
 KERNELS = {
-    "all_gather": (_waited(_all_gather), _fake_all_gather),
-    "reduce_scatter": (_waited(_reduce_scatter), _fake_reduce_scatter),
-    "all_reduce": (_waited(_all_reduce), _fake_all_reduce),
-    "all_to_all": (_waited(_all_to_all), _fake_all_to_all),
+    "all_gather": (_waited("all_gather"), _fake_all_gather),
+    "reduce_scatter": (_waited("reduce_scatter"), _fake_reduce_scatter),
+    "all_reduce": (_waited("all_reduce"), _fake_all_reduce),
+    "all_to_all": (_waited("all_to_all"), _fake_all_to_all),
     "shard": (shard, _fake_shard),
-    "collective_permute": (_waited(_collective_permute), _fake_collective_permute),
+    "collective_permute": (_waited("collective_permute"), _fake_collective_permute),
 }
 """Name -> (kernel, fake kernel) of each operator."""
+
+
+def hold(x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+    """`x`, which does not need `others`, as if it did.
+
+    A rank with an empty shard would drop the collectives that make `others` from its graph, and leave the ranks that
+    do need them waiting.
+    """
+    return x.clone()
+
+
+library.impl("hold", hold, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::hold", hold, lib=library)
 
 for _name, (_kernel, _fake) in KERNELS.items():
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
@@ -247,6 +323,7 @@ __all__ = [
     "KERNELS",
     "LOWERED",
     "chunk_length",
+    "emit",
     "group_rank",
     "group_ranks",
     "group_size",

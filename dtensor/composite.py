@@ -1,18 +1,26 @@
 """Composite operators seen whole: what torch would take apart before DTensor gets to see it.
 
-DTensor carries a dispatch key above autograd; operators registered here are caught on it. Three need it: the math path
-of attention makes its causal mask as a plain tensor on the way and merges batch with heads, the gradient of an
-embedding depends on how its table is sharded, which the derivative formula does not pass on, and RMS norm works in
-place on a mean that may be partial.
+DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
+makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
+how its table is sharded, which the derivative formula does not pass on; RMS norm works in place on a mean that may be
+partial; and a few make constants on the way, which a region lets pass.
 """
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from . import strictness
 from ._torch import intercept, without_own_key
 from .collectives import library
 from .decision import COMPOSITES
-from .errors import MixedTensorError
+from .errors import StrictReason
+from .invariance import check_invariant, region_of_torch
 from .layout import Layout
+from .moves import moves_of
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
 from .spec import contiguous_stride
@@ -21,6 +29,32 @@ from .tensor import DTensor, move
 aten = torch.ops.aten
 
 
+class _Inside(threading.local):
+    name: str = ""
+
+
+inside = _Inside()
+"""The operator that this thread is inside of, by `name`, if it moves operands itself; for `explanation`."""
+
+
+def _moving(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say in `inside` that the function runs the operator called `name`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            before, inside.name = inside.name, name
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.name = before
+
+        return run
+
+    return decorate
+
+
+@_moving("scaled_dot_product_attention")
 def attention_math(
     query,
     key,
@@ -38,28 +72,39 @@ def attention_math(
     Batch and head dimensions keep their shards; sequence and features are put together first. Taken apart, it would
     merge batch and heads into one dimension, which only a sharded batch survives.
     """
-    named = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
-    for name, given in named.items():
-        if isinstance(given, torch.Tensor) and not isinstance(given, DTensor):
-            raise MixedTensorError(
-                f"scaled_dot_product_attention: argument '{name}' is a plain tensor of shape {list(given.shape)}, "
-                "other arguments are DTensors; write distribute_tensor(x, device_mesh, placements)"
-            )
-    mesh = query.device_mesh
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    mesh = next(x.device_mesh for x in given.values() if isinstance(x, DTensor))
+    query, key, value, attn_mask = (_distributed(x, name, mesh) for name, x in given.items())
     target = _kept(query, key, value)
+    if strictness.active():
+        layouts = [Layout.of(tuple(target), query.dim())] * 3
+        if attn_mask is not None:
+            layouts.append(Layout.of(tuple(_mask_placements(attn_mask, target, query.dim())), attn_mask.dim()))
+        tensors = zip(given, (query, key, value, attn_mask))
+        operands = [(name, t._spec) for name, t in tensors if t is not None]
+        strictness.check_moves("scaled_dot_product_attention", moves_of(operands, layouts))
     q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
     mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
+    batch = query.shape[:-2]
+    if not enable_gqa:
+        batch = torch.broadcast_shapes(batch, key.shape[:-2], value.shape[:-2])
+    shapes = ((*batch, query.shape[-2], value.shape[-1]), (*batch, query.shape[-2], key.shape[-2]))
     if dropout_p > 0 and dropout_mask is None:
-        layout = Layout.of(tuple(target), query.dim())
-        scores = torch.empty((*query.shape[:-1], key.shape[-2]), device=query.device)
+        layout = Layout.of(tuple(target), len(batch) + 2)
+        scores = torch.empty(shapes[1], device=query.device)
         dropout_mask = keep_shard(scores.bernoulli_(1 - dropout_p), layout, mesh).to(torch.bool)
     out = aten._scaled_dot_product_attention_math(
         q, k, v, mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
     )
-    return tuple(
-        DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s))
-        for t, s in zip(out, ((*query.shape[:-1], value.shape[-1]), (*query.shape[:-1], key.shape[-2])))
-    )
+    return tuple(DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s)) for t, s in zip(out, shapes))
+
+
+def _distributed(x, name: str, mesh) -> Any:
+    """The argument as a DTensor; a plain tensor that is alike on all ranks is taken as replicated."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+        return x
+    check_invariant("scaled_dot_product_attention", name, x)
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 
 def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
@@ -77,15 +122,20 @@ def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
     return kept
 
 
-def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
-    """This rank's part of a mask that broadcasts over leading dimensions."""
+def _mask_placements(mask: DTensor, target: list[Placement], ndim: int) -> list[Placement]:
+    """Where a mask that broadcasts over leading dimensions lies for scores in the placements `target`."""
     missing = ndim - mask.dim()
-    wanted: list[Placement] = [
+    return [
         Shard(p.dim - missing)
         if isinstance(p, Shard) and p.dim >= missing and mask.shape[p.dim - missing] != 1
         else Replicate()
         for p in target
     ]
+
+
+def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
+    """This rank's part of a mask."""
+    wanted = _mask_placements(mask, target, ndim)
     partial = [Partial() if isinstance(p, Shard) and not isinstance(w, Shard) else w for p, w in zip(target, wanted)]
     return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
 
@@ -140,6 +190,14 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
     if layout is None or not (layout.partial or any(layout.dims[len(layout.dims) - ndim :])):
         with without_own_key():
             return aten.rms_norm(x, normalized_shape, weight, eps)
+    operands = [("input", x._spec)] + ([("weight", weight._spec)] if isinstance(weight, DTensor) else [])
+    try:
+        return _rms_norm_by_parts(x, ndim, weight, eps)
+    except StrictReason as error:
+        raise strictness.within("rms_norm", operands, error) from error
+
+
+def _rms_norm_by_parts(x, ndim: int, weight, eps):
     wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     mean = (wide * wide).mean(list(range(-ndim, 0)), keepdim=True)
@@ -147,8 +205,48 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
     return (scaled if weight is None else scaled * weight).to(x.dtype)
 
 
+def tensor_split(x, tensor_indices_or_sections, dim=0):
+    """`tensor_split` by the values of a tensor, which torch reads straight from memory."""
+    given = tensor_indices_or_sections
+    if strictness.active() and isinstance(given, DTensor):
+        target = Layout.make(given.device_mesh.ndim, ((),) * given.dim(), ())
+        strictness.check_moves("tensor_split", moves_of([("tensor_indices_or_sections", given._spec)], [target]))
+    whole = given.full_tensor() if isinstance(given, DTensor) else given
+    return torch.tensor_split(x, whole.tolist(), dim)
+
+
+IN_REGION = (
+    "combinations",
+    "linalg_matrix_power",
+    "linalg_matrix_rank",
+    "linalg_matrix_rank.atol_rtol_float",
+    "linalg_matrix_rank.atol_rtol_tensor",
+    "matrix_power",
+    "nanquantile",
+    "nanquantile.scalar",
+    "quantile",
+    "quantile.scalar",
+)
+"""Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
+
+
+def _in_region(name: str):
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+
+    def kernel(*args, **kwargs):
+        with without_own_key(), region_of_torch():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+for _name in IN_REGION:
+    intercept(_name, _in_region(_name))
+
 intercept("rms_norm", rms_norm)
+intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 
-__all__ = ["attention_math", "embedding", "rms_norm"]
+__all__ = ["attention_math", "embedding", "inside", "rms_norm"]

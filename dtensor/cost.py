@@ -4,9 +4,10 @@
 
 with the algorithms of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
 (2005): all_gather and reduce_scatter send (n-1)/n of the full buffer in ceil(log2 n) rounds (recursive doubling and
-halving), all_reduce twice that, all_to_all (n-1)/n of the local buffer in n-1 rounds (pairwise exchange),
-collective_permute the local buffer in one. `shard` and `partial` send nothing and cost a copy. `start` is what a
-collective costs before its first byte; it is why one collective over two axes is cheaper than two.
+halving), all_reduce twice that, all_to_all (n-1)/n of the local buffer in ceil(log2 n) rounds (Bruck's algorithm for
+short messages, of which rounds are the cost; for long ones, sent pairwise, bytes are), collective_permute the local
+buffer in one round. `shard` and `partial` send nothing and cost a copy. `start` is what a collective costs before its
+first byte; it is why one collective over two axes is cheaper than two.
 
 The table `WORK` holds for numbers and for sympy expressions alike. Nothing here differs between ranks.
 """
@@ -64,7 +65,7 @@ WORK: dict[str, tuple[Rounds, Callable[[Any], Any]]] = {
     "all_gather": (lambda n, log2: log2(n), lambda n: (n - 1) / n),
     "reduce_scatter": (lambda n, log2: log2(n), lambda n: (n - 1) / n),
     "all_reduce": (lambda n, log2: 2 * log2(n), lambda n: 2 * (n - 1) / n),
-    "all_to_all": (lambda n, log2: n - 1, lambda n: (n - 1) / n),
+    "all_to_all": (lambda n, log2: log2(n), lambda n: (n - 1) / n),
     "collective_permute": (lambda n, log2: 1, lambda n: 1),
 }
 """Collective -> its rounds over n ranks, and the part of the buffer that each rank sends."""

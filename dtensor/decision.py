@@ -5,18 +5,20 @@
 What an operator without a rule does instead is a kind of decision; `detours` carries those out.
 """
 
+import contextlib
 import threading
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
-from .errors import MeshError, MixedTensorError, OperatorError
+from .errors import MeshError
+from .fallback import fell_back
+from .invariance import check_invariant
 from .layout import Layout
-from .rules import RULES, Call, LocalCall, Output, choose
+from .rules import MASKS, RULES, Call, LocalCall, Output, choose, is_in_place, needs_whole, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
@@ -24,7 +26,9 @@ from .spec import Spec
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 """Operators written in terms of others, on DTensors; `detours` and `composite` fill it."""
 
-_warned: set[Any] = set()
+FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
+"""How the names of operators begin that work on lists index by index."""
+
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -39,7 +43,9 @@ class Decision:
         replace: arguments (by name) whose global shape is replaced by a local one.
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
+        writes: operands that are written to and were moved: they are moved back and copied into what was given.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
+        fallback: whether operands are gathered because the operator has no rule.
     """
 
     moves: tuple[Layout | None, ...] = ()
@@ -48,7 +54,9 @@ class Decision:
     replace: tuple[tuple[str, Any], ...] = ()
     local: Callable[..., Any] | None = None
     returns_self: bool = False
+    writes: tuple[int, ...] = ()
     kind: str = ""
+    fallback: bool = False
 
 
 def is_dtensor(a: Any) -> bool:
@@ -58,37 +66,101 @@ def is_dtensor(a: Any) -> bool:
 
 def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
-    if name.startswith("aten::_foreach_"):
+    if name.startswith(FOREACH):
         return Decision(kind="foreach")
-    if name in COMPOSITES:
+    if name in COMPOSITES and str(func) not in RULES:
         return Decision(kind="composite")
-    base = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-    make = RULES.get(name) or RULES.get(base)
-    if make is None and not _DYNAMIC.isdisjoint(func.tags):
+    if any(a.is_out for a in func._schema.arguments):
+        return Decision(kind="out")
+    if torch.Tag.inplace_view in func.tags:
+        return Decision(kind="inplace_view")
+    in_place = is_in_place(func)
+    make = rule_of(func)
+    if make is not None and not _DYNAMIC.isdisjoint(func.tags) and _reads_mask(args):
         return Decision(kind="dynamic")
-    if make is None and func._can_decompose():
-        return Decision(kind="implicit")
-    if make is None and func in decompositions and not func._schema.is_mutable:
-        return Decision(kind="decompose")
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
-    if any(a.name == "out" and a.kwarg_only for a in func._schema.arguments) and "out" in kwargs:
-        raise OperatorError(f"{name} with out= is not supported on DTensor; write out.copy_({base.split('::')[1]}(…))")
+    if make is None and (kind := _without_rule(func, in_place, operands)):
+        return Decision(kind=kind)
     call = call_of(func, args, kwargs, operands)
     rule = make(call) if make is not None else replicated(call)
     assert len(rule.inputs) == len(operands), f"the rule of {func} names {len(rule.inputs)} of {len(operands)} operands"
-    return decide_by(call, rule, in_place=func._schema.name.endswith("_"))
+    return decide_by(call, rule, in_place)
+
+
+def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
+    """The kind of decision for an operator that has no rule; "" if it runs on whole tensors."""
+    if not _DYNAMIC.isdisjoint(func.tags):
+        return "dynamic"
+    if not any(o.layout.partial or any(o.layout.dims) for o in operands):
+        return ""
+    if func._can_decompose():
+        return "implicit"
+    if in_place:
+        return "functional" if functional_of(func) is not None else ""
+    return "decompose" if func in decompositions and not func._schema.is_mutable else ""
+
+
+_functional: dict[Any, Any] = {}
+
+
+def functional_of(func) -> Any:
+    """The overload that makes a new tensor where `func` writes to its first argument or to out=, or None."""
+    if func not in _functional:
+        _functional[func] = _find_functional(func)
+    return _functional[func]
+
+
+def _find_functional(func):
+    space, base = func._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, space), base.removesuffix("_"), None)
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    for overload in packet.overloads() if packet is not None else ():
+        other = getattr(packet, overload)
+        found = [(a.name, str(a.type)) for a in other._schema.arguments]
+        if found == wanted and not other._schema.is_mutable:
+            return other
+    return None
+
+
+def _reads_mask(args: tuple) -> bool:
+    """Whether a list among the arguments holds a mask: what an index reads is then of a shape that depends on it."""
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    return any(getattr(item, "dtype", None) in MASKS for a in lists for item in a)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a decision was made from: the call, its rule, the choice, and whether output 0 is operand 0."""
+
+    call: Call
+    rule: Rule
+    choice: Choice
+    in_place: bool
+
+
+class _Watch(threading.local):
+    seen: list[Decided] | None = None
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Decided]]:
+    """Context that gives the list of what is decided by a rule in this thread, from here on; the innermost one sees."""
+    before, _watch.seen = _watch.seen, []
+    try:
+        yield _watch.seen
+    finally:
+        _watch.seen = before
 
 
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
-    operands = call.operands
-    pinned = operands[0].layout if in_place else None
-    choice = choose(rule, operands, pinned)
-    if choice is None:
-        raise OperatorError(
-            f"{call.func} would change the layout {operands[0].layout} of the tensor it works on in place; "
-            "write the operator without the underscore, or redistribute the tensor first"
-        )
+    """The decision for `call` by `rule`."""
+    choice = choose(rule, call.operands, in_place)
+    if _watch.seen is not None:
+        _watch.seen.append(Decided(call, rule, choice, in_place))
     return carry_out(call, rule, choice, in_place)
 
 
@@ -106,7 +178,23 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
-    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place)
+    writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
+    fallback = rule.local is _run_whole
+    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes, fallback=fallback)
+
+
+def written(call: Call) -> list[int]:
+    """Indices of the operands that the operator says it writes to."""
+    found: list[int] = []
+    count = 0
+    for a in call.func._schema.arguments:
+        given = call[a.name]
+        for item in given if isinstance(given, list) else [given]:
+            if isinstance(item, Spec):
+                if a.alias_info is not None and a.alias_info.is_write:
+                    found.append(count)
+                count += 1
+    return found
 
 
 def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
@@ -122,9 +210,15 @@ def _reshape(func, args: tuple, kwargs: dict[str, Any]):
     return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
-_LOCAL: dict[str, Callable[..., Any]] = dict.fromkeys(
-    ("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape
-)
+def _resolved(func, args: tuple, kwargs: dict[str, Any]):
+    """A conjugate or negative is computed at once: a bit on the local tensor is nothing the DTensor would know of."""
+    return func(*args, **kwargs).resolve_conj().resolve_neg()
+
+
+_LOCAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape),
+    **dict.fromkeys(("aten::_conj", "aten::_neg_view"), _resolved),
+}
 
 
 def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
@@ -138,7 +232,7 @@ def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
 
 
 def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> None:
-    """Collect the operands' specs; refuse plain tensors and a second mesh."""
+    """Collect the operands' specs; refuse a second mesh, and plain tensors that may differ between ranks."""
     names = [a.name for a in func._schema.arguments]
     for name, value in [*zip(names, args), *kwargs.items()]:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -149,12 +243,8 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
                         f"{func}: argument '{name}' lives on {item._spec.mesh} but another one on {operands[0].mesh}; "
                         "redistribute works within one mesh: build both tensors on the same DeviceMesh"
                     )
-            elif isinstance(item, torch.Tensor) and item.dim() > 0:
-                raise MixedTensorError(
-                    f"{func}: argument '{name}' is a plain tensor of shape {list(item.shape)}, other arguments are "
-                    "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, or "
-                    "DTensor.from_local(x, device_mesh, placements) for a local one"
-                )
+            elif isinstance(item, torch.Tensor):
+                check_invariant(func, name, item)
 
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:
@@ -208,43 +298,32 @@ def _is_static(a) -> bool:
     return not isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def warn_unless_known(func) -> None:
-    if func not in _warned and func._schema.name not in REPLICATED:
-        _warned.add(func)
-        warnings.warn(
-            f"{func} has no sharding rule: its arguments are gathered and it runs on every rank",
-            stacklevel=3,
-        )
-
-
 def replicated(call: Call) -> Rule:
-    """The rule of last resort: everything whole on every rank."""
-    warn_unless_known(call.func)
+    """The rule of last resort: everything whole on every rank, counted where that is not the case anyway."""
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
-    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
+    gathers = any(not o.layout.is_replicated for o in call.operands)
+    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {}, local=_run_whole if gathers else None)
 
 
-REPLICATED = (
-    "aten::_local_scalar_dense",
-    "aten::equal",
-    "aten::is_nonzero",
-    "aten::nonzero",
-    "aten::masked_select",
-    "aten::item",
-)
-"""Operators that by their meaning need whole values: no warning."""
+def _run_whole(call: LocalCall):
+    if not needs_whole(call.func):
+        fell_back(call.func)
+    return call.run()
+
 
 __all__ = [
     "COMPOSITES",
-    "REPLICATED",
+    "FOREACH",
+    "Decided",
     "Decision",
     "call_of",
     "carry_out",
     "check_operands",
     "decide",
     "decide_by",
+    "functional_of",
     "is_dtensor",
     "mapped",
     "replicated",
-    "warn_unless_known",
+    "watched",
 ]

@@ -1,7 +1,7 @@
 """Detours: operators that do not run as one local operator.
 
-Lists of tensors (foreach), operators written in terms of others, decompositions, and results whose shape depends on
-values. Registers itself with `dispatch`.
+Lists of tensors (foreach), operators written in terms of others, decompositions, out=, views in place, and results
+whose shape depends on values. Registers itself with `dispatch`.
 """
 
 from collections.abc import Callable
@@ -9,22 +9,26 @@ from typing import Any
 
 import torch
 
-from . import dispatch
-from ._torch import decompositions
+from . import dispatch, strictness
+from ._torch import decompositions, return_and_correct_aliasing
 from .decision import (
     COMPOSITES,
     call_of,
     check_operands,
     decide_by,
+    functional_of,
     is_dtensor,
     mapped,
     replicated,
-    warn_unless_known,
 )
-from .dispatch import KINDS, run, with_scalars_wrapped
+from .dispatch import KINDS, run, with_plain_wrapped
+from .errors import MixedTensorError, OperatorError, StrictReason
+from .fallback import fell_back
+from .invariance import region_of_torch
 from .layout import Layout
+from .moves import moves_of, named_operands
 from .redistribute import redistribute_local
-from .rules import RULES, Output
+from .rules import Output, needs_whole, rule_of
 from .spec import Spec
 
 
@@ -35,8 +39,8 @@ def _foreach(func, args: tuple, kwargs: dict[str, Any]):
     length = max(len(v) for v in lists.values())
     results = []
     for i in range(length):
-        one = [[a[i]] if isinstance(a, (list, tuple)) else a for a in args]
-        named = {k: [a[i]] if isinstance(a, (list, tuple)) else a for k, a in kwargs.items()}
+        one = [_at(i, a) for a in args]
+        named = {k: _at(i, a) for k, a in kwargs.items()}
         results.append(_one_of_foreach(func, tuple(one), named))
     if not func._schema.returns or all(r is None for r in results):
         return None
@@ -45,21 +49,27 @@ def _foreach(func, args: tuple, kwargs: dict[str, Any]):
     return [r[0] for r in results]
 
 
+def _at(i: int, a):
+    """The list of what a list has at index `i`; an empty list, an optional argument not given, stays empty."""
+    return list(a[i : i + 1]) if isinstance(a, (list, tuple)) else a
+
+
 def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     tensors: list[Any] = []
     _tensors([args, list(kwargs.values())], tensors)
     if not any(is_dtensor(t) for t in tensors):
         return func(*args, **kwargs)
     if not all(is_dtensor(t) for t in tensors):
-        args, kwargs = with_scalars_wrapped(func, args, kwargs)
+        args, kwargs = with_plain_wrapped(func, args, kwargs)
     base = func._schema.name.removeprefix("aten::_foreach_")
     if base.rstrip("_") in FOREACH_COMPOSITES:
-        return [FOREACH_COMPOSITES[base](*[a[0] if isinstance(a, list) else a for a in args], **kwargs)]
+        single = [a[0] if isinstance(a, list) else a for a in args]
+        return [_blamed(lambda *_: FOREACH_COMPOSITES[base](*single, **kwargs))(func, args, kwargs)]
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     call = call_of(func, args, kwargs, operands)
     in_place = base.endswith("_")
-    make = RULES.get(f"aten::{base.removesuffix('_')}")
+    make = rule_of(func)
     if (in_place and not call.outputs) or call.outputs == (None,):
         first = operands[0]
         call.outputs, call.many = (Output(first.shape, first.stride, first.dtype),), True
@@ -75,24 +85,105 @@ def _tensors(a, found: list[Any]) -> None:
             _tensors(item, found)
 
 
+def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose strict errors speak of the operator that was called and not only of those it runs as."""
+
+    def named(func, args: tuple, kwargs: dict[str, Any]):
+        try:
+            return run(func, args, kwargs)
+        except StrictReason as error:
+            raise strictness.within(func, named_operands(func, args, kwargs), error) from error
+
+    return named
+
+
+@_blamed
 def _decompose(func, args: tuple, kwargs: dict[str, Any]):
-    return decompositions[func](*args, **kwargs)
+    with region_of_torch():
+        made = decompositions[func](*args, **kwargs)
+    return _whole(func, args, kwargs) if made is NotImplemented else made
 
 
+def _whole(func, args: tuple, kwargs: dict[str, Any]):
+    """Everything gathered, the operator on every rank."""
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    call = call_of(func, args, kwargs, operands)
+    return run(decide_by(call, replicated(call), False), func, args, kwargs)
+
+
+@_blamed
+def _functional(func, args: tuple, kwargs: dict[str, Any]):
+    """An in-place operator by the one that makes a new tensor."""
+    return args[0].copy_(functional_of(func)(*args, **kwargs))
+
+
+@_blamed
+def _out(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator with out=: the result is computed as always, moved to the layout of what was given, and copied.
+
+    Raises:
+        MixedTensorError: out= is a plain tensor.
+        OperatorError: out= has another shape than the result.
+    """
+    targets = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out}
+    rest = {k: v for k, v in kwargs.items() if k not in targets}
+    functional = functional_of(func)
+    if functional is None:
+        raise OperatorError(f"{func} has no form without out= that DTensor could run; write its result to a new tensor")
+    made = functional(*args, **rest)
+    for (name, target), result in zip(targets.items(), made if isinstance(made, (list, tuple)) else (made,)):
+        pairs = zip(target, result) if isinstance(target, (list, tuple)) else ((target, result),)
+        for given, value in pairs:
+            _check_out(func, name, given, value)
+            given.copy_(value)
+    kept = tuple(targets.values())
+    return kept if isinstance(made, (list, tuple)) and len(kept) > 1 else kept[0]
+
+
+def _check_out(func, name: str, given, value) -> None:
+    if is_dtensor(value) and not is_dtensor(given):
+        raise MixedTensorError(f"{func}: {name}= is a plain tensor, other arguments are DTensors; give a DTensor")
+    if given.shape != value.shape:
+        raise OperatorError(
+            f"{func}: {name}= has shape {list(given.shape)}, the result {list(value.shape)}; "
+            f"write {name}=torch.empty_like(...) of a DTensor of that shape, or leave it out"
+        )
+
+
+def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator that changes the shape of its tensor: that becomes what the view is."""
+    functional = functional_of(func)
+    if functional is None:
+        raise OperatorError(f"{func} is not possible on a DTensor; make a new tensor instead")
+    x = args[0]
+    made = functional(*args, **kwargs)
+    x._local_tensor, x._spec = made._local_tensor, made._spec
+    return return_and_correct_aliasing(func, args, kwargs, x)
+
+
+@_blamed
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
-    return func.decompose(*args, **kwargs)
+    with region_of_torch():
+        return func.decompose(*args, **kwargs)
 
 
 def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
     """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
-    warn_unless_known(func)
     mesh = operands[0].mesh
+    targets = [Layout.make(mesh.ndim, ((),) * spec.ndim, ()) for spec in operands]
+    moves = moves_of(named_operands(func, args, kwargs), targets)
+    if strictness.active():
+        strictness.check_moves(func, moves)
+    if moves and not needs_whole(func):
+        fell_back(func)
+    supply = iter(targets)
 
     def whole(x):
-        return redistribute_local(x._local_tensor, x._spec, Layout.make(mesh.ndim, ((),) * x._spec.ndim, ()))
+        return redistribute_local(x._local_tensor, x._spec, next(supply))
 
     def wrapped(t):
         if not isinstance(t, torch.Tensor):
@@ -104,6 +195,7 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
     return type(made)(map(wrapped, made)) if isinstance(made, (list, tuple)) else wrapped(made)
 
 
+@_blamed
 def _composite(func, args: tuple, kwargs: dict[str, Any]):
     return COMPOSITES[func._schema.name](*args, **kwargs)
 
@@ -126,6 +218,15 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
 COMPOSITES["aten::linalg_vector_norm"] = vector_norm
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
 
-KINDS.update(foreach=_foreach, composite=_composite, decompose=_decompose, implicit=_implicit, dynamic=_dynamic)
+KINDS.update(
+    foreach=_foreach,
+    composite=_composite,
+    decompose=_decompose,
+    implicit=_implicit,
+    dynamic=_dynamic,
+    functional=_functional,
+    out=_out,
+    inplace_view=_inplace_view,
+)
 
 __all__ = ["vector_norm"]

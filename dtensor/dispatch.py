@@ -7,12 +7,15 @@ are ints it is cached, so the hot path is one dictionary lookup.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from . import strictness
+from .aliasing import write_through
 from .caches import cache
-from .decision import Decision, check_operands, decide
+from .decision import FOREACH, Decision, check_operands, decide, mapped
 from .errors import MixedTensorError
 from .layout import Layout
 from .redistribute import redistribute_local
@@ -44,9 +47,10 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     """Run `func` on arguments some of which are DTensors.
 
     Raises:
-        MixedTensorError: a plain tensor of one or more dimensions is among the arguments.
+        MixedTensorError: a plain tensor that may differ between ranks is among the arguments.
         MeshError: the DTensors live on different meshes.
         OperatorError: an in-place operator would have to change the layout of its tensor.
+        StrictError: under `strict()` an operand would be redistributed by a collective.
     """
     parts: list[Any] = [func]
     static = True
@@ -60,9 +64,9 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
         parts.append(name)
         static &= _key(a, parts)
     if _PLAIN in parts:
-        if func._schema.name.startswith("aten::_foreach_"):
+        if func._schema.name.startswith(FOREACH):
             return KINDS["foreach"](func, args, kwargs)
-        args, kwargs = with_scalars_wrapped(func, args, kwargs)
+        args, kwargs = with_plain_wrapped(func, args, kwargs)
         return dispatch(func, args, kwargs)
     if not static:
         return run(decide(func, args, kwargs), func, args, kwargs)
@@ -73,6 +77,11 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
             _cache.clear()
         decision = _cache[key] = decide(func, args, kwargs)
     return run(decision, func, args, kwargs)
+
+
+def forget() -> None:
+    """Drop all decisions: the rule of an operator has changed."""
+    _cache.clear()
 
 
 def _key(a, parts: list[Any]) -> bool:
@@ -100,11 +109,11 @@ def _key(a, parts: list[Any]) -> bool:
     return True
 
 
-def with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The call with plain 0-dim tensors as replicated DTensors.
+def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The call with plain tensors that are alike on all ranks as replicated DTensors.
 
     Raises:
-        MixedTensorError: a plain tensor has dimensions, or is to be written to.
+        MixedTensorError: a plain tensor may differ between ranks, or is to be written to.
     """
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
@@ -113,20 +122,25 @@ def with_scalars_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tup
     if func._schema.name.endswith("_") and not isinstance(first, DTensorType):
         raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
 
-    def scalar(a):
+    def replicated(a):
         if isinstance(a, (list, tuple)):
-            return [scalar(item) for item in a]
+            return [replicated(item) for item in a]
         if isinstance(a, torch.Tensor) and not isinstance(a, DTensorType):
-            return wrap(a, Spec.make(mesh, Layout.make(mesh.ndim, (), ()), (), (), a.dtype))
+            layout = Layout.make(mesh.ndim, ((),) * a.dim(), ())
+            return wrap(a, Spec.make(mesh, layout, a.shape, a.stride(), a.dtype))
         return a
 
-    return tuple(map(scalar, args)), {k: scalar(a) for k, a in kwargs.items()}
+    return tuple(map(replicated, args)), {k: replicated(a) for k, a in kwargs.items()}
 
 
 def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     if decision.kind:
         return KINDS[decision.kind](func, args, kwargs)
+    if decision.writes:
+        return _run_and_write_back(decision, func, args, kwargs)
     if decision.moves:
+        if strictness.active():
+            strictness.check(decision, func, args, kwargs)
         moves = iter(decision.moves)
         local_args = [_localized(a, moves) for a in args]
         local_kwargs = {k: _localized(a, moves) for k, a in kwargs.items()}
@@ -141,12 +155,48 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     else:
         result = func(*local_args, **local_kwargs)
     if decision.returns_self:
-        return args[0]
+        return _written(args[0])
     if not decision.many:
         spec = decision.outputs[0] if decision.outputs else None
         return result if spec is None else wrap(result, spec)
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, decision.outputs)]
     return wrapped if isinstance(result, list) else tuple(wrapped)
+
+
+def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
+    """Operands that are written to in another layout than their own: run on the moved ones, then move those back."""
+    if strictness.active():
+        strictness.check(decision, func, args, kwargs)
+    operands: list[Any] = []
+    mapped([args, list(kwargs.values())], operands.append)
+    supply = iter([_moved(x, target) for x, target in zip(operands, decision.moves)])
+    moved_args, moved_kwargs = [], {}
+    at_hand: list[Any] = []
+
+    def take(_):
+        at_hand.append(next(supply))
+        return at_hand[-1]
+
+    moved_args = [mapped(a, take) for a in args]
+    moved_kwargs = {k: mapped(a, take) for k, a in kwargs.items()}
+    out = run(replace(decision, moves=(), writes=()), func, tuple(moved_args), moved_kwargs)
+    for i in decision.writes:
+        back = redistribute_local(at_hand[i]._local_tensor, at_hand[i]._spec, operands[i]._spec.layout)
+        operands[i]._local_tensor.copy_(back)
+    return _written(args[0]) if decision.returns_self else out
+
+
+def _written(x):
+    for one in x if type(x) is list else (x,):
+        if one._view_of is not None:
+            write_through(one)
+    return x
+
+
+def _moved(x, target: Layout | None):
+    if target is None:
+        return x
+    return wrap(redistribute_local(x._local_tensor, x._spec, target), x._spec.with_layout(target))
 
 
 def _local_of(a):
@@ -167,4 +217,4 @@ def _localized(a, moves):
     return a
 
 
-__all__ = ["KINDS", "dispatch", "install", "run", "with_scalars_wrapped"]
+__all__ = ["KINDS", "dispatch", "forget", "install", "run", "with_plain_wrapped"]

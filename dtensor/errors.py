@@ -21,6 +21,29 @@ class OperatorError(ShardingError, NotImplementedError):
     """An operator cannot run on these DTensors."""
 
 
+class StrictReason(ShardingError):
+    """Under `dtensor.strict()` an operator would do what the user did not write.
+
+    Attributes:
+        reason: what it would do.
+        axes: the mesh axes over which it would communicate.
+    """
+
+    def __init__(self, message: str, reason: str = "", axes: frozenset[int] = frozenset()):
+        super().__init__(message)
+        self.reason = reason
+        self.axes = axes
+
+
+class StrictError(StrictReason, OperatorError):
+    """Strict mode in eager code."""
+
+
+class StrictTraceError(StrictReason):
+    """Strict mode while a graph is traced. No OperatorError: on a NotImplementedError Dynamo would give the function up
+    and go on without compiling it."""
+
+
 class PassError(ShardingError):
     """A pass left a graph that is not valid, or that computes something else."""
 
@@ -37,4 +60,7 @@ __all__ = [
     "PassError",
     "PlacementError",
     "ShardingError",
+    "StrictError",
+    "StrictReason",
+    "StrictTraceError",
 ]

@@ -19,7 +19,7 @@ from .collectives import group_rank, group_ranks
 from .layout import Layout
 from .mesh import group_between, mesh_shape
 from .pending import waited
-from .redistribute import plan_for, redistribute_local
+from .redistribute import plan_of, redistribute_local
 from .spec import Spec
 
 Box = tuple[tuple[int, int], ...]
@@ -65,9 +65,11 @@ def exchanged(local: torch.Tensor, src: Spec, dst: Spec) -> torch.Tensor:
     pieces = [local[_within(sent[r].box, before[me])].reshape(-1) for r in ranks if r in sent]
     flat = torch.cat(pieces) if pieces else local.new_empty(0)
     if group is not None:
-        here = {p.sender: p.elements for p in got}
-        there = [sent[r].elements if r in sent else 0 for r in ranks]
-        flat = c10d.wait_tensor(c10d.all_to_all_single(flat, [here.get(r, 0) for r in ranks], there, group))
+        # As bytes, which every backend takes.
+        here, width = {p.sender: p.elements for p in got}, flat.element_size()
+        there = [width * sent[r].elements if r in sent else 0 for r in ranks]
+        sizes = [width * here.get(r, 0) for r in ranks]
+        flat = c10d.wait_tensor(c10d.all_to_all_single(_bytes(flat), sizes, there, group)).view(flat.dtype)
     if me not in after:
         return local.new_empty(0)
     made = local.new_empty([end - begin for begin, end in after[me]])
@@ -75,6 +77,10 @@ def exchanged(local: torch.Tensor, src: Spec, dst: Spec) -> torch.Tensor:
         place = _within(part.box, after[me])
         made[place] = values.view(made[place].shape)
     return made
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).view(torch.uint8).flatten()
 
 
 def boxes(spec: Spec) -> dict[int, Box]:
@@ -111,7 +117,7 @@ def _without_partial(spec: Spec) -> Layout:
         for axis in partial:
             made = made.moved(axis, dim=dim)
         choices.append(made)
-    return min(choices, key=lambda layout: plan_for(spec, layout).seconds)
+    return min(choices, key=lambda layout: plan_of(spec, layout).seconds)
 
 
 __all__ = ["Part", "boxes", "exchanged", "handed_over"]

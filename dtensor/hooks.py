@@ -27,7 +27,7 @@ class PlainPasses(CustomGraphPass):
             compile_.STAGES[self.stage](compile_.Options())(graph)
 
     def uuid(self) -> Any:
-        return self.stage, importlib.import_module("dtensor.compile").source_hash()
+        return self.stage, importlib.import_module("dtensor.compile").trace_key()
 
 
 def chained(stage: str, ours: Any) -> list[Any]:

@@ -6,7 +6,8 @@ Runs alike in eager mode and while a graph is traced. Below autograd: gradients 
 import torch
 
 from ._torch import has_hint, hint
-from .collectives import COMMUNICATING, ops, start
+from .collectives import COMMUNICATING, start
+from .collectives import emit as ops
 from .errors import PlacementError
 from .layout import Layout
 from .mesh import MeshFacts, facts
@@ -20,7 +21,7 @@ UNKNOWN = 8191
 """Stands in plans for a size that is not known at all: a prime, so that nothing is planned that needs it to divide."""
 
 
-def plan_for(spec: Spec, dst: Layout, prefer: Prefer = "time") -> Plan:
+def plan_of(spec: Spec, dst: Layout, prefer: Prefer = "time") -> Plan:
     """The plan that moves a tensor of `spec` to `dst`. Symbolic sizes choose by their hints."""
     shape = spec.shape if spec.static else tuple([hint(n) if has_hint(n) else UNKNOWN for n in spec.shape])
     return plan(spec.layout, dst, shape, facts(spec.mesh).network, spec.dtype.itemsize, prefer)
@@ -36,7 +37,7 @@ def redistribute_local(
     """
     if spec.layout is dst or spec.coordinate is None:
         return local
-    steps = plan_for(spec, dst, prefer).steps
+    steps = plan_of(spec, dst, prefer).steps
     if not async_op:
         return _all_of(steps, local, spec)
     last = max([i for i, s in enumerate(steps) if s.op in COMMUNICATING], default=-1)
@@ -122,4 +123,4 @@ def check_target(src: tuple[Placement, ...], dst: tuple[Placement, ...]) -> None
             )
 
 
-__all__ = ["check_target", "plan_for", "redistribute_local"]
+__all__ = ["check_target", "plan_of", "redistribute_local"]

@@ -19,14 +19,15 @@ from ._torch import (
     disabled_torch_function,
     make_wrapper_subclass,
     never_traced,
-    return_and_correct_aliasing,
 )
+from .aliasing import remember
 from .boundary import check_replicas, current_mesh, is_tracing
 from .collectives import library
 from .decision import COMPOSITES
 from .dispatch import dispatch, install
 from .errors import ShardingError
 from .exchange import exchanged
+from .invariance import mark_local, region_of_torch
 from .layout import Layout
 from .pending import waited
 from .placements import Placement, Replicate, Shard, as_placements
@@ -49,6 +50,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
+    _view_of: tuple | None = None
 
     __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
@@ -66,8 +68,12 @@ class DTensor(torch.Tensor):
     @never_traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         out = dispatch(func, args, kwargs or {})
-        if func.is_view and is_tracing(out):
-            return return_and_correct_aliasing(func, args, kwargs or {}, out)
+        if func.is_view:
+            remember(func, args, kwargs or {}, out)
+        if type(out) is DTensor and type(out._local_tensor) is torch.Tensor:
+            return out
+        if is_tracing(out):
+            mark_local(out)
         return out
 
     def __tensor_flatten__(self):
@@ -202,6 +208,13 @@ class DTensor(torch.Tensor):
         """As `torch.Tensor.new_tensor`: a plain tensor, of this one's dtype and device by default."""
         return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
 
+    def __getitem__(self, index):
+        """As `torch.Tensor.__getitem__`; a list of Python numbers, of which torch makes a plain tensor, is an index."""
+        if isinstance(index, list) or (type(index) is tuple and any(isinstance(i, list) for i in index)):
+            with region_of_torch():
+                return super().__getitem__(index)
+        return super().__getitem__(index)
+
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
         """As `torch.Tensor.backward`; a plain `gradient` is taken as replicated."""
         if isinstance(gradient, torch.Tensor) and not isinstance(gradient, DTensor):
@@ -276,6 +289,13 @@ def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, .
             shape[p.dim] = shape[p.dim] * n
             stride = [s * n if i != p.dim and s > step else s for i, s in enumerate(stride)]
     return shape, stride
+
+
+def fake_like(x: DTensor) -> DTensor:
+    """A DTensor like `x` with an empty local tensor; under a fake mode it holds no memory."""
+    local = x._local_tensor
+    made = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
+    return _wrap(made, x._spec, x.requires_grad)
 
 
 def move(x: DTensor, layout: Layout) -> DTensor:
@@ -433,4 +453,4 @@ def _build(local, mesh, layout, shape, stride) -> DTensor:
 
 
 install(DTensor, _wrap)
-__all__ = ["DTensor", "move", "with_tangent_border"]
+__all__ = ["DTensor", "fake_like", "move", "with_tangent_border"]

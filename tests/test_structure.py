@@ -12,16 +12,17 @@ FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dt
 LINKS = ("compile", "passes")
 
 LAYERS = [
-    ["errors", "_torch", "caches"],
-    ["placements", "cost", "collectives", "hooks"],
-    ["layout", "mesh", "pending", "steps"],
+    ["errors", "_torch", "caches", "fallback"],
+    ["placements", "cost", "collectives", "hooks", "invariance"],
+    ["layout", "mesh", "notation", "pending", "steps"],
     ["spec", "plan"],
-    ["redistribute", "exchange", "checkpoint", "rules"],
-    ["decision", "sampling", "boundary"],
+    ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
+    ["moves"],
+    ["strictness", "decision", "boundary"],
     ["dispatch"],
     ["detours"],
     ["tensor"],
-    ["composite", "api"],
+    ["composite", "api", "random", "registration", "explanation"],
     ["parallel"],
     ["testing"],
     ["demo"],

@@ -1,22 +1,67 @@
 """The sharding rules of aten, as tables by family. `RULES` maps an operator's name to its rule function."""
 
-from . import attention, indexing, loss, matmul, norm, pointwise, random, reduction, views
-from .call import RULES, Call, LocalCall, Output
+from . import (
+    advanced,
+    along,
+    attention,
+    batch_norm,
+    conv,
+    indexing,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    optimizer,
+    parts,
+    pointwise,
+    random,
+    reduction,
+    spatial,
+    views,
+)
+from .advanced import MASKS
+from .call import RULES, Call, LocalCall, Output, base_name, is_in_place
 from .choose import Choice, choose
+from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
+from .whole import WHOLE, needs_whole
 
-FAMILIES = (attention, indexing, loss, matmul, norm, pointwise, random, reduction, views)
+FAMILIES = (
+    advanced,
+    along,
+    attention,
+    batch_norm,
+    conv,
+    indexing,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    optimizer,
+    parts,
+    pointwise,
+    random,
+    reduction,
+    spatial,
+    views,
+)
 """The modules whose import fills `RULES`."""
 
 __all__ = [
     "FAMILIES",
+    "MASKS",
     "RULES",
+    "WHOLE",
     "Call",
     "Candidate",
     "Choice",
     "LocalCall",
     "Output",
     "Rule",
+    "base_name",
     "candidates",
     "choose",
+    "is_in_place",
+    "needs_whole",
+    "rule_of",
 ]

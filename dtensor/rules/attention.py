@@ -4,9 +4,9 @@ Where the keys have fewer heads than the queries, the query heads are a (key hea
 is caught before torch takes it apart, in `composite`.
 """
 
-from ..mesh import mesh_shape
 from ..spec import Spec
 from .call import Call, LocalCall, rule_for
+from .local import empty_outputs
 from .rule import Dims, Rule
 
 FUSED = {
@@ -47,25 +47,22 @@ def _output(o, heads: Dims, query, sizes: dict) -> Dims | None:
 @rule_for(*FUSED)
 def fused(call: Call) -> Rule:
     heads, keys, sizes = _heads(call)
-    name = FUSED[call.func._schema.name.split("::")[1]]
+    name = FUSED[call.name]
     mask = call[name] if name else None
     ins = [heads, keys, keys] + ([_mask(mask, heads, sizes)] if mask is not None else [])
     outs = [_output(o, heads, call["query"], sizes) for o in call.outputs]
     whole = frozenset(i for i, d in enumerate(outs) if i > 0 and d is not None and not any(d))
-    return Rule(tuple(ins), tuple(outs), sizes, blocked=frozenset({"g"}), whole=whole, local=_unless_empty)
+    return Rule(tuple(ins), tuple(outs), sizes, blocked=_blocked(call, sizes), whole=whole, local=_unless_empty)
+
+
+def _blocked(call: Call, sizes: dict) -> frozenset[str]:
+    """Factors that stay whole: with dropout all of them, as the kernels draw by position in what they are given."""
+    return frozenset(sizes if call["dropout_p"] else {"g"})
 
 
 def _unless_empty(call: LocalCall):
     """The kernels divide by the number of batches and heads, so that a rank without any must not run them."""
-    if call["query"].numel():
-        return call.run()
-    coordinate, mesh = call.mesh.get_coordinate(), mesh_shape(call.mesh)
-    return tuple(
-        None
-        if o is None or layout is None
-        else call["query"].new_zeros(layout.local_shape(o.shape, mesh, coordinate), dtype=o.dtype)
-        for o, layout in zip(call.call.outputs, call.layouts)
-    )
+    return call.run() if call["query"].numel() else empty_outputs(call)
 
 
 @rule_for(*(f"{name}_backward" for name in FUSED))
@@ -87,7 +84,7 @@ def fused_backward(call: Call) -> Rule:
     outs += [((),) * o.ndim if o is not None else None for o in call.outputs[3:]]
     outs = [d if o is not None else None for d, o in zip(outs, call.outputs)]
     linear = (frozenset({0}),)
-    return Rule(tuple(ins), tuple(outs), sizes, blocked=frozenset({"g"}), linear=linear, local=_unless_empty)
+    return Rule(tuple(ins), tuple(outs), sizes, blocked=_blocked(call, sizes), linear=linear, local=_unless_empty)
 
 
 __all__ = ["FUSED"]

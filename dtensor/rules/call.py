@@ -12,7 +12,8 @@ from .rule import Rule
 
 RuleFunction = Callable[["Call"], Rule]
 RULES: dict[str, RuleFunction] = {}
-"""Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule."""
+"""Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule; one overload's own
+(`aten.add.Tensor`) comes before it."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,22 @@ class Output:
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
+
+
+def base_name(func) -> str:
+    """The name under which an operator's rule stands in `RULES`, or would stand.
+
+    That of the operator itself if it is there; else without the in-place underscore, then also without `_copy` (the
+    twin of a view that copies). A foreach operator has the name of what it does to each tensor.
+    """
+    name = func._schema.name.replace("aten::_foreach_", "aten::")
+    plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    return next((n for n in (name, plain, plain.removesuffix("_copy")) if n in RULES), plain)
+
+
+def is_in_place(func) -> bool:
+    """Whether the operator writes its result into its first argument and returns that."""
+    return func._schema.is_mutable and func._schema.name.endswith("_")
 
 
 @dataclass
@@ -67,6 +84,17 @@ class Call:
         wanted = tuple(arguments)
         return frozenset(found[p] for p in wanted) if all(p in found for p in wanted) else None
 
+    @property
+    def wanted(self) -> tuple[Output | None, ...]:
+        """The outputs, None for those that an `output_mask` leaves out: not every fake kernel heeds it."""
+        mask = self["output_mask"] if self.has("output_mask") else ()
+        return tuple(o if i >= len(mask) or mask[i] else None for i, o in enumerate(self.outputs))
+
+    @property
+    def name(self) -> str:
+        """Name under which the rule is registered: without "aten::", "_foreach_", in-place underscore and "_copy"."""
+        return base_name(self.func).removeprefix("aten::")
+
     def has(self, name: str) -> bool:
         """Whether the schema has an argument of that name."""
         return name in positions(self.func)
@@ -95,7 +123,7 @@ class LocalCall:
     def __getitem__(self, name: str) -> Any:
         return argument(self.func, self.args, self.kwargs, name)
 
-    def run(self, **changed: Any) -> Any:
+    def run(self, /, **changed: Any) -> Any:
         """Run the operator on the local arguments, some of them changed by name."""
         args, kwargs = replaced(self.func, self.args, self.kwargs, changed)
         return self.func(*args, **kwargs)
@@ -153,6 +181,8 @@ __all__ = [
     "Output",
     "RuleFunction",
     "argument",
+    "base_name",
+    "is_in_place",
     "positions",
     "replaced",
     "rule_for",

@@ -30,35 +30,78 @@ class Choice:
     axes: dict[Factor, tuple[int, ...]]
 
 
-def choose(rule: Rule, operands: list[Spec], pinned: Layout | None = None) -> Choice | None:
+def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
     """The cheapest layouts for `operands`.
 
     Args:
         rule: the rule of the call.
         operands: specs of the tensor operands, all on one mesh.
-        pinned: for an in-place operator, the layout that operand 0 and output 0 must keep.
-
-    Returns:
-        The choice; None if the pinned layout allows none.
+        in_place: output 0 is operand 0, so both get the same layout, and moving it back is part of the price.
     """
     mesh = mesh_shape(operands[0].mesh)
     table = candidates(rule)
     picked: list[Candidate] = []
     shared: dict[Factor, int] = {}
+    for axis in range(len(mesh)):
+        picked.append(_cheapest(rule, table, operands, in_place, axis, mesh, shared))
+    return _assemble(rule, picked, operands, in_place)
+
+
+def _cheapest(rule, table, operands, in_place: bool, axis: int, mesh, shared: dict[Factor, int]) -> Candidate:
+    """The cheapest candidate on `axis`; what it cuts is noted in `shared`."""
+    best, least, n = None, inf, mesh[axis]
+    for c in table:
+        if not _fits(rule, c, n, shared) or (in_place and not _keeps(rule, c)):
+            continue
+        price = _price(rule, c, operands, axis, mesh, least, in_place)
+        if price < least:
+            best, least = c, price
+    assert best is not None, "replication is always possible"
+    if best.factor is not None:
+        shared[best.factor] = shared.get(best.factor, 1) * n
+    return best
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A candidate on one mesh axis as `choose` sees it.
+
+    Attributes:
+        candidate: the combination of placements.
+        seconds: what its redistributions cost; None if it is refused.
+        refused: why it cannot be, else "".
+        chosen: whether it was picked.
+    """
+
+    candidate: Candidate
+    seconds: float | None
+    refused: str
+    chosen: bool
+
+
+def weigh(rule: Rule, operands: list[Spec], in_place: bool = False) -> list[list[Weighed]]:
+    """All that `choose` weighs, for each mesh axis in the rule's order."""
+    mesh = mesh_shape(operands[0].mesh)
+    table = candidates(rule)
+    shared: dict[Factor, int] = {}
+    found = []
     for axis, n in enumerate(mesh):
-        best, least = None, inf
+        before = dict(shared)
+        best = _cheapest(rule, table, operands, in_place, axis, mesh, shared)
+        rows = []
         for c in table:
-            if not _fits(rule, c, n, shared) or not _keeps(c, rule, pinned, axis):
-                continue
-            price = _price(rule, c, operands, axis, mesh, least)
-            if price < least:
-                best, least = c, price
-        if best is None:
-            return None
-        picked.append(best)
-        if best.factor is not None:
-            shared[best.factor] = shared.get(best.factor, 1) * n
-    return _assemble(rule, picked, operands, pinned)
+            why = _refusal(rule, c, n, before, in_place)
+            price = None if why else _price(rule, c, operands, axis, mesh, inf, in_place)
+            rows.append(Weighed(c, price, why, c is best))
+        found.append(rows)
+    return found
+
+
+def _refusal(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int], in_place: bool) -> str:
+    if not _fits(rule, c, n, shared):
+        parts = n * shared.get(c.factor or "", 1)
+        return f"uneven: {parts} does not divide {rule.sizes[c.factor or '']}, and the dimension is merged or split"
+    return "in place: the result would not lie as the operand" if in_place and not _keeps(rule, c) else ""
 
 
 def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
@@ -68,11 +111,8 @@ def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
     return rule.sizes[c.factor] % (n * shared.get(c.factor, 1)) == 0
 
 
-def _keeps(c: Candidate, rule: Rule, pinned: Layout | None, axis: int) -> bool:
-    if pinned is None:
-        return True
-    want = _state(pinned, axis)
-    return (0 in rule.unread or c.inputs[0] == want) and c.outputs[0] == want
+def _keeps(rule: Rule, c: Candidate) -> bool:
+    return 0 in rule.unread or c.inputs[0] == c.outputs[0]
 
 
 def _state(layout: Layout, axis: int) -> int | str | None:
@@ -80,14 +120,23 @@ def _state(layout: Layout, axis: int) -> int | str | None:
     return getattr(p, "dim", None) if p.is_shard() else getattr(p, "reduce_op", None)
 
 
-def _price(rule: Rule, c: Candidate, operands: list[Spec], axis: int, mesh: tuple[int, ...], limit: float) -> float:
+def _price(
+    rule: Rule, c: Candidate, operands: list[Spec], axis: int, mesh: tuple[int, ...], limit: float, in_place: bool
+) -> float:
     """Seconds to bring all operands to the candidate's placements on `axis`; may stop early past `limit`."""
     total = 0.0
     for i, (spec, want) in enumerate(zip(operands, c.inputs)):
         have = _state(spec.layout, axis)
+        if in_place and i == 0:
+            want = c.outputs[0]
+            if have != want:
+                total += _move(spec, have, want, axis, mesh) + _move(spec, want, have, axis, mesh)
+            continue
         if have == want or _stays(rule, i, isinstance(have, int) or isinstance(want, int)):
             continue
         total += _move(spec, have, want, axis, mesh)
+        if i in rule.written:
+            total += _move(spec, want, have, axis, mesh)
         if total > limit:
             break
     return total
@@ -120,7 +169,7 @@ def _move(spec: Spec, have, want, axis: int, mesh: tuple[int, ...]) -> float:
     return seconds(op, size, mesh[axis])
 
 
-def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], pinned: Layout | None) -> Choice | None:
+def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], in_place: bool) -> Choice:
     """Layouts from one candidate per axis. Axes that share a factor keep the order an operand already has."""
     axes = {f: _order(rule, f, picked, operands) for f in {c.factor for c in picked if c.factor is not None}}
 
@@ -138,8 +187,9 @@ def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], pinned:
         target = layout("inputs", i, spec.ndim)
         ins.append(spec.layout if _stays(rule, i, spec.layout.dims != target.dims) else target)
     outs = tuple(None if d is None else layout("outputs", i, len(d)) for i, d in enumerate(rule.outputs))
-    if pinned is not None and outs[0] is not pinned:
-        return None
+    if in_place:
+        assert outs[0] is not None, "an in-place operator gives a tensor"
+        ins[0] = outs[0]
     return Choice(tuple(ins), outs, axes)
 
 
@@ -155,4 +205,4 @@ def _order(rule: Rule, factor: Factor, picked: list[Candidate], operands: list[S
     return tuple(first + [a for a in wanted if a not in first])
 
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "Weighed", "choose", "weigh"]

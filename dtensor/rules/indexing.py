@@ -4,11 +4,17 @@ The looked-up dimension of an embedding table may be sharded: each rank looks up
 elsewhere, so the result is Partial(sum). The offset of a rank's rows is looked up when the graph runs.
 """
 
+from math import prod
+from typing import Any
+
 import torch
 
-from ..collectives import chunk_length, ops
+from .._torch import hint
+from ..collectives import chunk_length
+from ..collectives import emit as ops
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
+from .local import empty_outputs, zeros
 from .pointwise import broadcast
 from .rule import Dims, Rule
 
@@ -51,12 +57,18 @@ def _local_embedding(call: LocalCall):
         return call.run()
     weight, indices = call["weight"], call["indices"]
     if weight.shape[0] == 0:
-        return weight.new_zeros((*indices.shape, weight.shape[1]))
-    start = first_row(call.call["weight"].shape[0], axes, call.mesh, indices.device)
-    row = indices - start
-    mine = (row >= 0) & (row < weight.shape[0])
-    found = torch.ops.aten.embedding.default(weight, torch.where(mine, row, torch.zeros_like(row)))
+        return zeros([weight, indices], (*indices.shape, weight.shape[1]), weight.dtype)
+    row, mine = own_rows(indices, call.call["weight"].shape[0], weight.shape[0], axes, call.mesh)
+    found = torch.ops.aten.embedding.default(weight, row)
     return torch.where(mine.unsqueeze(-1), found, torch.zeros_like(found))
+
+
+def own_rows(index: torch.Tensor, size, own, axes: tuple[int, ...], mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where `index` points to in this rank's `own` of `size` rows, 0 for the others' rows; and which are its own."""
+    row = index - first_row(size, axes, mesh, index.device)
+    row = row if index.dim() else row.reshape(())
+    mine = (row >= 0) & (row < own)
+    return torch.where(mine, row, torch.zeros_like(row)), mine
 
 
 @rule_for("embedding_dense_backward")
@@ -77,13 +89,13 @@ def embedding_backward(call: Call) -> Rule:
 @rule_for("index_select")
 def index_select(call: Call) -> Rule:
     source, index = call.operands
-    dim = call["dim"] % source.ndim if source.ndim else 0
-    (ins,), sizes = broadcast([source.shape], source.shape)
-    looked = f"d{dim}"
+    dim = call["dim"] % max(source.ndim, 1)
+    (full,), sizes = broadcast([source.shape], source.shape)
     found = ("i",) if index.ndim else ()
-    out = tuple(found if i == dim else d for i, d in enumerate(ins))
-    sizes = {**sizes, **dict(zip(found, index.shape))}
-    return Rule((ins, (found,) * index.ndim), (out,), sizes, linear=(frozenset({0}),), blocked=frozenset({looked}))
+    ins = tuple(("v",) if i == dim else d for i, d in enumerate(full))
+    out = tuple(found if i == dim else d for i, d in enumerate(full))
+    sizes = {f: s for f, s in sizes.items() if f != f"d{dim}"} | dict(zip(found, index.shape))
+    return _looked_up(call, (ins, (found,) * index.ndim), out, sizes, dim)
 
 
 @rule_for("gather")
@@ -93,8 +105,42 @@ def gather(call: Call) -> Rule:
     dim = call["dim"] % max(source.ndim, 1)
     one, sizes = _beside(dim, [source.shape, index.shape])
     found: Dims = tuple(("i",) if k == dim else d for k, d in enumerate(one))
+    looked: Dims = tuple(("v",) if k == dim else d for k, d in enumerate(one))
     sizes = {**sizes, **({"i": index.shape[dim]} if index.ndim else {})}
-    return Rule((one, found), (found,), sizes, linear=(frozenset({0}),))
+    return _looked_up(call, (looked, found), found, sizes, dim)
+
+
+def _looked_up(call: Call, ins: tuple[Dims, ...], out: Dims, sizes: dict, dim: int) -> Rule:
+    """Rows looked up by index; `v` is the looked-up factor."""
+    source = call.operands[0]
+    sizes = {**sizes, "v": source.shape[dim]} if source.ndim else sizes
+    return Rule(ins, (out,), sizes, linear=(frozenset({0}),), local=_local_lookup, **lookup(call))
+
+
+def lookup(call: Call) -> dict[str, Any]:
+    """What a rule says of the factor `v` that is looked up: sharded, each rank gives zeros for the others' rows.
+
+    That pays if putting the result together moves no more than gathering the source, of which it is half at most.
+    """
+    source, (result,) = call.operands[0], call.outputs
+    assert result is not None
+    pays = 2 * prod(map(hint, result.shape)) <= prod(map(hint, source.shape)) and source.dtype != torch.bool
+    return {"reduce": {"v": "sum"}, "blocked": frozenset() if pays else frozenset({"v"})}
+
+
+def _local_lookup(call: LocalCall):
+    axes = call.axes.get("v", ())
+    if not axes:
+        return call.run()
+    source, index = call["self"], call["index"]
+    dim = call.call["dim"] % source.dim()
+    if source.numel() == 0:
+        return empty_outputs(call)
+    row, mine = own_rows(index, call.call["self"].shape[dim], source.shape[dim], axes, call.mesh)
+    found = call.run(index=row)
+    if call.call.name == "index_select":
+        mine = mine.reshape([-1 if d == dim else 1 for d in range(found.dim())])
+    return torch.where(mine, found, torch.zeros_like(found))
 
 
 def _beside(dim: int, shapes: list[tuple]) -> tuple[Dims, dict]:
@@ -106,25 +152,45 @@ def _beside(dim: int, shapes: list[tuple]) -> tuple[Dims, dict]:
 
 @rule_for("scatter", "scatter_add", "scatter_reduce")
 def scatter(call: Call) -> Rule:
-    """As gather, the other way round: dimensions other than the written one keep their shard."""
-    target = call.operands[0]
+    """As gather, the other way round: dimensions other than the written one keep their shard.
+
+    What is added may be sharded along the written dimension too: each rank adds its own to a part.
+    """
+    target, index = call.operands[:2]
     dim = call["dim"] % max(target.ndim, 1)
     one, sizes = _beside(dim, [o.shape for o in call.operands])
-    ins = tuple(one if o.ndim == target.ndim else ((),) * o.ndim for o in call.operands)
-    name, overload = call.func._schema.name.rstrip("_"), call.func._overloadname
-    linear = len(ins) == 3 and (name == "aten::scatter_add" or (name == "aten::scatter" and overload == "src"))
-    return Rule(ins, (one,), sizes, linear=(frozenset({0, 2}),) if linear else ())
+    read: Dims = tuple(("i",) if k == dim else d for k, d in enumerate(one))
+    adds = call.name == "scatter_add" and index.ndim > 0 and index.shape[dim] == call.operands[2].shape[dim]
+    ins = tuple(
+        ((read if adds and i else one) if o.ndim == target.ndim else ((),) * o.ndim)
+        for i, o in enumerate(call.operands)
+    )
+    copies = call.name == "scatter" and call.func._overloadname == "src"
+    linear = (frozenset({0, 2}),) if len(ins) == 3 and (call.name == "scatter_add" or copies) else ()
+    if not adds:
+        return Rule(ins, (one,), sizes, linear=linear)
+    sizes = {**sizes, "i": index.shape[dim]}
+    return Rule(ins, (one,), sizes, reduce={"i": "sum"}, linear=linear, addends=frozenset({0}))
 
 
-@rule_for("index_add", "index_copy", "index_fill")
+@rule_for("index_add", "index_copy", "index_fill", "index_reduce")
 def index_write(call: Call) -> Rule:
-    """Rows of one dimension are written; the others keep their shard."""
-    target = call.operands[0]
+    """Rows of one dimension are written; the others keep their shard. Rows that are added may be sharded, too."""
+    target, index = call.operands[:2]
     dim = call["dim"] % max(target.ndim, 1)
     one, sizes = _beside(dim, [target.shape])
-    ins = tuple(one if i != 1 and o.ndim == target.ndim else ((),) * o.ndim for i, o in enumerate(call.operands))
-    linear = call.func._schema.name.rstrip("_") != "aten::index_fill" and len(ins) == 3
-    return Rule(ins, (one,), sizes, linear=(frozenset({0, 2}),) if linear else ())
+    adds = call.name == "index_add" and index.ndim == 1 and call.operands[2].ndim == target.ndim > 0
+    read: Dims = tuple(("i",) if adds and k == dim else d for k, d in enumerate(one))
+    ins = (
+        one,
+        (("i",),) if adds else ((),) * index.ndim,
+        *(read if o.ndim == target.ndim else ((),) * o.ndim for o in call.operands[2:]),
+    )
+    linear = (frozenset({0, 2}),) if call.name in ("index_add", "index_copy") and len(ins) == 3 else ()
+    if not adds:
+        return Rule(ins, (one,), sizes, linear=linear)
+    sizes = {**sizes, "i": index.shape[0]}
+    return Rule(ins, (one,), sizes, reduce={"i": "sum"}, linear=linear, addends=frozenset({0}))
 
 
-__all__ = ["first_row"]
+__all__ = ["first_row", "lookup", "own_rows"]

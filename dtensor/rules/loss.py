@@ -1,11 +1,15 @@
-"""Negative log likelihood: the batch may be sharded, the classes not.
+"""Losses: elements and samples may be sharded, classes not; a mean divides by the count of the whole.
 
-The mean divides by the weight of all targets, so on a sharded batch that weight is reduced over the ranks first.
+The mean of a negative log likelihood divides by the weight of all targets, so on a sharded batch that weight is reduced
+over the ranks first.
 """
 
-from ..collectives import ops
-from ..mesh import group_name
+from math import prod
+
 from .call import Call, LocalCall, rule_for
+from .local import all_reduce, guarded, is_sharded
+from .pattern import Pattern, bind
+from .pointwise import broadcast
 from .rule import Dims, Rule
 
 MEAN, SUM = 1, 2
@@ -34,12 +38,10 @@ def nll_loss(call: Call) -> Rule:
 
 
 def _local_loss(call: LocalCall):
-    axes = sorted({a for f in call.axes.values() for a in f})
-    if call["reduction"] != MEAN or not axes:
+    if call["reduction"] != MEAN or not is_sharded(call):
         return call.run()
     total, weight = call.run(reduction=SUM)
-    for axis in axes:
-        weight = ops.all_reduce(weight, "sum", group_name(call.mesh, axis))
+    weight = all_reduce(weight, "sum", call)
     return total / weight, weight
 
 
@@ -54,47 +56,84 @@ def nll_loss_backward(call: Call) -> Rule:
     return Rule(ins, (full,), sizes, linear=(frozenset({0}),), unread=unread)
 
 
-@rule_for("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
+ELEMENTWISE = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "soft_margin_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+"""Losses that are a sum or mean over all elements."""
+
+
+@rule_for(*ELEMENTWISE)
 def elementwise_loss(call: Call) -> Rule:
-    names = [f"d{i}" for i in range(call.operands[0].ndim)]
-    full: Dims = tuple((f,) for f in names)
-    same = all(tuple(o.shape) == tuple(call.operands[0].shape) for o in call.operands)
-    sizes = dict(zip(names, call.operands[0].shape)) if same else {}
-    if not same:
-        nothing = tuple(((),) * o.ndim for o in call.operands)
-        return Rule(nothing, tuple(((),) * o.ndim if o else None for o in call.outputs), {})
-    ins = (full,) * len(call.operands)
+    shapes = [o.shape for o in call.operands]
+    ins, sizes = broadcast(shapes, _full(call))
+    full = tuple((f,) for f in sizes)
     if call["reduction"] not in (MEAN, SUM):
         return Rule(ins, (full,), sizes)
-    return Rule(ins, ((),), sizes, reduce=dict.fromkeys(names, "sum"), local=_local_elementwise)
+    return Rule(ins, ((),), sizes, reduce=dict.fromkeys(sizes, "sum"), local=_local_elementwise)
+
+
+def _full(call: Call) -> tuple:
+    """The shape that input, target and weights broadcast to."""
+    operands = [o for o in call.operands if o is not call.operands[0] or not call.has("grad_output")]
+    ndim = max(o.ndim for o in operands)
+    full: list = [1] * ndim
+    for o in operands:
+        for i, s in enumerate(o.shape, ndim - o.ndim):
+            full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
+    return tuple(full)
 
 
 def _local_elementwise(call: LocalCall):
-    if call["reduction"] != MEAN or not any(call.axes.values()):
+    return _mean_by(call, prod(_full(call.call)))
+
+
+def _mean_by(call: LocalCall, count):
+    """The operator, or where a factor of a mean is sharded the local sum over the global count."""
+    if call["reduction"] != MEAN or not is_sharded(call):
         return call.run()
-    count = 1
-    for size in call.call.operands[0].shape:
-        count = count * size
-    return call.run(reduction=SUM) / count
+    made = call.run(reduction=SUM)
+    return (made[0] / count, *made[1:]) if isinstance(made, tuple) else made / count
 
 
-@rule_for("mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward")
+@rule_for(*(f"{name}_backward" for name in ELEMENTWISE))
 def elementwise_loss_backward(call: Call) -> Rule:
     """The gradient of a mean divides by the local count, which a shard has to correct."""
     shape = call["self"].shape
-    names = [f"d{i}" for i in range(len(shape))]
-    full: Dims = tuple((f,) for f in names)
+    (full, *rest), sizes = broadcast([o.shape for o in call.operands[1:]], shape)
     grad = full if call["reduction"] not in (MEAN, SUM) else ((),) * call.operands[0].ndim
-    return Rule((grad, full, full), (full,), dict(zip(names, shape)), linear=(frozenset({0}),), local=_scaled)
+    return Rule((grad, full, *rest), (full,), sizes, linear=(frozenset({0}),), local=_local_elementwise_backward)
 
 
-def _scaled(call: LocalCall):
-    if call["reduction"] != MEAN or not any(call.axes.values()):
-        return call.run()
-    count = 1
-    for size in call.call["self"].shape:
-        count = count * size
-    return call.run(reduction=SUM) / count
+def _local_elementwise_backward(call: LocalCall):
+    return _mean_by(call, prod(call.call["self"].shape))
 
 
-__all__: list[str] = []
+MARGIN = {
+    "multi_margin_loss": ("n_, n, _ -> n", "n_, n, _ ->"),
+    "multi_margin_loss_backward": ("n, n_, n, _ -> n_", "~, n_, n, _ -> n_"),
+    "multilabel_margin_loss_forward": ("n_, n_ -> n, n_", "n_, n_ -> , n_"),
+    "multilabel_margin_loss_backward": ("n, n_, n_, n_ -> n_", "~, n_, n_, n_ -> n_"),
+}
+"""Losses over the classes of each sample -> the pattern without and with a reduction."""
+
+
+@rule_for(*MARGIN)
+def margin_loss(call: Call) -> Rule:
+    reduced = call["reduction"] in (MEAN, SUM)
+    linear = ({0},) if call.has("grad_output") else ()
+    reduce = {"n": "sum"} if reduced and not linear else {}
+    return bind(Pattern(MARGIN[call.name][reduced], linear=linear, reduce=reduce, local=_local_margin), call)
+
+
+@guarded
+def _local_margin(call: LocalCall):
+    return _mean_by(call, call.call["self"].shape[0])
+
+
+__all__ = ["ELEMENTWISE", "MARGIN"]

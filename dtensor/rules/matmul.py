@@ -1,6 +1,7 @@
 """The matmul family: einsums whose contracted factor reduces to Partial(sum)."""
 
 from .call import Call, rule_for
+from .pattern import Pattern, bind
 from .rule import Rule, dims
 
 EINSUMS = {
@@ -10,25 +11,27 @@ EINSUMS = {
     "dot": ("k", "k", ""),
     "vdot": ("k", "k", ""),
     "ger": ("m", "n", "mn"),
+    "addbmm": ("bmk", "bkn", "mn"),
+    "_int_mm": ("mk", "kn", "mn"),
 }
 """Operator -> factors of both operands and of the result."""
 
-ADDED = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addbmm": None}
-"""Operator -> the product it adds its first operand to; None is refused (sums over the batch; decomposed)."""
+ADDED = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addbmm": "addbmm", "addr": "ger"}
+"""Operator -> the product it adds its first operand to."""
 
 
-@rule_for(*EINSUMS)
+@rule_for(*(name for name in EINSUMS if name not in ADDED))
 def product(call: Call) -> Rule:
-    a, b, out = EINSUMS[call.func._schema.name.split("::")[1]]
+    a, b, out = EINSUMS[call.name]
     x, y = call.operands
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
     return Rule((dims(a), dims(b)), (dims(out),), sizes, reduce={"k": "sum"}, linear=(frozenset({0}), frozenset({1})))
 
 
-@rule_for(*[name for name, base in ADDED.items() if base])
+@rule_for(*ADDED)
 def added_product(call: Call) -> Rule:
     """`beta * input + alpha * (a @ b)`: where the contracted factor is sharded the input must be partial too."""
-    a, b, out = EINSUMS[ADDED[call.func._schema.name.split("::")[1].removesuffix("_")] or ""]
+    a, b, out = EINSUMS[ADDED[call.name]]
     bias, x, y = call.operands
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
     full = [sizes[f] for f in out]
@@ -40,10 +43,22 @@ def added_product(call: Call) -> Rule:
         (dims(own), dims(a), dims(b)),
         (dims(out),),
         sizes,
-        reduce={"k": "sum"},
+        reduce={f: "sum" for f in a + b if f not in out},
         linear=(frozenset({0, 1}), frozenset({0, 2})),
         addends=frozenset({0}),
     )
+
+
+@rule_for("_scaled_mm")
+def scaled_mm(call: Call) -> Rule:
+    """`mm` of 8-bit numbers with a scale for each tensor, or for each row of the first and column of the second.
+
+    The contracted factor is whole: parts would each be rounded to the few bits of the result.
+    """
+    text = "m_, _n, ~, ~, ~, ~ -> mn"
+    if call["scale_a"].shape and call["scale_a"].shape[0] == call["self"].shape[0]:
+        text = "m_, _n, m_, _n, n, ~ -> mn"
+    return bind(Pattern(text), call)
 
 
 __all__ = ["EINSUMS"]

@@ -1,10 +1,12 @@
-"""Layer and RMS normalisation: the leading dimensions may be sharded, the normalised ones not.
+"""Layer, RMS and group normalisation: the leading dimensions may be sharded, the normalised ones not.
 
 In the backward the parameters' gradients sum over the leading dimensions, and so come out Partial where those are
 sharded.
 """
 
-from .call import Call, rule_for
+from .call import Call, LocalCall, rule_for
+from .local import guarded, parts
+from .pattern import Pattern, pattern_rules
 from .rule import Dims, Rule
 
 
@@ -39,4 +41,27 @@ def norm_backward(call: Call) -> Rule:
     return Rule(ins, outs, sizes, reduce=reduce, linear=(frozenset({0}),), blocked=blocked)
 
 
-__all__: list[str] = []
+_GROUPS = {"sizes": {"g": "group"}, "blocked": "k"}
+
+
+def _local_groups(call: LocalCall):
+    """The operator is told the sizes, which on a shard are others."""
+    x = call["input"]
+    return call.run(N=x.shape[0], C=x.shape[1], group=call.call["group"] // parts(call, "g"))
+
+
+GROUP_NORM = {
+    "native_group_norm": Pattern("n(gk)~, (gk), (gk) -> n(gk)~, ng, ng", local=guarded(_local_groups), **_GROUPS),
+    "native_group_norm_backward": Pattern(
+        "n(gk)~, n(gk)~, ng, ng, (gk) -> n(gk)~, (gk), (gk)",
+        linear=({0},),
+        reduce={"n": "sum"},
+        local=guarded(_local_groups),
+        **_GROUPS,
+    ),
+}
+"""Channels are a (group, channel) pair of factors, of which a group can be sharded."""
+
+pattern_rules(GROUP_NORM)
+
+__all__ = ["GROUP_NORM"]

@@ -1,7 +1,8 @@
 """Pointwise operators: every output element depends on the elements at the same (broadcast) place.
 
-Any dimension may be sharded. Which operands an operator is linear in decides where Partial(sum) and Partial(avg) pass
-through; refused rows are as much part of the table as the others:
+Any dimension may be sharded. torch tags most of them (see `lookup`); `POINTWISE` lists the others. Which operands an
+operator is linear in decides where Partial(sum) and Partial(avg) pass through; refused rows are as much part of the
+table as the others:
 
     add(P, R)       refused: R would be added once per rank
     mul(P, P)       refused: a product of sums is not the sum of products
@@ -14,182 +15,103 @@ from .rule import Dims, Rule
 
 LINEAR: dict[str, tuple[set[int], ...]] = {
     "neg": ({0},),
+    "_neg_view": ({0},),
     "positive": ({0},),
     "clone": ({0},),
     "detach": ({0},),
     "alias": ({0},),
     "lift_fresh": ({0},),
     "conj": ({0},),
+    "_conj": ({0},),
+    "_conj_physical": ({0},),
+    "conj_physical": ({0},),
+    "complex": ({0, 1},),
+    "polar": ({0},),
+    "deg2rad": ({0},),
+    "rad2deg": ({0},),
     "add.Tensor": ({0, 1},),
     "sub.Tensor": ({0, 1},),
+    "rsub.Tensor": ({0, 1},),
     "mul.Tensor": ({0}, {1}),
     "mul.Scalar": ({0},),
     "div.Tensor": ({0},),
     "div.Scalar": ({0},),
+    "true_divide.Tensor": ({0},),
+    "true_divide.Scalar": ({0},),
+    "ldexp.Tensor": ({0},),
     "where.self": ({1, 2},),
     "lerp.Scalar": ({0, 1},),
+    "lerp.Tensor": ({0, 1},),
     "addcmul": ({0, 1}, {0, 2}),
     "addcdiv": ({0, 1},),
     "threshold_backward": ({0},),
     "gelu_backward": ({0},),
     "silu_backward": ({0},),
+    "mish_backward": ({0},),
+    "elu_backward": ({0},),
+    "leaky_relu_backward": ({0},),
+    "hardtanh_backward": ({0},),
+    "hardsigmoid_backward": ({0},),
+    "hardswish_backward": ({0},),
+    "hardshrink_backward": ({0},),
+    "softshrink_backward": ({0},),
+    "softplus_backward": ({0},),
+    "log_sigmoid_backward": ({0},),
     "sigmoid_backward": ({0},),
     "tanh_backward": ({0},),
+    "logit_backward": ({0},),
+    "_prelu_kernel_backward": ({0},),
+    "rrelu_with_noise_backward": ({0},),
     "native_dropout_backward": ({0},),
     "copy": ({0, 1},),
 }
-"""Operator (without the in-place underscore, with overload where it matters) -> sets of tensor arguments in which it is
-jointly linear."""
+"""Operator (without the in-place underscore, with overload where it matters) -> sets of arguments, by position in the
+schema, in which it is jointly linear."""
 
 POINTWISE = [
-    "abs",
+    "_conj",
+    "_dirichlet_grad",
+    "_fake_quantize_per_tensor_affine_cachemask_tensor_qparams",
+    "_add_relu",
+    "_lazy_clone",
+    "_neg_view",
+    "_pin_memory",
+    "_prelu_kernel",
+    "_prelu_kernel_backward",
+    "_standard_gamma_grad",
+    "_to_copy",
     "absolute",
-    "acos",
-    "acosh",
-    "add",
-    "addcdiv",
-    "addcmul",
     "alias",
-    "angle",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "bitwise_and",
-    "bitwise_not",
-    "bitwise_or",
-    "bitwise_xor",
-    "bitwise_left_shift",
-    "bitwise_right_shift",
-    "ceil",
-    "celu",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
-    "clone",
+    "complex",
     "conj",
     "copy",
-    "copysign",
-    "cos",
-    "cosh",
-    "deg2rad",
     "detach",
-    "digamma",
-    "div",
     "divide",
-    "elu",
     "elu_backward",
-    "eq",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
+    "fake_quantize_per_tensor_affine_cachemask",
     "fill",
-    "floor",
     "floor_divide",
-    "fmax",
-    "fmin",
-    "fmod",
-    "frac",
-    "ge",
-    "gelu",
-    "gelu_backward",
-    "gt",
-    "hardsigmoid",
+    "hardshrink_backward",
     "hardsigmoid_backward",
     "hardswish",
     "hardswish_backward",
-    "hardtanh",
     "hardtanh_backward",
-    "hypot",
-    "i0",
-    "igamma",
-    "igammac",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "isneginf",
-    "isposinf",
-    "ldexp",
-    "le",
-    "leaky_relu",
     "leaky_relu_backward",
-    "lerp",
-    "lgamma",
     "lift_fresh",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "logaddexp",
-    "logaddexp2",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "logit",
-    "logit_backward",
-    "lt",
-    "masked_fill",
-    "maximum",
-    "minimum",
-    "mish",
+    "log_sigmoid_backward",
+    "log_sigmoid_forward",
     "mish_backward",
-    "mse_loss_pointwise",
-    "mul",
     "multiply",
-    "mvlgamma",
-    "nan_to_num",
-    "native_dropout_backward",
-    "ne",
-    "neg",
-    "nextafter",
-    "polygamma",
-    "positive",
-    "pow",
-    "prelu_kernel",
-    "rad2deg",
+    "polar",
     "real",
-    "reciprocal",
-    "relu",
-    "relu6",
-    "remainder",
-    "round",
-    "rsqrt",
-    "rsub",
-    "sigmoid",
-    "sigmoid_backward",
-    "sign",
-    "signbit",
-    "silu",
-    "silu_backward",
-    "sin",
-    "sinc",
-    "sinh",
-    "softplus",
+    "rrelu_with_noise_backward",
     "softplus_backward",
-    "softshrink",
-    "sqrt",
-    "square",
-    "sub",
+    "softshrink_backward",
+    "special_ndtr",
     "subtract",
-    "tan",
-    "tanh",
-    "tanh_backward",
-    "threshold",
-    "threshold_backward",
-    "true_divide",
-    "trunc",
-    "where",
-    "xlogy",
     "zero",
-    "_to_copy",
 ]
-"""Operators whose output has the broadcast shape of all tensor operands."""
+"""Operators whose outputs have the broadcast shape of all tensor operands, and that torch does not tag as pointwise."""
 
 
 def broadcast(shapes: list[tuple], out: tuple) -> tuple[tuple[Dims, ...], dict]:
@@ -210,8 +132,7 @@ def _is_one(size) -> bool:
 
 def linearity(call: Call) -> tuple[frozenset[int], ...]:
     """The sets of operands in which this call is jointly linear."""
-    name = call.func._schema.name.split("::")[1]
-    name = name.removeprefix("_foreach_").removesuffix("_")
+    name = call.name
     keyed = LINEAR.get(f"{name}.{call.func._overloadname}", LINEAR.get(name, ()))
     if call.has("rounding_mode") and call["rounding_mode"] is not None:
         return ()
@@ -236,11 +157,18 @@ def pointwise(call: Call) -> Rule:
     out = next(o for o in call.outputs if o is not None)
     ins, sizes = broadcast(shapes, out.shape)
     full = tuple((f,) for f in sizes)
-    unread = frozenset({0}) if call.func._schema.name in _OVERWRITES else frozenset()
-    return Rule(ins, (full,) * len(call.outputs), sizes, linear=linearity(call), unread=unread)
+    outs = tuple(None if o is None else full if o.ndim == len(full) else ((),) * o.ndim for o in call.outputs)
+    unread = frozenset({0}) if call.name in ("fill", "zero") else frozenset()
+    return Rule(ins, outs, sizes, linear=linearity(call), unread=unread)
 
 
-_OVERWRITES = ("aten::fill_", "aten::zero_", "aten::fill", "aten::zero")
+@rule_for("fake_quantize_per_channel_affine_cachemask")
+def per_channel(call: Call) -> Rule:
+    """Pointwise, with a scale and a zero point for each index along `axis`."""
+    shape = call.operands[0].shape
+    (full,), sizes = broadcast([shape], shape)
+    channel = (full[call["axis"] % len(shape)],)
+    return Rule((full, channel, channel), (full, full), sizes)
 
 
 @rule_for("zeros_like", "ones_like", "empty_like", "full_like")
@@ -258,7 +186,7 @@ def new(call: Call) -> Rule:
     source = call.operands[0]
     if tuple(out.shape) == tuple(source.shape):
         ins, sizes = broadcast([source.shape], source.shape)
-        local = _new_strided if call.func._schema.name == "aten::new_empty_strided" else None
+        local = _new_strided if call.name == "new_empty_strided" else None
         return Rule(ins, ins, sizes, unread=frozenset({0}), local=local, shape_arg="size")
     nothing: Dims = ((),) * out.ndim
     return Rule((((),) * source.ndim,), (nothing,), {}, unread=frozenset({0}))

@@ -1,14 +1,18 @@
-"""Reductions and operators that run along a dimension.
+"""Reductions.
 
 A reduced factor may be sharded where the reduction is associative over ranks; what the operator returns is then
-Partial. Along-a-dimension operators (softmax, cumsum, sort) keep every other dimension.
+Partial. Where it is not (variance, logsumexp) or where no collective has it (any, all) a small reduction over the ranks
+within the operator does.
 """
 
+from collections.abc import Callable
 from math import inf, prod
+from typing import Any
 
 import torch
 
 from .call import Call, LocalCall, rule_for
+from .local import all_reduce, axes_of, has_empty_shard
 from .pointwise import broadcast
 from .rule import Dims, Rule
 
@@ -37,7 +41,7 @@ REDUCTIONS: dict[str, str | None] = {
     "kthvalue": None,
     "count_nonzero": "sum",
 }
-"""Operator -> the reduce op of its parts; None where parts cannot be put together by a collective."""
+"""Operator -> the reduce op of its parts; None where a collective cannot put parts together (but see `WITHIN`)."""
 
 LINEAR_REDUCTIONS = ("sum", "mean")
 
@@ -55,7 +59,7 @@ def reduced_dims(call: Call) -> tuple[list[int], bool]:
 
 @rule_for(*REDUCTIONS)
 def reduction(call: Call) -> Rule:
-    name = call.func._schema.name.split("::")[1]
+    name = call.name
     shape = call.operands[0].shape
     if len(call.operands) == 2:
         return elementwise_extremum(call)
@@ -65,6 +69,9 @@ def reduction(call: Call) -> Rule:
     factors = [f"d{i}" for i in over] if shape else []
     indices = name in ("max", "min") and len(call.outputs) == 2
     out: Dims = tuple(() if i in over else (f"d{i}",) for i in range(len(shape)) if keep or i not in over)
+    if name in WITHIN and not call.operands[0].dtype.is_complex:
+        whole = frozenset(range(len(call.outputs)))
+        return Rule((ins,), (out,) * len(call.outputs), sizes, whole=whole, local=WITHIN[name])
     if op is None or indices or (op != "sum" and call.operands[0].dtype == torch.bool):
         return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
     linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()
@@ -94,59 +101,94 @@ def _mean(call: LocalCall):
 
 def _extremum(call: LocalCall):
     """An empty shard gives the value that loses against every other."""
-    x = call.args[0]
-    if x.numel() or not any(call.axes.values()):
+    if not has_empty_shard(call):
         return call.run()
+    x = call["self"][0] if call.call.many else call["self"]
     over, keep = reduced_dims(call.call)
-    wants_max = REDUCTIONS[call.func._schema.name.split("::")[1]] == "max"
+    wants_max = REDUCTIONS[call.call.name] == "max"
     if x.dtype.is_floating_point:
         worst = -inf if wants_max else inf
     else:
         worst = torch.iinfo(x.dtype).min if wants_max else torch.iinfo(x.dtype).max
     shape = [1 if i in over else s for i, s in enumerate(x.shape) if keep or i not in over]
-    return x.new_full(shape, worst)
+    made = x.new_full(shape, worst)
+    return [made] if call.call.many else made
 
 
-ALONG = {
-    "_softmax": ("dim", ()),
-    "_log_softmax": ("dim", ()),
-    "_safe_softmax": ("dim", ()),
-    "_softmax_backward_data": ("dim", ({0},)),
-    "_log_softmax_backward_data": ("dim", ({0},)),
-    "cumsum": ("dim", ({0},)),
-    "cumprod": ("dim", ()),
-    "sort": ("dim", ()),
-    "argsort": ("dim", ()),
-    "flip": ("dims", ({0},)),
-    "roll": ("dims", ({0},)),
+def _truth(call: LocalCall):
+    """`any` is the largest truth value of all ranks, `all` the smallest."""
+    made = call.run()
+    op = "max" if call.call.name == "any" else "min"
+    return all_reduce(made.to(torch.uint8), op, call, _reduced_factors(call)).to(made.dtype)
+
+
+def _reduced_factors(call: LocalCall) -> set[str]:
+    return {f"d{i}" for i in reduced_dims(call.call)[0]}
+
+
+def _across(local: Callable[[LocalCall], Any]) -> Callable[[LocalCall], Any]:
+    """`local` where a reduced factor is sharded, else the operator itself."""
+    return lambda call: local(call) if axes_of(call, _reduced_factors(call)) else call.run()
+
+
+def _logsumexp(call: LocalCall):
+    """The largest value of all ranks is taken out first, so that no exponential overflows."""
+    (o,) = call.call.outputs
+    assert o is not None
+    over, keep = reduced_dims(call.call)
+    factors = _reduced_factors(call)
+    x = call["self"].to(o.dtype)
+    shape = [1 if i in over else s for i, s in enumerate(x.shape)]
+    top = x.amax(over, keepdim=True) if x.numel() else x.new_full(shape, -inf)
+    top = all_reduce(top, "max", call, factors)
+    top = torch.where(top.abs() == inf, torch.zeros_like(top), top)
+    total = all_reduce((x - top).exp().sum(over, keepdim=True), "sum", call, factors)
+    made = total.log() + top
+    return made if keep else made.reshape([s for i, s in enumerate(made.shape) if i not in over])
+
+
+def _variance(call: LocalCall):
+    """By two passes: the mean, then the squares of what differs from it."""
+    name, x = call.call.name, call["self"]
+    over, keep = reduced_dims(call.call)
+    factors = _reduced_factors(call)
+    count = prod(call.call["self"].shape[i] for i in over)
+    mean = all_reduce(x.sum(over, keepdim=True), "sum", call, factors) / count
+    centred = x - mean
+    squares = all_reduce((centred * centred).sum(over, keepdim=True), "sum", call, factors)
+    made = squares / max(count - _correction(call), 0)
+    made = made.sqrt() if name.startswith("std") else made
+    if not keep:
+        kept = [s for i, s in enumerate(made.shape) if i not in over]
+        made, mean = made.reshape(kept), mean.reshape(kept)
+    return (made, mean) if name.endswith("_mean") else made
+
+
+def _correction(call: LocalCall):
+    if call.call.has("unbiased"):
+        return int(call["unbiased"])
+    return 1 if call["correction"] is None else call["correction"]
+
+
+WITHIN = {
+    "any": _across(_truth),
+    "all": _across(_truth),
+    "logsumexp": _across(_logsumexp),
+    "var": _across(_variance),
+    "std": _across(_variance),
+    "var_mean": _across(_variance),
+    "std_mean": _across(_variance),
 }
-"""Operator -> the argument that names the dimensions it runs along, and the operands it is linear in."""
+"""Operator whose parts no collective puts together -> what reduces over the ranks within it. Results are Replicate."""
 
 
-@rule_for(*ALONG)
-def along(call: Call) -> Rule:
-    argument, linear = ALONG[call.func._schema.name.split("::")[1]]
-    shape = call.operands[0].shape
-    ins, sizes = broadcast([o.shape for o in call.operands], shape)
-    given = call[argument]
-    given = given if isinstance(given, (list, tuple)) else [given]
-    over = {d % len(shape) for d in given} if given and shape else set(range(len(shape)))
-    return Rule(
-        ins,
-        (ins[0],) * len(call.outputs),
-        sizes,
-        linear=tuple(map(frozenset, linear)),
-        blocked=frozenset(f"d{i}" for i in over),
-    )
-
-
-@rule_for("topk")
-def topk(call: Call) -> Rule:
+@rule_for("histc")
+def histogram(call: Call) -> Rule:
+    """Counts add up, if the range is given and not to be found first."""
     shape = call.operands[0].shape
     (ins,), sizes = broadcast([shape], shape)
-    over = call["dim"] % len(shape) if shape else 0
-    out = tuple(() if i == over else d for i, d in enumerate(ins))
-    return Rule((ins,), (out, out), sizes, blocked=frozenset({f"d{over}"}))
+    blocked = frozenset(sizes) if call["min"] == call["max"] else frozenset()
+    return Rule((ins,), (((),),), sizes, reduce=dict.fromkeys(sizes, "sum"), blocked=blocked)
 
 
-__all__ = ["ALONG", "REDUCTIONS"]
+__all__ = ["REDUCTIONS", "WITHIN"]

@@ -37,7 +37,9 @@ class Rule:
         blocked: factors that may not be sharded.
         addends: operands added to a reduced result; they turn Partial where a factor is reduced.
         unread: operands whose values are not read: they are never moved.
-        whole: outputs that stay Replicate even if they lack a sharded factor (`local` sees to it).
+        whole: outputs that stay Replicate even if they lack a sharded factor (`local` sees to it); a pair of output and
+            factor says so of that factor only.
+        written: operands that are written to though the schema does not say so (running statistics).
         local: runs the operator on local tensors in place of the operator itself; gets a `LocalCall`.
         shape_arg: name of the argument that holds the (global) shape of output 0 and is localised.
     """
@@ -50,7 +52,8 @@ class Rule:
     blocked: frozenset[Factor] = frozenset()
     addends: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
-    whole: frozenset[int] = frozenset()
+    whole: frozenset[int | tuple[int, Factor]] = frozenset()
+    written: frozenset[int] = frozenset()
     local: Callable[[Any], Any] | None = None
     shape_arg: str | None = None
 
@@ -97,9 +100,10 @@ def _shard(rule: Rule, factor: Factor) -> Candidate | None:
         ins.append(op if where is None and i in rule.addends else where)
     for i, d in enumerate(rule.outputs):
         where = position(d, factor, rule.sizes) if d is not None else None
-        if where == -1 or (where is None and d is not None and op is None and i not in rule.whole):
+        lacks = where is None and d is not None and i not in rule.whole and (i, factor) not in rule.whole
+        if where == -1 or (lacks and op is None):
             return None
-        outs.append(op if where is None and d is not None and i not in rule.whole else where)
+        outs.append(op if lacks else where)
     return Candidate(factor, tuple(ins), tuple(outs))
 
 

@@ -101,13 +101,17 @@ def view(call: Call) -> Rule:
     ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
     # The minor rest of a many-to-many group stands for no dimension of its own and is never a candidate.
     blocked = frozenset(f for d in ins for f in d[1:])
-    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg="size")
+    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg=_size(call))
+
+
+def _size(call: Call) -> str:
+    return "size" if call.has("size") else "shape"
 
 
 def _reinterpreted(call: Call, out) -> Rule:
     """`x.view(dtype)`: not linear, and the last dimension changes its length where the element size does."""
     shape = call.operands[0].shape
-    rule = _follow(call, list(range(out.ndim)))
+    rule = follow(call, list(range(out.ndim)))
     resized = out.dtype.itemsize != call.operands[0].dtype.itemsize
     return replace(rule, linear=(), blocked=frozenset({f"d{len(shape) - 1}"}) if resized else frozenset())
 
@@ -117,7 +121,7 @@ def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
     return frozenset(f for t in (ins, outs) for d in t for f in d if f not in leading)
 
 
-def _follow(call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg=None) -> Rule:
+def follow(call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg=None) -> Rule:
     """Output dimension i is input dimension `source[i]`, or a new one (None)."""
     shape = call.operands[0].shape
     (ins,), sizes = broadcast([shape], shape)
@@ -131,7 +135,7 @@ def _follow(call: Call, source: Sequence[int | None], blocked: frozenset[str] = 
 
 @rule_for("t")
 def t(call: Call) -> Rule:
-    return _follow(call, list(range(call.operands[0].ndim))[::-1])
+    return follow(call, list(range(call.operands[0].ndim))[::-1])
 
 
 @rule_for("transpose", "swapaxes")
@@ -141,13 +145,13 @@ def transpose(call: Call) -> Rule:
     a, b = (call["dim0"] % ndim, call["dim1"] % ndim) if ndim else (0, 0)
     if ndim:
         order[a], order[b] = order[b], order[a]
-    return _follow(call, order)
+    return follow(call, order)
 
 
 @rule_for("permute")
 def permute(call: Call) -> Rule:
     ndim = call.operands[0].ndim
-    return _follow(call, [d % ndim for d in call["dims"]])
+    return follow(call, [d % ndim for d in call["dims"]])
 
 
 @rule_for("unsqueeze")
@@ -155,7 +159,7 @@ def unsqueeze(call: Call) -> Rule:
     ndim = call.operands[0].ndim
     order: list[int | None] = list(range(ndim))
     order.insert(call["dim"] % (ndim + 1), None)
-    return _follow(call, order)
+    return follow(call, order)
 
 
 @rule_for("squeeze")
@@ -172,7 +176,7 @@ def squeeze(call: Call) -> Rule:
             return torch.ops.aten.squeeze.dims(x, sorted(gone))
         return x.reshape([s for i, s in enumerate(x.shape) if i not in gone])
 
-    return replace(_follow(call, [i for i in range(len(shape)) if i not in gone]), local=local)
+    return replace(follow(call, [i for i in range(len(shape)) if i not in gone]), local=local)
 
 
 @rule_for("expand")
@@ -183,35 +187,8 @@ def expand(call: Call) -> Rule:
     new = out.ndim - len(shape)
     source = [None if i < new or (_is_one(shape[i - new]) and not _is_one(s)) else i - new
               for i, s in enumerate(out.shape)]  # fmt: skip
-    rule = _follow(call, list(source), shape_arg="size")
+    rule = follow(call, list(source), shape_arg="size")
     return rule
-
-
-@rule_for("select")
-def select(call: Call) -> Rule:
-    ndim = call.operands[0].ndim
-    gone = call["dim"] % ndim
-    return _follow(call, [i for i in range(ndim) if i != gone])
-
-
-@rule_for("unbind")
-def unbind(call: Call) -> Rule:
-    return select(call)
-
-
-@rule_for("slice", "narrow", "split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "diagonal", "unfold")
-def cut(call: Call) -> Rule:
-    """The cut dimension is whole on every rank, unless nothing is cut off."""
-    shape = call.operands[0].shape
-    if call.func._schema.name in ("aten::diagonal", "aten::unfold"):
-        (ins,), sizes = broadcast([shape], shape)
-        outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
-        return Rule((ins,), outs, sizes, linear=LINEAR, blocked=frozenset(sizes))
-    dim = call["dim"] % len(shape)
-    out = call.outputs[0]
-    if call.has("end") and out is not None and _same(out.shape[dim], shape[dim]):
-        return _follow(call, list(range(len(shape))))
-    return _follow(call, list(range(len(shape))), blocked=frozenset({f"d{dim}"}))
 
 
 @rule_for("constant_pad_nd")
@@ -219,31 +196,16 @@ def pad(call: Call) -> Rule:
     """Padded dimensions are whole on every rank; padding with zeros is linear."""
     ndim, given = call.operands[0].ndim, call["pad"]
     padded = {f"d{ndim - 1 - i // 2}" for i, p in enumerate(given) if not (isinstance(p, int) and p == 0)}
-    rule = _follow(call, list(range(ndim)), blocked=frozenset(padded))
+    rule = follow(call, list(range(ndim)), blocked=frozenset(padded))
     return rule if call["value"] == 0 else replace(rule, linear=())
 
 
-@rule_for("slice_backward", "select_backward")
-def cut_backward(call: Call) -> Rule:
-    """The gradient of a cut: zeros but for the part that was taken."""
-    (out,) = call.outputs
-    assert out is not None
-    dim = call["dim"] % out.ndim
-    sliced = call.func._schema.name == "aten::slice_backward"
-    whole = sliced and _same(call.operands[0].shape[dim], out.shape[dim])
-    names = [f"d{i}" for i in range(out.ndim)]
-    full: Dims = tuple(() if i == dim and not whole else (f,) for i, f in enumerate(names))
-    ins = full if sliced else full[:dim] + full[dim + 1 :]
-    sizes = {f: s for i, (f, s) in enumerate(zip(names, out.shape)) if i != dim or whole}
-    return Rule((ins,), (full,), sizes, linear=LINEAR, shape_arg="input_sizes")
-
-
-@rule_for("cat", "stack")
+@rule_for("cat", "stack", "_stack")
 def cat(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     dim = call["dim"] % out.ndim
-    stacked = call.func._schema.name == "aten::stack"
+    stacked = call.name.endswith("stack")
     names = [f"d{i}" for i in range(out.ndim)]
     full: Dims = tuple(() if i == dim else (f,) for i, f in enumerate(names))
     one = full[:dim] + full[dim + 1 :] if stacked else full
@@ -253,4 +215,23 @@ def cat(call: Call) -> Rule:
     return Rule(ins, (full,), sizes, linear=(frozenset(range(len(ins))),))
 
 
-__all__ = ["groups", "view_factors"]
+@rule_for("repeat")
+def repeat(call: Call) -> Rule:
+    """A dimension that is repeated is whole on every rank."""
+    shape, repeats = call.operands[0].shape, call["repeats"]
+    new = len(repeats) - len(shape)
+    source = [i - new if i >= new and _is_one(r) else None for i, r in enumerate(repeats)]
+    return follow(call, source)
+
+
+@rule_for("view_as_real")
+def view_as_real(call: Call) -> Rule:
+    return follow(call, [*range(call.operands[0].ndim), None])
+
+
+@rule_for("view_as_complex")
+def view_as_complex(call: Call) -> Rule:
+    return follow(call, list(range(call.operands[0].ndim - 1)))
+
+
+__all__ = ["follow", "groups", "view_factors"]

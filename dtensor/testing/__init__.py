@@ -1,10 +1,11 @@
-"""Tools for testing sharded code: small models, ranks as processes or threads, placements by the dozen,
-counting.
+"""Tools for testing sharded code: small models, ranks as processes or threads, placements by the dozen, counting,
+sharding rules by brute force.
 
 Public, for the tests of users' own models as well; the library itself does not stand on it, but for
 `dtensor.demo`.
 """
 
+from .candidates import Case, wrong_candidates
 from .converter import ShardingConverter
 from .counting import Collective, CountCollectives
 from .models import (
@@ -23,6 +24,7 @@ from .threads import run_threads
 
 __all__ = [
     "Attention",
+    "Case",
     "Collective",
     "CountCollectives",
     "FeedForward",
@@ -38,4 +40,5 @@ __all__ = [
     "run_threads",
     "with_ranks",
     "with_threads",
+    "wrong_candidates",
 ]

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from .._torch import overloads_of
 from ..decision import call_of, carry_out
 from ..dispatch import run
 from ..layout import Layout
-from ..rules import RULES
+from ..rules import rule_of
+from ..rules.call import is_in_place
 from ..rules.choose import _assemble, _fits
 from ..rules.rule import Candidate, candidates
 from ..tensor import DTensor
@@ -25,15 +27,48 @@ State = int | str | None
 
 @dataclass
 class Case:
-    """An operator call; `at_least` is the number of candidates the rule must find, so that none goes missing."""
+    """An operator call on plain tensors, best of float64.
+
+    Attributes:
+        func: an OpOverload, or a custom operator or packet of one overload.
+        args, kwargs: of the plain call.
+        at_least: the number of candidates the rule must find, so that none goes missing.
+    """
 
     func: Any
     args: tuple
     at_least: int = 1
     kwargs: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self):
+        found = overloads_of(self.func)
+        if len(found) != 1:
+            names = ", ".join(map(str, found))
+            raise ValueError(f"a Case calls one operator; {self.func!r} is {names or 'none'}: name the overload")
+        self.func = found[0]
 
-def mapped(value, of):
+
+def case(func, *args, at_least: int = 1, **kwargs) -> Case:
+    """The call `func(*args, **kwargs)` as a case."""
+    return Case(func, args, at_least, kwargs)
+
+
+def floats(*shape: int) -> torch.Tensor:
+    """Random numbers from 0.5 to 1.5, double."""
+    return torch.rand(shape, dtype=torch.float64) + 0.5
+
+
+def integers(high: int, *shape: int) -> torch.Tensor:
+    """Random integers below `high`."""
+    return torch.randint(high, shape)
+
+
+def booleans(*shape: int) -> torch.Tensor:
+    """A random mask."""
+    return torch.rand(shape) < 0.5
+
+
+def mapped(value, of) -> Any:
     """`value` with `of` applied to the tensors inside its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return of(value)
@@ -60,8 +95,18 @@ def cut(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
         chunks = list(torch.chunk(x, n, state))
         return [t.clone() for t in chunks] + [x.narrow(state, 0, 0).clone()] * (n - len(chunks))
     assert state in ("sum", "avg"), f"no operand is ever P({state})"
-    parts = [torch.randn_like(x) for _ in range(n - 1)]
+    parts = [torch.randn_like(x) if is_real(x) else torch.randint_like(x, 9) for _ in range(n - 1)]
     return [*parts, x * (n if state == "avg" else 1) - sum(parts)]
+
+
+def is_real(x: torch.Tensor) -> bool:
+    """Whether `x` holds real or complex numbers, no integers."""
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+def can_be(x: torch.Tensor, state: State) -> bool:
+    """Whether an operand can lie so: truth values have no parts, and integers none of an average."""
+    return not isinstance(state, str) or is_real(x) or (x.dtype != torch.bool and state == "sum")
 
 
 REDUCE = {
@@ -82,12 +127,16 @@ def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> b
     else:
         if any(p.shape != dense.shape for p in pieces):
             return False
-        pieces, wanted = [REDUCE[state](torch.stack(pieces))], [dense]
+        pieces, wanted = [REDUCE[state](torch.stack(pieces)).to(pieces[0].dtype)], [dense]
     return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
 
 
 def close(a, b) -> bool:
-    return torch.allclose(a.double(), b.double(), rtol=1e-6, atol=1e-9, equal_nan=True)
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    single = a.dtype in (torch.float32, torch.complex64)
+    return torch.allclose(
+        a.to(wide), b.to(wide), rtol=1e-4 if single else 1e-6, atol=1e-5 if single else 1e-9, equal_nan=True
+    )
 
 
 def layout_of(state: State, ndim: int) -> Layout:
@@ -112,8 +161,8 @@ def call_and_rule(case: Case, mesh):
     states = [None] * len(tensors((case.args, case.kwargs)))
     args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
     call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
-    name = case.func._schema.name
-    make = RULES.get(name) or RULES[name.removesuffix("_")]
+    make = rule_of(case.func)
+    assert make is not None, f"{case.func} has no rule; give it one with dtensor.register_sharding"
     return call, make(call)
 
 
@@ -121,9 +170,8 @@ def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.
     """Local outputs of this rank when the call runs as `candidate` says."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)
     call, rule = call_and_rule(case, mesh)
-    in_place = case.func._schema.name.endswith("_")
-    choice = _assemble(rule, [candidate], call.operands, None)
-    assert choice is not None, "only a pinned layout is ever refused"
+    in_place = is_in_place(case.func)
+    choice = _assemble(rule, [candidate], call.operands, False)
     out = run(carry_out(call, rule, choice, in_place), case.func, args, kwargs)
     for o, want in zip(as_list(out), candidate.outputs):
         if o is not None and not in_place:
@@ -161,12 +209,12 @@ class Job:
 def jobs_of(case: Case, n: int) -> list[Job]:
     _, rule = call_and_rule(case, OneAxis(n))
     operands = tensors((case.args, case.kwargs))
-    dense = as_list(case.func(*mapped(case.args, torch.clone), **case.kwargs))
+    dense = as_list(case.func(*mapped(case.args, torch.clone), **mapped(case.kwargs, torch.clone)))
     table = candidates(rule)
     assert len(table) >= case.at_least, f"{case.func}: {len(table)} candidates, expected {case.at_least}"
     jobs = []
     for found in table:
-        if _fits(rule, found, n, {}):
+        if _fits(rule, found, n, {}) and all(map(can_be, operands, found.inputs)):
             pieces = [cut(x, s, n) for x, s in zip(operands, found.inputs)]
             for i in rule.unread:
                 pieces[i] = [torch.full_like(p, 99) for p in pieces[i]]
@@ -186,7 +234,12 @@ def run_jobs(rank, n, jobs):
 
 
 def wrong_candidates(cases: list[Case], n: int) -> list[str]:
-    """What goes wrong when every candidate of every case runs on an axis of `n` ranks (threads); a line each."""
+    """What goes wrong when every candidate of every case runs on an axis of `n` ranks (threads); a line each.
+
+    Empty if the rules tell the truth: for a rule of one's own, see `dtensor.register_sharding`. Shards and random parts
+    of the arguments are the operands of each rank; what the ranks give is put together as the candidate says and
+    compared with the plain call. Choose sizes that `n` divides and sizes that it does not.
+    """
     jobs = [j for case in cases for j in jobs_of(case, n)]
     results = run_threads(run_jobs, n, n, jobs)
     wrong = []
@@ -207,8 +260,12 @@ __all__ = [
     "OneAxis",
     "State",
     "as_list",
+    "booleans",
     "call_and_rule",
+    "case",
     "cut",
+    "floats",
+    "integers",
     "is_right",
     "jobs_of",
     "mapped",

@@ -137,3 +137,11 @@ def test_backward_graphs_are_told_by_their_tangents():
     assert pipeline.direction(graph, True) == "inference"
     graph.placeholder("tangents_1")
     assert pipeline.direction(graph, False) == "backward"
+
+
+def test_all_to_all_goes_through_inductor(mesh):
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    compiled = torch.compile(lambda t: t.redistribute(placements=[Shard(1)]) + 1, fullgraph=True)
+    out = compiled(x)
+    assert out.placements == (Shard(1),)
+    assert out.to_local().shape == (4, 2)

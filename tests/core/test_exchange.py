@@ -148,3 +148,13 @@ def test_on_processes(rank):
     apart: Any = torch.compiler.disable(to_square)
     y = torch.compile(lambda x: apart(x * 2) * 2, backend="aot_eager")(x)
     assert y.to_local().tolist() == [2.0 * (2 * (4 * (rank % 2) + i) + 1) for i in range(4)]
+
+
+@with_threads(4)
+def test_dtypes_that_backends_do_not_take(rank):
+    line, pair = init_device_mesh("cpu", (4,)), DeviceMesh("cpu", torch.tensor([3]))
+    for dtype in (torch.complex64, torch.int16, torch.bool, torch.float8_e4m3fn):
+        dense = torch.arange(6).float().to(dtype)
+        y = distribute_tensor(dense, line, [Shard(0)]).redistribute(pair, [Replicate()])
+        assert y.dtype == dtype
+        assert rank != 3 or torch.equal(y.to_local().to(torch.complex64), dense.to(torch.complex64))

@@ -228,6 +228,15 @@ def test_whole_values(rank):
     assert bool((x.sum() == 6).all())
 
 
+@torch.library.custom_op("dtensor_test::highest", mutates_args=())
+def highest(x: torch.Tensor, count: int) -> torch.Tensor:
+    """An operator that has no rule."""
+    return x.sort(descending=True).values[:count].clone()
+
+
+highest.register_fake(lambda x, count: x.new_empty(count))
+
+
 def test_operator_without_a_rule_warns_once():
     @with_threads(1)
     def run(rank):
@@ -236,10 +245,10 @@ def test_operator_without_a_rule_warns_once():
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                found = torch.histc(x, 3)
-        assert found.full_tensor().tolist() == [2.0, 1.0, 1.0]
+                found = highest(x, 3)
+        assert found.full_tensor().tolist() == [3.0, 2.0, 1.0]
         assert [str(w.message) for w in caught] == [
-            "aten.histc.default has no sharding rule: its arguments are gathered and it runs on every rank"
+            "dtensor_test.highest.default has no sharding rule: its arguments are gathered and it runs on every rank"
         ]
 
     run()
@@ -249,7 +258,8 @@ def test_operator_without_a_rule_warns_once():
 def test_operator_without_a_rule_is_right(rank):
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.tensor([3.0, 1.0, 2.0, 1.0]), mesh, [Shard(0)])
-    assert torch.histc(x, 3).full_tensor().tolist() == [2.0, 1.0, 1.0]
+    assert highest(x, 2).full_tensor().tolist() == [3.0, 2.0]
+    assert torch.multinomial(x, 1).shape == (1,)  # known to be whole: no warning
 
 
 @with_threads(2)

@@ -165,7 +165,7 @@ class Exhaustive:
         """Seconds, from the formula written out once more."""
         n, links = self.network.size(group), [self.network.links[a] for a in group]
         wire = {"all_reduce": 2 * (n - 1) / n, "collective_permute": 1}.get(op, (n - 1) / n) * size * itemsize
-        rounds = {"all_reduce": 2 * ceil(log2(n)), "all_to_all": n - 1, "collective_permute": 1}.get(op, ceil(log2(n)))
+        rounds = {"all_reduce": 2 * ceil(log2(n)), "collective_permute": 1}.get(op, ceil(log2(n)))
         if op in ("shard", "partial"):
             return max(k.launch for k in links) + size * itemsize / min(k.memory for k in links)
         slowest = max(k.start for k in links) + rounds * max(k.alpha for k in links)
@@ -378,7 +378,7 @@ def test_costs_by_hand():
     assert seconds("all_gather", 800, 4, link) == 2 + 2 + 6
     assert seconds("reduce_scatter", 800, 8, link) == 2 + 3 + 7
     assert seconds("all_reduce", 800, 4, link) == 2 + 4 + 12
-    assert seconds("all_to_all", 800, 4, link) == 2 + 3 + 6
+    assert seconds("all_to_all", 800, 4, link) == 2 + 2 + 6
     assert seconds("collective_permute", 800, 4, link) == 2 + 1 + 8
     assert seconds("shard", 800, 4, link) == 0.5 + 0.8
     assert seconds("all_reduce", 800, 1, link) == 0

@@ -23,24 +23,12 @@ from dtensor.testing.candidates import (
     tensors,
     wrong_candidates,
 )
+from dtensor.testing.candidates import booleans as mask
+from dtensor.testing.candidates import case as c
+from dtensor.testing.candidates import floats as f
+from dtensor.testing.candidates import integers as ints
 
 aten = torch.ops.aten
-
-
-def f(*shape):
-    return torch.rand(shape, dtype=torch.float64) + 0.5
-
-
-def ints(high, *shape):
-    return torch.randint(high, shape)
-
-
-def mask(*shape):
-    return torch.rand(shape) < 0.5
-
-
-def c(func, *args, at_least=1, **kwargs):
-    return Case(func, args, at_least, kwargs)
 
 
 def pointwise_cases():

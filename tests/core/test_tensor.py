@@ -113,9 +113,11 @@ def test_errors_name_what_was_given(rank):
         x + other
     with pytest.raises(ValueError, match=r"prefer is 'time' or 'memory'; got 'speed'"):
         x.redistribute(mesh, [Replicate()], prefer="speed")
-    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()])
-    with pytest.raises(OperatorError, match=r"would change the layout P of the tensor .* without the underscore"):
-        partial.relu_()
+    matrix = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    with pytest.raises(MixedTensorError, match=r"aten.mm.out: argument 'out' is a plain tensor"):
+        torch.mm(matrix, matrix, out=torch.empty(4, 4))
+    with pytest.raises(OperatorError, match=r"aten.mm.out: out= has shape \[4\], the result \[4, 4\]"):
+        torch.mm(matrix, matrix, out=x)
 
 
 @with_threads(2)
@@ -126,6 +128,96 @@ def test_in_place_keeps_the_layout(rank):
     assert same is x
     assert x.placements == (Shard(0),)
     assert x.full_tensor().tolist() == [2.0, 3.0, 4.0, 5.0]
+
+
+@with_threads(2)
+def test_in_place_where_the_layout_does_not_do(rank):
+    mesh = mesh_of()
+    partial = DTensor.from_local(torch.tensor([1.0, -2.0, 3.0, -4.0]), mesh, [Partial()])
+    assert partial.relu_() is partial
+    assert partial.placements == (Partial(),)
+    assert partial.full_tensor().tolist() == [2.0, 0.0, 6.0, 0.0]
+    rows = distribute_tensor(torch.arange(6.0).view(3, 2), mesh, [Shard(0)])
+    assert rows.cumsum_(0).placements == (Shard(0),)
+    assert rows.full_tensor().tolist() == [[0.0, 1.0], [2.0, 4.0], [6.0, 9.0]]
+    lists = [
+        distribute_tensor(torch.tensor([4.0, 9.0]), mesh, [Shard(0)]),
+        DTensor.from_local(torch.ones(2) * 2, mesh, [Partial()]),
+    ]
+    torch._foreach_sqrt_(lists)
+    assert [x.full_tensor().tolist() for x in lists] == [[2.0, 3.0], [2.0, 2.0]]
+    assert [x.placements for x in lists] == [(Shard(0),), (Partial(),)]
+
+
+@with_threads(2)
+def test_in_place_change_of_shape(rank):
+    mesh = mesh_of()
+    x = distribute_tensor(torch.arange(6.0).view(3, 1, 2), mesh, [Shard(0)])
+    assert x.squeeze_(1) is x
+    assert (x.shape, x.stride(), x.placements) == ((3, 2), (2, 1), (Shard(0),))
+    assert x.t_().placements == (Shard(1),)
+    assert (x.shape, x.stride()) == ((2, 3), (1, 2))
+    assert x.full_tensor().tolist() == [[0.0, 2.0, 4.0], [1.0, 3.0, 5.0]]
+
+
+@with_threads(2)
+def test_out(rank):
+    mesh = mesh_of()
+    a, b = torch.arange(6.0).view(3, 2), torch.arange(8.0).view(2, 4)
+    x, y = distribute_tensor(a, mesh, [Shard(0)]), distribute_tensor(b, mesh, [Shard(1)])
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        out = distribute_tensor(torch.zeros(3, 4), mesh, [placement])
+        assert torch.mm(x, y, out=out) is out
+        assert out.placements == (placement,)
+        assert torch.equal(out.full_tensor(), a @ b)
+    values, indices = x.max(0)
+    torch.max(y, 1, out=(out_values := torch.zeros_like(values), out_indices := torch.zeros_like(indices)))
+    assert out_values.full_tensor().tolist() == [3.0, 7.0]
+    assert out_indices.full_tensor().tolist() == [3, 3]
+
+
+@with_threads(2)
+def test_writing_to_a_view_that_is_a_copy(rank):
+    """Rows are cut so that the flat view has to be gathered; what is written to it reaches the rows."""
+    mesh = mesh_of()
+    x = distribute_tensor(torch.arange(6.0).view(2, 3), mesh, [Shard(1)])
+    flat = x.view(6)
+    flat.mul_(2)
+    assert x.placements == (Shard(1),)
+    assert x.full_tensor().tolist() == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
+    flat[1:3].zero_()
+    x.view(6).split(4)[1].add_(1)
+    assert x.full_tensor().tolist() == [[0.0, 0.0, 0.0], [6.0, 9.0, 11.0]]
+    shared = x.t()
+    assert shared._view_of is None
+    shared.add_(1)
+    assert x.full_tensor().tolist() == [[1.0, 1.0, 1.0], [7.0, 10.0, 12.0]]
+
+
+@with_threads(2)
+def test_dtypes_that_backends_do_not_take(rank):
+    mesh = mesh_of()
+    for dtype in (torch.complex64, torch.int16, torch.uint16, torch.float8_e4m3fn):
+        dense = torch.arange(12).view(4, 3).to(torch.float32).to(dtype)
+        for source in ([Shard(0)], [Shard(1)]):
+            x = distribute_tensor(dense, mesh, source)
+            for target in (Shard(0), Shard(1), Replicate()):
+                found = x.redistribute(placements=[target]).full_tensor()
+                assert found.dtype == dtype
+                assert found.to(torch.complex64).equal(dense.to(torch.complex64))
+    for dtype in (torch.complex64, torch.int16):
+        parts = DTensor.from_local(torch.arange(4).to(dtype), mesh, [Partial()])
+        for target in (Replicate(), Shard(0)):
+            assert parts.redistribute(placements=[target]).full_tensor().tolist() == [0, 2, 4, 6]
+
+
+@with_threads(2)
+def test_conjugates_are_computed(rank):
+    mesh = mesh_of()
+    dense = torch.tensor([1 + 2j, 3 - 4j])
+    x = distribute_tensor(dense, mesh, [Shard(0)])
+    assert torch.view_as_real(x.conj()).full_tensor().tolist() == [[1.0, -2.0], [3.0, 4.0]]
+    assert x.conj().imag.full_tensor().tolist() == [-2.0, 4.0]
 
 
 @with_threads(2)

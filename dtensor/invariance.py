@@ -1,0 +1,250 @@
+"""Invariance: which plain tensors may stand beside DTensors, because every rank holds the same values.
+
+A plain tensor among DTensors is an error as a rule: nothing says whether it is a global tensor or this rank's part. It
+is taken as replicated where its origin says so: it has no dimensions, or it was computed from nothing that can differ
+between ranks, that is from factories (`ones`, `arange`), Python numbers and others of its kind. Random numbers, inputs
+and what comes out of `to_local` do differ.
+
+    compiled   the trace knows where a tensor comes from: the graph node of the tensor is followed to its ancestors
+    eager      inside `implicit_replication` a dispatch mode marks such tensors; torch's own decompositions run in one,
+               and what its gradient formulas make on the way counts as such
+
+A mark lies on the storage, so that views share it, and holds the version of the tensor, so that a later write ends it.
+Sizes and Python numbers count as alike on all ranks: nothing can tell where they come from. What writes to a marked
+tensor outside of regions and counts no version, a collective or numpy, goes unseen.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ._torch import (
+    FakeTensor,
+    FunctionalTensor,
+    OpOverload,
+    TorchDispatchMode,
+    graph_node,
+    is_being_compiled,
+    is_below_autograd,
+    is_in_formula,
+    schema,
+)
+from .errors import MixedTensorError
+
+MARK = "rank_invariant"
+"""Attribute of a storage: the tensor's version when it was recorded; the `_Recorder` where versions are not counted."""
+LOCAL = "dtensor_local"
+"""Key in the meta of a graph node: the node is the local tensor of a computed DTensor."""
+
+PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
+NATIVE = ("aten", "prims")
+"""Namespaces of operators that know nothing of ranks."""
+SHAPE_ONLY = tuple(
+    f"aten::{name}"
+    for name in ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+)
+"""Factories that read of their tensor argument no more than the shape."""
+LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")
+"""What torch makes a tensor of Python numbers with; nothing else calls it."""
+
+
+def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
+    """Refuse the plain tensor `x`, argument `name` of `func`, unless it may be taken as replicated.
+
+    Raises:
+        MixedTensorError: it may not.
+    """
+    reason = _objection(x)
+    if reason is not None:
+        raise MixedTensorError(
+            f"{func}: argument '{name}' is a plain tensor of shape {list(x.shape)}{reason}, other arguments are "
+            "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, "
+            "DTensor.from_local(x, device_mesh, placements) for a local one, or run this inside "
+            "`with dtensor.implicit_replication():` if it is made of sizes and numbers only"
+        )
+
+
+def _objection(x: torch.Tensor) -> str | None:
+    """What speaks against taking `x` as replicated, to be read after its shape; None if nothing does."""
+    if x.dim() == 0:
+        return None
+    if isinstance(x, (FakeTensor, FunctionalTensor)):
+        node = graph_node(x)
+        if node is not None:
+            return _origin(node)
+        if is_being_compiled():
+            # Dynamo and AOTAutograd look at shapes first, without a graph; the trace that has one comes after.
+            return None
+    if not _is_marked(x):
+        return None if is_in_formula() else ""
+    return " that requires a gradient" if x.requires_grad and torch.is_grad_enabled() else None
+
+
+def _origin(node: torch.fx.Node) -> str | None:
+    """The first ancestor of `node` (itself included) that can differ between ranks, in words; None if there is none."""
+    waiting, seen = [node], {node}
+    while waiting:
+        n = waiting.pop()
+        if not _has_dims(n.meta.get("val")):
+            continue
+        reason = _differs(n)
+        if reason is not None:
+            return reason
+        found = n.all_input_nodes if getattr(_schema_of(n), "name", "") not in SHAPE_ONLY else []
+        waiting += [m for m in found if m not in seen]
+        seen.update(found)
+    return None
+
+
+def _schema_of(node: torch.fx.Node) -> Any:
+    return schema(node.target) if isinstance(node.target, OpOverload) else None
+
+
+def _has_dims(value: Any) -> bool:
+    """Whether a node's value is more than a number; unknown values are."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0
+    return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _differs(node: torch.fx.Node) -> str | None:
+    """Why this node's value can differ between ranks though its arguments do not."""
+    if LOCAL in node.meta:
+        return " that holds this rank's part of a DTensor"
+    if node.op == "placeholder":
+        # For an input that the graph writes to, autograd hands over a plain tangent, and a whole one.
+        if str(node.target).startswith("tangents"):
+            return None
+        return " computed from an input of the compiled graph"
+    if node.op == "get_attr":
+        lifted = node.users and all(getattr(_schema_of(u), "name", "") in LIFTS for u in node.users)
+        return None if lifted else " computed from a tensor from outside the graph"
+    if isinstance(node.target, OpOverload):
+        return _differs_by(node.target)
+    return None if getattr(node.target, "__module__", "") == "_operator" else f" computed by {node.target}"
+
+
+def _differs_by(func: OpOverload) -> str | None:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return f" of random numbers ({func})"
+    return None if func.namespace in NATIVE else f" computed by {func}"
+
+
+def mark_local(out: Any) -> None:
+    """While a graph is traced: note in it that the locals of the DTensors `out` are one rank's parts.
+
+    They may be computed from factories and this rank's coordinate, and `to_local` gives them to users.
+    """
+    for x in out if isinstance(out, (tuple, list)) else (out,):
+        local = getattr(x, "_local_tensor", None)
+        node = graph_node(local) if isinstance(local, (FakeTensor, FunctionalTensor)) else None
+        if node is not None:
+            node.meta[LOCAL] = True
+
+
+class _Recorder(TorchDispatchMode):
+    """Marks the results of factories, and of operators whose tensors are all marked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.active = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled functions may be called inside: their graphs are regions by themselves."""
+        return True
+
+    def __enter__(self):
+        self.active = True
+        # Where autograd has been passed already, writes do not count up versions.
+        self.counts = not is_below_autograd()
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        self.active = False
+        super().__exit__(*args)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if types and not all(t in PLAIN for t in types):
+            return func(*args, **kwargs)
+        given = list(_tensors([args, list(kwargs.values())]))
+        info = schema(func)
+        alike = _differs_by(func) is None
+        if info.name not in SHAPE_ONLY and info.name not in LIFTS:
+            alike = alike and all(t.dim() == 0 or _is_marked(t) for t in given)
+        # Schemas of collectives do not say what is written.
+        written = list(_written(info, args, kwargs)) if func.namespace in NATIVE else given
+        kept = [alike and _is_marked(t) for t in written]
+        out = func(*args, **kwargs)
+        for t, keep in zip(written, kept):
+            self._mark(t, keep, self.counts)
+        # A view shares the mark already; what has memory of its own needs one.
+        shared = [] if info.name in LIFTS else [_storage(t) for t in given]
+        for t in _tensors(out):
+            if all(_storage(t) is not s for s in shared):
+                self._mark(t, alike, False)
+        return out
+
+    def _mark(self, x: torch.Tensor, alike: bool, soon_counted: bool) -> None:
+        storage = _storage(x)
+        if storage is not None:
+            version = self if x.is_inference() else x._version + soon_counted
+            setattr(storage, MARK, version if alike else None)
+
+
+def _is_marked(x: torch.Tensor) -> bool:
+    mark = getattr(_storage(x), MARK, None)
+    if mark is None:
+        return False
+    return mark.active if isinstance(mark, _Recorder) else not x.is_inference() and mark == x._version
+
+
+def _storage(x: torch.Tensor) -> Any:
+    return x.untyped_storage() if x.layout == torch.strided else None
+
+
+def _tensors(a: Any) -> Iterator[torch.Tensor]:
+    if isinstance(a, torch.Tensor):
+        yield a
+    elif isinstance(a, (list, tuple)):
+        for item in a:
+            yield from _tensors(item)
+
+
+def _written(info: torch.FunctionSchema, args: tuple, kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
+    if not info.is_mutable:
+        return ()
+    names = [a.name for a in info.arguments if a.alias_info is not None and a.alias_info.is_write]
+    values = dict(zip([a.name for a in info.arguments], args)) | kwargs
+    return _tensors([values.get(name) for name in names])
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Region in which plain tensors that are alike on all ranks may be operands beside DTensors.
+
+    Those that factories (`torch.arange`, `ones`, `full`, `eye`, `tensor` of Python numbers, ...) make inside, and what
+    is computed from them alone, are taken as replicated, also after the region has ended. Tensors from elsewhere,
+    random numbers and results of `to_local` are not. Run the backward inside as well: gradient formulas compute from
+    them, and make some of their own. Every operator is a few microseconds slower inside. In a compiled function it has
+    no effect and no cost: there every graph is such a region.
+
+        with dtensor.implicit_replication():
+            scores = scores.masked_fill(torch.ones(n, n).tril() == 0, float("-inf"))
+    """
+    if torch.compiler.is_dynamo_compiling():
+        yield
+        return
+    with _Recorder():
+        yield
+
+
+def region_of_torch() -> contextlib.AbstractContextManager[Any]:
+    """The region that torch's own decompositions run in, on DTensors; a trace needs none."""
+    return contextlib.nullcontext() if is_being_compiled() else _Recorder()
+
+
+__all__ = ["check_invariant", "implicit_replication", "mark_local", "region_of_torch"]

@@ -1,0 +1,34 @@
+"""Lookup: the rule of an operator, from the tables or from what torch says of it."""
+
+from functools import cache
+
+import torch
+
+from .call import RULES, RuleFunction, base_name
+from .pointwise import pointwise
+
+
+def rule_of(func) -> RuleFunction | None:
+    """The rule function of an operator; None if it has none.
+
+    What stands in `RULES` comes first: for this very overload, else under the name that `base_name` gives. Then an
+    operator that torch tags as pointwise, in any of its overloads, has the pointwise rule.
+    """
+    return RULES.get(str(func)) or RULES.get(base_name(func)) or (pointwise if _is_pointwise(base_name(func)) else None)
+
+
+@cache
+def _is_pointwise(name: str) -> bool:
+    namespace, _, short = name.partition("::")
+    packet = getattr(torch.ops.aten, short, None) if namespace == "aten" else None
+    return packet is not None and any(_tagged(getattr(packet, overload)) for overload in packet.overloads())
+
+
+def _tagged(func) -> bool:
+    if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    returns = func._schema.returns
+    return bool(returns) and all("Tensor" in str(r.type) for r in returns)
+
+
+__all__ = ["rule_of"]

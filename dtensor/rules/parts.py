@@ -1,0 +1,128 @@
+"""Parts of a tensor, select, slice, split, diagonal, windows, and the operators that put a part back.
+
+A dimension of which a part is taken is whole on every rank, the others keep their shards.
+"""
+
+from .call import Call, rule_for
+from .rule import Dims, Rule
+from .views import LINEAR, follow
+
+
+@rule_for("select", "unbind")
+def select(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    gone = call["dim"] % ndim
+    return follow(call, [i for i in range(ndim) if i != gone])
+
+
+CUTS = (
+    "slice",
+    "narrow",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "tensor_split",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+)
+
+
+@rule_for(*CUTS)
+def cut(call: Call) -> Rule:
+    """The cut dimension is whole on every rank, unless nothing is cut off."""
+    shape = call.operands[0].shape
+    order: list[int | None] = list(range(len(shape)))
+    dim = call["dim"] % len(shape)
+    out = call.outputs[0]
+    if call.has("end") and out is not None and _same(out.shape[dim], shape[dim]):
+        return follow(call, order)
+    order[dim] = None
+    return follow(call, order)
+
+
+def _same(a, b) -> bool:
+    return a is b or a == b
+
+
+@rule_for("diagonal")
+def diagonal(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    gone = (call["dim1"] % ndim, call["dim2"] % ndim)
+    return follow(call, [*(i for i in range(ndim) if i not in gone), None])
+
+
+@rule_for("trace")
+def trace(call: Call) -> Rule:
+    return follow(call, [])
+
+
+@rule_for("diag_embed")
+def diag_embed(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    new = (call["dim1"] % out.ndim, call["dim2"] % out.ndim)
+    rest = iter(range(call.operands[0].ndim - 1))
+    return follow(call, [None if i in new else next(rest) for i in range(out.ndim)])
+
+
+@rule_for("unfold")
+def unfold(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    over = call["dimension"] % max(ndim, 1)
+    return follow(call, [*(None if i == over else i for i in range(ndim)), None])
+
+
+def _all_but(dims: set[int], shape: tuple) -> tuple[Dims, dict]:
+    """A factor for each dimension but `dims`; sizes."""
+    names = [() if i in dims else (f"d{i}",) for i in range(len(shape))]
+    return tuple(names), {f"d{i}": s for i, s in enumerate(shape) if i not in dims}
+
+
+def _part(call: Call, shape: tuple) -> tuple[set[int], Dims]:
+    """The dimensions of a tensor of `shape` of which a part is written, and the factors of that part."""
+    name = call.name.rpartition("_")[0]
+    ndim = len(shape)
+    if name == "unfold":
+        over = {call["dim"] % ndim}
+        return over, (*_all_but(over, shape)[0], ())
+    if name == "diagonal":
+        over = {call["dim1"] % ndim, call["dim2"] % ndim}
+        return over, (*(d for i, d in enumerate(_all_but(over, shape)[0]) if i not in over), ())
+    dim = call["dim"] % ndim
+    if name == "select":
+        full = _all_but({dim}, shape)[0]
+        return {dim}, full[:dim] + full[dim + 1 :]
+    over = set() if _same(call.operands[-1].shape[dim], shape[dim]) else {dim}
+    return over, _all_but(over, shape)[0]
+
+
+@rule_for("slice_backward", "select_backward", "diagonal_backward", "unfold_backward")
+def put_back(call: Call) -> Rule:
+    """The gradient of a part: zeros but for what was taken."""
+    (out,) = call.outputs
+    assert out is not None
+    if not out.ndim:
+        return Rule((((),) * call.operands[0].ndim,), ((),), {}, linear=LINEAR)
+    over, part = _part(call, out.shape)
+    full, sizes = _all_but(over, out.shape)
+    return Rule((part,), (full,), sizes, linear=LINEAR, shape_arg="input_sizes")
+
+
+@rule_for("slice_scatter", "select_scatter", "diagonal_scatter")
+def put_into(call: Call) -> Rule:
+    """A copy of a tensor with a part of it replaced."""
+    shape = call.operands[0].shape
+    over, part = _part(call, shape)
+    full, sizes = _all_but(over, shape)
+    return Rule((full, part), (full,), sizes, linear=(frozenset({0, 1}),))
+
+
+@rule_for("as_strided", "as_strided_scatter")
+def as_strided(call: Call) -> Rule:
+    """Strides say nothing about dimensions: everything is whole."""
+    nothing = tuple(((),) * o.ndim for o in call.operands)
+    outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
+    return Rule(nothing, outs, {}, linear=(frozenset(range(len(nothing))),))
+
+
+__all__ = ["CUTS"]

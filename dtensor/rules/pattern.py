@@ -1,0 +1,183 @@
+"""Pattern: the rule of a family of operators as one line of text, `"n(gi)~, (go)i~, (go) -> n(go)~"`.
+
+A word for each tensor, those of the arguments in the order of the schema, then those of the outputs. One item of a word
+stands for one dimension, but for `*` and `~`, which stand for as many as are left:
+
+    a letter      a dimension that is this factor
+    (ab)          a dimension of several factors, major to minor
+    _             a dimension that is never sharded
+    *             leading (batch) dimensions, which broadcast between the tensors; at most once in a word
+    ~             any number of dimensions that are never sharded
+
+An argument that is None is passed over with its word. Where the tensors do not have the dimensions that the words name,
+everything is replicated.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from .call import Call, rule_for
+from .local import unless_empty
+from .rule import Dims, Rule
+
+Item = str | tuple[str, ...]
+Word = tuple[Item, ...]
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The rule of an operator in words; see the module.
+
+    Attributes:
+        text: the words.
+        linear: sets of words (counted from 0) in which the operator is jointly linear.
+        reduce: factors (`*` for all leading dimensions) that some output lacks -> reduce op.
+        sizes: factor -> the argument that gives its size; a factor of size 1 is left out.
+        blocked: factors that may not be sharded, `*` for all leading dimensions.
+        addends, unread: words; whole: outputs; local, shape_arg: as in `Rule`.
+    """
+
+    text: str
+    linear: tuple[set[int], ...] = ()
+    reduce: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    blocked: str = ""
+    addends: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
+    whole: tuple[int | tuple[int, str], ...] = ()
+    local: Callable[[Any], Any] | None = unless_empty
+    shape_arg: str | None = None
+
+
+@cache
+def words(text: str) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
+    """The words of the arguments and of the outputs."""
+    ins, _, outs = text.partition("->")
+    return tuple(_word(w) for w in ins.split(",")), tuple(_word(w) for w in outs.split(",") if outs.strip())
+
+
+def _word(text: str) -> Word:
+    items: list[Item] = []
+    rest = text.strip()
+    while rest:
+        end = rest.index(")") + 1 if rest[0] == "(" else 1
+        items.append(tuple(rest[1 : end - 1]) if end > 1 else rest[0])
+        rest = rest[end:]
+    return tuple(items)
+
+
+def bind(pattern: Pattern, call: Call) -> Rule:
+    """The rule of `call` by `pattern`."""
+    ins, outs = words(pattern.text)
+    outputs = call.wanted
+    named = [a.name for a in call.func._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
+    present = [i for i, name in enumerate(named) if hasattr(call[name], "layout")]
+    if len(present) != len(call.operands) or len(ins) != len(named):
+        return whole_rule(call)
+    sizes = {f: call[a] for f, a in pattern.sizes.items() if not _is_one(call[a])}
+    gone = set(pattern.sizes) - set(sizes)
+    spread = [_spread(ins[i], o.ndim, gone) for i, o in zip(present, call.operands)]
+    made = [None if o is None else _spread(w, o.ndim, gone) for w, o in zip(_padded(outs, outputs), outputs)]
+    empty = {i for i, (d, o) in enumerate(zip(made, outputs)) if o is not None and d is None and o.shape == (0,)}
+    made = [((),) if i in empty else d for i, d in enumerate(made)]
+    if None in spread or any(d is None and o is not None for d, o in zip(made, outputs)):
+        return whole_rule(call)
+    shapes = [o.shape for o in call.operands] + [() if o is None else o.shape for o in outputs]
+    clash = _sizes([*spread, *[d or () for d in made]], shapes, sizes)  # pyright: ignore[reportArgumentType]
+    every = [f for f in sizes if f.startswith("*")]
+    index = {word: i for i, word in enumerate(present)}
+    return Rule(
+        tuple(_thinned(d or (), o.shape, sizes) for d, o in zip(spread, call.operands)),
+        tuple(None if o is None else _thinned(d or (), o.shape, sizes) for d, o in zip(made, outputs)),
+        sizes,
+        reduce={g: op for f, op in pattern.reduce.items() for g in (every if f == "*" else [f])},
+        linear=tuple(g for g in (frozenset(index[w] for w in s if w in index) for s in pattern.linear) if g),
+        blocked=frozenset(clash) | frozenset(pattern.blocked) | (frozenset(every) if "*" in pattern.blocked else set()),
+        addends=frozenset(index[w] for w in pattern.addends if w in index),
+        unread=frozenset(index[w] for w in pattern.unread if w in index),
+        whole=frozenset(pattern.whole) | empty,
+        local=pattern.local,
+        shape_arg=pattern.shape_arg,
+    )
+
+
+def _padded(outs: tuple[Word, ...], outputs: tuple) -> tuple[Word, ...]:
+    return outs + (("~",),) * (len(outputs) - len(outs))
+
+
+def _spread(word: Word, ndim: int, gone: set[str]) -> Dims | None:
+    """The factors of each of `ndim` dimensions, before sizes are looked at; None if the word does not fit."""
+    left = ndim - sum(item not in ("*", "~") for item in word)
+    if left < 0 or (left > 0 and not {"*", "~"} & set(word)):
+        return None
+    dims: list[tuple[str, ...]] = []
+    for item in word:
+        if item == "*":
+            dims += [(f"*{k}",) for k in range(left, 0, -1)]
+        elif item == "~":
+            dims += [()] * left
+        elif item == "_":
+            dims.append(())
+        else:
+            dims.append(tuple(f for f in item if f not in gone))
+    return tuple(dims)
+
+
+def _sizes(spread: list[Dims], shapes: list[tuple], sizes: dict[str, Any]) -> set[str]:
+    """Fill in the factors' sizes; gives the factors whose dimensions do not agree, or that have no size."""
+    clash: set[str] = set()
+    shared = []
+    for dims, shape in zip(spread, shapes):
+        for factors, size in zip(dims, shape):
+            if len(factors) > 1:
+                shared.append((factors, size))
+            elif factors:
+                (f,) = factors
+                if f not in sizes or (f.startswith("*") and _is_one(sizes[f])):
+                    sizes[f] = size
+                elif sizes[f] != size and not (f.startswith("*") and _is_one(size)):
+                    clash.add(f)
+    for factors, size in shared:
+        unknown = [f for f in factors if f not in sizes]
+        for f in factors:
+            size = size // sizes[f] if f in sizes else size
+        if len(unknown) == 1:
+            sizes[unknown[0]] = size
+        clash |= set(unknown[1:])
+    return clash
+
+
+def _thinned(dims: Dims, shape: tuple, sizes: Mapping[str, Any]) -> Dims:
+    """A leading dimension of length 1 that broadcasts is not sharded; nor is what has no size."""
+
+    def stays_whole(factors: tuple[str, ...], size) -> bool:
+        if any(f not in sizes for f in factors):
+            return True
+        return bool(factors) and factors[0][0] == "*" and _is_one(size) and not _is_one(sizes[factors[0]])
+
+    return tuple(() if stays_whole(d, s) else d for d, s in zip(dims, shape))
+
+
+def whole_rule(call: Call) -> Rule:
+    """Everything replicated."""
+    outs = tuple(None if o is None else ((),) * o.ndim for o in call.wanted)
+    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
+
+
+def _is_one(size) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def pattern_rules(table: Mapping[str, Pattern | str]) -> None:
+    """Register a table: operator -> its pattern; an entry with overload comes before one without."""
+    patterns = {name: Pattern(p) if isinstance(p, str) else p for name, p in table.items()}
+
+    @rule_for(*{name.partition(".")[0] for name in patterns})
+    def by_pattern(call: Call) -> Rule:
+        found = patterns.get(f"{call.name}.{call.func._overloadname}") or patterns.get(call.name)
+        return whole_rule(call) if found is None else bind(found, call)
+
+
+__all__ = ["Pattern", "bind", "pattern_rules", "whole_rule", "words"]

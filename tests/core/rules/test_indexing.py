@@ -1,0 +1,139 @@
+"""Parts of tensors and tensors of indices, read and written: every candidate by brute force."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor import Partial, Replicate, Shard, distribute_tensor
+from dtensor.testing import with_threads
+from dtensor.testing.candidates import booleans as mask
+from dtensor.testing.candidates import case as c
+from dtensor.testing.candidates import floats as f
+from dtensor.testing.candidates import integers as ints
+from dtensor.testing.candidates import wrong_candidates
+
+aten = torch.ops.aten
+
+
+def part_cases():
+    x = f(4, 6, 5)
+    yield c(aten.diagonal.default, x, 1, 0, 2, at_least=4)
+    yield c(aten.diagonal_backward.default, f(6, 4), [4, 6, 5], 1, 0, 2, at_least=4)
+    yield c(aten.diagonal_scatter.default, x, f(6, 4), 1, 0, 2, at_least=4)
+    yield c(aten.diag_embed.default, f(4, 6), 0, 0, 2, at_least=4)
+    yield c(aten.unfold.default, x, 1, 3, 2, at_least=5)
+    yield c(aten.unfold.default, f(), 0, 1, 1, at_least=3)
+    yield c(aten.unfold_backward.default, f(4, 2, 5, 3), [4, 6, 5], 1, 3, 2, at_least=5)
+    yield c(aten.select_scatter.default, x, f(4, 5), 1, 2, at_least=5)
+    yield c(aten.slice_scatter.default, x, f(4, 3, 5), 1, 1, 4, at_least=5)
+    yield c(aten.slice_scatter.default, x, f(4, 6, 5), 1, at_least=6)
+    yield c(aten.repeat.default, x, [2, 1, 3, 1], at_least=5)
+    yield c(aten.as_strided.default, x, [4, 3], [1, 2], at_least=3)
+    yield c(aten.unbind.int, x, 1, at_least=5)
+    yield c(aten.unsafe_split_with_sizes.default, x, [2, 4], 1, at_least=5)
+
+
+def copy_cases():
+    """The twins of views that copy have the rules of the views."""
+    x = f(4, 6, 5)
+    yield c(aten.permute_copy.default, x, [2, 0, 1], at_least=6)
+    yield c(aten.t_copy.default, f(4, 6), at_least=5)
+    yield c(aten.transpose_copy.int, x, 0, 2, at_least=6)
+    yield c(aten.expand_copy.default, f(4, 1), [3, 4, 5], at_least=4)
+    yield c(aten.unsqueeze_copy.default, x, 1, at_least=6)
+    yield c(aten.squeeze_copy.dim, f(4, 1), 1, at_least=4)
+    yield c(aten.select_copy.int, x, 1, 2, at_least=5)
+    yield c(aten.slice_copy.Tensor, x, 1, 1, 4, at_least=5)
+    yield c(aten.narrow_copy.default, x, 1, 1, 4, at_least=5)
+    yield c(aten.split_with_sizes_copy.default, x, [2, 4], 1, at_least=5)
+    yield c(aten.unbind_copy.int, x, 0, at_least=5)
+    yield c(aten.diagonal_copy.default, x, at_least=4)
+    yield c(aten.unfold_copy.default, x, 1, 3, 2, at_least=5)
+    yield c(aten.view_copy.default, x, [2, 2, 6, 5], at_least=5)
+    yield c(aten.detach_copy.default, x, at_least=6)
+    yield c(aten.alias_copy.default, x, at_least=6)
+    yield c(aten.view_as_real_copy.default, torch.complex(x, x), at_least=6)
+
+
+def reading_cases():
+    x, i, j = f(5, 6, 4), ints(5, 3, 4), ints(4, 4)
+    for op in (aten.index.Tensor, aten._unsafe_index.Tensor):
+        # Nothing, the dimensions that are not indexed, those of the index, linear in x.
+        yield c(op, x, [i], at_least=7)
+        yield c(op, x, [None, None, j], at_least=6)
+        yield c(op, x, [i, None, j], at_least=6)
+        yield c(op, x, [None, ints(6, 3, 4), j], at_least=6)
+    # One index that reads half of it or less: the indexed dimension as well.
+    yield c(aten.index.Tensor, x, [None, torch.tensor([-1, 4, 0])], at_least=7)
+    yield c(aten.index.Tensor, x, [None, torch.tensor(2)], at_least=6)
+    yield c(aten.index_select.default, x, 1, ints(6, 3), at_least=7)
+    yield c(aten.index_select.default, x, 1, ints(6, 4), at_least=6)
+    yield c(aten.gather.default, x, 1, ints(6, 5, 2, 4), at_least=7)
+    yield c(aten.gather.default, ints(9, 5, 6), 1, ints(6, 5, 2), at_least=6)
+    yield c(aten.gather.default, mask(5, 6), 1, ints(6, 5, 2), at_least=3)
+    yield c(aten.take.default, x, ints(100, 3, 4), at_least=5)
+    yield c(aten.embedding.default, f(7, 6), torch.tensor(5), at_least=5)
+
+
+def writing_cases():
+    x, i, j = f(5, 6, 4), ints(5, 3, 4), torch.randperm(4)
+    values = f(3, 4, 6)
+    for op in (aten.index_put.default, aten._index_put_impl.default, aten._unsafe_index_put.default):
+        yield c(op, x, [i, None, j], values, True, at_least=6)
+        yield c(op, x, [i, None, j], f(4, 1), True, at_least=6)
+        yield c(op, x, [i], f(), True, at_least=7)
+        yield c(op, x, [torch.randperm(5)[:3], None, torch.tensor(2)], f(3, 6), False, at_least=4)
+    yield c(aten.index_put_.default, x, [mask(5, 6)], f(), at_least=3)
+    for op in (aten.index_add.default, aten.index_copy.default):
+        adds = int(op is aten.index_add.default)
+        yield c(op, x, 1, torch.randperm(6)[:3], f(5, 3, 4), at_least=5 + adds)
+    yield c(aten.index_fill.int_Scalar, x, 1, ints(6, 3), 2.0, at_least=3)
+    yield c(aten.index_reduce.default, x, 1, ints(6, 3), f(5, 3, 4), "amax", at_least=3)
+    yield c(aten.scatter_add.default, x, 1, ints(6, 5, 3, 4), f(5, 3, 4), at_least=6)
+    yield c(aten.scatter_add.default, x, 1, ints(6, 5, 3, 4), f(5, 5, 4), at_least=5)
+    yield c(aten.scatter.src, x, 1, torch.arange(3).expand(5, 4, 3).mT.contiguous(), f(5, 3, 4), at_least=5)
+    yield c(aten.scatter_reduce.two, x, 1, ints(6, 5, 3, 4), f(5, 3, 4), "amax", at_least=3)
+    yield c(aten.put.default, x, ints(100, 3, 4), f(3, 4), True, at_least=5)
+    yield c(aten.put.default, x, torch.randperm(100)[:3], f(3), at_least=3)
+    yield c(aten.masked_scatter.default, x, mask(5, 6, 4), f(200), at_least=3)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("group", [part_cases, copy_cases, reading_cases, writing_cases])
+def test_every_candidate_is_right(group, n):
+    torch.manual_seed(0)
+    wrong = wrong_candidates(list(group()), n)
+    assert not wrong, "\n".join(wrong)
+
+
+@with_threads(2)
+def test_indexing_by_a_mask_runs_whole(rank):
+    """What a mask reads has a shape that depends on its values."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(12.0).reshape(4, 3)
+    placed = distribute_tensor(x, mesh, [Shard(0)])
+    assert torch.equal(placed[placed > 4].full_tensor(), x[x > 4])
+    assert torch.equal(placed[distribute_tensor(x[:, 0] > 4, mesh)].full_tensor(), x[x[:, 0] > 4])
+
+
+@with_threads(2)
+def test_rows_of_a_sharded_table_are_looked_up_where_they_are(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(12.0).reshape(6, 2)
+    placed = distribute_tensor(x, mesh, [Shard(0)])
+    index = torch.tensor([5, 0, -1])
+    found = placed[distribute_tensor(index, mesh, [Replicate()])]
+    assert found.placements == (Partial(),)
+    assert torch.equal(found.full_tensor(), x[index])
+
+
+@with_threads(2)
+def test_the_gradient_of_an_index_adds_up(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [Replicate()]).requires_grad_()
+    index = distribute_tensor(torch.tensor([5, 0, 5, 1]), mesh, [Shard(0)])
+    found = x[index]
+    assert found.placements == (Shard(0),)
+    found.sum().backward()
+    expected = torch.tensor([[1.0, 1], [1, 1], [0, 0], [0, 0], [0, 0], [2, 2]])
+    assert torch.equal(x.grad.full_tensor(), expected)

@@ -1,0 +1,95 @@
+"""Linear algebra on batches: every candidate by brute force."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor import Shard, distribute_tensor
+from dtensor.testing import with_threads
+from dtensor.testing.candidates import case as c
+from dtensor.testing.candidates import floats as f
+from dtensor.testing.candidates import integers as ints
+from dtensor.testing.candidates import wrong_candidates
+
+aten = torch.ops.aten
+
+
+def spd(*lead, n=3):
+    """Symmetric positive definite matrices, far from singular."""
+    x = f(*lead, n, n)
+    return x @ x.mT + n * torch.eye(n, dtype=torch.float64)
+
+
+def factorisation_cases():
+    for lead in ((5,), (2, 4)):
+        x, batch = spd(*lead), len(lead) + 1
+        for op in (aten.cholesky, aten.linalg_cholesky_ex, aten.cholesky_inverse, aten.linalg_qr, aten.geqrf):
+            yield c(op.default, x, at_least=batch)
+        for op in (aten.linalg_lu, aten.linalg_lu_factor_ex, aten.linalg_ldl_factor_ex, aten.linalg_eig):
+            yield c(op.default, x, at_least=batch)
+        for op in (aten._linalg_det, aten._linalg_slogdet, aten.linalg_inv_ex, aten.linalg_matrix_exp):
+            yield c(op.default, x, at_least=batch)
+        yield c(aten._linalg_eigh.default, x, at_least=batch)
+        yield c(aten._linalg_eigh.default, x, "L", False, at_least=batch)
+        yield c(aten._linalg_svd.default, x, at_least=batch)
+        yield c(aten._linalg_svd.default, x, False, False, at_least=batch)
+        yield c(aten.lu_unpack.default, *aten.linalg_lu_factor_ex.default(x)[:2], at_least=batch)
+        yield c(aten.linalg_householder_product.default, *torch.geqrf(x), at_least=batch)
+        yield c(aten.linalg_pinv.atol_rtol_tensor, x, at_least=batch, atol=f(), rtol=None)
+        yield c(aten._linalg_check_errors.default, ints(1, *lead).int(), "linalg", at_least=batch, is_matrix=False)
+
+
+def solver_cases():
+    for lead in ((5,), (2, 4)):
+        x, b, batch = spd(*lead), f(*lead, 3, 4), len(lead) + 1
+        lower, row = torch.linalg.cholesky(x), f(*lead, 4, 3)
+        # Nothing, the batch, the columns, linear in the right-hand side.
+        yield c(aten.cholesky_solve.default, b, lower, at_least=batch + 3)
+        yield c(aten.linalg_solve_triangular.default, lower, b, at_least=batch + 3, upper=False)
+        yield c(aten.linalg_solve_triangular.default, lower, row, at_least=batch + 3, upper=False, left=False)
+        yield c(aten.triangular_solve.default, b, lower, False, at_least=batch + 1)
+        yield c(aten._linalg_solve_ex.default, x, b, at_least=batch + 1)
+        yield c(aten._linalg_solve_ex.default, x, f(*lead, 3), at_least=batch)
+        yield c(aten._linalg_solve_ex.default, x, row, at_least=batch + 1, left=False)
+        lu, pivots, _ = aten.linalg_lu_factor_ex.default(x)
+        yield c(aten.linalg_lu_solve.default, lu, pivots, b, at_least=batch + 3)
+        yield c(aten.linalg_lu_solve.default, lu, pivots, f(3, 4), at_least=batch + 3)
+        ld, pivots, _ = aten.linalg_ldl_factor_ex.default(x)
+        yield c(aten.linalg_ldl_solve.default, ld, pivots, b, at_least=batch + 3)
+        yield c(aten.ormqr.default, *torch.geqrf(x), b, at_least=batch + 3)
+    x, y = f(4, 5, 3), f(1, 6, 3)
+    yield c(aten._cdist_forward.default, x, y, 2.0, None, at_least=4)
+    d = aten._cdist_forward.default(x, x, 2.0, None)
+    yield c(aten._cdist_backward.default, f(4, 5, 5), x, x.clone(), 2.0, d, at_least=6)
+
+
+def product_cases():
+    yield c(aten.addbmm.default, f(5, 3), f(4, 5, 6), f(4, 6, 3), at_least=9, beta=0.5)
+    yield c(aten.addbmm.default, f(3), f(4, 5, 6), f(4, 6, 3), at_least=9)
+    yield c(aten.addr.default, f(5, 3), f(5), f(3), at_least=7, alpha=2)
+    yield c(aten._int_mm.default, ints(9, 32, 16).to(torch.int8), ints(9, 16, 16).to(torch.int8), at_least=8)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("group", [factorisation_cases, solver_cases, product_cases])
+def test_every_candidate_is_right(group, n):
+    torch.manual_seed(0)
+    wrong = wrong_candidates(list(group()), n)
+    assert not wrong, "\n".join(wrong)
+
+
+@with_threads(2)
+def test_solve_and_its_gradient_on_a_sharded_batch(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    a = torch.eye(3).expand(5, 3, 3) * 4 + torch.arange(45.0).reshape(5, 3, 3) / 45
+    b = torch.arange(15.0).reshape(5, 3, 1)
+    placed = [distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (a, b)]
+    dense = [t.clone().requires_grad_() for t in (a, b)]
+    found, expected = torch.linalg.solve(*placed), torch.linalg.solve(*dense)
+    assert found.placements == (Shard(0),)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for p, d in zip(placed, dense):
+        assert p.grad.placements == (Shard(0),)
+        torch.testing.assert_close(p.grad.full_tensor(), d.grad)

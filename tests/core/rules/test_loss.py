@@ -1,0 +1,48 @@
+"""Losses: every candidate by brute force, with and without a reduction."""
+
+import pytest
+import torch
+
+from dtensor.testing.candidates import case as c
+from dtensor.testing.candidates import floats as f
+from dtensor.testing.candidates import integers as ints
+from dtensor.testing.candidates import wrong_candidates
+
+aten = torch.ops.aten
+
+
+def elementwise_cases():
+    x, y = f(5, 4) / 2, f(5, 4) / 2
+    for reduction in (0, 1, 2):
+        grad = f(5, 4) if reduction == 0 else f()
+        for weight in (None, f(5, 4), f(4)):
+            yield c(aten.binary_cross_entropy.default, x, y, weight, reduction, at_least=3)
+            yield c(aten.binary_cross_entropy_backward.default, grad, x, y, weight, reduction, at_least=5)
+        yield c(aten.binary_cross_entropy_with_logits.default, x, y, None, f(4), reduction, at_least=3)
+        yield c(aten.soft_margin_loss.default, x, y, reduction, at_least=3)
+        yield c(aten.soft_margin_loss_backward.default, grad, x, y, reduction, at_least=5)
+        yield c(aten.mse_loss.default, x, y, reduction, at_least=3)
+
+
+def margin_cases():
+    for samples in ((5,), (1,)):
+        x, y = f(*samples, 4), ints(4, *samples)
+        many = torch.tensor([[0, 2, -1, -1]]).expand(*samples, 4).contiguous()
+        for reduction in (0, 1, 2):
+            grad = f(*samples) if reduction == 0 else f()
+            for weight in (None, f(4)):
+                yield c(aten.multi_margin_loss.default, x, y, 1, 1.0, weight, reduction, at_least=2)
+                yield c(aten.multi_margin_loss_backward.default, grad, x, y, 1, 1.0, weight, reduction, at_least=4)
+            yield c(aten.multilabel_margin_loss_forward.default, x, many, reduction, at_least=2)
+            is_target = aten.multilabel_margin_loss_forward.default(x, many, reduction)[1]
+            backward = aten.multilabel_margin_loss_backward.default
+            yield c(backward, grad, x, many, reduction, is_target, at_least=4)
+    yield c(aten.multi_margin_loss.default, f(4), torch.tensor(2), 1, 1.0, None, 1)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("group", [elementwise_cases, margin_cases])
+def test_every_candidate_is_right(group, n):
+    torch.manual_seed(0)
+    wrong = wrong_candidates(list(group()), n)
+    assert not wrong, "\n".join(wrong)

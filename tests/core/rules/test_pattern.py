@@ -1,0 +1,75 @@
+"""Patterns: how a line of text becomes a rule."""
+
+import pytest
+import torch
+
+from dtensor.rules.pattern import Pattern, bind, words
+from dtensor.rules.rule import candidates
+from dtensor.testing.candidates import OneAxis, call_and_rule
+from dtensor.testing.candidates import case as c
+from dtensor.testing.candidates import floats as f
+
+aten = torch.ops.aten
+
+
+def bound(case, pattern):
+    return bind(pattern, call_and_rule(case, OneAxis(2))[0])
+
+
+def test_words():
+    ins, outs = words("*_n, (gi)~ -> ab,")
+    assert ins == (("*", "_", "n"), (("g", "i"), "~"))
+    assert outs == (("a", "b"), ())
+    assert words("* ->") == ((("*",),), ())
+
+
+def test_leading_dimensions_broadcast():
+    rule = bound(c(aten.add.Tensor, f(4, 5, 3), f(5, 1)), Pattern("*a, *_ -> *a"))
+    assert rule.inputs == ((("*2",), ("*1",), ("a",)), (("*1",), ()))
+    assert rule.outputs == ((("*2",), ("*1",), ("a",)),)
+    assert rule.sizes == {"*2": 4, "*1": 5, "a": 3}
+    rule = bound(c(aten.add.Tensor, f(4, 3), f(1, 3)), Pattern("*a, *a -> *a"))
+    assert rule.inputs == ((("*1",), ("a",)), ((), ("a",)))
+
+
+def test_a_factor_in_several_dimensions_gets_its_size_by_division():
+    rule = bound(
+        c(aten.pixel_shuffle.default, f(12, 2, 5), 2), Pattern("(crs)hw -> c(hr)(ws)", sizes={"r": "upscale_factor"})
+    )
+    assert rule.sizes == {"r": 2, "h": 2, "w": 5, "c": 3, "s": 2}
+    assert [x.factor for x in candidates(rule)] == [None, "h", "w", "c"]
+
+
+def test_a_factor_of_given_size_one_is_left_out():
+    case = c(aten.channel_shuffle.default, f(4, 6, 5), 1)
+    assert bound(case, Pattern("n(gk)_ -> n(kg)_", sizes={"g": "groups"})).inputs == ((("n",), ("k",), ()),)
+
+
+def test_arguments_that_are_none_are_passed_over():
+    pattern = Pattern("nc, c, c -> nc, n_, n_", linear=({0, 2}, {1}), addends=(2,))
+    case = c(aten.native_layer_norm.default, f(4, 3), [3], None, f(3), 1e-5)
+    rule = bound(case, pattern)
+    assert rule.inputs == ((("n",), ("c",)), (("c",),))
+    assert rule.linear == (frozenset({0, 1}),)
+    assert rule.addends == {1}
+
+
+@pytest.mark.parametrize("text", ["ab, ab -> ab", "abcd -> ab", "ab -> abc"])
+def test_where_the_words_do_not_fit_everything_is_replicated(text):
+    rule = bound(c(aten.relu.default, f(4, 3)), Pattern(text))
+    assert (rule.inputs, rule.outputs) == ((((), ()),), (((), ()),))
+
+
+def test_dimensions_that_disagree_are_not_sharded():
+    rule = bound(c(aten.mm.default, f(4, 3), f(3, 5)), Pattern("ab, ac -> ac"))
+    assert rule.blocked == {"a"}
+
+
+def test_outputs_that_a_mask_leaves_out():
+    x = f(2, 4, 3)
+    backward = c(
+        aten.convolution_backward.default,
+        *(f(2, 4, 3), x, f(4, 4, 1), [4], [1], [0], [1], False, [0], 1, [False, True, False]),
+    )
+    rule = call_and_rule(backward, OneAxis(2))[1]
+    assert rule.outputs == (None, (("o",), ("i",), ()), None)

@@ -1,0 +1,164 @@
+"""Pointwise operators: torch's tag, the tables beside it, and what each is linear in."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor import Partial, Replicate, Shard, distribute_tensor
+from dtensor.rules import rule_of
+from dtensor.rules.pointwise import LINEAR, POINTWISE, pointwise
+from dtensor.testing import with_threads
+from dtensor.testing.candidates import booleans as mask
+from dtensor.testing.candidates import case as c
+from dtensor.testing.candidates import floats as f
+from dtensor.testing.candidates import integers as ints
+from dtensor.testing.candidates import wrong_candidates
+
+aten = torch.ops.aten
+
+
+def backward_cases():
+    g, x = f(5, 6), f(5, 6) - 1
+    yield c(aten.elu_backward.default, g, 1.0, 1.0, 1.0, False, x, at_least=5)
+    yield c(aten.leaky_relu_backward.default, g, x, 0.1, False, at_least=5)
+    yield c(aten.hardtanh_backward.default, g, x, -0.2, 0.2, at_least=5)
+    yield c(aten.softplus_backward.default, g, x, 1.0, 20.0, at_least=5)
+    yield c(aten.logit_backward.default, g, f(5, 6) / 2, at_least=5)
+    yield c(aten.log_sigmoid_backward.default, g, x, f(5, 6), at_least=5)
+    yield c(aten._prelu_kernel_backward.default, g, x, f(1, 6), at_least=5)
+    yield c(aten.rrelu_with_noise_backward.default, g, x, f(5, 6), 0.1, 0.3, True, False, at_least=5)
+    for op in (aten.hardswish_backward, aten.hardsigmoid_backward, aten.mish_backward, aten.sigmoid_backward):
+        yield c(op.default, g, x, at_least=5)
+    for op in (aten.hardshrink_backward, aten.softshrink_backward):
+        yield c(op.default, g, x, 0.2, at_least=5)
+
+
+def plain_cases():
+    x, y, row = f(5, 6), f(5, 6), f(6)
+    yield c(aten.log_sigmoid_forward.default, x, at_least=3)
+    yield c(aten._prelu_kernel.default, x - 1, f(1, 6), at_least=3)
+    yield c(aten.polygamma.default, 1, x, at_least=3)
+    yield c(aten.frexp.Tensor, x, at_least=3)
+    yield c(aten.copysign.Tensor, x, row - 1, at_least=3)
+    yield c(aten.heaviside.default, x - 1, row, at_least=3)
+    yield c(aten.nan_to_num.default, x, at_least=3)
+    yield c(aten.clamp.Tensor, x, row, y, at_least=3)
+    yield c(aten.special_zeta.default, x + 1, y, at_least=3)
+    yield c(aten.special_bessel_j0.default, x, at_least=3)
+    yield c(aten.special_chebyshev_polynomial_t.default, x, row, at_least=3)
+    yield c(aten.bitwise_xor.Tensor, ints(9, 5, 6), ints(9, 6), at_least=3)
+    yield c(aten.__lshift__.Scalar, ints(9, 5, 6), 2, at_least=3)
+    yield c(aten.logical_or.default, mask(5, 6), mask(6), at_least=3)
+    yield c(aten.rsub.Tensor, x, row, at_least=5)
+    yield c(aten.lerp.Tensor, x, y, row, at_least=5)
+    yield c(aten.masked_fill_.Tensor, x, mask(6), f(), at_least=3)
+    yield c(aten.fake_quantize_per_tensor_affine_cachemask.default, x.float(), 0.1, 0, 0, 255, at_least=3)
+    channels = (torch.rand(6) + 0.1, torch.zeros(6))
+    yield c(aten.fake_quantize_per_channel_affine_cachemask.default, x.float(), *channels, 1, 0, 255, at_least=3)
+    yield c(aten.rrelu_with_noise.default, x, f(5, 6), at_least=3)
+
+
+def complex_cases():
+    z, x = torch.complex(f(5, 6), f(5, 6)), f(5, 6)
+    yield c(aten.complex.default, x, f(6), at_least=5)
+    yield c(aten.polar.default, x, f(5, 6), at_least=5)
+    yield c(aten._conj.default, z, at_least=5)
+    yield c(aten._conj_physical.default, z, at_least=5)
+    yield c(aten.view_as_real.default, z, at_least=5)
+    yield c(aten.view_as_complex.default, f(5, 6, 2), at_least=5)
+    yield c(aten.angle.default, z, at_least=3)
+    yield c(aten.abs.default, z, at_least=3)
+    yield c(aten.mul.Tensor, z, x, at_least=7)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("group", [backward_cases, plain_cases, complex_cases])
+def test_every_candidate_is_right(group, n):
+    torch.manual_seed(0)
+    wrong = wrong_candidates(list(group()), n)
+    assert not wrong, "\n".join(wrong)
+
+
+def overloads(name):
+    packet = getattr(aten, name, None)
+    return [] if packet is None else [getattr(packet, o) for o in packet.overloads()]
+
+
+def tagged():
+    """The aten operators that torch tags as pointwise, by name."""
+    found = {n for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")}
+    names = {n.removeprefix("aten::").partition(".")[0] for n in found}
+    return sorted(n for n in names if any(torch.Tag.pointwise in o.tags for o in overloads(n)))
+
+
+def test_every_tagged_operator_has_a_rule_and_none_is_listed_besides():
+    names = tagged()
+    assert len(names) > 150
+    without = {n for n in names for o in overloads(n) if torch.Tag.pointwise in o.tags and rule_of(o) is None}
+    # A number and not a tensor; random.
+    assert without == {"equal", "rrelu"}
+    assert not set(POINTWISE) & set(names)
+
+
+def test_tables_name_operators_that_exist():
+    assert [n for n in POINTWISE if not overloads(n)] == []
+    for key, groups in LINEAR.items():
+        name, _, overload = key.partition(".")
+        found = [o for o in overloads(name) if not overload or o._overloadname == overload]
+        assert found, key
+        assert any(max(map(max, groups)) < len(o._schema.arguments) for o in found), key
+
+
+def test_lookup():
+    assert rule_of(aten.special_entr.default) is pointwise
+    assert rule_of(aten.add_.Tensor) is rule_of(aten.add.Tensor) is rule_of(aten._foreach_add_.List) is pointwise
+    assert rule_of(aten.permute_copy.default) is rule_of(aten.permute.default)
+    assert rule_of(aten.index_copy_.default) is rule_of(aten.index_add.default)
+    assert rule_of(aten.nonzero.default) is None
+
+
+@with_threads(2)
+def test_shift_is_not_taken_for_an_in_place_operator(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(4), mesh, [Shard(0)])
+    assert torch.equal((x << 2).full_tensor(), torch.arange(4) << 2)
+    assert torch.equal(x.full_tensor(), torch.arange(4))
+
+
+@with_threads(2)
+def test_foreach_takes_the_rule_of_each_element(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.arange(6.0).reshape(2, 3), mesh, [Shard(1)])
+    (largest,) = torch._foreach_max([x])
+    assert largest.placements == (Partial("max"),)
+    assert largest.full_tensor() == 5
+    (found,) = torch._foreach_erf([x])
+    assert found.placements == (Shard(1),)
+    assert torch.equal(found.full_tensor(), torch.erf(torch.arange(6.0).reshape(2, 3)))
+
+
+@with_threads(2)
+def test_views_in_place_change_the_tensor_itself(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    dense = torch.arange(24.0).reshape(4, 1, 6)
+    x, y = distribute_tensor(dense, mesh, [Shard(0)]), dense.clone()
+    assert x.squeeze_(1).transpose_(0, 1) is x
+    y.squeeze_(1).transpose_(0, 1)
+    assert (x.shape, x.stride(), x.placements) == (y.shape, y.stride(), (Shard(1),))
+    assert torch.equal((x + 1).full_tensor(), y + 1)
+
+
+@with_threads(2)
+def test_rrelu_draws_the_numbers_of_one_device(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(12.0).reshape(4, 3) - 6
+    placed = distribute_tensor(x, mesh, [Shard(0)])
+    noise = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
+    generator = torch.Generator().manual_seed(3)
+    found = aten.rrelu_with_noise.default(placed, noise, 0.1, 0.3, True, generator)
+    kept = torch.zeros(4, 3)
+    expected = aten.rrelu_with_noise.default(x, kept, 0.1, 0.3, True, torch.Generator().manual_seed(3))
+    assert found.placements == (Shard(0),)
+    assert torch.equal(found.full_tensor(), expected)
+    assert torch.equal(noise.full_tensor(), kept)
+    assert aten.rrelu_with_noise.default(placed, noise).redistribute(mesh, [Replicate()]).shape == (4, 3)

@@ -1,0 +1,260 @@
+"""Plain tensors beside DTensors: those that are alike on all ranks are taken as replicated, all others are refused."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import dtensor
+from dtensor import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor._torch import dynamo_counters
+from dtensor.testing import with_ranks, with_threads
+
+N = 5
+PLACEMENTS = [Replicate(), Shard(0), Shard(1)]
+
+
+def values():
+    return torch.linspace(-2, 2, N * N).view(N, N)
+
+
+def causal(x):
+    return x.masked_fill(torch.ones(N, N).tril() == 0, float("-inf")).softmax(-1)
+
+
+def positions(x):
+    return x + torch.arange(N)[:, None] * 0.5 - torch.full((N,), 2.0)
+
+
+def constants(x):
+    return x * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]) + torch.eye(N)[2] @ torch.linspace(0, 1, N * N).view(N, N)
+
+
+def written(x):
+    mask = torch.zeros(N, N)
+    mask[1].add_(3)
+    mask.tril_()
+    mask[:, 0] = 7
+    return x * mask
+
+
+def powers(x):
+    return x.exp() ** torch.arange(1, N + 1)
+
+
+def shaped_like(x):
+    return x + torch.zeros_like(x.to_local()[:0]).sum(0, keepdim=True).new_ones(N)
+
+
+def inside(x):
+    with dtensor.implicit_replication():
+        return positions(x) * 2
+
+
+INVARIANT = [causal, positions, constants, written, powers, shaped_like, inside]
+
+
+def dense(fn, x):
+    """Value and gradient on one device."""
+    x = x.clone().requires_grad_()
+    out = (x + torch.ones(N)) if fn is shaped_like else fn(x)
+    (out * out.detach().cos()).sum().backward()
+    return out.detach(), x.grad
+
+
+def placed(fn, x, mesh, placement):
+    x = distribute_tensor(x, mesh, [placement]).requires_grad_()
+    out = fn(x)
+    (out * out.detach().cos()).sum().backward()
+    return out.detach().full_tensor(), x.grad.full_tensor()
+
+
+def same(found, expected):
+    for f, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(f, e)
+
+
+@pytest.mark.parametrize("fn", INVARIANT, ids=lambda f: f.__name__)
+@with_threads(2)
+def test_in_a_region(rank, fn):
+    mesh = init_device_mesh("cpu", (2,))
+    for placement in PLACEMENTS:
+        with dtensor.implicit_replication():
+            same(placed(fn, values(), mesh, placement), dense(fn, values()))
+
+
+@with_ranks(2, timeout=120)
+def test_a_compiled_graph_is_a_region(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for fn in INVARIANT:
+        expected = dense(fn, values())
+        for placement in PLACEMENTS[:2]:
+            torch.compiler.reset()
+            compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+            same(placed(compiled, values(), mesh, placement), expected)
+            before = dynamo_counters()["stats"]["unique_graphs"]
+            with dtensor.implicit_replication():
+                same(placed(compiled, values(), mesh, placement), expected)
+            assert dynamo_counters()["stats"]["unique_graphs"] == before
+
+
+@with_ranks(2)
+def test_what_a_collective_wrote_is_refused(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(values(), mesh, [Shard(0)])
+    with dtensor.implicit_replication():
+        buffer = torch.zeros(N)
+        assert torch.equal((x + buffer).full_tensor(), values())
+        dist.broadcast(buffer, 0)
+        with pytest.raises(MixedTensorError, match="argument 'other' is a plain tensor"):
+            x + buffer
+
+
+@with_threads(2)
+def test_what_a_region_made_stays_good_and_what_it_did_not_make_is_refused(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(values(), mesh, [Shard(0)])
+    outside = torch.ones(N)
+    with dtensor.implicit_replication():
+        made, view = torch.ones(N, N), torch.arange(N * N).view(N, N)[1:3]
+        assert torch.equal((x + made).full_tensor(), values() + 1)
+        filled = torch.empty(N).fill_(2)
+        assert torch.equal((x * filled).full_tensor(), values() * 2)
+        for other in (
+            outside,
+            made[0] + outside,
+            torch.rand(N),
+            torch.ones(N).normal_(),
+            torch.ones(N).copy_(outside),
+            torch.ones(N).add_(outside),
+            torch.full((), 2.0) * outside,
+            outside[0].expand(N),
+            x.to_local()[0].detach().clone(),
+            torch.ops.dtensor.shard(torch.ones(2 * N), 0, mesh.get_group(0).group_name),
+        ):
+            with pytest.raises(MixedTensorError, match=rf"argument 'other' is a plain tensor of shape \[{N}\]"):
+                x + other
+        with pytest.raises(MixedTensorError, match=r"of shape \[5\] that requires a gradient"):
+            x + torch.ones(N, requires_grad=True)
+        with pytest.raises(MixedTensorError, match="would write a DTensor into a plain tensor"):
+            made.add_(x)
+    assert torch.equal((x + made).full_tensor(), values() + 1)
+    assert torch.equal((x[1:3] * view).full_tensor(), values()[1:3] * torch.arange(N, 3 * N).view(2, N))
+    view[0, 0] = rank
+    with pytest.raises(MixedTensorError, match="argument 'other' is a plain tensor"):
+        x[1:3] * view
+    with pytest.raises(MixedTensorError, match=r"run this inside `with dtensor.implicit_replication\(\):`"):
+        x + torch.ones(N)
+
+
+@with_threads(2)
+def test_without_versions_a_tensor_is_good_until_its_region_ends(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.inference_mode():
+        x = distribute_tensor(values(), mesh, [Shard(0)])
+        with dtensor.implicit_replication():
+            made = torch.ones(N)
+            assert torch.equal((x + made).full_tensor(), values() + 1)
+            made.copy_(torch.tensor(float(rank)).expand(N))
+            made.add_(torch.ops.dtensor.shard(torch.ones(2 * N), 0, mesh.get_group(0).group_name))
+            with pytest.raises(MixedTensorError):
+                x + made
+            made = torch.ones(N)
+        with pytest.raises(MixedTensorError):
+            x + made
+
+
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
+@with_threads(2)
+def test_what_torch_makes_itself_needs_no_region(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    picture = torch.linspace(0, 1, 2 * 3 * 16).view(2, 3, 4, 4)
+    for fn, x in (
+        (lambda x: x[[0, 2]], values()),
+        (lambda x: x[1:, [0, 3]], values()),
+        (lambda x: torch.linalg.matrix_power(x, 3), values()),
+        (lambda x: F.interpolate(x, size=(6, 6)), picture),
+        (lambda x: F.interpolate(x, size=(6, 6), mode="bilinear"), picture),
+        (lambda x: torch.combinations(x), torch.arange(4.0)),
+        (lambda x: torch.linalg.matrix_rank(x), values()),
+    ):
+        found = fn(distribute_tensor(x, mesh, [Shard(0)]))
+        torch.testing.assert_close(found.full_tensor(), fn(x))
+
+
+@with_threads(2)
+def test_attention_with_a_plain_mask(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    q = torch.linspace(0, 1, 2 * 4 * N * 8).sin().view(2, 4, N, 8)
+    x = distribute_tensor(q, mesh, [Shard(1)])
+    for path in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        with dtensor.implicit_replication(), torch.nn.attention.sdpa_kernel(path):
+            mask = torch.ones(N, N).tril() == 0
+            found = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+            torch.testing.assert_close(found.full_tensor(), F.scaled_dot_product_attention(q, q, q, attn_mask=mask))
+
+
+class WithBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.ones(N))
+
+    def forward(self, x):
+        return x + self.table
+
+
+OUTSIDE = torch.ones(N)
+
+
+def computed_locally(mesh):
+    return dtensor.ones(2 * N, device_mesh=mesh, placements=[Shard(0)]).mul(2).to_local()
+
+
+REFUSED = {
+    "input": (lambda x, p, mesh: x + p * 2, "computed from an input of the compiled graph"),
+    "part of an input": (lambda x, p, mesh: x + (torch.arange(N) + p), "computed from an input of the compiled graph"),
+    "local": (lambda x, p, mesh: x + x.to_local()[0], "computed from an input of the compiled graph"),
+    "closure": (lambda x, p, mesh: x + OUTSIDE, "computed from an input of the compiled graph"),
+    "buffer": (WithBuffer(), "computed from an input of the compiled graph"),
+    "random": (lambda x, p, mesh: x + torch.rand(N), r"of random numbers \(aten.rand.default\)"),
+    "filled": (lambda x, p, mesh: x + torch.ones(N).normal_(), r"of random numbers \(aten.normal"),
+    "coordinate": (lambda x, p, mesh: x + computed_locally(mesh), "that holds this rank's part of a DTensor"),
+    "shard": (
+        lambda x, p, mesh: x + torch.ops.dtensor.shard(torch.ones(2 * N), 0, mesh.get_group(0).group_name),
+        "computed by dtensor.shard",
+    ),
+}
+
+
+@pytest.fixture
+def fake_mesh():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    torch.compiler.reset()
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_a_compiled_graph(fake_mesh, name):
+    fn, why = REFUSED[name]
+    x = distribute_tensor(values(), fake_mesh, [Shard(0)])
+    given = (x,) if name == "buffer" else (x, torch.ones(N), fake_mesh)
+    text = rf"argument 'other' is a plain tensor of shape \[{N}\] {why}.*distribute_tensor\(x, device_mesh.*from_local"
+    with pytest.raises(Exception, match=text) as raised:
+        torch.compile(fn, backend="aot_eager", fullgraph=True)(*given)
+    assert "x + " in str(raised.value), "the line of the user's code is shown"
+
+
+def test_symbolic_sizes(fake_mesh):
+    def fn(x):
+        n = x.shape[0]
+        return x.masked_fill(torch.ones(n, n).tril() == 0, -5.0) + torch.arange(n)
+
+    compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    for n in (4, 6, 10):
+        x = torch.ones(n, n)
+        found = compiled(distribute_tensor(x, fake_mesh, [Shard(0)]))
+        assert torch.equal(found.to_local(), fn(x)[: n // 2])
+        assert isinstance(found, DTensor)
