@@ -1,6 +1,6 @@
 """dtensor: a distributed tensor made for torch.compile."""
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import composite as composite  # registers what is caught whole
 from . import hooks as hooks  # registers the backend and the passes
@@ -20,6 +20,7 @@ from .errors import (
 from .explanation import explain
 from .fallback import fallbacks
 from .invariance import implicit_replication
+from .mesh import init_device_mesh, prepare
 from .notation import Rule
 from .placements import Partial, Placement, Replicate, Shard
 from .registration import register_sharding
@@ -57,6 +58,7 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "ones",
+    "prepare",
     "rand",
     "randn",
     "register_sharding",

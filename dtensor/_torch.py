@@ -35,6 +35,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._library.custom_ops import CustomOpDef
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -142,6 +143,16 @@ def current_device_mesh():
     return stack[-1] if stack else None
 
 
+def root_mesh(mesh):
+    """The mesh that `mesh` was sliced from; itself if it was not."""
+    return mesh._get_root_mesh()
+
+
+def real_object(x):
+    """What stands behind the stand-in that a mesh has while a graph is traced; `x` itself otherwise."""
+    return x.real_obj if isinstance(x, FakeScriptObject) else x
+
+
 def schema(op: OpOverload) -> torch.FunctionSchema:
     """The schema of an operator: what it takes, returns, mutates and aliases."""
     return op._schema
@@ -210,6 +221,11 @@ def hint(size) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint if size.node.hint is not None else 8192)
     return int(size)
+
+
+def has_hint(size) -> bool:
+    """Whether a size is a number or has an example value: not so for sizes that depend on values."""
+    return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
 def aot_backend(joint_pass, forward_compiler, inference_compiler, backward_compiler):
@@ -288,6 +304,7 @@ __all__ = [
     "functional_collectives",
     "get_hash_for_files",
     "graph_node",
+    "has_hint",
     "hint",
     "inductor_compile",
     "inductor_config",
@@ -302,10 +319,12 @@ __all__ = [
     "operator_database",
     "optim_foreach_types",
     "overloads_of",
+    "real_object",
     "register_backend",
     "register_value_type",
     "resolve_process_group",
     "return_and_correct_aliasing",
+    "root_mesh",
     "schema",
     "set_thread_state",
     "thread_state",

@@ -73,7 +73,9 @@ def distribute_tensor(
 
 def _already_distributed(tensor: DTensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
     if tensor.device_mesh != mesh:
-        raise MeshError(f"the tensor already lives on {tensor.device_mesh}, not on {mesh}; write x.full_tensor() first")
+        raise MeshError(
+            f"the tensor already lives on {tensor.device_mesh}, not on {mesh}; write x.redistribute(mesh, placements)"
+        )
     if tensor.placements != placements:
         raise PlacementError(
             f"the tensor is already distributed as {list(tensor.placements)}; "

@@ -9,7 +9,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from .errors import PlacementError
-from .layout import Layout
 from .mesh import mesh_shape
 from .spec import Spec
 
@@ -28,21 +27,8 @@ def chunk(spec: Spec) -> tuple[torch.Size, torch.Size]:
     coordinate = spec.coordinate
     if coordinate is None:
         return torch.Size([0] * spec.ndim), torch.Size(spec.shape)
-    sizes = torch.Size(spec.local_shape())
-    offsets = _offsets(spec.layout, spec.shape, mesh_shape(spec.mesh), coordinate)
-    return sizes, torch.Size(offsets)
-
-
-def _offsets(layout: Layout, shape: tuple, mesh: tuple[int, ...], coordinate: tuple[int, ...]) -> list[int]:
-    offsets = [0] * len(shape)
-    for dim, axes in enumerate(layout.dims):
-        length = shape[dim]
-        for axis in axes:
-            step = -(-length // mesh[axis])
-            start = min(coordinate[axis] * step, length)
-            offsets[dim] += start
-            length = min(step, length - start)
-    return offsets
+    box = spec.layout.local_box(spec.shape, mesh_shape(spec.mesh), coordinate)
+    return torch.Size([end - begin for begin, end in box]), torch.Size([begin for begin, _ in box])
 
 
 def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:

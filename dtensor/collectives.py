@@ -1,19 +1,24 @@
-"""The five redistribution operators, `torch.ops.dtensor.*`: all that a compiled graph says about communication.
+"""The redistribution operators, `torch.ops.dtensor.*`: all that a compiled graph says about communication.
 
     all_gather(x, dim, size, group)                        S(dim) -> R      `size`: length of `dim` afterwards
     reduce_scatter(x, reduce_op, dim, group)               P -> S(dim)
     all_reduce(x, reduce_op, group)                        P -> R
     all_to_all(x, gather_dim, scatter_dim, size, group)    S(gather_dim) -> S(scatter_dim)
     shard(x, dim, group)                                   R -> S(dim)      no communication
+    collective_permute(x, senders, group)                  same cuts, held by other ranks
 
 `x` is a local tensor, `group` the name of a process group. Shards are cut as `torch.chunk` cuts, so lengths that do
-not divide, and shards that are empty, are legal. The rank is looked up when an operator runs, never when it is traced:
+not divide, and shards that are empty, are legal. `senders[r]` is the rank of the group whose tensor rank r holds
+afterwards; all ranks hold tensors of one shape. The rank is looked up when an operator runs, never when it is traced:
 where sizes divide, every rank traces the same graph. The kernels are written over torch's functional collectives; the
 `lower` pass traces these same kernels to get start/wait pairs.
+
+A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
+be left for later (`start`).
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -26,6 +31,7 @@ library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> T
 library.define("all_reduce(Tensor x, str reduce_op, str group) -> Tensor")
 library.define("all_to_all(Tensor x, int gather_dim, int scatter_dim, SymInt size, str group) -> Tensor")
 library.define("shard(Tensor x, int dim, str group) -> Tensor")
+library.define("collective_permute(Tensor x, int[] senders, str group) -> Tensor")
 library.define("hold(Tensor x, Tensor[] others) -> Tensor")
 
 ops = torch.ops.dtensor
@@ -99,49 +105,146 @@ def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
     return x if x.shape[dim] == size else x.narrow(dim, 0, size).contiguous()
 
 
-def all_gather(x: torch.Tensor, dim: int, size, group: str) -> torch.Tensor:
+Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     n = group_size(group)
     x = _padded(x, dim, -(-size // n)).contiguous()
     if x.numel() == 0:
         return _resized(x, dim, size)
-    y = c10d.wait_tensor(c10d.all_gather_into_tensor(x.unsqueeze(0) if x.dim() == 0 else x, n, group))
+    y = yield c10d.all_gather_into_tensor(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
     if dim == 0:
         return y if y.shape[0] == size else y.narrow(0, 0, size).contiguous()
     return _joined(list(torch.split(y, x.shape[0], 0)), dim, size)
 
 
-def reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> torch.Tensor:
+def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Kernel:
     n, size = group_size(group), x.shape[dim]
     if x.numel() == 0:
         return _resized(x, dim, chunk_length(size, n, group_rank(group)))
     x = torch.cat(_split(x, dim, n), 0) if dim or size % n else x
     op = "sum" if reduce_op == "avg" else reduce_op
-    y = c10d.wait_tensor(c10d.reduce_scatter_tensor(x.contiguous(), op, n, group))
+    y = yield c10d.reduce_scatter_tensor(x.contiguous(), op, n, group)
     y = y / n if reduce_op == "avg" else y
     return y if size % n == 0 else y.narrow(dim, 0, chunk_length(size, n, group_rank(group))).contiguous()
 
 
 # "avg" is carried out as a sum and a division: gloo has no average, and the result is the same everywhere.
-def all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> torch.Tensor:
+def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     if x.numel() == 0:
         return x.clone()
     op = "sum" if reduce_op == "avg" else reduce_op
-    y = c10d.wait_tensor(c10d.all_reduce(x.contiguous(), op, group))
+    y = yield c10d.all_reduce(x.contiguous(), op, group)
     return y / group_size(group) if reduce_op == "avg" else y
 
 
-def all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group: str) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group: str) -> Kernel:
     n, length = group_size(group), x.shape[scatter_dim]
     x = _padded(x, gather_dim, -(-size // n))
     chunks = _split(x, scatter_dim, n)
     mine = length // n if length % n == 0 else chunk_length(length, n, group_rank(group))
     if chunks[0].numel() == 0:
         return _resized(_resized(x, gather_dim, size), scatter_dim, mine)
-    # By cat: what is traced here goes into graphs below Inductor's decompositions, where stack is not known.
-    y = torch.cat([c.unsqueeze(0) for c in chunks])
-    y = c10d.wait_tensor(c10d.all_to_all_single(y, [1] * n, [1] * n, group))
+    y = torch.cat([c.unsqueeze(0) for c in chunks])  # Inductor, which is given this kernel traced, has no stack
+    y = yield c10d.all_to_all_single(y, [1] * n, [1] * n, group)
     y = _joined(list(y.unbind(0)), gather_dim, size)
     return y if y.shape[scatter_dim] == mine else y.narrow(scatter_dim, 0, mine).contiguous()
+
+
+def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kernel:
+    if x.numel() == 0:
+        return x.clone()
+    n, rank = group_size(group), group_rank(group)
+    x = x.contiguous()
+    row = x.view(1, -1)
+    sent = [int(senders[r] == rank) for r in range(n)]
+    y = yield c10d.all_to_all_single(row, [int(r == senders[rank]) for r in range(n)], sent, group)
+    return y.view(x.shape)
+
+
+def run(kernel: Kernel) -> torch.Tensor:
+    """The result of a kernel, waited for."""
+    try:
+        started = next(kernel)
+    except StopIteration as end:
+        return end.value
+    return _finished(kernel, started)
+
+
+def _finished(kernel: Kernel, started: torch.Tensor) -> torch.Tensor:
+    try:
+        kernel.send(c10d.wait_tensor(started))
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a kernel starts one collective")
+
+
+def start(name: str, *args: Any) -> Callable[[], torch.Tensor]:
+    """Start the communicating operator `name`; what is returned waits for it and gives the result, once."""
+    kernel = _GENERATORS[name](*args)
+    try:
+        started = next(kernel)
+    except StopIteration as end:
+        result = end.value
+        return lambda: result
+    return lambda: _finished(kernel, started)
+
+
+_CARRIED = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+"""Dtypes that every backend takes."""
+
+
+def carried(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
+    """`kernel` for all dtypes: what backends do not take travels as another one.
+
+    Complex numbers travel as pairs of real ones. The rest travels as bytes where it is moved, and as int32 where
+    integers are reduced.
+    """
+
+    @functools.wraps(kernel)
+    def generator(x: torch.Tensor, *rest: Any) -> Kernel:
+        if x.dtype in _CARRIED:
+            return (yield from kernel(x, *rest))
+        if x.dtype.is_complex:
+            if rest[0] == "product":
+                raise ValueError("a product of complex numbers cannot be reduced over ranks; gather them and multiply")
+            y = yield from kernel(torch.view_as_real(x.resolve_conj()), *rest)
+            return torch.view_as_complex(y.contiguous())
+        if kernel in (_all_reduce, _reduce_scatter):
+            y = yield from kernel(x.to(torch.int32), *rest)
+            return y.to(x.dtype)
+        y = yield from kernel(x.unsqueeze(-1).view(torch.uint8), *rest)
+        return y.contiguous().view(x.dtype).squeeze(-1)
+
+    return generator
+
+
+_GENERATORS: dict[str, Callable[..., Kernel]] = {
+    "all_gather": carried(_all_gather),
+    "reduce_scatter": carried(_reduce_scatter),
+    "all_reduce": carried(_all_reduce),
+    "all_to_all": carried(_all_to_all),
+    "collective_permute": carried(_collective_permute),
+}
+
+
+def _waited(name: str) -> Callable[..., torch.Tensor]:
+    @functools.wraps(_GENERATORS[name])
+    def kernel(*args: Any) -> torch.Tensor:
+        return run(_GENERATORS[name](*args))
+
+    return kernel
 
 
 def shard(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
@@ -178,48 +281,17 @@ def _fake_shard(x, dim, group):
     return _resized(x, dim, size // n if size % n == 0 else chunk_length(size, n, group_rank(group)))
 
 
-_CARRIED = {
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
-"""Dtypes that every backend takes."""
-
-
-def carried(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`kernel` for all dtypes: what backends do not take travels as another one.
-
-    Complex numbers travel as pairs of real ones. The rest travels as bytes where it is moved, and as int32 where
-    integers are reduced.
-    """
-
-    @functools.wraps(kernel)
-    def run(x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if x.dtype in _CARRIED:
-            return kernel(x, *rest)
-        if x.dtype.is_complex:
-            if rest[0] == "product":
-                raise ValueError("a product of complex numbers cannot be reduced over ranks; gather them and multiply")
-            return torch.view_as_complex(kernel(torch.view_as_real(x.resolve_conj()), *rest).contiguous())
-        if kernel in (all_reduce, reduce_scatter):
-            return kernel(x.to(torch.int32), *rest).to(x.dtype)
-        return kernel(x.unsqueeze(-1).view(torch.uint8), *rest).contiguous().view(x.dtype).squeeze(-1)
-
-    return run
+def _fake_collective_permute(x, senders, group):
+    return x.new_empty(x.shape)
 
 
 KERNELS = {
-    "all_gather": (carried(all_gather), _fake_all_gather),
-    "reduce_scatter": (carried(reduce_scatter), _fake_reduce_scatter),
-    "all_reduce": (carried(all_reduce), _fake_all_reduce),
-    "all_to_all": (carried(all_to_all), _fake_all_to_all),
+    "all_gather": (_waited("all_gather"), _fake_all_gather),
+    "reduce_scatter": (_waited("reduce_scatter"), _fake_reduce_scatter),
+    "all_reduce": (_waited("all_reduce"), _fake_all_reduce),
+    "all_to_all": (_waited("all_to_all"), _fake_all_to_all),
     "shard": (shard, _fake_shard),
+    "collective_permute": (_waited("collective_permute"), _fake_collective_permute),
 }
 """Name -> (kernel, fake kernel) of each operator."""
 
@@ -240,12 +312,16 @@ for _name, (_kernel, _fake) in KERNELS.items():
     library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dtensor::{_name}", _fake, lib=library)
 
-COMMUNICATING = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+COMMUNICATING = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
 """The operators that put bytes on the wire."""
+
+LOWERED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""Those whose kernel is the same on every rank, so that a graph may hold it; the others look up their rank."""
 
 __all__ = [
     "COMMUNICATING",
     "KERNELS",
+    "LOWERED",
     "chunk_length",
     "emit",
     "group_rank",
@@ -253,4 +329,5 @@ __all__ = [
     "group_size",
     "library",
     "ops",
+    "start",
 ]

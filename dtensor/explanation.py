@@ -219,7 +219,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
           21.15 us  R, P -> P
           21.15 us  R, P(avg) -> P(avg)
       self is redistributed, 256 bytes, 10.03 us:
-          S(0) -> R: all_gather over axis 0
+          S(0) -> R: all_gather over axis 0, 256 B
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(mode)

@@ -101,6 +101,18 @@ class Layout:
                 local[dim] = chunk_length(local[dim], mesh_shape[axis], coordinate[axis])
         return tuple(local)
 
+    def local_box(self, shape, mesh_shape: tuple[int, ...], coordinate) -> tuple[tuple[int, int], ...]:
+        """Where the shard at `coordinate` begins and ends along each dimension of a tensor of global `shape`."""
+        box = []
+        for length, axes in zip(shape, self.dims):
+            begin = 0
+            for axis in axes:
+                step = -(-length // mesh_shape[axis])
+                offset = min(coordinate[axis] * step, length)
+                begin, length = begin + offset, min(step, length - offset)
+            box.append((begin, begin + length))
+        return tuple(box)
+
     def without_partial(self) -> "Layout":
         """The same layout with every partial axis replicated: where gradients of this layout live."""
         return Layout.make(self.mesh_ndim, self.dims, ()) if self.partial else self

@@ -1,37 +1,253 @@
-"""What the library asks of a DeviceMesh again and again, looked up once per mesh object.
+"""What the library asks of a DeviceMesh: looked up once per mesh object, and the process groups made for it.
 
-Keyed by the object, not by its value: after the process groups were destroyed and made anew, an equal mesh has other
-groups.
+Facts are keyed by the object, not by its value: after the process groups were destroyed and made anew, an equal mesh
+has other groups.
+
+A mesh comes with one process group for each of its axes. One collective over two axes at once needs a group over both,
+and such groups are made here, by `prepare`, and nowhere else: making a group is collective over all ranks of the
+default group, in one order, which only a call that every rank makes on purpose can promise. `init_device_mesh` is such
+a call already and prepares the mesh; a mesh made by other means is prepared by the user or works one axis at a time.
+So no group is ever made in a redistribution, in a pass or while a graph is traced, and whether plans may merge axes is
+the same on all ranks, in eager mode and at trace time. Slices of a prepared mesh use its groups.
 """
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
+
+from ._torch import disable_current_modes, real_object, root_mesh
 from .caches import cache
+from .cost import INTER, INTRA, Link, Network
+from .errors import MeshError
+
+PREPARED = "_dtensor_prepared"
+"""The attribute of a mesh under which `prepare` leaves what it made: it lives as long as the mesh."""
+MANY_AXES = 4
+"""Up to so many axes every set of them gets a group; of more axes, neighbouring ones."""
+RANKS_PER_HOST = "LOCAL_WORLD_SIZE"
+"""The environment variable, set by torchrun on all ranks alike, by which axes within a host are known."""
+
+
+@dataclass
+class Prepared:
+    """What was made for a mesh: axes -> name of this rank's group (None outside), union of ranks -> name, and links."""
+
+    groups: dict[tuple[int, ...], str | None] = field(default_factory=dict)
+    unions: dict[tuple[int, ...], str | None] = field(default_factory=dict)
+    links: tuple[Link, ...] | None = None
+
+    def __deepcopy__(self, memo) -> "Prepared":
+        return self
+
+    def __reduce__(self):
+        # Names of groups mean nothing in another process.
+        return Prepared, ()
 
 
 @dataclass(frozen=True)
 class MeshFacts:
-    """A mesh, the sizes of its axes, this rank's coordinate (None outside the mesh) and its group along each axis."""
+    """What is known of a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        shape: sizes of its axes.
+        coordinate: this rank's index along each axis, None outside the mesh.
+        groups: ascending axes -> name of this rank's group over them; none outside the mesh.
+        network: what plans know of the mesh.
+    """
 
     mesh: Any
     shape: tuple[int, ...]
     coordinate: tuple[int, ...] | None
-    groups: tuple[str, ...]
+    groups: dict[tuple[int, ...], str]
+    network: Network
 
 
 _facts: dict[int, MeshFacts] = cache()
 
 
 def facts(mesh: Any) -> MeshFacts:
-    """The facts of `mesh`; a rank outside the mesh has no groups."""
+    """The facts of `mesh`.
+
+    Raises:
+        MeshError: the ranks descend along an axis, which groups do not, and the mesh was not prepared.
+    """
     found = _facts.get(id(mesh))
     if found is None:
-        at = mesh.get_coordinate()
-        groups = () if at is None else tuple(mesh.get_group(axis).group_name for axis in range(mesh.ndim))
-        found = MeshFacts(mesh, tuple(mesh.shape), None if at is None else tuple(at), groups)
-        _facts[id(mesh)] = found
+        real = real_object(mesh)
+        if real is not mesh:
+            return facts(real)
+        with disable_current_modes():
+            found = _facts[id(mesh)] = _look_up(mesh)
     return found
+
+
+def _look_up(mesh: Any) -> MeshFacts:
+    root = root_mesh(mesh)
+    prepared: Prepared = vars(root).get(PREPARED) or Prepared()
+    in_root = _axes_in_root(mesh, root)
+    made = {}
+    for axes, name in prepared.groups.items():
+        if all(a in in_root for a in axes):
+            mine = tuple([in_root.index(a) for a in axes])
+            if list(mine) == sorted(mine):
+                made[mine] = name
+    at = mesh.get_coordinate()
+    groups = {}
+    for axis in range(mesh.ndim):
+        if (axis,) not in made and not _ascending(_rows(mesh.mesh, (axis,))):
+            raise MeshError(
+                f"along axis {axis} of {mesh} the ranks do not ascend, but ranks of a process group do; "
+                "write dtensor.prepare(mesh) on every rank after making the mesh, or list its ranks in ascending order"
+            )
+        if at is not None:
+            groups[(axis,)] = made.get((axis,)) or mesh.get_group(axis).group_name
+    merged = [axes for axes in made if len(axes) > 1]
+    if at is not None:
+        groups.update({axes: made[axes] for axes in merged})
+    links = prepared.links or _links_by_host(root.mesh)
+    mine = tuple([links[a] if a is not None else _links_by_host(mesh.mesh)[i] for i, a in enumerate(in_root)])
+    network = Network.of(tuple(mesh.shape), mine, merged)
+    return MeshFacts(mesh, tuple(mesh.shape), None if at is None else tuple(at), groups, network)
+
+
+def _axes_in_root(mesh: Any, root: Any) -> list[int | None]:
+    """For each axis of `mesh` the axis of `root` it is; None where it is none, as of a flattened mesh."""
+    if mesh is root:
+        return list(range(mesh.ndim))
+    names = list(root.mesh_dim_names or ())
+    return [names.index(n) if n in names else None for n in mesh.mesh_dim_names or ()]
+
+
+def _rows(ranks: torch.Tensor, axes: tuple[int, ...]) -> list[list[int]]:
+    """The ranks of each group over `axes`, the last axis fastest."""
+    size = 1
+    for a in axes:
+        size *= ranks.shape[a]
+    return ranks.movedim(axes, tuple(range(-len(axes), 0))).reshape(-1, size).tolist()
+
+
+def _ascending(rows: list[list[int]]) -> bool:
+    return all(row == sorted(row) for row in rows)
+
+
+def _links_by_host(ranks: torch.Tensor) -> tuple[Link, ...]:
+    """For each axis the link between hosts if some of its groups span hosts, else the link within one."""
+    per_host = int(os.environ.get(RANKS_PER_HOST, "0"))
+
+    def link(axis: int) -> Link:
+        rows = _rows(ranks, (axis,))
+        return INTER if per_host and any(r // per_host != row[0] // per_host for row in rows for r in row) else INTRA
+
+    return tuple([link(axis) for axis in range(ranks.dim())])
+
+
+def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], **options: Any) -> Any:
+    """As `torch.distributed.device_mesh.init_device_mesh`, and prepared: see `prepare`."""
+    mesh = torch_init_device_mesh(device_type, mesh_shape, **options)
+    prepare(mesh)
+    return mesh
+
+
+def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
+    """Make the process groups by which redistributions take several axes of a mesh in one collective.
+
+    With several meshes also a group over the ranks of all of them, by which tensors go from one to another; where the
+    meshes or one of them cover all ranks, that needs no preparation. Collective: every rank of the default process
+    group calls it, also those outside the meshes, in the same order among all that makes groups. A slice of a mesh
+    prepares the whole mesh.
+
+    Args:
+        meshes: the meshes.
+        links: for plans, what each axis of the one mesh costs (`dtensor.cost`); by default `INTER` where a group of
+            the axis spans hosts, by torchrun's LOCAL_WORLD_SIZE, and `INTRA` elsewhere.
+
+    Raises:
+        ValueError: no mesh is given, or links together with several, or not one link for each axis.
+    """
+    if not meshes or (links is not None and len(meshes) > 1):
+        raise ValueError(
+            f"prepare takes one mesh, with links if need be, or several without; got {len(meshes)} and links={links}"
+        )
+    roots = [root_mesh(mesh) for mesh in meshes]
+    if links is not None and len(links) != roots[0].ndim:
+        raise ValueError(f"{roots[0]} has {roots[0].ndim} axes but {len(links)} links were given; write one for each")
+    for root in roots:
+        prepared = vars(root).setdefault(PREPARED, Prepared())
+        for axes in _worth_merging(root.mesh):
+            if axes not in prepared.groups:
+                prepared.groups[axes] = _new_groups(_rows(root.mesh, axes))
+        prepared.links = tuple(links) if links is not None else prepared.links
+    union = _union(*roots)
+    if len(roots) > 1 and len(union) < dist.get_world_size():
+        name = _new_groups([list(union)])
+        for root in roots:
+            vars(root)[PREPARED].unions[union] = name
+    for key, known in list(_facts.items()):
+        if any(root_mesh(known.mesh) is root for root in roots):
+            del _facts[key]
+
+
+def _worth_merging(ranks: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """The sets of axes that get a group: two or more of more than one rank, and single ones whose ranks descend."""
+    yield from ((a,) for a in range(ranks.dim()) if not _ascending(_rows(ranks, (a,))))
+    axes = [a for a in range(ranks.dim()) if ranks.shape[a] > 1]
+    for k in range(2, len(axes) + 1):
+        if len(axes) <= MANY_AXES:
+            yield from combinations(axes, k)
+        else:
+            yield from (tuple(axes[i : i + k]) for i in range(len(axes) - k + 1))
+
+
+def _new_groups(rows: list[list[int]]) -> str | None:
+    """Groups over each of `rows`, ranks numbered as they are listed; the name of the one this rank is in."""
+    if rows == [list(range(dist.get_world_size()))]:
+        return default_group()
+    mine = None
+    for row in rows:
+        group: Any = dist.new_group(row, sort_ranks=False) if row != sorted(row) else dist.new_group(row)
+        if dist.get_rank() in row:
+            mine = group.group_name
+    return mine
+
+
+def default_group() -> str:
+    """Name of the default process group."""
+    group: Any = dist.group.WORLD
+    return group.group_name
+
+
+def _union(*meshes: Any) -> tuple[int, ...]:
+    return tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
+
+
+def group_between(one: Any, other: Any) -> str | None:
+    """Name of a process group over the ranks of both meshes; None on a rank outside it.
+
+    Raises:
+        MeshError: there is none.
+    """
+    union = _union(one, other)
+    if len(union) == dist.get_world_size():
+        return default_group()
+    for mesh in (one, other):
+        if _union(mesh) == union:
+            real = tuple([a for a, n in enumerate(mesh.shape) if n > 1]) or (0,)
+            if len(real) == 1 or real in facts(mesh).network.merged:
+                return facts(mesh).groups.get(real)
+        prepared: Prepared = vars(root_mesh(mesh)).get(PREPARED) or Prepared()
+        if union in prepared.unions:
+            return prepared.unions[union]
+    raise MeshError(
+        f"there is no process group over the ranks {list(union)} of {one} and {other}; "
+        "write dtensor.prepare(mesh, other_mesh) on every rank after making the meshes"
+    )
 
 
 def mesh_shape(mesh: Any) -> tuple[int, ...]:
@@ -41,7 +257,15 @@ def mesh_shape(mesh: Any) -> tuple[int, ...]:
 
 def group_name(mesh: Any, axis: int) -> str:
     """Name of this rank's process group along a mesh axis."""
-    return facts(mesh).groups[axis]
+    return facts(mesh).groups[(axis,)]
 
 
-__all__ = ["MeshFacts", "facts", "group_name", "mesh_shape"]
+__all__ = [
+    "MeshFacts",
+    "facts",
+    "group_between",
+    "group_name",
+    "init_device_mesh",
+    "mesh_shape",
+    "prepare",
+]

@@ -50,16 +50,16 @@ class Move:
 
     @property
     def steps(self) -> list[Step]:
-        """The steps over mesh axes of more than one rank: the others are not carried out."""
-        return [s for p in self.plans for s in p.steps if self.spec.mesh.size(s.axis) > 1]
+        """The steps, of the plan back too."""
+        return [s for p in self.plans for s in p.steps]
 
     @property
     def axes(self) -> frozenset[int]:
         """The mesh axes over which the move communicates; empty for one that is local."""
-        return frozenset(s.axis for s in self.steps if s.op in COMMUNICATING)
+        return frozenset(axis for s in self.steps if s.op in COMMUNICATING for axis in s.axes)
 
     def __str__(self) -> str:
-        found = ", then ".join(f"{s.op} over {axis_name(self.spec.mesh, s.axis)}" for s in self.steps)
+        found = ", then ".join(f"{s.op} over {axes_name(self.spec.mesh, s.axes)}" for s in self.steps)
         src, dst = as_code(self.spec.layout.placements), as_code(self.target.placements)
         back = " and back" if self.returns else ""
         return f"'{self.argument}' from {src} to {dst}{back} ({found or 'nothing to send'}; {round(self.bytes)} bytes)"
@@ -90,6 +90,11 @@ def axis_name(mesh: Any, axis: int) -> str:
     """`axis 0`, with the axis' name if it has one."""
     names = getattr(mesh, "mesh_dim_names", None)
     return f"axis {axis} ({names[axis]})" if names else f"axis {axis}"
+
+
+def axes_name(mesh: Any, axes: tuple[int, ...]) -> str:
+    """As `axis_name`, of the axes that one collective takes together: `axis 0 and axis 1`."""
+    return " and ".join([axis_name(mesh, axis) for axis in axes])
 
 
 def named_operands(func, args: Sequence, kwargs: dict[str, Any]) -> list[tuple[str, Spec]]:

@@ -5,87 +5,108 @@ Runs alike in eager mode and while a graph is traced. Below autograd: gradients 
 
 import torch
 
-from ._torch import c10d, functional_collectives, hint
+from ._torch import has_hint, hint
+from .collectives import COMMUNICATING, start
 from .collectives import emit as ops
 from .errors import PlacementError
 from .layout import Layout
-from .mesh import group_name, mesh_shape
+from .mesh import MeshFacts, facts
+from .pending import Pending
 from .placements import Placement
-from .plan import Plan, Step, plan
+from .plan import Plan, Prefer, Step, plan
 from .spec import Spec
+from .steps import senders
+
+UNKNOWN = 8191
+"""Stands in plans for a size that is not known at all: a prime, so that nothing is planned that needs it to divide."""
 
 
-def redistribute_local(local: torch.Tensor, spec: Spec, dst: Layout, *, async_op: bool = False) -> torch.Tensor:
+def plan_of(spec: Spec, dst: Layout, prefer: Prefer = "time") -> Plan:
+    """The plan that moves a tensor of `spec` to `dst`. Symbolic sizes choose by their hints."""
+    shape = spec.shape if spec.static else tuple([hint(n) if has_hint(n) else UNKNOWN for n in spec.shape])
+    return plan(spec.layout, dst, shape, facts(spec.mesh).network, spec.dtype.itemsize, prefer)
+
+
+def redistribute_local(
+    local: torch.Tensor, spec: Spec, dst: Layout, *, async_op: bool = False, prefer: Prefer = "time"
+) -> torch.Tensor:
     """This rank's local tensor after moving a tensor of `spec` from its layout to `dst`.
 
-    With `async_op` the last collective is only started, if nothing local follows it; the result waits on first use.
+    With `async_op` the last collective is only started, and what is to be done after it is left for the first use of
+    the result: nothing is ever started later than here, so that all ranks start their collectives in one order.
     """
-    src = spec.layout
-    if src is dst or spec.coordinate is None:
+    if spec.layout is dst or spec.coordinate is None:
         return local
-    steps = plan_of(spec, dst).steps
-    for index, step in enumerate(steps):
-        last = async_op and index == len(steps) - 1
-        local = _start(local, spec, step) if last else _run(local, spec, step)
+    steps = plan_of(spec, dst, prefer).steps
+    if not async_op:
+        return _all_of(steps, local, spec)
+    last = max([i for i, s in enumerate(steps) if s.op in COMMUNICATING], default=-1)
+    if last < 0:
+        return _all_of(steps, local, spec)
+    local = _all_of(steps[:last], local, spec)
+    finish = start(steps[last].op, local, *_arguments(steps[last], spec))
+    shape = dst.local_shape(spec.shape, facts(spec.mesh).shape, spec.coordinate)
+    return Pending(local, shape, lambda: _all_of(steps[last + 1 :], finish(), spec))
+
+
+def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec) -> torch.Tensor:
+    for step in steps:
+        if step.op == "partial":
+            local = _partial(local, step, facts(spec.mesh))
+        else:
+            local = getattr(ops, step.op)(local, *_arguments(step, spec))
     return local
 
 
-def plan_of(spec: Spec, dst: Layout) -> Plan:
-    """The plan from the layout of `spec` to `dst`."""
-    sizes = spec.shape if spec.static else tuple(map(hint, spec.shape))
-    return plan(spec.layout, dst, sizes, mesh_shape(spec.mesh), spec.dtype.itemsize)
+def _arguments(step: Step, spec: Spec) -> tuple:
+    """What the operator of `step` takes after the tensor."""
+    known = facts(spec.mesh)
+    group = known.groups[step.axes]
+    if len(step.axes) > 1:
+        _check_divides(step, spec, known)
+    match step.op:
+        case "all_gather":
+            return step.dim, _length_after(spec, step), group
+        case "reduce_scatter":
+            return step.reduce_op, step.dim, group
+        case "all_reduce":
+            return step.reduce_op, group
+        case "all_to_all":
+            return step.dim, step.scatter_dim, _length_after(spec, step), group
+        case "shard":
+            return step.dim, group
+        case "collective_permute":
+            return list(senders(step.src.dims, step.dst.dims, step.axes, known.shape)), group
+    raise AssertionError(f"no such step: {step.op}")
 
 
 def _length_after(spec: Spec, step: Step):
     assert step.dim is not None, f"{step.op} has no dimension to measure"
     assert spec.coordinate is not None, "nothing is redistributed on a rank outside the mesh"
-    shape = step.dst.local_shape(spec.shape, mesh_shape(spec.mesh), spec.coordinate)
+    shape = step.dst.local_shape(spec.shape, facts(spec.mesh).shape, spec.coordinate)
     return shape[step.dim]
 
 
-def _run(local: torch.Tensor, spec: Spec, step: Step) -> torch.Tensor:
-    group = group_name(spec.mesh, step.axis)
-    if spec.mesh.size(step.axis) == 1:
+def _check_divides(step: Step, spec: Spec, known: MeshFacts) -> None:
+    """Hold symbolic sizes to what the plan took from their hints: merged axes cut evenly. Guards in a traced graph."""
+    for dim, (before, after) in enumerate(zip(step.src.dims, step.dst.dims)):
+        if before != after:
+            for axes in (before, after):
+                n = known.network.size(axes)
+                assert spec.shape[dim] % n == 0, f"{step} needs dimension {dim} to divide by {n}"
+
+
+def _partial(local: torch.Tensor, step: Step, known: MeshFacts) -> torch.Tensor:
+    """R -> P: the value itself where reducing copies gives it back, else the first rank keeps it.
+
+    The others hold what the reduction ignores: zeros of a sum, ones of a product.
+    """
+    if step.reduce_op in ("avg", "max", "min"):
         return local
-    match step.op:
-        case "all_gather":
-            return ops.all_gather(local, step.dim, _length_after(spec, step), group)
-        case "reduce_scatter":
-            return ops.reduce_scatter(local, step.reduce_op, step.dim, group)
-        case "all_reduce":
-            return ops.all_reduce(local, step.reduce_op, group)
-        case "all_to_all":
-            return ops.all_to_all(local, step.dim, step.scatter_dim, _length_after(spec, step), group)
-        case "shard":
-            return ops.shard(local, step.dim, group)
-        case "partial":
-            return _partial(local, spec.mesh.size(step.axis), step.reduce_op, group)
-    raise AssertionError(f"no such step: {step.op}")
-
-
-def _partial(local: torch.Tensor, n: int, reduce_op: str | None, group: str) -> torch.Tensor:
-    """R -> P: the value itself where reducing copies gives it back, else the first rank keeps it, the others zeros."""
-    if reduce_op in ("avg", "max", "min"):
-        return local
-    index = ops.shard(torch.arange(n, device=local.device), 0, group)
-    return torch.where(index.view([1] * local.dim() or []) == 0, local, local.new_zeros(()))
-
-
-def _start(local: torch.Tensor, spec: Spec, step: Step) -> torch.Tensor:
-    """Start `step` without waiting where its raw collective is already the result; otherwise run it."""
-    group = group_name(spec.mesh, step.axis)
-    n = spec.mesh.size(step.axis)
-    if n == 1 or local.numel() == 0:
-        return _run(local, spec, step)
-    if step.op == "all_reduce" and step.reduce_op != "avg":
-        started = c10d.all_reduce(local.contiguous(), step.reduce_op, group)
-    elif step.op == "all_gather" and step.dim == 0 and _length_after(spec, step) == n * local.shape[0]:
-        started = c10d.all_gather_into_tensor(local.contiguous(), n, group)
-    elif step.op == "reduce_scatter" and step.dim == 0 and step.reduce_op != "avg" and local.shape[0] % n == 0:
-        started = c10d.reduce_scatter_tensor(local.contiguous(), step.reduce_op, n, group)
-    else:
-        return _run(local, spec, step)
-    return functional_collectives.AsyncCollectiveTensor(started)
+    n = known.network.size(step.axes)
+    index = ops.shard(torch.arange(n, device=local.device), 0, known.groups[step.axes])
+    ignored = local.new_zeros(()) if step.reduce_op == "sum" else local.new_ones(())
+    return torch.where(index.view([1] * local.dim() or []) == 0, local, ignored)
 
 
 def check_target(src: tuple[Placement, ...], dst: tuple[Placement, ...]) -> None:

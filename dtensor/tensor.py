@@ -25,10 +25,13 @@ from .boundary import check_replicas, current_mesh, is_tracing
 from .collectives import library
 from .decision import COMPOSITES
 from .dispatch import dispatch, install
-from .errors import MeshError, ShardingError
+from .errors import ShardingError
+from .exchange import exchanged
 from .invariance import mark_local, region_of_torch
 from .layout import Layout
+from .pending import waited
 from .placements import Placement, Replicate, Shard, as_placements
+from .plan import Prefer
 from .redistribute import check_target, redistribute_local
 from .spec import Spec
 
@@ -74,6 +77,7 @@ class DTensor(torch.Tensor):
         return out
 
     def __tensor_flatten__(self):
+        self._local_tensor = waited(self._local_tensor)
         return ["_local_tensor", "device_mesh"], self._spec.layout
 
     @staticmethod
@@ -163,28 +167,37 @@ class DTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        grad_placements: Sequence[Placement] | None = None,
+        prefer: Prefer = "time",
     ) -> "DTensor":
-        """The same global tensor in other placements; differentiable.
+        """The same global tensor in other placements, or on another mesh; differentiable, any number of times.
 
         Args:
-            device_mesh: this tensor's mesh, or None.
+            device_mesh: the mesh to go to; None stays. To another one only in eager mode: every rank of both meshes
+                calls this, ranks outside the tensor's mesh with their empty part of it, and a process group over
+                both is needed (`prepare`).
             placements: one per mesh axis; None replicates.
-            async_op: return at once; the result waits on first use.
+            async_op: return when the last collective has started; the result waits for it on first use.
+            grad_placements: where the gradient of this tensor arrives; by default these placements, with Replicate
+                for Partial.
+            prefer: "time" takes the quickest plan that holds no more than it has to; "memory" the one that holds
+                least at once. See `dtensor.plan`.
 
         Raises:
             PlacementError: placements do not fit, or ask for a value to become Partial.
-            MeshError: another mesh was given.
+            MeshError: there is no process group over both meshes.
+            ValueError: `prefer` is neither of the two.
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
-            raise MeshError(
-                f"redistribute stays on the tensor's mesh {self.device_mesh}, got {device_mesh}; "
-                "write x.full_tensor() and distribute_tensor to go to another mesh"
-            )
+            return _to_mesh(self, device_mesh, placements, grad_placements)
         target = as_placements(placements, self.device_mesh.ndim, self.dim())
-        if target == self.placements:
+        if prefer not in ("time", "memory"):
+            raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
+        if target == self.placements and grad_placements is None:
             return self
         check_target(self.placements, target)
-        return torch.ops.dtensor.redistribute(self, _text(target), async_op)
+        grads = () if grad_placements is None else as_placements(grad_placements, self.device_mesh.ndim, self.dim())
+        return torch.ops.dtensor.redistribute(self, _text(target), async_op, _text(grads), prefer)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor as a plain one, on every rank; differentiable. `grad_placements` as in `to_local`."""
@@ -293,34 +306,71 @@ def move(x: DTensor, layout: Layout) -> DTensor:
         return _redistribute(x, layout)
 
 
-def _redistribute(x: DTensor, layout: Layout, async_op: bool = False) -> DTensor:
-    local = redistribute_local(x._local_tensor, x._spec, layout, async_op=async_op)
+def _redistribute(x: DTensor, layout: Layout, async_op: bool = False, prefer: Prefer = "time") -> DTensor:
+    local = redistribute_local(x._local_tensor, x._spec, layout, async_op=async_op, prefer=prefer)
     return _wrap(local, x._spec.with_layout(layout))
 
 
-library.define("redistribute(Tensor x, str layout, bool async_op) -> Tensor")
+library.define(
+    "redistribute(Tensor x, str layout, bool async_op, str grad_layout='', str prefer='time') -> Tensor",
+)
 
 
-def _redistribute_operator(x: DTensor, text: str, async_op: bool = False) -> DTensor:
+def _redistribute_operator(
+    x: DTensor, text: str, async_op: bool = False, grad_layout: str = "", prefer: Prefer = "time"
+) -> DTensor:
     """`dtensor::redistribute` on a DTensor: what dispatch runs."""
     layout = Layout.parse(text, x.dim())
-    return _redistribute(x, layout, async_op and not is_tracing(x))
+    return _redistribute(x, layout, async_op and not is_tracing(x), prefer)
 
 
 def _save_layout(ctx, inputs, output) -> None:
-    ctx.layout = inputs[0]._spec.layout.without_partial().text
+    ctx.layout = inputs[3] or inputs[0]._spec.layout.without_partial().text
+    ctx.prefer = inputs[4]
 
 
 def _redistribute_backward(ctx, grad):
-    if grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout:
-        return grad, None, None
-    return torch.ops.dtensor.redistribute(grad, ctx.layout, False), None, None
+    if not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
+        grad = torch.ops.dtensor.redistribute(grad, ctx.layout, False, "", ctx.prefer)
+    return grad, None, None, None, None
 
 
 torch.library.register_autograd(
     "dtensor::redistribute", _redistribute_backward, setup_context=_save_layout, lib=library
 )
 COMPOSITES["dtensor::redistribute"] = _redistribute_operator
+
+
+def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
+    """`x` on another mesh. What each rank sends differs, so no graph holds it."""
+    if is_tracing(x):
+        raise ShardingError(
+            f"redistribute from {x.device_mesh} to another mesh cannot be compiled: what it sends differs from rank to "
+            "rank; call it outside the compiled function, or write @torch.compiler.disable on the function that does"
+        )
+    target = as_placements(placements, mesh.ndim, x.dim())
+    check_target((Replicate(),) * mesh.ndim, target)
+    layout = x._spec.layout.without_partial()
+    if grad_placements is not None:
+        layout = Layout.of(as_placements(grad_placements, x.device_mesh.ndim, x.dim()), x.dim())
+    return _ToMesh.apply(x, mesh, Layout.of(target, x.dim()), layout)
+
+
+class _ToMesh(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mesh, layout, grad_layout):
+        ctx.source = x.device_mesh, grad_layout, layout
+        spec = Spec.make(mesh, layout, x._spec.shape, x._spec.stride, x._spec.dtype)
+        return _wrap(exchanged(waited(x._local_tensor), x._spec, spec), spec)
+
+    @staticmethod
+    def backward(ctx, grad):
+        mesh, grad_layout, layout = ctx.source
+        final = grad_layout.without_partial()
+        grad = _ToMesh.apply(grad, mesh, final, layout)
+        if final is not grad_layout:
+            grad = torch.ops.dtensor.redistribute(grad, grad_layout.text, False)
+        return grad, None, None, None
 
 
 class _FromLocal(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """What the passes share: reading collectives out of an FX graph, and writing nodes into it.
 
-A node is read with `collective` (a frozen description of one of the five operators) and `value` (its fake tensor);
+A node is read with `collective` (a frozen description of one redistribution operator) and `value` (its fake tensor);
 it is written with `insert` or `emit`, which compute `meta["val"]` and take over where the code came from, and
 `replace`, which keeps the memory layout that the rest of the graph was traced with.
 """
@@ -33,6 +33,7 @@ FIELDS = {
     "all_reduce": ("x", "reduce_op", "group"),
     "all_to_all": ("x", "gather_dim", "scatter_dim", "size", "group"),
     "shard": ("x", "scatter_dim", "group"),
+    "collective_permute": ("x", "senders", "group"),
 }
 """Operator -> the fields of `Collective` that are its arguments, in order."""
 
@@ -69,10 +70,11 @@ class Collective:
     gather_dim: int | None = None
     scatter_dim: int | None = None
     size: int | fx.Node | None = None
+    senders: tuple[int, ...] | None = None
 
 
 def is_collective(node: object, name: str | None = None) -> bool:
-    """Whether `node` calls one of the five operators (the one called `name`, if given)."""
+    """Whether `node` calls one of the redistribution operators (the one called `name`, if given)."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return False
     found = _NAMES.get(node.target)

@@ -6,14 +6,14 @@ from typing import Any
 from torch import fx
 
 from dtensor._torch import make_fx
-from dtensor.collectives import COMMUNICATING, KERNELS
+from dtensor.collectives import KERNELS, LOWERED
 
 from . import ir
 from .count import RECORD, describe
 
 
 class Lower:
-    """Each communicating operator is replaced by its own kernel, traced.
+    """Each communicating operator whose kernel is the same on every rank is replaced by that kernel, traced.
 
     Before:
 
@@ -28,8 +28,8 @@ class Lower:
         %getitem_1: f32[4,4] = getitem(%split, 1)
         %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
 
-    `shard` stays: its rank is looked up when the graph runs, so that all ranks have one graph. Each start carries the
-    `CollectiveInfo` of what it was lowered from, under `meta["dtensor_collective"]`.
+    `shard` and `collective_permute` stay: their rank is looked up when the graph runs, so that all ranks have one
+    graph. Each start carries the `CollectiveInfo` of what it was lowered from, under `meta["dtensor_collective"]`.
     """
 
     name = "lower"
@@ -44,7 +44,7 @@ class Lower:
 
 def _communicates(node: fx.Node) -> bool:
     c = ir.collective(node)
-    return c is not None and c.op in COMMUNICATING
+    return c is not None and c.op in LOWERED
 
 
 def _inline(node: fx.Node) -> None:

@@ -22,12 +22,18 @@ Groups = Mapping[str, Partition]
 Tensors = list[torch.Tensor]
 
 
-def mesh_groups(mesh: DeviceMesh) -> dict[str, Partition]:
-    """The groups of each axis of `mesh`: name, as this rank knows it, to the partition of the ranks."""
+def mesh_groups(mesh: DeviceMesh, names: Mapping[tuple[int, ...], str] | None = None) -> dict[str, Partition]:
+    """The groups of `mesh`: name, as this rank knows it, to the partition of the ranks.
+
+    `names`: axes -> name of the group over them (`dtensor.mesh.facts(mesh).groups`); by default of the single axes.
+    """
+    if names is None:
+        names = {(axis,): mesh.get_group(axis).group_name for axis in range(mesh.ndim)}
     found = {}
-    for axis in range(mesh.ndim):
-        rows = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
-        found[mesh.get_group(axis).group_name] = tuple([tuple(row) for row in rows])
+    for axes, name in names.items():
+        ranks = mesh.mesh.movedim(axes, tuple(range(-len(axes), 0)))
+        rows = ranks.flatten(-len(axes)).flatten(0, -2) if ranks.dim() > len(axes) else ranks.flatten()[None]
+        found[name] = tuple([tuple(row) for row in rows.tolist()])
     return found
 
 
@@ -170,6 +176,12 @@ def _shard(xs: Tensors, dim: int) -> Tensors:
     return [_chunk(x, dim, len(xs), rank) for rank, x in enumerate(xs)]
 
 
+def _collective_permute(xs: Tensors, senders: Sequence[int]) -> Tensors:
+    if sorted(senders) != list(range(len(xs))):
+        raise ValueError(f"{list(senders)} does not name each of {len(xs)} ranks once")
+    return [xs[sender].clone(memory_format=torch.contiguous_format) for sender in senders]
+
+
 def _all_gather_start(xs: Tensors, n: int) -> Tensors:
     return _all_gather(xs, 0, sum([x.shape[0] for x in xs]))
 
@@ -202,6 +214,7 @@ _COLLECTIVES: dict[Any, Callable[..., list]] = {
     ir.TARGETS["all_reduce"]: _all_reduce,
     ir.TARGETS["all_to_all"]: _all_to_all,
     ir.TARGETS["shard"]: _shard,
+    ir.TARGETS["collective_permute"]: _collective_permute,
     ir.c10d.all_gather_into_tensor.default: _all_gather_start,
     ir.c10d.reduce_scatter_tensor.default: _reduce_scatter_start,
     ir.c10d.all_reduce.default: _all_reduce,

@@ -13,10 +13,10 @@ LINKS = ("compile", "passes")
 
 LAYERS = [
     ["errors", "_torch", "caches", "fallback"],
-    ["placements", "cost", "mesh", "collectives", "hooks", "invariance"],
-    ["layout", "notation"],
+    ["placements", "cost", "collectives", "hooks", "invariance"],
+    ["layout", "mesh", "notation", "pending", "steps"],
     ["spec", "plan"],
-    ["redistribute", "aliasing", "checkpoint", "sampling", "rules"],
+    ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
     ["moves"],
     ["strictness", "decision", "boundary"],
     ["dispatch"],

@@ -20,6 +20,7 @@ OPERATORS = {
     "dtensor::reduce_scatter": "reduce_scatter",
     "dtensor::all_reduce": "all_reduce",
     "dtensor::all_to_all": "all_to_all",
+    "dtensor::collective_permute": "collective_permute",
     "_c10d_functional::all_gather_into_tensor": "all_gather",
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::all_reduce": "all_reduce",
@@ -34,7 +35,7 @@ class Collective:
     """One collective that ran.
 
     Attributes:
-        op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "collective_permute".
         bytes: bytes this rank sends, by a ring algorithm (see `dtensor.cost`).
         group: name of the process group.
     """

@@ -111,8 +111,8 @@ def test_errors_name_what_was_given(rank):
     other = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2, 1)), [Shard(0), Replicate()])
     with pytest.raises(MeshError, match="argument 'other' lives on"):
         x + other
-    with pytest.raises(MeshError, match="redistribute stays on the tensor's mesh"):
-        x.redistribute(other.device_mesh, [Replicate(), Replicate()])
+    with pytest.raises(ValueError, match=r"prefer is 'time' or 'memory'; got 'speed'"):
+        x.redistribute(mesh, [Replicate()], prefer="speed")
     matrix = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     with pytest.raises(MixedTensorError, match=r"aten.mm.out: argument 'out' is a plain tensor"):
         torch.mm(matrix, matrix, out=torch.empty(4, 4))

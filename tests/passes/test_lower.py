@@ -40,6 +40,16 @@ def test_computes_the_same(bench, case, axis):
     assert collectives(gm) == ([] if case == "empty" else want)
 
 
+def test_permutations_stay_and_are_counted(bench):
+    """Which rank a permutation sends to differs from rank to rank, so its kernel may not be in a graph."""
+    gm = bench.trace(lambda x: ops.collective_permute(x * 2, [0, 2, 1, 3], bench.world) + 1, (4, 4))
+    before = bench.text(gm)
+    assert bench.apply(Lower(), gm) == 0
+    assert bench.text(gm) == before
+    assert "dtensor.collective_permute(%mul, [0, 2, 1, 3], world)" in before
+    assert collectives(gm) == [CollectiveInfo("collective_permute", bench.world, 4, 64)]
+
+
 def test_golden(bench):
     gm = bench.trace(lambda x: ops.all_gather(x, 1, 8, bench.tp), (4, 4))
     bench.apply(Lower(), gm)

@@ -6,7 +6,7 @@ import torch
 from dtensor._torch import c10d
 from dtensor.collectives import ops
 from dtensor.errors import PassError
-from dtensor.passes import equivalent, simulate
+from dtensor.passes import equivalent, mesh_groups, simulate
 
 
 def ranks(*shape):
@@ -50,6 +50,27 @@ def test_gather_scatter_exchange_and_shard(bench):
     assert [y.flatten().tolist() for y in got] == [[0, 100], [1, 101], [200, 300], [201, 301]]
     got = replay(bench, lambda x: ops.shard(x, 0, bench.world), ranks(5))
     assert [y.tolist() for y in got] == [[0, 1], [102, 103], [204], []]
+
+
+def test_permutation(bench):
+    got = replay(bench, lambda x: ops.collective_permute(x, [2, 0, 1, 3], bench.world), ranks(2))
+    assert [y.tolist() for y in got] == [[200, 201], [0, 1], [100, 101], [300, 301]]
+    with pytest.raises(PassError, match="does not name each of 4 ranks once"):
+        replay(bench, lambda x: ops.collective_permute(x, [0, 0, 1, 3], bench.world), ranks(2))
+
+
+def test_groups_over_several_axes():
+    ranks = torch.arange(8).view(2, 2, 2)
+
+    class Mesh:
+        mesh, ndim = ranks, 3
+
+    names = {(0,): "a", (0, 2): "ac", (1, 2): "bc", (0, 1, 2): "abc"}
+    groups = mesh_groups(Mesh(), names)
+    assert groups["a"] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert groups["ac"] == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert groups["bc"] == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert groups["abc"] == (tuple(range(8)),)
 
 
 def test_functional_collectives(bench):

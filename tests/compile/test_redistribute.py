@@ -1,0 +1,98 @@
+"""Redistribution in compiled graphs: merged axes, permutations, sizes that stay symbolic; on real processes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.compile import statistics
+from dtensor.mesh import facts
+from dtensor.testing import with_ranks
+
+
+def ordered(x, text):
+    return torch.ops.dtensor.redistribute(x, text, False)
+
+
+def around(x):
+    """Through merged collectives of every kind, and a permutation."""
+    whole = x.redistribute(placements=[Replicate(), Replicate()])
+    other = ordered(x * 2, "S(0)#1S(0)#0")
+    columns = ordered(other, "S(1)S(1)").redistribute(placements=[Replicate(), Replicate()])
+    return (whole * columns).sin().redistribute(placements=[Shard(0), Shard(0)])
+
+
+@with_ranks(4)
+def test_compiled_is_eager(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    for rows in (8, 12):
+        whole = torch.linspace(-1, 1, rows * 4, dtype=torch.float64).view(rows, 4)
+        results = []
+        for f in (around, torch.compile(around, fullgraph=True, dynamic=True)):
+            x = distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).requires_grad_()
+            y = f(x)
+            (y * y).sum().backward()
+            results.append((y.full_tensor().detach(), x.grad.full_tensor()))
+        plain = whole.clone().requires_grad_()
+        dense = (plain * plain * 2).sin()
+        (dense * dense).sum().backward()
+        for found, grad in results:
+            torch.testing.assert_close(found, dense.detach())
+            torch.testing.assert_close(grad, plain.grad)
+    x = DTensor.from_local(torch.full((4,), 1.0 + rank), mesh, [Partial(), Partial()])
+    total = torch.compile(lambda x: x.redistribute(placements=[Replicate()] * 2, async_op=True) + 1, fullgraph=True)(x)
+    assert total.to_local().tolist() == [11.0] * 4
+
+
+@pytest.fixture
+def mesh():
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    torch.compiler.reset()
+    yield init_device_mesh("cpu", (2, 2))
+    dist.destroy_process_group()
+
+
+def compiled(f, x, **options):
+    with statistics() as seen:
+        out = torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"}, **options)(x)
+    return out, seen
+
+
+def test_merged_axes_are_one_collective_in_the_graph(mesh):
+    world = facts(mesh).groups[(0, 1)]
+    x = DTensor.from_local(torch.ones(4), mesh, [Partial(), Partial()])
+    _, seen = compiled(lambda x: x.redistribute(placements=[Replicate(), Replicate()]), x)
+    assert [(c.op, c.group) for c in seen.forward] == [("all_reduce", world)]
+    x = distribute_tensor(torch.ones(8), mesh, [Shard(0), Shard(0)])
+    _, seen = compiled(lambda x: x.redistribute(placements=[Replicate(), Replicate()]), x)
+    assert [(c.op, c.group) for c in seen.forward] == [("all_gather", world)]
+    _, seen = compiled(lambda x: ordered(x, "S(0)#1S(0)#0"), x)
+    assert [(c.op, c.group) for c in seen.forward] == [("collective_permute", world)]
+
+
+def test_gather_and_shard_over_merged_axes_cancel(mesh):
+    x = distribute_tensor(torch.ones(8), mesh, [Shard(0), Shard(0)])
+
+    def back(x):
+        return x.redistribute(placements=[Replicate()] * 2).redistribute(placements=[Shard(0)] * 2) + 1
+
+    out, seen = compiled(back, x)
+    assert out.to_local().tolist() == [2.0, 2.0]
+    assert list(seen.forward) == []
+
+
+def test_sizes_that_stop_dividing_get_a_graph_of_their_own(mesh):
+    """A merged gather is guarded by what makes it exact."""
+    f = torch.compile(lambda x: x.redistribute(placements=[Replicate()] * 2) + 1, fullgraph=True, dynamic=True)
+    for rows in (8, 12, 6, 16):
+        x = distribute_tensor(torch.ones(rows), mesh, [Shard(0), Shard(0)])
+        assert f(x).to_local().shape == (rows,)
+
+
+def test_pending_results_are_inputs_like_others(mesh):
+    x = distribute_tensor(torch.ones(8), mesh, [Shard(0), Shard(0)])
+    f = torch.compile(lambda x: x + 1, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        y = x.redistribute(placements=[Replicate()] * 2, async_op=True)
+        assert f(y).to_local().shape == (8,)
