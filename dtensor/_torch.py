@@ -50,6 +50,7 @@ from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
@@ -83,12 +84,14 @@ OWN_KEY = "TESTING_ONLY_GenericWrapper"
 OWN_KEYSET = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(OWN_KEY))
 _fallthrough = torch.library.Library("_", "IMPL")
 _fallthrough.fallback(torch.library.fallthrough_kernel, OWN_KEY)
-_own = torch.library.Library("aten", "IMPL")
+_own = {space: torch.library.Library(space, "IMPL") for space in ("aten", "torch_nn")}
 
 
 def intercept(name: str, kernel) -> None:
-    """Run `kernel` in place of the composite `aten::{name}` whenever an argument is a DTensor."""
-    _own.impl(name, kernel, OWN_KEY)
+    """Run `kernel` in place of an operator (of aten, if no other namespace is named) that has a DTensor among its
+    arguments."""
+    space, _, base = name.rpartition("::")
+    _own[space or "aten"].impl(base, kernel, OWN_KEY)
 
 
 def without_own_key():

@@ -21,6 +21,7 @@ from .errors import StrictReason
 from .invariance import check_invariant, region_of_torch
 from .layout import Layout
 from .moves import moves_of
+from .out import put
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
 from .spec import contiguous_stride
@@ -215,25 +216,11 @@ def tensor_split(x, tensor_indices_or_sections, dim=0):
     return torch.tensor_split(x, whole.tolist(), dim)
 
 
-IN_REGION = (
-    "combinations",
-    "linalg_matrix_power",
-    "linalg_matrix_rank",
-    "linalg_matrix_rank.atol_rtol_float",
-    "linalg_matrix_rank.atol_rtol_tensor",
-    "matrix_power",
-    "nanquantile",
-    "nanquantile.scalar",
-    "quantile",
-    "quantile.scalar",
-)
+IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matrix_power", "nanquantile", "quantile")
 """Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
 
 
-def _in_region(name: str):
-    packet, _, overload = name.partition(".")
-    operator = getattr(getattr(aten, packet), overload or "default")
-
+def _in_region(operator):
     def kernel(*args, **kwargs):
         with without_own_key(), region_of_torch():
             return operator(*args, **kwargs)
@@ -242,9 +229,30 @@ def _in_region(name: str):
 
 
 for _name in IN_REGION:
-    intercept(_name, _in_region(_name))
+    for _overload in getattr(aten, _name).overloads():
+        _operator = getattr(getattr(aten, _name), _overload)
+        intercept(str(_operator).removeprefix("aten.").removesuffix(".default"), _in_region(_operator))
 
+
+def matmul_out(x, y, *, out):
+    """`matmul` with out=, which torch otherwise writes in parts of another shape."""
+    with without_own_key():
+        put(aten.matmul.out, "out", out, aten.matmul(x, y))
+        return out
+
+
+def linear_cross_entropy(x, weight, target, bias, class_weight, ignore_index, *chunking):
+    """Loss of each sample: in chunks, to save memory, torch's own backward writes to plain buffers."""
+    with without_own_key():
+        logits = torch.nn.functional.linear(x, weight, bias)
+        return torch.nn.functional.cross_entropy(
+            logits, target, class_weight, reduction="none", ignore_index=ignore_index
+        )
+
+
+intercept("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)
 intercept("rms_norm", rms_norm)
+intercept("matmul.out", matmul_out)
 intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)

@@ -68,10 +68,10 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
     if name.startswith(FOREACH):
         return Decision(kind="foreach")
+    if has_out(func):
+        return Decision(kind="out")
     if name in COMPOSITES and str(func) not in RULES:
         return Decision(kind="composite")
-    if any(a.is_out for a in func._schema.arguments):
-        return Decision(kind="out")
     if torch.Tag.inplace_view in func.tags:
         return Decision(kind="inplace_view")
     in_place = is_in_place(func)
@@ -99,6 +99,11 @@ def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
     if in_place:
         return "functional" if functional_of(func) is not None else ""
     return "decompose" if func in decompositions and not func._schema.is_mutable else ""
+
+
+def has_out(func) -> bool:
+    """Whether an operator writes its results to out= arguments."""
+    return any(a.is_out for a in func._schema.arguments)
 
 
 _functional: dict[Any, Any] = {}
@@ -322,6 +327,7 @@ __all__ = [
     "decide",
     "decide_by",
     "functional_of",
+    "has_out",
     "is_dtensor",
     "mapped",
     "replicated",

@@ -1,7 +1,7 @@
 """Detours: operators that do not run as one local operator.
 
-Lists of tensors (foreach), operators written in terms of others, decompositions, out=, views in place, and results
-whose shape depends on values. Registers itself with `dispatch`.
+Lists of tensors (foreach), operators written in terms of others, decompositions, views in place, and results whose
+shape depends on values. Registers itself with `dispatch`.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from .decision import (
     replicated,
 )
 from .dispatch import KINDS, run, with_plain_wrapped
-from .errors import MixedTensorError, OperatorError, StrictReason
+from .errors import OperatorError, StrictReason
 from .fallback import fell_back
 from .invariance import region_of_torch
 from .layout import Layout
@@ -119,38 +119,6 @@ def _functional(func, args: tuple, kwargs: dict[str, Any]):
 
 
 @_blamed
-def _out(func, args: tuple, kwargs: dict[str, Any]):
-    """An operator with out=: the result is computed as always, moved to the layout of what was given, and copied.
-
-    Raises:
-        MixedTensorError: out= is a plain tensor.
-        OperatorError: out= has another shape than the result.
-    """
-    targets = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out}
-    rest = {k: v for k, v in kwargs.items() if k not in targets}
-    functional = functional_of(func)
-    if functional is None:
-        raise OperatorError(f"{func} has no form without out= that DTensor could run; write its result to a new tensor")
-    made = functional(*args, **rest)
-    for (name, target), result in zip(targets.items(), made if isinstance(made, (list, tuple)) else (made,)):
-        pairs = zip(target, result) if isinstance(target, (list, tuple)) else ((target, result),)
-        for given, value in pairs:
-            _check_out(func, name, given, value)
-            given.copy_(value)
-    kept = tuple(targets.values())
-    return kept if isinstance(made, (list, tuple)) and len(kept) > 1 else kept[0]
-
-
-def _check_out(func, name: str, given, value) -> None:
-    if is_dtensor(value) and not is_dtensor(given):
-        raise MixedTensorError(f"{func}: {name}= is a plain tensor, other arguments are DTensors; give a DTensor")
-    if given.shape != value.shape:
-        raise OperatorError(
-            f"{func}: {name}= has shape {list(given.shape)}, the result {list(value.shape)}; "
-            f"write {name}=torch.empty_like(...) of a DTensor of that shape, or leave it out"
-        )
-
-
 def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that changes the shape of its tensor: that becomes what the view is."""
     functional = functional_of(func)
@@ -225,7 +193,6 @@ KINDS.update(
     implicit=_implicit,
     dynamic=_dynamic,
     functional=_functional,
-    out=_out,
     inplace_view=_inplace_view,
 )
 

@@ -15,7 +15,7 @@ import torch
 from . import strictness
 from .aliasing import write_through
 from .caches import cache
-from .decision import FOREACH, Decision, check_operands, decide, mapped
+from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .errors import MixedTensorError
 from .layout import Layout
 from .redistribute import redistribute_local
@@ -66,6 +66,8 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     if _PLAIN in parts:
         if func._schema.name.startswith(FOREACH):
             return KINDS["foreach"](func, args, kwargs)
+        if has_out(func):
+            return KINDS["out"](func, args, kwargs)
         args, kwargs = with_plain_wrapped(func, args, kwargs)
         return dispatch(func, args, kwargs)
     if not static:

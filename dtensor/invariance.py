@@ -2,8 +2,8 @@
 
 A plain tensor among DTensors is an error as a rule: nothing says whether it is a global tensor or this rank's part. It
 is taken as replicated where its origin says so: it has no dimensions, or it was computed from nothing that can differ
-between ranks, that is from factories (`ones`, `arange`), Python numbers and others of its kind. Random numbers, inputs
-and what comes out of `to_local` do differ.
+between ranks, that is from factories (`ones`, `arange`), Python numbers and others of its kind. Inputs and what comes
+out of `to_local` do differ, and so do random numbers, unless the region says that all ranks draw alike.
 
     compiled   the trace knows where a tensor comes from: the graph node of the tensor is followed to its ancestors
     eager      inside `implicit_replication` a dispatch mode marks such tensors; torch's own decompositions run in one,
@@ -15,6 +15,7 @@ tensor outside of regions and counts no version, a collective or numpy, goes uns
 """
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -126,8 +127,17 @@ def _differs(node: torch.fx.Node) -> str | None:
     return None if getattr(node.target, "__module__", "") == "_operator" else f" computed by {node.target}"
 
 
+class _Draws(threading.local):
+    """Whether the innermost region takes the default generator to be in one state on all ranks."""
+
+    alike: bool = False
+
+
+_draws = _Draws()
+
+
 def _differs_by(func: OpOverload) -> str | None:
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if torch.Tag.nondeterministic_seeded in func.tags and not _draws.alike:
         return f" of random numbers ({func})"
     return None if func.namespace in NATIVE else f" computed by {func}"
 
@@ -172,7 +182,7 @@ class _Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         given = list(_tensors([args, list(kwargs.values())]))
         info = schema(func)
-        alike = _differs_by(func) is None
+        alike = _differs_by(func) is None and kwargs.get("generator") is None
         if info.name not in SHAPE_ONLY and info.name not in LIFTS:
             alike = alike and all(t.dim() == 0 or _is_marked(t) for t in given)
         # Schemas of collectives do not say what is written.
@@ -223,23 +233,30 @@ def _written(info: torch.FunctionSchema, args: tuple, kwargs: dict[str, Any]) ->
 
 
 @contextlib.contextmanager
-def implicit_replication() -> Iterator[None]:
+def implicit_replication(*, random: bool = False) -> Iterator[None]:
     """Region in which plain tensors that are alike on all ranks may be operands beside DTensors.
 
     Those that factories (`torch.arange`, `ones`, `full`, `eye`, `tensor` of Python numbers, ...) make inside, and what
-    is computed from them alone, are taken as replicated, also after the region has ended. Tensors from elsewhere,
-    random numbers and results of `to_local` are not. Run the backward inside as well: gradient formulas compute from
-    them, and make some of their own. Every operator is a few microseconds slower inside. In a compiled function it has
-    no effect and no cost: there every graph is such a region.
+    is computed from them alone, are taken as replicated, also after the region has ended. Tensors from elsewhere and
+    results of `to_local` are not. Every operator is a few microseconds slower inside. In a compiled function it has no
+    effect and no cost: there every graph is such a region.
 
-        with dtensor.implicit_replication():
-            scores = scores.masked_fill(torch.ones(n, n).tril() == 0, float("-inf"))
+    Args:
+        random: take random numbers from the default generator as alike too, in compiled functions that are called
+            inside as well. That all ranks were seeded alike is your word; `dtensor.random.check_states` tests it.
+
+    >>> with dtensor.implicit_replication():
+    ...     masked = x.masked_fill(torch.ones(8).tril() == 0, float("-inf"))
     """
     if torch.compiler.is_dynamo_compiling():
         yield
         return
-    with _Recorder():
-        yield
+    before, _draws.alike = _draws.alike, random
+    try:
+        with _Recorder():
+            yield
+    finally:
+        _draws.alike = before
 
 
 def region_of_torch() -> contextlib.AbstractContextManager[Any]:

@@ -13,6 +13,7 @@ import torch
 
 from . import checkpoint
 from . import detours as detours  # registers what dispatch does without a rule
+from . import out as out  # registers what dispatch does with out=
 from ._torch import (
     OWN_KEYSET,
     disable_dynamo,
@@ -261,7 +262,7 @@ def _text(placements: tuple[Placement, ...]) -> str:
 
 
 def _alias(local: torch.Tensor) -> torch.Tensor:
-    return local.view_as(local)
+    return local.view_as(local) if local.layout == torch.strided else local.detach()
 
 
 def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTensor:

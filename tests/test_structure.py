@@ -20,7 +20,7 @@ LAYERS = [
     ["moves"],
     ["strictness", "decision", "boundary"],
     ["dispatch"],
-    ["detours"],
+    ["detours", "out"],
     ["tensor"],
     ["composite", "api", "random", "registration", "explanation"],
     ["parallel"],
