@@ -50,6 +50,7 @@ from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
@@ -219,6 +220,11 @@ def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def same_size(a, b) -> bool:
+    """Whether two sizes are equal: of sizes that only the data tell, whether that is known anyhow."""
+    return a is b or bool(guard_or_false(a == b))
+
+
 def hint(size) -> int:
     """The number behind a size: itself, or the example value of a SymInt (adds no guard)."""
     if isinstance(size, torch.SymInt):
@@ -328,6 +334,7 @@ __all__ = [
     "resolve_process_group",
     "return_and_correct_aliasing",
     "root_mesh",
+    "same_size",
     "schema",
     "set_thread_state",
     "thread_state",

@@ -3,6 +3,7 @@
 A dimension of which a part is taken is whole on every rank, the others keep their shards.
 """
 
+from .._torch import same_size
 from .call import Call, rule_for
 from .rule import Dims, Rule
 from .views import LINEAR, follow
@@ -34,14 +35,10 @@ def cut(call: Call) -> Rule:
     order: list[int | None] = list(range(len(shape)))
     dim = call["dim"] % len(shape)
     out = call.outputs[0]
-    if call.has("end") and out is not None and _same(out.shape[dim], shape[dim]):
+    if call.has("end") and out is not None and same_size(out.shape[dim], shape[dim]):
         return follow(call, order)
     order[dim] = None
     return follow(call, order)
-
-
-def _same(a, b) -> bool:
-    return a is b or a == b
 
 
 @rule_for("diagonal")
@@ -92,7 +89,7 @@ def _part(call: Call, shape: tuple) -> tuple[set[int], Dims]:
     if name == "select":
         full = _all_but({dim}, shape)[0]
         return {dim}, full[:dim] + full[dim + 1 :]
-    over = set() if _same(call.operands[-1].shape[dim], shape[dim]) else {dim}
+    over = set() if same_size(call.operands[-1].shape[dim], shape[dim]) else {dim}
     return over, _all_but(over, shape)[0]
 
 

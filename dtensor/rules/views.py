@@ -22,10 +22,6 @@ def _is_one(size) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _same(a, b) -> bool:
-    return a is b or a == b
-
-
 def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
     """Cut two shapes of equal product into the smallest groups of consecutive dimensions of equal product.
 
