@@ -44,6 +44,7 @@ class Decision:
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
         writes: operands that are written to and were moved: they are moved back and copied into what was given.
+        simple: nothing of the above but one output: what dispatch runs without another look.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
         fallback: whether operands are gathered because the operator has no rule.
     """
@@ -55,6 +56,7 @@ class Decision:
     local: Callable[..., Any] | None = None
     returns_self: bool = False
     writes: tuple[int, ...] = ()
+    simple: bool = False
     kind: str = ""
     fallback: bool = False
 

@@ -77,8 +77,25 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     if decision is None:
         if len(_cache) >= MOST_DECISIONS:
             _cache.clear()
-        decision = _cache[key] = decide(func, args, kwargs)
+        decision = decide(func, args, kwargs)
+        decision = _cache[key] = replace(decision, simple=_is_simple(decision, args, kwargs))
+    if decision.simple:
+        local = func(*[a._local_tensor if type(a) is DTensorType else a for a in args], **kwargs)
+        return wrap(local, decision.outputs[0])
     return run(decision, func, args, kwargs)
+
+
+def _is_simple(d: Decision, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call is the operator on the local tensors, and one new DTensor: then `run` has nothing to look at."""
+    if d.kind or d.moves or d.replace or d.local or d.returns_self or d.many or len(d.outputs) != 1:
+        return False
+    rest = [a for a in (*args, *kwargs.values()) if type(a) is not DTensorType]
+    named = any(isinstance(a, DTensorType) for a in kwargs.values())
+    return d.outputs[0] is not None and not named and not any(map(_holds_dtensor, rest))
+
+
+def _holds_dtensor(a) -> bool:
+    return isinstance(a, DTensorType) or (isinstance(a, (list, tuple)) and any(map(_holds_dtensor, a)))
 
 
 def forget() -> None:

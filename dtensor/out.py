@@ -39,7 +39,7 @@ def _out(func, args: tuple, kwargs: dict[str, Any]):
     return next(iter(targets.values())) if one else tuple(targets.values())
 
 
-def put(func, name: str, given: torch.Tensor, value: torch.Tensor) -> None:
+def put(func, name: str, given: torch.Tensor, value: Any) -> None:
     """Write `value`, a result of `func`, to `given`, its argument `name`."""
     if not is_dtensor(value):
         given.copy_(value)
@@ -49,7 +49,7 @@ def put(func, name: str, given: torch.Tensor, value: torch.Tensor) -> None:
                 f"{func}: argument '{name}' is a plain tensor of shape {list(given.shape)}, the result is a DTensor; "
                 "give a DTensor to write to"
             )
-        whole = value.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+        whole = value.full_tensor()
         given.resize_(whole.shape).copy_(whole)
     elif given.shape == value.shape:
         given.copy_(value)
@@ -70,7 +70,7 @@ def _become(x, value) -> None:
 
 
 def _on_whole(func, args: tuple, rest: dict[str, Any], targets: dict[str, Any]):
-    """The results of an operator that has no other form, run on whole tensors; one, or a tuple of several."""
+    """The results of an operator that has no other form, run on whole tensors; one, or a list of several."""
     operands: list[Spec] = []
     check_operands(func, args, rest | targets, operands)
     mesh = operands[0].mesh
@@ -82,9 +82,9 @@ def _on_whole(func, args: tuple, rest: dict[str, Any], targets: dict[str, Any]):
         layout = Layout.make(mesh.ndim, ((),) * x.dim(), ())
         return dispatch.wrap(x, Spec.make(mesh, layout, x.shape, x.stride(), x.dtype))
 
-    outs = {name: mapped(t, whole) for name, t in targets.items()}
+    outs: dict[str, Any] = {name: mapped(t, whole) for name, t in targets.items()}
     func(*mapped(args, whole), **{k: mapped(v, whole) for k, v in rest.items()}, **outs)
-    results = tuple(wrapped(x) for x in outs.values())
+    results = [wrapped(x) for x in outs.values()]
     return results if len(results) > 1 else results[0]
 
 

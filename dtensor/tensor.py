@@ -71,9 +71,7 @@ class DTensor(torch.Tensor):
         out = dispatch(func, args, kwargs or {})
         if func.is_view:
             remember(func, args, kwargs or {}, out)
-        if type(out) is DTensor and type(out._local_tensor) is torch.Tensor:
-            return out
-        if is_tracing(out):
+        if type(out) is not DTensor or type(out._local_tensor) is not torch.Tensor:
             mark_local(out)
         return out
 
