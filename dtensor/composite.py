@@ -16,7 +16,7 @@ import torch
 from . import strictness
 from ._torch import intercept, without_own_key
 from .collectives import library
-from .decision import COMPOSITES
+from .decision import COMPOSITES, functional_of, has_out
 from .errors import StrictReason
 from .invariance import check_invariant, region_of_torch
 from .layout import Layout
@@ -220,25 +220,31 @@ IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matri
 """Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
 
 
-def _in_region(operator):
+OUT = ("matmul",)
+"""Composites that with out= write in parts of another shape; those of `IN_REGION` make a new tensor and leave out=."""
+
+
+def _whole(operator):
+    """`operator` as it is, in a region; with out= the form without it, and a copy."""
+
     def kernel(*args, **kwargs):
         with without_own_key(), region_of_torch():
             return operator(*args, **kwargs)
 
-    return kernel
+    def into(*args, out, **kwargs):
+        with without_own_key(), region_of_torch():
+            put(operator, "out", out, functional_of(operator)(*args, **kwargs))
+            return out
+
+    return into if has_out(operator) else kernel
 
 
-for _name in IN_REGION:
-    for _overload in getattr(aten, _name).overloads():
-        _operator = getattr(getattr(aten, _name), _overload)
-        intercept(str(_operator).removeprefix("aten.").removesuffix(".default"), _in_region(_operator))
+def _overloads(names: tuple[str, ...]) -> list[Any]:
+    return [getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads()]
 
 
-def matmul_out(x, y, *, out):
-    """`matmul` with out=, which torch otherwise writes in parts of another shape."""
-    with without_own_key():
-        put(aten.matmul.out, "out", out, aten.matmul(x, y))
-        return out
+for _operator in [*_overloads(IN_REGION), *filter(has_out, _overloads(OUT))]:
+    intercept(str(_operator).removeprefix("aten.").removesuffix(".default"), _whole(_operator))
 
 
 def linear_cross_entropy(x, weight, target, bias, class_weight, ignore_index, *chunking):
@@ -252,7 +258,6 @@ def linear_cross_entropy(x, weight, target, bias, class_weight, ignore_index, *c
 
 intercept("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)
 intercept("rms_norm", rms_norm)
-intercept("matmul.out", matmul_out)
 intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
