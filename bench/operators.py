@@ -11,9 +11,9 @@ this library's `dtensor::*`, of which each starts one of the former (`dtensor::s
     fails          it raised
 
 Calls that raise on plain tensors are left out. Where torch alone is local, two simulated ranks run its call and compare
-what they gather, written arguments included, with the plain call: "wrong" is a pair whose values or shapes differ, "random" one of those that draws
-random numbers, under the same seed. Every such pair is listed. Nothing else is compared here: tests/sweep does that for
-this library.
+what they gather, written arguments included, with the plain call: "wrong" is a pair whose values or shapes differ,
+"random" one of those that draws random numbers, under the same seed. Every such pair is listed. Nothing else is
+compared here: tests/sweep does that for this library.
 """
 
 import json
@@ -193,7 +193,8 @@ def compare(names: list[str], calls: int, ways: int) -> list[Pair]:
     return pairs
 
 
-COLUMNS = "pairs|local ours|theirs|only ours|only theirs|(right|random|wrong)|fails ours|theirs".split("|")
+COLUMNS = ["pairs", "local ours", "theirs", "only ours", "only theirs"]
+COLUMNS += ["(right", "random", "wrong)", "fails ours", "theirs"]
 
 
 def row(pairs: list[Pair]) -> list[int]:
