@@ -68,10 +68,10 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
     if name.startswith(FOREACH):
         return Decision(kind="foreach")
-    if name in COMPOSITES and str(func) not in RULES:
-        return Decision(kind="composite")
     if any(a.is_out for a in func._schema.arguments):
         return Decision(kind="out")
+    if name in COMPOSITES and str(func) not in RULES:
+        return Decision(kind="composite")
     if torch.Tag.inplace_view in func.tags:
         return Decision(kind="inplace_view")
     in_place = is_in_place(func)

@@ -66,6 +66,7 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "rrelu_with_noise_backward": ({0},),
     "native_dropout_backward": ({0},),
     "copy": ({0, 1},),
+    "zero": ({0},),
 }
 """Operator (without the in-place underscore, with overload where it matters) -> sets of arguments, by position in the
 schema, in which it is jointly linear."""

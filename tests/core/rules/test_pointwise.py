@@ -170,6 +170,20 @@ def test_copies_pass_parts_of_any_reduction(n):
     assert wrong_candidates([c(op.default, f(5, 6), at_least=8) for op in operators], n) == []
 
 
+def test_zero_keeps_parts_where_they_are():
+    assert wrong_candidates([c(aten.zero_.default, f(5, 6), at_least=5)], 2) == []
+
+
+@with_threads(2)
+def test_norm_writes_to_what_out_gives(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    dense = torch.arange(24.0).reshape(4, 6).sin()
+    out = distribute_tensor(torch.zeros(6), mesh, [Replicate()])
+    for order in (2, 3, float("inf")):
+        torch.linalg.vector_norm(distribute_tensor(dense, mesh, [Shard(0)]), order, 0, out=out)
+        torch.testing.assert_close(out.full_tensor(), torch.linalg.vector_norm(dense, order, 0))
+
+
 @with_threads(2)
 def test_what_autograd_saves_of_a_maximum_is_not_communicated(rank):
     mesh = init_device_mesh("cpu", (2,))
