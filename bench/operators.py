@@ -120,7 +120,7 @@ def pairs_of(sample: Sample, mesh: Any, most: int) -> list[tuple[str, tuple]]:
     found = defaultdict(list)
     for where in placements(sample, mesh, 1024):
         one = [p[0] for p in where if p is not None]
-        if all(w is None or not w[0].is_shard() or s[w[0].dim] % WORLD == 0 for w, s in zip(where, shapes)):
+        if all(s[w[0].dim] % WORLD == 0 for w, s in zip(where, shapes) if w and isinstance(w[0], ours.Shard)):
             kind = 2 if any(p.is_partial() for p in one) else int(any(p.is_shard() for p in one))
             found[KINDS[kind]].append(where)
     key = f"{sample.operator} {shapes}"
@@ -211,7 +211,7 @@ def family(operator: str) -> str:
     return next((f for f in FAMILIES if operator.startswith(f"{f}.")), FAMILIES[-1])
 
 
-@click.command(help=__doc__.replace("\n\n    local", "\n\n\b\n    local"))
+@click.command(help=(__doc__ or "").replace("\n\n    local", "\n\n\b\n    local"))
 @click.option("--calls", default=3, show_default=True, help="Calls of each operator, besides in place and out=.")
 @click.option("--ways", default=5, show_default=True, help="Ways to shard a call, and as many with partial tensors.")
 @click.option("--only", multiple=True, help="Name of an operator; may be given several times. [default: all]")
