@@ -186,7 +186,7 @@ def index_write(call: Call) -> Rule:
         (("i",),) if adds else ((),) * index.ndim,
         *(read if o.ndim == target.ndim else ((),) * o.ndim for o in call.operands[2:]),
     )
-    linear = (frozenset({0, 2}),) if call.name in ("index_add", "index_copy") and len(ins) == 3 else ()
+    linear = (frozenset({0, 2}),) if call.name in ("index_add", "index_copy", "index_fill") and len(ins) == 3 else ()
     if not adds:
         return Rule(ins, (one,), sizes, linear=linear)
     sizes = {**sizes, "i": index.shape[0]}

@@ -8,6 +8,8 @@ table as the others:
     mul(P, P)       refused: a product of sums is not the sum of products
     add.Scalar(P)   refused: the scalar would be added once per rank
     relu(P)         refused: not linear
+
+A copy is of more than sums: it lets Partial with any reduce op through.
 """
 
 from .call import Call, LocalCall, rule_for
@@ -64,9 +66,13 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "rrelu_with_noise_backward": ({0},),
     "native_dropout_backward": ({0},),
     "copy": ({0, 1},),
+    "zero": ({0},),
 }
 """Operator (without the in-place underscore, with overload where it matters) -> sets of arguments, by position in the
 schema, in which it is jointly linear."""
+
+COPIES = frozenset({"alias", "clone", "detach", "lift_fresh", "positive"})
+"""Operators that give their operand as it is. Autograd detaches what it saves, the maximum of `amax` among others."""
 
 POINTWISE = [
     "_conj",
@@ -159,7 +165,7 @@ def pointwise(call: Call) -> Rule:
     full = tuple((f,) for f in sizes)
     outs = tuple(None if o is None else full if o.ndim == len(full) else ((),) * o.ndim for o in call.outputs)
     unread = frozenset({0}) if call.name in ("fill", "zero") else frozenset()
-    return Rule(ins, outs, sizes, linear=linearity(call), unread=unread)
+    return Rule(ins, outs, sizes, linear=linearity(call), copies=call.name in COPIES, unread=unread)
 
 
 @rule_for("fake_quantize_per_channel_affine_cachemask")

@@ -22,6 +22,7 @@ Dim = tuple[Factor, ...]
 Dims = tuple[Dim, ...]
 
 LINEAR_OPS = ("sum", "avg")
+ALL_OPS = (*LINEAR_OPS, "max", "min", "product")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Rule:
         sizes: global size of each factor.
         reduce: factors that some output lacks -> the reduce op that puts such an output together.
         linear: sets of operands in which the operator is jointly linear.
+        copies: each output element is the operand's as it is, so that parts of any reduction pass, not only of sums.
         blocked: factors that may not be sharded.
         addends: operands added to a reduced result; they turn Partial where a factor is reduced.
         unread: operands whose values are not read: they are never moved.
@@ -49,6 +51,7 @@ class Rule:
     sizes: Mapping[Factor, Any]
     reduce: Mapping[Factor, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
+    copies: bool = False
     blocked: frozenset[Factor] = frozenset()
     addends: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
@@ -82,7 +85,7 @@ def candidates(rule: Rule) -> list[Candidate]:
     found = [Candidate(None, (None,) * len(rule.inputs), (None,) * len(rule.outputs))]
     found += [c for f in rule.sizes if f not in rule.blocked and (c := _shard(rule, f)) is not None]
     for group in rule.linear:
-        for op in LINEAR_OPS:
+        for op in ALL_OPS if rule.copies else LINEAR_OPS:
             ins = tuple(op if i in group else None for i in range(len(rule.inputs)))
             found.append(Candidate(None, ins, (op,) * len(rule.outputs)))
     return found

@@ -94,6 +94,12 @@ def cut(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
     if isinstance(state, int):
         chunks = list(torch.chunk(x, n, state))
         return [t.clone() for t in chunks] + [x.narrow(state, 0, 0).clone()] * (n - len(chunks))
+    if state in ("max", "min"):
+        beyond = 1 if state == "min" else -1
+        return [*(x + beyond * torch.rand_like(x) for _ in range(n - 1)), x.clone()]
+    if state == "product":
+        parts = [torch.rand_like(x) + 0.5 for _ in range(n - 1)]
+        return [*parts, x / torch.stack(parts).prod(0) if parts else x.clone()]
     assert state in ("sum", "avg"), f"no operand is ever P({state})"
     parts = [torch.randn_like(x) if is_real(x) else torch.randint_like(x, 9) for _ in range(n - 1)]
     return [*parts, x * (n if state == "avg" else 1) - sum(parts)]

@@ -88,6 +88,7 @@ def writing_cases():
         adds = int(op is aten.index_add.default)
         yield c(op, x, 1, torch.randperm(6)[:3], f(5, 3, 4), at_least=5 + adds)
     yield c(aten.index_fill.int_Scalar, x, 1, ints(6, 3), 2.0, at_least=3)
+    yield c(aten.index_fill.int_Tensor, x, 1, ints(6, 3), f(), at_least=5)
     yield c(aten.index_reduce.default, x, 1, ints(6, 3), f(5, 3, 4), "amax", at_least=3)
     yield c(aten.scatter_add.default, x, 1, ints(6, 5, 3, 4), f(5, 3, 4), at_least=6)
     yield c(aten.scatter_add.default, x, 1, ints(6, 5, 3, 4), f(5, 5, 4), at_least=5)

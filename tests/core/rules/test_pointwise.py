@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor import Partial, Replicate, Shard, distribute_tensor
 from dtensor.rules import rule_of
 from dtensor.rules.pointwise import LINEAR, POINTWISE, pointwise
-from dtensor.testing import with_threads
+from dtensor.testing import CountCollectives, with_threads
 from dtensor.testing.candidates import booleans as mask
 from dtensor.testing.candidates import case as c
 from dtensor.testing.candidates import floats as f
@@ -162,3 +162,39 @@ def test_rrelu_draws_the_numbers_of_one_device(rank):
     assert torch.equal(found.full_tensor(), expected)
     assert torch.equal(noise.full_tensor(), kept)
     assert aten.rrelu_with_noise.default(placed, noise).redistribute(mesh, [Replicate()]).shape == (4, 3)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_copies_pass_parts_of_any_reduction(n):
+    operators = (aten.alias, aten.clone, aten.detach, aten.lift_fresh, aten.positive)
+    assert wrong_candidates([c(op.default, f(5, 6), at_least=8) for op in operators], n) == []
+
+
+def test_zero_keeps_parts_where_they_are():
+    assert wrong_candidates([c(aten.zero_.default, f(5, 6), at_least=5)], 2) == []
+
+
+@with_threads(2)
+def test_norm_writes_to_what_out_gives(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    dense = torch.arange(24.0).reshape(4, 6).sin()
+    out = distribute_tensor(torch.zeros(6), mesh, [Replicate()])
+    for order in (2, 3, float("inf")):
+        torch.linalg.vector_norm(distribute_tensor(dense, mesh, [Shard(0)]), order, 0, out=out)
+        torch.testing.assert_close(out.full_tensor(), torch.linalg.vector_norm(dense, order, 0))
+
+
+@with_threads(2)
+def test_what_autograd_saves_of_a_maximum_is_not_communicated(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    dense = torch.arange(24.0).reshape(4, 6).sin()
+    x = distribute_tensor(dense, mesh, [Shard(1)]).requires_grad_()
+    with CountCollectives() as seen:
+        top = x.amax()
+    assert seen.collectives == []
+    assert top.placements == (Partial("max"),)
+    torch.testing.assert_close(top.full_tensor().detach(), dense.amax())
+    torch.testing.assert_close((-top).full_tensor().detach(), -dense.amax())
+    top.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.full_tensor(), (dense == dense.amax()).float())

@@ -1,0 +1,247 @@
+"""Operators that run without communication, against torch.distributed.tensor: `python bench/operators.py`.
+
+A pair is one call from torch's operator database and one way to place its tensors on a mesh of two ranks: each tensor
+replicated, sharded on a dimension that two divides, or, in rows of their own, Partial(sum). Calls in place and with
+out= count as calls. Both libraries get the same values in the same placements and run the call forward. One process on
+a fake process group counts the collectives that are started within, which are `_c10d_functional::*`, `c10d::*`, and
+this library's `dtensor::*`, of which each starts one of the former (`dtensor::shard`, the local slice, starts none):
+
+    local          it ran, and no collective was started
+    communicates   it ran, and some were
+    fails          it raised
+
+Calls that raise on plain tensors are left out. Where torch alone is local, two simulated ranks run its call and compare
+what they gather, written arguments included, with the plain call: "wrong" is a pair whose values or shapes differ,
+"random" one of those that draws random numbers, under the same seed. Every such pair is listed. Nothing else is
+compared here: tests/sweep does that for this library.
+"""
+
+import json
+import warnings
+from collections import Counter, defaultdict
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch.distributed import tensor as theirs
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from tqdm import tqdm
+
+import dtensor as ours
+from dtensor.testing import run_threads
+from dtensor.testing.candidates import mapped, tensors
+from dtensor.testing.operators import Sample, drawn, operator_names, place, placements, samples
+
+WORLD = 2
+FAMILIES = ("nn.functional", "linalg", "fft", "masked", "special", "signal", "sparse", "torch")
+"""Prefixes of operator names; the last stands for all others."""
+SPACES = ("dtensor", "_c10d_functional", "c10d")
+KINDS = ("replicated", "sharded", "partial")
+NAMES = {"R": lambda p: theirs.Replicate(), "S": lambda p: theirs.Shard(p.dim), "P": lambda p: theirs.Partial("sum")}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are started, and notes whether random numbers are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(t, (ours.DTensor, theirs.DTensor)) for t in types):
+            return NotImplemented  # the library then dispatches, and its local operators come back here
+        space, name = func.name().split("::")
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        if space not in SPACES or name.startswith(("wait_tensor", "shard")):
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        made = func(*args, **(kwargs or {}))
+        # The fake group leaves these unset, and what moves may be an index.
+        return made.zero_() if name.startswith(("all_to_all", "reduce_scatter")) else made
+
+
+@dataclass
+class Pair:
+    """A call, its placements, and how it went."""
+
+    operator: str
+    call: str
+    placements: str
+    kind: str
+    ours: str = ""
+    theirs: str = ""
+    collectives: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    torch_is: str = ""
+
+
+def their_place(x: torch.Tensor, mesh: Any, target: Any, parts: bool = False) -> torch.Tensor:
+    """What `dtensor.testing.operators.place` does, with the DTensor of torch.
+
+    With `parts` a partial tensor is of random parts: zeros would hide an operator that is not linear.
+    """
+    if target is None:
+        return x
+    (p,) = target
+    p = NAMES[str(p)[0]](p)
+    if isinstance(p, theirs.Partial):
+        part = torch.zeros_like(x.detach())
+        if parts:
+            part = part + torch.rand(x.shape, generator=torch.Generator().manual_seed(1), dtype=x.dtype)
+        local = x.detach() - part if mesh.get_local_rank() == 0 else part
+        made = theirs.DTensor.from_local(local, mesh, [p], run_check=False, shape=x.shape, stride=x.stride())
+    else:
+        made = theirs.distribute_tensor(x.detach(), mesh, [p], src_data_rank=None)
+    return made.detach().requires_grad_(x.requires_grad)
+
+
+def on_dtensors(sample: Sample, mesh: Any, where: tuple, make: Any) -> tuple[Any, int]:
+    """What the call gives on DTensors, with its arguments afterwards, and how many collectives it started."""
+    fresh, supply = sample.fresh(), iter(where)
+    args, kwargs = mapped((fresh.args, fresh.kwargs), lambda x: make(x, mesh, next(supply)))
+    torch.manual_seed(3)
+    with Collectives() as seen:
+        made = sample.call(*args, **kwargs)
+    return (made, tensors((args, kwargs))), seen.count
+
+
+def plain(sample: Sample) -> tuple[Any, bool]:
+    """What the call gives on plain tensors, with its arguments afterwards, and whether it draws random numbers."""
+    fresh = sample.fresh()
+    torch.manual_seed(3)
+    with Collectives() as seen:
+        made = sample.call(*fresh.args, **fresh.kwargs)
+    return (made, tensors((fresh.args, fresh.kwargs))), seen.draws
+
+
+def pairs_of(sample: Sample, mesh: Any, most: int) -> list[tuple[str, tuple]]:
+    """Everything replicated, and up to `most` even ways to shard and as many with a partial tensor."""
+    shapes = [x.shape for x in tensors((sample.args, sample.kwargs))]
+    found = defaultdict(list)
+    for where in placements(sample, mesh, 1024):
+        one = [p[0] for p in where if p is not None]
+        if all(s[w[0].dim] % WORLD == 0 for w, s in zip(where, shapes) if w and isinstance(w[0], ours.Shard)):
+            kind = 2 if any(p.is_partial() for p in one) else int(any(p.is_shard() for p in one))
+            found[KINDS[kind]].append(where)
+    key = f"{sample.operator} {shapes}"
+    return [(k, where) for k in KINDS for where in drawn(list(dict.fromkeys(found[k])), most, key)]
+
+
+def measured(sample: Sample, mesh: Any, kind: str, where: tuple) -> Pair:
+    text = " ".join("-" if p is None else str(p[0]) for p in where)
+    pair = Pair(sample.operator, str(sample), text, kind)
+    for name, make in (("ours", place), ("theirs", their_place)):
+        try:
+            _, count = on_dtensors(sample, mesh, where, make)
+            pair.collectives[name] = count
+            setattr(pair, name, "communicates" if count else "local")
+        except Exception as error:
+            pair.errors[name] = f"{type(error).__name__}: {error}"[:400]
+            setattr(pair, name, "fails")
+    return pair
+
+
+def flat(out: Any) -> list[Any]:
+    if isinstance(out, (list, tuple)):
+        return [x for one in out for x in flat(one)]
+    whole = out.full_tensor() if isinstance(out, theirs.DTensor) else out
+    return [whole.detach() if isinstance(whole, torch.Tensor) else whole]
+
+
+def same(a: Any, b: Any) -> bool:
+    try:
+        torch.testing.assert_close(flat(a), flat(b), rtol=2e-4, atol=2e-4, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def verdicts(rank: int, work: list[tuple[Sample, tuple]]) -> list[str]:
+    """For each call that torch runs locally whether the result is right, on this rank."""
+    mesh, found, make = ours.init_device_mesh("cpu", (WORLD,)), [], partial(their_place, parts=True)
+    for sample, where in work:
+        expected, draws = plain(sample)
+        try:
+            right = same(on_dtensors(sample, mesh, where, make)[0], expected)
+        except RuntimeError:
+            right = False
+        found.append("right" if right else "random" if draws else "wrong")
+    return found
+
+
+def compare(names: list[str], calls: int, ways: int) -> list[Pair]:
+    """All pairs of the named operators."""
+    pairs: list[Pair] = []
+    work: list[tuple[Pair, Sample, tuple]] = []
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    mesh = ours.init_device_mesh("cpu", (WORLD,))
+    theirs.DTensor.from_local(torch.zeros(2), mesh, [theirs.Shard(0)]).uniform_()  # starts its generator
+    for name in tqdm(names, unit="operator"):
+        for sample in samples(name, calls):
+            try:
+                plain(sample)
+            except Exception:
+                continue
+            for kind, where in pairs_of(sample, mesh, ways):
+                pairs.append(measured(sample, mesh, kind, where))
+                if pairs[-1].theirs == "local" and pairs[-1].ours != "local":
+                    work.append((pairs[-1], sample, where))
+    dist.destroy_process_group()
+    ranks = run_threads(verdicts, WORLD, [(sample, where) for _, sample, where in work], timeout=600)
+    for (pair, _, _), *found in zip(work, *ranks):
+        pair.torch_is = "wrong" if "wrong" in found else found[0]
+    return pairs
+
+
+COLUMNS = ["pairs", "local ours", "theirs", "only ours", "only theirs"]
+COLUMNS += ["(right", "random", "wrong)", "fails ours", "theirs"]
+
+
+def row(pairs: list[Pair]) -> list[int]:
+    """The numbers under `COLUMNS`."""
+    count = Counter((p.ours, p.theirs) for p in pairs)
+    is_ = Counter(p.torch_is for p in pairs)
+    a, b = ([sum(n for k, n in count.items() if k[i] == s) for s in ("local", "fails")] for i in range(2))
+    both = count["local", "local"]
+    only = [is_["right"], is_["random"], is_["wrong"]]
+    return [len(pairs), a[0], b[0], a[0] - both, b[0] - both, *only, a[1], b[1]]
+
+
+def family(operator: str) -> str:
+    return next((f for f in FAMILIES if operator.startswith(f"{f}.")), FAMILIES[-1])
+
+
+@click.command(help=(__doc__ or "").replace("\n\n    local", "\n\n\b\n    local"))
+@click.option("--calls", default=3, show_default=True, help="Calls of each operator, besides in place and out=.")
+@click.option("--ways", default=5, show_default=True, help="Ways to shard a call, and as many with partial tensors.")
+@click.option("--only", multiple=True, help="Name of an operator; may be given several times. [default: all]")
+@click.option("--verbose", is_flag=True, help="A row for each operator in place of one for each family.")
+@click.option("--json", "file", type=click.File("w"), help="Write the pairs to a file, a line each.")
+def main(calls: int, ways: int, only: tuple[str, ...], verbose: bool, file: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    pairs = compare(list(only) or operator_names(), calls, ways)
+    groups: dict[str, list[Pair]] = defaultdict(list)
+    for p in pairs:
+        groups[p.operator if verbose else family(p.operator)].append(p)
+    groups |= {k: [p for p in pairs if p.kind == k] for k in KINDS} | {"all": pairs}
+    wide = max(map(len, groups)) + 1
+    click.echo(f"torch {torch.__version__}, {WORLD} ranks\n{'':{wide}}" + "".join(f"{c:>12}" for c in COLUMNS))
+    for name, found in groups.items():
+        click.echo(f"{name:{wide}}" + "".join(f"{n:12}" for n in row(found)))
+    click.echo("\nlocal on torch only:")
+    for p in sorted((p for p in pairs if p.torch_is), key=lambda p: (p.torch_is, p.operator)):
+        what = p.errors.get("ours") or f"{p.collectives['ours']} collectives"
+        click.echo(f"  torch is {p.torch_is:7}{p.call} on {p.placements}: {what}")
+    for p in pairs:
+        if file:
+            file.write(json.dumps(asdict(p)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
