@@ -1,0 +1,93 @@
+"""Completeness over torch's operator database: whatever is right and no rule offers stands in `REASONS`.
+
+The other way round is `test_sweep`. A third of the operators, always the same, is tried in every run; all of them by
+`pytest -m nightly`. Both run in a process of their own: kernels get pieces that do not fit, and not all check that.
+"""
+
+import warnings
+import zlib
+from fnmatch import fnmatchcase
+
+import pytest
+
+from dtensor.rules import rule_of
+from dtensor.testing import run_ranks
+from dtensor.testing.candidates import case, tensors
+from dtensor.testing.recording import is_comparable, recorded
+from dtensor.testing.refusals import axis_sizes, is_tried, refused
+
+BESIDE = "linear in this operand, but another output is not: a rule makes all outputs Partial or none"
+WINDOWS = "in this call the windows line up with the shards"
+NO_EFFECT = "in this call the threshold changes no number"
+PRODUCTS = "the exponential of a sum is a product, which overflows and takes no cheaper collective"
+PARTS = "the parts are rounded to what the whole is: no rule counts on it"
+
+REASONS = {
+    ("_linalg_solve_ex", "R P"): BESIDE,
+    ("triangular_solve", "P R"): BESIDE,
+    ("convolution_backward", "R * P"): BESIDE,
+    ("convolution_backward", "R P R"): BESIDE,
+    ("grid_sampler_2d_backward", "R P R"): BESIDE,
+    ("native_group_norm", "R P P"): BESIDE,
+    ("native_group_norm_backward", "R R R R P"): BESIDE,
+    ("native_layer_norm", "R P P"): BESIDE,
+    ("native_layer_norm_backward", "R R R R P*"): BESIDE,
+    ("nll_loss_forward", "P R"): BESIDE,
+    ("avg_pool*", "S(*"): WINDOWS,
+    ("softshrink*", "*"): NO_EFFECT,
+    ("hardshrink*", "*"): NO_EFFECT,
+    ("threshold", "P"): NO_EFFECT,
+    ("nan_to_num", "P"): "all numbers are finite in this call, and stay as they are",
+    ("huber_loss_backward", "R P P"): "in this call no difference reaches delta, within which it is linear",
+    ("roll", "S(*"): "in this call nothing is shifted",
+    ("rot90", "S(*"): "of the two dimensions a quarter turn keeps one in order; the rule keeps both whole",
+    ("replication_pad2d*", "S(*"): "in this call this dimension is not padded",
+    ("scatter", "P R"): "in this call zeros are written, which are zeros in each part",
+    ("exp", "P"): PRODUCTS,
+    ("pow", "P"): PRODUCTS,
+    ("pow", "R P"): PRODUCTS,
+    ("xlogy", "P R"): "x log y is 0 for x = 0 also where log y is infinite, which parts of x do not know",
+    ("special_xlog1py", "P R"): "x log y is 0 for x = 0 also where log y is infinite, which parts of x do not know",
+    ("rrelu_with_noise_backward", "*"): "which of input and noise is read depends on the slopes and the mode",
+    ("native_batch_norm_backward", "*"): "which statistics are read depends on the mode",
+    ("linalg_pinv", "R * P"): "in this call the tolerances leave out no singular value",
+    ("nextafter", "*"): "one step is less than the tolerance of the comparison, so it seems the identity",
+}
+"""(aten operator, states of its operands), both as shell patterns -> why a right combination is not offered."""
+
+ALWAYS = 3
+"""Of so many operators one is tried in every run."""
+
+
+def refusals(rank, always):
+    """What is right and not offered: (operator, states, text); and how many operators were tried."""
+    found, tried = [], set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for func, calls in recorded().items():
+            if rule_of(func) is None or (always and zlib.crc32(str(func).encode()) % ALWAYS):
+                continue
+            for args, kwargs in calls:
+                one = case(func, *args, **kwargs)
+                if is_tried(one) and is_comparable(func, args) and all(t.numel() for t in tensors((args, kwargs))):
+                    tried.add(str(func))
+                    found += [(r.operator.split(".")[1], r.pattern, str(r)) for n in axis_sizes(one) for r in refused(one, n)]
+    return found, tried
+
+
+def reason(operator, pattern):
+    return next((k for k in REASONS if fnmatchcase(operator, k[0]) and fnmatchcase(pattern, k[1])), None)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("always", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["third", "all"])
+def test_what_is_refused_is_wrong_or_has_a_reason(always):
+    found, tried = run_ranks(refusals, 1, always, timeout=1700)[0]
+    assert len(tried) > (120 if always else 350)
+    unexplained = sorted({text for operator, pattern, text in found if reason(operator, pattern) is None})
+    assert not unexplained, "\n".join(unexplained)
+    idle = set(REASONS) - {reason(operator, pattern) for operator, pattern, _ in found}
+    if always:
+        idle = {k for k in idle if any(fnmatchcase(t.split(".")[1], k[0]) for t in tried)}
+        idle = {k for k in idle if len({t for t in tried if fnmatchcase(t.split(".")[1], k[0])}) == 0}
+    assert not idle, f"these explain nothing any more: {sorted(idle)}"
