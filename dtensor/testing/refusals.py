@@ -18,11 +18,24 @@ import torch
 
 from ..decision import COMPOSITES, FOREACH
 from ..rules.rule import candidates
-from .candidates import REDUCE, Case, OneAxis, State, as_list, call_and_rule, cut, is_real, is_right, layout_of, mapped, tensors
+from .candidates import (
+    REDUCE,
+    Case,
+    OneAxis,
+    State,
+    as_list,
+    call_and_rule,
+    cut,
+    is_real,
+    is_right,
+    layout_of,
+    mapped,
+    tensors,
+)
 
 MOST = 700
 """Combinations that are tried of one call, all of them if there are no more."""
-DRAWS = 3
+DRAWS = 5
 """Values that each call is run with; what is right by chance with one of them is not so with all."""
 TINY = 1e-6
 """Results below this may seem equal to any other."""
@@ -89,10 +102,12 @@ def refused(case: Case, n: int) -> list[Refusal]:
     offered = {_masked(c.inputs, rule.unread) for c in candidates(rule)}
     found = []
     draws = draws_of(case) if any(x.numel() > 1 for x in operands) else []
-    for states in combinations(case, n) if draws else ():
-        if _masked(states, rule.unread) not in offered and (outs := _right(draws, states, n)) is not None:
-            shapes = tuple(tuple(x.shape) for x in operands)
-            found.append(Refusal(str(case.func), shapes, states, outs, n))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # for the parts
+        for states in combinations(case, n) if draws else ():
+            if _masked(states, rule.unread) not in offered and (outs := _right(draws, states, n)) is not None:
+                shapes = tuple(tuple(x.shape) for x in operands)
+                found.append(Refusal(str(case.func), shapes, states, outs, n))
     return found
 
 
@@ -101,7 +116,7 @@ def _masked(states: tuple[State, ...], unread: frozenset[int]) -> tuple[State, .
 
 
 def combinations(case: Case, n: int) -> list[tuple[State, ...]]:
-    """The states of operands that are tried: all, or `MOST` of them, the ones with few operands cut or partial first."""
+    """The states of operands that are tried: all, or `MOST` of them, those with few operands not whole first."""
     each = [list(_states(x, n)) for x in tensors((case.args, case.kwargs))]
     total = 1
     for states in each:
@@ -148,7 +163,7 @@ def draws_of(case: Case) -> list[Draw]:
     """
     generator = torch.Generator().manual_seed(zlib.crc32(str(case.func).encode()))
     made: list[Draw] = []
-    for redraw in (_signed, _signed, _positive, _near, _near, _near):
+    for redraw in (_signed, _positive, _signed, _signed, _positive, *[_near] * 5):
         args, kwargs = mapped((case.args, case.kwargs), lambda x, r=redraw: _redrawn(x, r, generator))
         other = Case(case.func, args, kwargs=kwargs)
         try:
@@ -249,7 +264,6 @@ def _call(case: Case, operands: list[torch.Tensor], sizes: tuple) -> Any:
     args, kwargs = mapped((case.args, case.kwargs), lambda _: next(supply).clone())
     if sizes:
         args = (*args[: sizes[0]], sizes[1], *args[sizes[0] + 1 :])
-    torch.manual_seed(0)
     return case.func(*args, **kwargs)
 
 
