@@ -3,8 +3,8 @@
     call -> every combination of operand states -> the plain operator on each rank's pieces -> right?  offered?
 
 `candidates` shows that what a rule offers is right; `refused` finds what is right and not offered. Nothing of the
-library runs: the pieces are cut, the operator of torch is called on each, and the outputs are read as any placement that
-there is. On one mesh axis, that is: a rule treats each by itself.
+library runs: the pieces are cut, the operator of torch is called on each, and the outputs are read as any placement
+that there is. On one mesh axis, that is: a rule treats each by itself.
 """
 
 import itertools
@@ -40,7 +40,8 @@ DRAWS = 5
 TINY = 1e-6
 """Results below this may seem equal to any other."""
 UNCHECKED = ("native_batch_norm", "max_pool", "fractional_max_pool", "max_unpool")
-"""Parts of the names of operators whose kernels trust their arguments: on pieces that do not fit they write elsewhere."""
+"""Parts of the names of operators whose kernels trust their arguments: on pieces that do not fit they write past
+the end."""
 SIZES = ("size", "input_sizes", "normalized_shape")
 """Arguments that hold a shape, which a rank may have to give a shorter one."""
 

@@ -21,10 +21,8 @@ BESIDE = "linear in this operand, but another output is not: a rule makes all ou
 WINDOWS = "in this call the windows line up with the shards"
 NO_EFFECT = "in this call the threshold changes no number"
 PRODUCTS = "the exponential of a sum is a product, which overflows and takes no cheaper collective"
-PARTS = "the parts are rounded to what the whole is: no rule counts on it"
 
 REASONS = {
-    ("_linalg_solve_ex", "R P"): BESIDE,
     ("triangular_solve", "P R"): BESIDE,
     ("convolution_backward", "R * P"): BESIDE,
     ("convolution_backward", "R P R"): BESIDE,
@@ -50,8 +48,6 @@ REASONS = {
     ("xlogy", "P R"): "x log y is 0 for x = 0 also where log y is infinite, which parts of x do not know",
     ("special_xlog1py", "P R"): "x log y is 0 for x = 0 also where log y is infinite, which parts of x do not know",
     ("rrelu_with_noise_backward", "*"): "which of input and noise is read depends on the slopes and the mode",
-    ("native_batch_norm_backward", "*"): "which statistics are read depends on the mode",
-    ("linalg_pinv", "R * P"): "in this call the tolerances leave out no singular value",
     ("heaviside", "*"): "its second operand is read where the first is 0, which it is nowhere in this call",
     ("special_*polynomial*", "*"): "in this call the degree is small, and cut to an integer: constants and x itself",
     ("copysign", "R P"): "of the second operand only the sign is read, which a part may have as well",
