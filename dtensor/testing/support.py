@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..decision import Decision, decide, functional_of
+from ..decision import Decision, decide
 from ..errors import ShardingError
 from ..fallback import uncounted
 from ..invariance import implicit_replication
@@ -39,7 +39,6 @@ forward and backward, with an operand sharded on a mesh axis of two ranks:
   ours.
 - **replicated**: its operands are gathered and every rank runs it whole, for the reason given. One that is reduced to
   **values** gives numbers, or a shape, that depend on all values, and has to.
-- **refused**: an error says what to write instead.
 
 For a native operator, one call stands for all: the shapes of its tensors, in the order of the schema, then the ways to
 cut it on one mesh axis, operands -> outputs (R: replicated, S(d): sharded on dimension d, P: Partial(sum), P(op):
@@ -80,14 +79,14 @@ def operators_page() -> str:
             title, text = (family.replace("_", " "), about[family]) if family else ("without a rule", "")
             body = "\n".join(map(str, sorted(rows[family], key=lambda r: r.operator)))
             parts.append("\n\n".join(p for p in (f"## {title.capitalize()}", text, f"{TABLE}\n{body}") if p) + "\n")
-    return "\n".join([*parts, _others({r.operator.partition(".")[0] for r in sum(rows.values(), [])})])
+    return "\n".join([*parts, _others({r.operator.partition(".")[0] for found in rows.values() for r in found})])
 
 
 def _rows() -> Iterator[Row]:
     calls = recorded()
     made = {base_name(f) for f in calls if not f._schema.is_mutable}
     for func, given in calls.items():
-        repeats = is_in_place(func) and base_name(func) in made
+        repeats = torch.Tag.inplace_view in func.tags or (is_in_place(func) and base_name(func) in made)
         if not repeats and "_foreach_" not in str(func) and not any(a.is_out for a in func._schema.arguments):
             yield _row(func, [Case(func, args, kwargs=kwargs) for args, kwargs in given])
 
@@ -110,8 +109,6 @@ def _row(func, cases: list[Case]) -> Row:
 
 def _without(func, decision: Decision | None) -> str:
     short = base_name(func).removeprefix("aten::")
-    if decision is not None and decision.kind == "inplace_view" and functional_of(func) is None:
-        return "refused: it changes the shape of its argument, and there is no view to stand for it"
     if decision is not None and decision.kind in DECOMPOSED:
         return "decomposed"
     reason = WHOLE.get(short, "it has no rule")
@@ -186,10 +183,7 @@ def _short(module: types.ModuleType) -> str:
 
 
 def _counts(rows: list[Row]) -> str:
-    count = {
-        how: sum(r.how.startswith(how) for r in rows)
-        for how in ("native", "decomposed", "replicated", "values", "refused")
-    }
+    count = {how: sum(r.how.startswith(how) for r in rows) for how in ("native", "decomposed", "replicated", "values")}
     return f"{len(rows)} operators: {', '.join(f'{n} {how}' for how, n in count.items())}.\n"
 
 
