@@ -1,7 +1,8 @@
 """The `dtensor` command: reads arguments, calls what does the work, prints, and sets the exit code.
 
 `dtensor demo` trains a small model sharded and compiled and checks it against one process (see `demo`). It
-exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments.
+exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments. `dtensor operators` prints the
+page that is `docs/operators.md` (see `testing.support`).
 """
 
 import importlib.util
@@ -25,6 +26,7 @@ from .demo import (
     under_torchrun,
 )
 from .testing import RankError
+from .testing.support import operators_page
 
 SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
 """Short names of the collectives, for the table."""
@@ -77,6 +79,12 @@ def demo(
         _draw(outcome.runs, plot)
     if not outcome.good:
         raise SystemExit(1)
+
+
+@main.command()
+def operators() -> None:
+    """Print, as Markdown, how each operator of aten runs on DTensors."""
+    click.echo(operators_page(), nl=False)
 
 
 def _processes(nproc: int | None) -> int:

@@ -81,7 +81,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
         decision = _cache[key] = replace(decision, simple=_is_simple(decision, args, kwargs))
     if decision.simple:
         local = func(*[a._local_tensor if type(a) is DTensorType else a for a in args], **kwargs)
-        return wrap(local, decision.outputs[0])
+        return wrap(local, decision.outputs[0])  # pyright: ignore[reportArgumentType]
     return run(decision, func, args, kwargs)
 
 

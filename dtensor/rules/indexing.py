@@ -160,13 +160,15 @@ def scatter(call: Call) -> Rule:
     dim = call["dim"] % max(target.ndim, 1)
     one, sizes = _beside(dim, [o.shape for o in call.operands])
     read: Dims = tuple(("i",) if k == dim else d for k, d in enumerate(one))
-    adds = call.name == "scatter_add" and index.ndim > 0 and index.shape[dim] == call.operands[2].shape[dim]
+    sums = call.name == "scatter_add" or (call.name == "scatter_reduce" and call["reduce"] == "sum")
+    joins = sums and (call.name == "scatter_add" or call["include_self"])
+    adds = joins and index.ndim > 0 and index.shape[dim] == call.operands[2].shape[dim]
     ins = tuple(
         ((read if adds and i else one) if o.ndim == target.ndim else ((),) * o.ndim)
         for i, o in enumerate(call.operands)
     )
     copies = call.name == "scatter" and call.func._overloadname == "src"
-    linear = (frozenset({0, 2}),) if len(ins) == 3 and (call.name == "scatter_add" or copies) else ()
+    linear = (frozenset({0, 2}),) if len(ins) == 3 and (sums or copies) else ()
     if not adds:
         return Rule(ins, (one,), sizes, linear=linear)
     sizes = {**sizes, "i": index.shape[dim]}
@@ -186,7 +188,7 @@ def index_write(call: Call) -> Rule:
         (("i",),) if adds else ((),) * index.ndim,
         *(read if o.ndim == target.ndim else ((),) * o.ndim for o in call.operands[2:]),
     )
-    linear = (frozenset({0, 2}),) if call.name in ("index_add", "index_copy", "index_fill") and len(ins) == 3 else ()
+    linear = (frozenset({0, 2}),) if call.name != "index_reduce" and len(ins) == 3 else ()
     if not adds:
         return Rule(ins, (one,), sizes, linear=linear)
     sizes = {**sizes, "i": index.shape[0]}

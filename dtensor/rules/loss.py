@@ -52,7 +52,7 @@ def nll_loss_backward(call: Call) -> Rule:
     grad = batch if call["reduction"] not in (MEAN, SUM) and scores.ndim > 1 else ()
     weight = [((),)] if call["weight"] is not None else []
     ins = (grad, full, batch, *weight, ())
-    unread = frozenset() if call["reduction"] == MEAN else frozenset({len(ins) - 1})
+    unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})
     return Rule(ins, (full,), sizes, linear=(frozenset({0}),), unread=unread)
 
 
@@ -107,7 +107,8 @@ def elementwise_loss_backward(call: Call) -> Rule:
     shape = call["self"].shape
     (full, *rest), sizes = broadcast([o.shape for o in call.operands[1:]], shape)
     grad = full if call["reduction"] not in (MEAN, SUM) else ((),) * call.operands[0].ndim
-    return Rule((grad, full, *rest), (full,), sizes, linear=(frozenset({0}),), local=_local_elementwise_backward)
+    linear = (frozenset({0}), frozenset({1, 2})) if call.name == "mse_loss_backward" else (frozenset({0}),)
+    return Rule((grad, full, *rest), (full,), sizes, linear=linear, local=_local_elementwise_backward)
 
 
 def _local_elementwise_backward(call: LocalCall):

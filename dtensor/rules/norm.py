@@ -38,7 +38,8 @@ def norm_backward(call: Call) -> Rule:
     outs = (full, *([parameter] * (len(call.outputs) - 1)))
     outs = tuple(d if o is not None else None for d, o in zip(outs, call.outputs))
     reduce = {f"d{i}": "sum" for i in range(ndim) if f"d{i}" not in blocked}
-    return Rule(ins, outs, sizes, reduce=reduce, linear=(frozenset({0}),), blocked=blocked)
+    unread = frozenset(i for i, n in enumerate(present) if n == "bias")
+    return Rule(ins, outs, sizes, reduce=reduce, linear=(frozenset({0}),), blocked=blocked, unread=unread)
 
 
 _GROUPS = {"sizes": {"g": "group"}, "blocked": "k"}

@@ -44,6 +44,7 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "where.self": ({1, 2},),
     "lerp.Scalar": ({0, 1},),
     "lerp.Tensor": ({0, 1},),
+    "masked_fill.Tensor": ({0, 2},),
     "addcmul": ({0, 1}, {0, 2}),
     "addcdiv": ({0, 1},),
     "threshold_backward": ({0},),

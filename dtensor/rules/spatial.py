@@ -16,15 +16,15 @@ def _by_dims(name: str, numbers: tuple[int, ...], text: str, **rest) -> dict[str
 
 POOLS = {
     **_by_dims("max_pool{}d_with_indices", (2, 3), "*s -> *s, *s"),
-    **_by_dims("max_pool{}d_with_indices_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST),
+    **_by_dims("max_pool{}d_with_indices_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("avg_pool{}d", (2, 3), "*s -> *s", linear=FIRST),
     **_by_dims("avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("_adaptive_avg_pool{}d", (2, 3), "*s -> *s", linear=FIRST),
     **_by_dims("_adaptive_avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("adaptive_max_pool{}d", (2, 3), "*s -> *s, *s"),
-    **_by_dims("adaptive_max_pool{}d_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST),
+    **_by_dims("adaptive_max_pool{}d_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("fractional_max_pool{}d", (2, 3), "ncs, nc_ -> ncs, ncs"),
-    **_by_dims("fractional_max_pool{}d_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST),
+    **_by_dims("fractional_max_pool{}d_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("max_unpool{}d", (2, 3), "*s, *s -> *s", linear=FIRST),
 }
 

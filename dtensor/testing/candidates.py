@@ -5,6 +5,7 @@ one mesh axis. `is_right` and `cut` are the meaning of the placements, written w
 """
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -186,15 +187,19 @@ def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.
 
 
 class OneAxis:
-    """As much of a mesh as a rule needs to be made."""
+    """As much of a mesh as a rule or a decision needs to be made."""
 
     ndim = 1
+    device_type = "cpu"
 
     def __init__(self, n):
         self.shape = (n,)
 
     def get_coordinate(self):
         return [0]
+
+    def get_group(self, axis):
+        return SimpleNamespace(group_name="")
 
 
 @dataclass

@@ -50,7 +50,7 @@ def pointwise_cases():
     yield c(aten.where.self, mask(5, 6), x, row, at_least=5)
     yield c(aten.masked_fill.Scalar, x, mask(5, 6), 0, at_least=5)
     yield c(aten.masked_fill.Scalar, x, mask(6), float("-inf"), at_least=3)
-    yield c(aten.masked_fill.Tensor, x, mask(5, 6), f(), at_least=3)
+    yield c(aten.masked_fill.Tensor, x, mask(5, 6), f(), at_least=5)
     yield c(aten.lerp.Scalar, x, y, 0.3, at_least=5)
     yield c(aten.lerp.Tensor, x, y, f(6), at_least=3)
     yield c(aten.addcmul.default, x, y, row, at_least=7, value=0.5)
@@ -183,6 +183,11 @@ def indexing_cases():
     yield c(aten.scatter_add.default, f(5, 6), 1, ints(6, 5, 4), f(5, 4), at_least=4)
     yield c(aten.scatter.value, f(5, 6), 1, ints(6, 5, 4), 2.0, at_least=2)
     yield c(aten.scatter.src, f(5, 6), 1, torch.arange(4).expand(5, 4).contiguous(), f(5, 4), at_least=4)
+    for include in (True, False):
+        args = (f(5, 6), 1, ints(6, 5, 4), f(5, 4), "sum")
+        yield c(aten.scatter_reduce.two, *args, at_least=5 if include else 4, include_self=include)
+    yield c(aten.scatter_reduce.two, f(5, 6), 1, ints(6, 5, 4), f(5, 4), "amax", at_least=2)
+    yield c(aten.index_fill.int_Tensor, f(5, 6), 1, torch.tensor([1, 4]), f(), at_least=4)
     yield c(aten.index_add.default, f(5, 6), 1, ints(6, 4), f(5, 4), at_least=4)
 
 
@@ -198,7 +203,7 @@ def loss_cases():
     for reduction in (0, 1, 2):
         grad = f(5, 4) if reduction == 0 else f()
         yield c(aten.mse_loss.default, scores, f(5, 4), reduction, at_least=3)
-        yield c(aten.mse_loss_backward.default, grad, scores, f(5, 4), reduction, at_least=5)
+        yield c(aten.mse_loss_backward.default, grad, scores, f(5, 4), reduction, at_least=7)
         yield c(aten.smooth_l1_loss.default, scores, f(5, 4), reduction, at_least=3)
         yield c(aten.huber_loss_backward.default, grad, scores, f(5, 4), reduction, 1.0, at_least=5)
 

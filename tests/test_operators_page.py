@@ -1,0 +1,36 @@
+"""`docs/operators.md` is what `dtensor operators` prints."""
+
+from pathlib import Path
+
+from click.testing import CliRunner
+from torch import ops
+
+from dtensor.cli import main
+from dtensor.testing.support import family_of, operators_page
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "operators.md"
+
+
+def test_the_page_is_up_to_date():
+    done = CliRunner().invoke(main, ["operators"])
+    assert done.exit_code == 0
+    assert done.output == PAGE.read_text(), "write: python -m dtensor operators > docs/operators.md"
+
+
+def test_it_says_what_the_engine_decides():
+    page = operators_page()
+    for row in (
+        "| `_log_softmax` | native | [2, 3] | S(0) -> S(0) |  |",
+        "| `aminmax` | decomposed |  |  |  |",
+        "| `bincount` | values: its result is a number, or of a shape, that depends on all values |  |  |  |",
+        "| `histogram.bin_ct` | replicated: the algorithm runs over all of its data |  |  |  |",
+    ):
+        assert f"{row}\n" in page
+    (mm,) = [line for line in page.splitlines() if line.startswith("| `mm` |")]
+    assert "S(0) R -> S(0); S(1) S(0) -> P; R S(1) -> S(1) | self, mat2 |" in mm
+
+
+def test_a_family_is_the_module_of_the_rule_or_of_its_pattern():
+    assert family_of(ops.aten.mm.default) == "matmul"
+    assert family_of(ops.aten.avg_pool2d.default) == "spatial"
+    assert family_of(ops.aten.exp.default) == "pointwise"
