@@ -69,12 +69,6 @@ def _never(tensor: Any) -> Dims:
     return ((),) * tensor.ndim
 
 
-@rule_for("multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
-def reading(call: Call) -> Rule:
-    """How many numbers are drawn for one element depends on the values before it."""
-    return Rule(tuple(map(_never, call.operands)), tuple(_never(o) for o in call.outputs if o is not None), {})
-
-
 def _draw(call: LocalCall):
     layout, made, spec, template = call.layouts[0], call.call.outputs[0], call.call.operands[0], call.args[0]
     assert layout is not None

@@ -194,6 +194,10 @@ class OneAxis:
 
     def __init__(self, n):
         self.shape = (n,)
+        self.mesh = torch.arange(n)
+
+    def _get_root_mesh(self):
+        return self
 
     def get_coordinate(self):
         return [0]
