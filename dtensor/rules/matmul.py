@@ -1,6 +1,7 @@
 """The matmul family: einsums whose contracted factor reduces to Partial(sum)."""
 
-from .call import Call, rule_for
+from .call import Call, LocalCall, rule_for
+from .local import empty_outputs
 from .pattern import Pattern, bind
 from .rule import Rule, dims
 
@@ -46,7 +47,13 @@ def added_product(call: Call) -> Rule:
         reduce={f: "sum" for f in a + b if f not in out},
         linear=(frozenset({0, 1}), frozenset({0, 2})),
         addends=frozenset({0}),
+        local=_no_rows_is_empty if call.name == "addmv" and tuple(bias.shape) != tuple(full) else None,
     )
+
+
+def _no_rows_is_empty(call: LocalCall):
+    """For a matrix without rows the kernel returns the input as it is, not broadcast."""
+    return call.run() if call["mat"].shape[0] else empty_outputs(call)
 
 
 @rule_for("_scaled_mm")

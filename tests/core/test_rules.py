@@ -86,6 +86,7 @@ def matmul_cases():
         yield c(aten.addmm.default, bias, f(5, 6), f(6, 3), at_least=8, beta=0.5, alpha=2)
     yield c(aten.baddbmm.default, f(4, 5, 3), f(4, 5, 6), f(4, 6, 3), at_least=9)
     yield c(aten.addmv.default, f(5), f(5, 6), f(6), at_least=7)
+    yield from [c(aten.addmv.default, bias, f(2, 6), f(6), at_least=7) for bias in (f(), f(1))]
 
 
 def reduction_cases():
