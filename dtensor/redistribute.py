@@ -6,8 +6,7 @@ Runs alike in eager mode and while a graph is traced. Below autograd: gradients 
 import torch
 
 from ._torch import has_hint, hint
-from .collectives import COMMUNICATING, start
-from .collectives import emit as ops
+from .collectives import COMMUNICATING, emit, start
 from .errors import PlacementError
 from .layout import Layout
 from .mesh import MeshFacts, facts
@@ -54,7 +53,7 @@ def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec) -> torch.T
         if step.op == "partial":
             local = _partial(local, step, facts(spec.mesh))
         else:
-            local = getattr(ops, step.op)(local, *_arguments(step, spec))
+            local = getattr(emit, step.op)(local, *_arguments(step, spec))
     return local
 
 
@@ -104,7 +103,7 @@ def _partial(local: torch.Tensor, step: Step, known: MeshFacts) -> torch.Tensor:
     if step.reduce_op in ("avg", "max", "min"):
         return local
     n = known.network.size(step.axes)
-    index = ops.shard(torch.arange(n, device=local.device), 0, known.groups[step.axes])
+    index = emit.shard(torch.arange(n, device=local.device), 0, known.groups[step.axes])
     ignored = local.new_zeros(()) if step.reduce_op == "sum" else local.new_ones(())
     return torch.where(index.view([1] * local.dim() or []) == 0, local, ignored)
 

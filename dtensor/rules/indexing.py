@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from .._torch import hint
-from ..collectives import chunk_length
-from ..collectives import emit as ops
+from ..collectives import chunk_length, emit
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .local import empty_outputs, zeros
@@ -46,7 +45,7 @@ def first_row(size, axes: tuple[int, ...], mesh, device) -> torch.Tensor:
         n = mesh.size(axis)
         step = -(-size // n)
         starts = torch.arange(0, n, device=device) * step
-        total = total + ops.shard(starts, 0, group_name(mesh, axis))
+        total = total + emit.shard(starts, 0, group_name(mesh, axis))
         size = chunk_length(size, n, coordinate[axis])
     return total
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..collectives import emit as ops
+from ..collectives import emit
 from ..mesh import group_name, mesh_shape
 from .call import LocalCall
 
@@ -23,7 +23,7 @@ def axes_of(call: LocalCall, factors=None) -> list[int]:
 def all_reduce(x: torch.Tensor, op: str, call: LocalCall, factors=None) -> torch.Tensor:
     """`x` reduced by `op` over the mesh axes that shard `factors` (all by default)."""
     for axis in axes_of(call, factors):
-        x = ops.all_reduce(x, op, group_name(call.mesh, axis))
+        x = emit.all_reduce(x, op, group_name(call.mesh, axis))
     return x
 
 

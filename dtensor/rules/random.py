@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..collectives import emit as ops
+from ..collectives import emit
 from ..layout import Layout
 from ..mesh import group_name
 from ..redistribute import redistribute_local
@@ -28,7 +28,7 @@ def keep_shard(x: torch.Tensor, layout, mesh) -> torch.Tensor:
     """This rank's shard of the global tensor `x`."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
-            x = ops.shard(x, dim, group_name(mesh, axis))
+            x = emit.shard(x, dim, group_name(mesh, axis))
     return x
 
 
