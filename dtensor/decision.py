@@ -248,7 +248,7 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
                 if item._spec.mesh != operands[0].mesh:
                     raise MeshError(
                         f"{func}: argument '{name}' lives on {item._spec.mesh} but another one on {operands[0].mesh}; "
-                        "redistribute works within one mesh: build both tensors on the same DeviceMesh"
+                        "write x.redistribute(device_mesh, placements) to bring one of them to the other's mesh"
                     )
             elif isinstance(item, torch.Tensor):
                 check_invariant(func, name, item)
