@@ -25,7 +25,9 @@ from .spec import Spec
 MOST_DECISIONS = 1 << 16
 """Decisions kept; at one more all are dropped."""
 
-_PLAIN = object()
+SYMBOLIC, PLAIN = 1, 2
+"""What may be found in an argument that keeps a decision from being looked up."""
+
 _cache: dict[tuple, Decision] = cache()
 
 KINDS: dict[str, Callable[..., Any]] = {}
@@ -53,25 +55,20 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
         StrictError: under `strict()` an operand would be redistributed by a collective.
     """
     parts: list[Any] = [func]
-    static = True
+    found = 0
     for a in args:
         if type(a) is DTensorType:
-            parts.append(a._spec)
-            static &= a._spec.static
+            spec = a._spec
+            parts.append(spec)
+            if not spec.static:
+                found |= SYMBOLIC
         else:
-            static &= _key(a, parts)
+            found |= _key(a, parts)
     for name, a in kwargs.items():
         parts.append(name)
-        static &= _key(a, parts)
-    if _PLAIN in parts:
-        if func._schema.name.startswith(FOREACH):
-            return KINDS["foreach"](func, args, kwargs)
-        if has_out(func):
-            return KINDS["out"](func, args, kwargs)
-        args, kwargs = with_plain_wrapped(func, args, kwargs)
-        return dispatch(func, args, kwargs)
-    if not static:
-        return run(decide(func, args, kwargs), func, args, kwargs)
+        found |= _key(a, parts)
+    if found:
+        return _uncached(found, func, args, kwargs)
     key = tuple(parts)
     decision = _cache.get(key)
     if decision is None:
@@ -83,6 +80,17 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
         local = func(*[a._local_tensor if type(a) is DTensorType else a for a in args], **kwargs)
         return wrap(local, decision.outputs[0])  # pyright: ignore[reportArgumentType]
     return run(decision, func, args, kwargs)
+
+
+def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
+    """A call with plain tensors among its arguments, or with sizes that no key can hold."""
+    if not found & PLAIN:
+        return run(decide(func, args, kwargs), func, args, kwargs)
+    if func._schema.name.startswith(FOREACH):
+        return KINDS["foreach"](func, args, kwargs)
+    if has_out(func):
+        return KINDS["out"](func, args, kwargs)
+    return dispatch(func, *with_plain_wrapped(func, args, kwargs))
 
 
 def _is_simple(d: Decision, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -103,29 +111,29 @@ def forget() -> None:
     _cache.clear()
 
 
-def _key(a, parts: list[Any]) -> bool:
-    """Append what a decision depends on in argument `a`; False if that cannot be cached (symbolic sizes)."""
+def _key(a, parts: list[Any]) -> int:
+    """Append what a decision depends on in argument `a`; gives what was found in it: SYMBOLIC sizes, PLAIN tensors."""
     kind = type(a)
     parts.append(kind)
     if kind is DTensorType or isinstance(a, DTensorType):
         parts.append(a._spec)
-        return a._spec.static
+        return 0 if a._spec.static else SYMBOLIC
     if kind is float:
         # A decision depends on a float only by its being zero; optimizers pass another one in every step.
         parts.append(a == 0)
     elif isinstance(a, torch.Tensor):
-        parts.append(_PLAIN)
+        return PLAIN
     elif isinstance(a, (list, tuple)):
         parts.append(len(a))
-        static = True
+        found = 0
         for item in a:
-            static &= _key(item, parts)
-        return static
+            found |= _key(item, parts)
+        return found
     elif isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
-        return False
+        return SYMBOLIC
     else:
         parts.append(a)
-    return True
+    return 0
 
 
 def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
