@@ -105,6 +105,13 @@ def register_value_type(cls: type, members: tuple[str, ...]) -> None:
     register_opaque_type(cls, typ="value", members=dict.fromkeys(members, MemberType.USE_REAL))
 
 
+def fake_store():
+    """The store of the process group "fake". A testing tool of torch, imported on call."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 @functools.cache
 def operator_database() -> dict[str, Any]:
     """Torch's `OpInfo`s by name, the variant after a dot. A testing tool of torch, imported on call."""
@@ -237,6 +244,16 @@ def has_hint(size) -> bool:
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
+def define_size(size: torch.SymInt, value: torch.SymInt) -> None:
+    """Have graphs write `value`, which equals `size` and is made of other symbols, wherever `size` stands.
+
+    Does nothing where `size` is no symbol of its own. Torch guards that both are equal.
+    """
+    symbol, expression = size.node.expr, value.node.expr
+    if symbol.is_Symbol and symbol not in expression.free_symbols and hint(size) == hint(value):
+        size.node.shape_env._set_replacement(symbol, expression, "size of a local tensor")
+
+
 def aot_backend(joint_pass, forward_compiler, inference_compiler, backward_compiler):
     """A Dynamo backend: AOTAutograd, `joint_pass` on the joint graph, Inductor's partitioner, the graph compilers."""
     from functorch.compile import min_cut_rematerialization_partition
@@ -305,11 +322,13 @@ __all__ = [
     "check_version",
     "current_device_mesh",
     "decompositions",
+    "define_size",
     "detect_fake_mode",
     "disable_current_modes",
     "disable_dynamo",
     "disabled_torch_function",
     "dynamo_counters",
+    "fake_store",
     "functional_collectives",
     "get_hash_for_files",
     "graph_node",

@@ -4,10 +4,12 @@ Specs of static sizes are interned, so that the dispatch cache compares them by 
 exist only while a graph is traced and are never cached.
 """
 
+import math
 from typing import Any
 
 import torch
 
+from ._torch import define_size, hint
 from .caches import cache
 from .layout import Layout
 from .mesh import facts, mesh_shape
@@ -75,6 +77,24 @@ class Spec:
         return f"{self.dtype}{list(self.shape)} {self.layout}"
 
 
+def define_local_sizes(spec: Spec, local: torch.Tensor) -> None:
+    """Have a traced graph know the sizes of the local tensor of an input by the global ones.
+
+    Torch gives both symbols of their own. Left alone, the first comparison of a gathered tensor with the global size
+    defines the global size by the local one; that no caller passes, so that Inductor's cache of graphs could not
+    evaluate its guards. Sizes that do not divide differ from rank to rank and stay symbols.
+    """
+    if spec.coordinate is None:
+        return
+    sizes = mesh_shape(spec.mesh)
+    for size, mine, axes in zip(spec.shape, local.shape, spec.layout.dims):
+        n = math.prod(sizes[axis] for axis in axes)
+        if n == 1 or not isinstance(size, torch.SymInt) or not isinstance(mine, torch.SymInt):
+            continue
+        if hint(size) % n == 0 and size >= 2 * n and size % n == 0:  # the last two are guards
+            define_size(mine, size // n)
+
+
 def contiguous_stride(shape) -> tuple:
     """Strides, in elements, of a contiguous tensor of `shape`."""
     stride, step = [], 1
@@ -84,4 +104,4 @@ def contiguous_stride(shape) -> tuple:
     return tuple(reversed(stride))
 
 
-__all__ = ["Spec", "contiguous_stride"]
+__all__ = ["Spec", "contiguous_stride", "define_local_sizes"]

@@ -34,7 +34,7 @@ from .pending import waited
 from .placements import Placement, Replicate, Shard, as_placements
 from .plan import Prefer
 from .redistribute import check_target, redistribute_local
-from .spec import Spec
+from .spec import Spec, define_local_sizes
 
 
 class DTensor(torch.Tensor):
@@ -82,7 +82,10 @@ class DTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], layout: Layout, size, stride) -> "DTensor":
         local = inner["_local_tensor"]
-        return _wrap(local, Spec.make(inner["device_mesh"], layout, size, stride, local.dtype), local.requires_grad)
+        spec = Spec.make(inner["device_mesh"], layout, size, stride, local.dtype)
+        if not spec.static:
+            define_local_sizes(spec, local)
+        return _wrap(local, spec, local.requires_grad)
 
     @classmethod
     def __metadata_guard__(cls, expected: Layout, found: Layout) -> bool:

@@ -8,6 +8,7 @@ Public, for the tests of users' own models as well; the library itself does not 
 from .candidates import Case, wrong_candidates
 from .converter import ShardingConverter
 from .counting import Collective, CountCollectives
+from .fake import fake_ranks
 from .models import (
     Attention,
     FeedForward,
@@ -36,6 +37,7 @@ __all__ = [
     "ShardingConverter",
     "Transformer",
     "TransformerBlock",
+    "fake_ranks",
     "run_ranks",
     "run_threads",
     "with_ranks",

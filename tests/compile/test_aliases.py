@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor import DTensor, Replicate, Shard, init_device_mesh
+from dtensor import DTensor, Replicate, Shard
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
-    torch._dynamo.reset()
+def mesh(fake_mesh):
+    return fake_mesh(2)
 
 
 def written(x):

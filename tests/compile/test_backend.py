@@ -4,20 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtensor import Replicate, Shard, distribute_tensor, hooks, init_device_mesh
+from dtensor import Replicate, Shard, distribute_tensor, hooks
 from dtensor._torch import inductor_config, make_fx
 from dtensor.compile import Options, pipeline, statistics
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    torch.compiler.reset()
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+def mesh(fake_mesh):
+    return fake_mesh(2)
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
 
-from dtensor import DTensor, Shard, init_device_mesh
+from dtensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
-    torch._dynamo.reset()
+def mesh(fake_mesh):
+    return fake_mesh(2)
 
 
 def rows(mesh, n):
@@ -51,3 +48,22 @@ def test_another_graph_where_the_guard_fails(mesh):
     # The five rows are not cut evenly: the shard moves to the columns, which is cheaper than a gather.
     assert (found.shape, found.placements) == ((5, 2, 6), (Shard(2),))
     assert counter.frame_count == graphs + 1
+
+
+@pytest.mark.parametrize("backend", ["inductor", "dtensor"])
+def test_a_graph_from_the_cache_serves_the_sizes_it_was_made_for(fake_mesh, backend):
+    """Guards of a cached graph are written in global sizes, which its callers pass; also after a restart."""
+    mesh = fake_mesh(2, 2)
+
+    def gathered(x):
+        return x.redistribute(placements=[Replicate(), Shard(0)]) + 1
+
+    with fresh_cache():
+        for hits in (0, 2):
+            torch.compiler.reset()
+            counters.clear()
+            compiled = torch.compile(gathered, backend=backend, fullgraph=True, dynamic=True)
+            for n in (8, 12, 6, 16):
+                x = distribute_tensor(torch.arange(float(n)), mesh, [Shard(0), Shard(0)])
+                assert compiled(x).to_local().shape == gathered(x).to_local().shape
+            assert counters["inductor"]["fxgraph_cache_hit"] == hits

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
@@ -46,11 +44,8 @@ def test_compiled_is_eager(rank):
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    torch.compiler.reset()
-    yield init_device_mesh("cpu", (2, 2))
-    dist.destroy_process_group()
+def mesh(fake_mesh):
+    return fake_mesh(2, 2)
 
 
 def compiled(f, x, **options):

@@ -5,13 +5,11 @@ from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh as unprepared
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as ours
-from dtensor.testing import CountCollectives
+from dtensor.testing import CountCollectives, fake_ranks
 
 
 class Sent(CountCollectives):
@@ -26,9 +24,8 @@ class Sent(CountCollectives):
 @pytest.fixture
 def world():
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with fake_ranks(8):
+        yield
 
 
 def placed(lib, names):

@@ -5,11 +5,9 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor import (
@@ -29,10 +27,8 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+def mesh(fake_mesh):
+    return fake_mesh(2)
 
 
 def make(mesh, shape, placement, grad=False):
@@ -245,17 +241,13 @@ def test_the_choice_is_what_runs(mesh):
             ]
 
 
-def test_two_axes():
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2, 2))
-        x = distribute_tensor(torch.rand(8, 8), mesh, [S0, S1])
-        (found,) = explain(torch.mm, x, distribute_tensor(torch.rand(8, 8), mesh, [R, S0])).operators
-        chosen = [str(o) for options in found.options for o in options if o.chosen]
-        assert chosen == ["S(0), R -> S(0)", "S(1), S(0) -> P"]
-        assert found.outputs[0].layout.text == "S(0)P"
-    finally:
-        dist.destroy_process_group()
+def test_two_axes(fake_mesh):
+    mesh = fake_mesh(2, 2)
+    x = distribute_tensor(torch.rand(8, 8), mesh, [S0, S1])
+    (found,) = explain(torch.mm, x, distribute_tensor(torch.rand(8, 8), mesh, [R, S0])).operators
+    chosen = [str(o) for options in found.options for o in options if o.chosen]
+    assert chosen == ["S(0), R -> S(0)", "S(1), S(0) -> P"]
+    assert found.outputs[0].layout.text == "S(0)P"
 
 
 def test_html_is_a_table_with_the_text_escaped(mesh):

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -229,25 +228,22 @@ REFUSED = {
 
 
 @pytest.fixture
-def fake_mesh():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    torch.compiler.reset()
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+def mesh(fake_mesh):
+    return fake_mesh(2)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_a_compiled_graph(fake_mesh, name):
+def test_refused_in_a_compiled_graph(mesh, name):
     fn, why = REFUSED[name]
-    x = distribute_tensor(values(), fake_mesh, [Shard(0)])
-    given = (x,) if name == "buffer" else (x, torch.ones(N), fake_mesh)
+    x = distribute_tensor(values(), mesh, [Shard(0)])
+    given = (x,) if name == "buffer" else (x, torch.ones(N), mesh)
     text = rf"argument 'other' is a plain tensor of shape \[{N}\] {why}.*distribute_tensor\(x, device_mesh.*from_local"
     with pytest.raises(Exception, match=text) as raised:
         torch.compile(fn, backend="aot_eager", fullgraph=True)(*given)
     assert "x + " in str(raised.value), "the line of the user's code is shown"
 
 
-def test_symbolic_sizes(fake_mesh):
+def test_symbolic_sizes(mesh):
     def fn(x):
         n = x.shape[0]
         return x.masked_fill(torch.ones(n, n).tril() == 0, -5.0) + torch.arange(n)
@@ -255,6 +251,6 @@ def test_symbolic_sizes(fake_mesh):
     compiled = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
     for n in (4, 6, 10):
         x = torch.ones(n, n)
-        found = compiled(distribute_tensor(x, fake_mesh, [Shard(0)]))
+        found = compiled(distribute_tensor(x, mesh, [Shard(0)]))
         assert torch.equal(found.to_local(), fn(x)[: n // 2])
         assert isinstance(found, DTensor)

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor import DTensor, OperatorError, Partial, Replicate, Rule, Shard, distribute_tensor, init_device_mesh
@@ -80,11 +79,8 @@ def rules_as_before():
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    torch.compiler.reset()
-    yield init_device_mesh("cpu", (2,))
-    dist.destroy_process_group()
+def mesh(fake_mesh):
+    return fake_mesh(2)
 
 
 def f(*shape):

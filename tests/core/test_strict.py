@@ -8,10 +8,8 @@ from math import prod
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor
 from dtensor import DTensor, OperatorError, Partial, Replicate, Shard, StrictError, distribute_tensor, init_device_mesh
@@ -21,11 +19,8 @@ R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 
 
 @pytest.fixture
-def mesh():
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    torch.compiler.reset()
-    yield init_device_mesh("cpu", (4,))
-    dist.destroy_process_group()
+def mesh(fake_mesh):
+    return fake_mesh(4)
 
 
 def placed(x, mesh, placements):
@@ -95,25 +90,17 @@ def test_lists_name_the_item(mesh):
     assert text.startswith("aten._foreach_add.List would redistribute 'other' from [Partial()] to [Shard(0)]")
 
 
-def test_an_axis_with_a_name_is_named():
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    try:
-        text = refusal(lambda: make(mesh, (8, 8), S0, S1).relu() + make(mesh, (8, 8), S0, P))
-        assert "(reduce_scatter over axis 1 (tp); 64 bytes)" in text
-        assert text.endswith("write other.redistribute(placements=[Shard(0), Shard(1)]) first")
-    finally:
-        dist.destroy_process_group()
+def test_an_axis_with_a_name_is_named(fake_mesh):
+    mesh = fake_mesh(2, 2, names=("dp", "tp"))
+    text = refusal(lambda: make(mesh, (8, 8), S0, S1).relu() + make(mesh, (8, 8), S0, P))
+    assert "(reduce_scatter over axis 1 (tp); 64 bytes)" in text
+    assert text.endswith("write other.redistribute(placements=[Shard(0), Shard(1)]) first")
 
 
-def test_an_axis_of_one_rank_sends_nothing():
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    mesh = init_device_mesh("cpu", (1,))
-    try:
-        with dtensor.strict():
-            assert (make(mesh, (8, 16), S0) @ make(mesh, (16, 32), S1)).to_local().shape == (8, 32)
-    finally:
-        dist.destroy_process_group()
+def test_an_axis_of_one_rank_sends_nothing(fake_mesh):
+    mesh = fake_mesh(1)
+    with dtensor.strict():
+        assert (make(mesh, (8, 16), S0) @ make(mesh, (16, 32), S1)).to_local().shape == (8, 32)
 
 
 def test_an_operator_without_a_rule(mesh):
@@ -149,19 +136,15 @@ def test_fallbacks_are_counted_on_every_call(mesh):
     assert not dtensor.fallbacks()
 
 
-def test_the_docstrings_run():
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        names = {"x": make(mesh, (8, 16), S0), "w": make(mesh, (16, 32), S1), **vars(dtensor), "torch": torch}
-        for function in (dtensor.strict, dtensor.fallbacks):
-            (test,) = doctest.DocTestFinder().find(function, globs={**names, "dtensor": dtensor})
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found = doctest.DocTestRunner().run(test)
-            assert (found.failed, found.attempted) == (0, 3)
-    finally:
-        dist.destroy_process_group()
+def test_the_docstrings_run(fake_mesh):
+    mesh = fake_mesh(2)
+    names = {"x": make(mesh, (8, 16), S0), "w": make(mesh, (16, 32), S1), **vars(dtensor), "torch": torch}
+    for function in (dtensor.strict, dtensor.fallbacks):
+        (test,) = doctest.DocTestFinder().find(function, globs={**names, "dtensor": dtensor})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = doctest.DocTestRunner().run(test)
+        assert (found.failed, found.attempted) == (0, 3)
 
 
 def test_operators_that_run_as_others_name_what_was_called(mesh):
@@ -333,16 +316,12 @@ def written(message, x, index):
     return x
 
 
-def test_redistribute_that_only_changes_the_order_of_axes_goes_through_replicate():
+def test_redistribute_that_only_changes_the_order_of_axes_goes_through_replicate(fake_mesh):
     """Two axes on one dimension, cut in another order: placements alone cannot say it."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2, 2))
-    try:
-        x = make(mesh, (8,), S0, S0)
-        other = DTensor(torch.rand(2), mesh, dtensor.tensor.Layout.parse("S(0)#1S(0)#0", 1), (8,), (1,))
-        text = refusal(lambda: x + other)
-        assert text.endswith("write other.redistribute(placements=[Replicate(), Replicate()]) first")
-        with dtensor.strict():
-            assert (x + other.redistribute(placements=[R, R])).placements == (S0, S0)
-    finally:
-        dist.destroy_process_group()
+    mesh = fake_mesh(2, 2)
+    x = make(mesh, (8,), S0, S0)
+    other = DTensor(torch.rand(2), mesh, dtensor.tensor.Layout.parse("S(0)#1S(0)#0", 1), (8,), (1,))
+    text = refusal(lambda: x + other)
+    assert text.endswith("write other.redistribute(placements=[Replicate(), Replicate()]) first")
+    with dtensor.strict():
+        assert (x + other.redistribute(placements=[R, R])).placements == (S0, S0)

@@ -262,23 +262,15 @@ def test_copies(rank):
     assert "device_mesh=" in text
 
 
-def test_save_and_load():
+def test_save_and_load(fake_mesh):
     """torch.save of a DTensor keeps layout and mesh; in one process."""
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    try:
-        mesh = mesh_of()
-        x = DTensor.from_local(torch.arange(2.0), mesh, [Shard(0)])
-        buffer = io.BytesIO()
-        torch.save(x, buffer)
-        buffer.seek(0)
-        y = torch.load(buffer, weights_only=False)
-        assert (y.shape, y.placements) == (x.shape, x.placements)
-        assert torch.equal(y.to_local(), x.to_local())
-    finally:
-        dist.destroy_process_group()
+    x = DTensor.from_local(torch.arange(2.0), fake_mesh(2), [Shard(0)])
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    y = torch.load(buffer, weights_only=False)
+    assert (y.shape, y.placements) == (x.shape, x.placements)
+    assert torch.equal(y.to_local(), x.to_local())
 
 
 @with_threads(3)

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtensor._torch import make_fx
 from dtensor.passes import Simulation, mesh_groups, text, verify
 from dtensor.passes.pipeline import copy_graph
+from dtensor.testing import fake_ranks
 
 WORLD = 4
 
@@ -52,10 +51,9 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    dp, tp = mesh.get_group(0).group_name, mesh.get_group(1).group_name
-    world = init_device_mesh("cpu", (WORLD,)).get_group().group_name
-    groups = {**mesh_groups(mesh), world: (tuple(range(WORLD)),)}
-    yield Bench(dp, tp, world, Simulation(WORLD, groups, seed=7))
-    dist.destroy_process_group()
+    with fake_ranks(WORLD):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        dp, tp = mesh.get_group(0).group_name, mesh.get_group(1).group_name
+        world = init_device_mesh("cpu", (WORLD,)).get_group().group_name
+        groups = {**mesh_groups(mesh), world: (tuple(range(WORLD)),)}
+        yield Bench(dp, tp, world, Simulation(WORLD, groups, seed=7))

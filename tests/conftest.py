@@ -1,0 +1,24 @@
+"""What tests of all folders share."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+
+from dtensor import init_device_mesh
+from dtensor.testing import fake_ranks
+
+
+@pytest.fixture
+def fake_mesh():
+    """`fake_mesh(2, 2)` is a mesh of which only rank 0 exists; `names` names its axes. Compiled code is forgotten."""
+    with contextlib.ExitStack() as stack:
+
+        def make(*shape, names=None):
+            stack.enter_context(fake_ranks(math.prod(shape)))
+            return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+        torch.compiler.reset()
+        yield make
+    torch.compiler.reset()
