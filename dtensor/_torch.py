@@ -56,6 +56,7 @@ from torch.optim.optimizer import _foreach_supported_types as optim_foreach_type
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
@@ -215,6 +216,11 @@ def is_in_formula() -> bool:
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def is_in_graph() -> bool:
+    """Whether what runs on this thread is recorded in a graph."""
+    return get_proxy_mode() is not None
+
+
 def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
     """The node that stands for `x` in the graph being traced; None if there is no such graph, or `x` not in it."""
     mode = get_proxy_mode()
@@ -340,6 +346,7 @@ __all__ = [
     "is_being_compiled",
     "is_below_autograd",
     "is_in_formula",
+    "is_in_graph",
     "make_fx",
     "make_wrapper_subclass",
     "mesh_resources",
@@ -359,6 +366,8 @@ __all__ = [
     "thread_state",
     "threaded_process_group",
     "traced_into_backward",
+    "tree_leaves",
+    "tree_map",
     "utils_foreach_types",
     "without_compile_caches",
     "without_own_key",

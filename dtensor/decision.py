@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 
-from ._torch import FakeTensorMode, decompositions, detect_fake_mode, disable_current_modes
+from ._torch import (
+    FakeTensorMode,
+    decompositions,
+    detect_fake_mode,
+    disable_current_modes,
+    hint,
+    is_in_graph,
+    tree_leaves,
+    tree_map,
+)
 from .errors import MeshError
 from .fallback import fell_back
 from .invariance import check_invariant
@@ -185,6 +194,8 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
+    elif local is not None and any(map(_may_be_empty, operands, choice.inputs)):
+        local = _holding(local, in_place)
     writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
     fallback = rule.local is _run_whole
     return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes, fallback=fallback)
@@ -208,6 +219,37 @@ def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
     run = rule.local
     assert run is not None
     return lambda func, args, kwargs: run(LocalCall(func, args, kwargs, call, mesh, choice.axes, choice.outputs))
+
+
+def _may_be_empty(spec: Spec, layout: Layout) -> bool:
+    """Whether this rank's shard may have no elements while others have some."""
+    if not spec.static:
+        return any(layout.dims)
+    return 0 in spec.with_layout(layout).local_shape() and 0 not in spec.shape
+
+
+def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
+    """`run` on an empty shard: in a graph its results hold all operands, whether it reads them or not.
+
+    Or the rank would drop the collectives that make those from its graph, and leave the ranks that need them waiting.
+    """
+
+    def hold(x, given):
+        return torch.ops.dtensor.hold(x, given) if isinstance(x, torch.Tensor) else x
+
+    def held(func, args, kwargs):
+        out = run(func, args, kwargs)
+        if not is_in_graph():
+            return out
+        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        if not any(0 in map(hint, a.shape) for a in given):
+            return out
+        if in_place:
+            args[0].copy_(hold(args[0], given))
+            return out
+        return tree_map(lambda x: hold(x, given), out)
+
+    return held
 
 
 def _reshape(func, args: tuple, kwargs: dict[str, Any]):

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from ._torch import disable_current_modes, real_object, root_mesh
-from .caches import cache
+from .caches import cache, clear_caches
 from .cost import INTER, INTRA, Link, Network
 from .errors import MeshError
 
@@ -189,9 +189,7 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
         name = _new_groups([list(union)])
         for root in roots:
             vars(root)[PREPARED].unions[union] = name
-    for key, known in list(_facts.items()):
-        if any(root_mesh(known.mesh) is root for root in roots):
-            del _facts[key]
+    clear_caches()  # decisions hold plans made without these groups and links
 
 
 def _worth_merging(ranks: torch.Tensor) -> Iterator[tuple[int, ...]]:

@@ -1,9 +1,10 @@
 """Plan: the cheapest sequence of redistribution steps from one layout to another.
 
 A shortest path by A* (Hart, Nilsson and Raphael, 1968) over the layouts and steps of `steps`, in seconds of `cost`. By
-default no layout on the way is larger than the larger of the two ends, if there is such a path; what is held at once is
-then at most that and the result of one step. Pure and cached: the executor, the reports and `Plan.cost` read one plan,
-the same at trace time and in eager mode, and the same on every rank.
+default no layout on the way is larger than the larger of the two ends, if there is such a path that sends no more than
+gathering the whole tensor would; what is held at once is then at most that and the result of one step. Pure and cached:
+the executor, the reports and `Plan.cost` read one plan, the same at trace time and in eager mode, and the same on every
+rank.
 """
 
 import heapq
@@ -150,7 +151,8 @@ def plan(
         mesh: the network, or the sizes of the mesh axes (no merged groups then, and the default link).
         itemsize: bytes per element.
         prefer: "time" takes the quickest path among those on which no layout is larger than the larger end, or among
-            all if there is none; "memory" the path that holds least at once, and of these the quickest.
+            all if there is none or it sends more than gathering the whole tensor does; "memory" takes the path that
+            holds least at once, and of these the quickest.
 
     Raises:
         PlacementError: the layouts do not fit the shape or the mesh.
@@ -170,7 +172,9 @@ def _plan(src: Layout, dst: Layout, shape, network: Network, itemsize: int, pref
     if prefer == "memory":
         found = _search(space, start, goal, itemsize, inf, _least_peak(space, start, goal))
     else:
-        found = _search(space, start, goal, itemsize, larger, inf) or _search(space, start, goal, itemsize, inf, inf)
+        found = _search(space, start, goal, itemsize, larger, inf)
+        if found is None or _sent(found, space) > _sent_by_way_of_whole(space, start, goal):
+            found = _search(space, start, goal, itemsize, inf, inf)
     assert found is not None, f"no path from {src} to {dst}: through replication there always is one"
     steps = _named_steps(found, src, dst, space, itemsize)
     largest = itemsize * larger
@@ -236,9 +240,25 @@ def _search(space: Space, start: State, goal: State, itemsize: int, limit: float
                 if size > limit or held + size > peak:
                     continue
             best[edge.to], came[edge.to] = total, (at, edge)
-            order += 1
+            order -= 1
             heapq.heappush(heap, (total + bound(edge.to), order, total, edge.to))
     return None
+
+
+def _sent(path: list[Edge], space: Space) -> float:
+    """Elements that each rank sends."""
+    return sum([wire_bytes(e.op, e.count * space.elements(e.pieces), space.network.size(e.axes)) for e in path])
+
+
+def _sent_by_way_of_whole(space: Space, start: State, goal: State) -> float:
+    """Elements that each rank sends who reduces its shard and gathers the whole tensor, to cut it then."""
+    shard = space.elements(start.dims)
+    reduced = [
+        wire_bytes("all_reduce", shard, space.network.size((a,)))
+        for a, op in start.partial
+        if (a, op) not in goal.partial
+    ]
+    return prod(space.lengths) - shard + sum(reduced)
 
 
 def _path(came: dict[State, tuple[State, Edge]], at: State) -> list[Edge]:

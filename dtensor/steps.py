@@ -18,7 +18,7 @@ its own.
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import combinations, permutations, product
+from itertools import accumulate, combinations, islice, pairwise, permutations, product
 from math import prod
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ class Space:
         """Elements of the largest shard."""
         found = self._elements.get(dims)
         if found is None:
-            found = self._elements[dims] = prod([self.length(d, axes) for d, axes in enumerate(dims)])
+            found = self._elements[dims] = prod([self.length(*key) for key in enumerate(dims)])
         return found
 
     def divides(self, dim: int, axes: tuple[int, ...]) -> bool:
@@ -233,6 +233,8 @@ def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...
     axes = tuple([a for cut in dims for a in cut])
     if len(axes) < 2 or not network.merged:
         return ()
+    if len({network.sizes[a] for a in axes}) == 1:
+        return tuple(_relabelled(axes, dims))
     ways = [_dealt(order, dims, network) for order in permutations(axes)]
     assert ways[0] is not None, "the axes as they are cut the dimensions as they are cut"
     digits, found, ascending = ways[0][1], [], sorted(axes)
@@ -240,6 +242,15 @@ def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...
         if way is not None:
             found.append((way[0], tuple([a for a in ascending if way[1][a] != digits[a]])))
     return tuple(found)
+
+
+def _relabelled(axes: tuple[int, ...], dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...]]]:
+    """As `rearranged` where all axes are of one size: they change places with each other."""
+    ends = list(accumulate([len(cut) for cut in dims], initial=0))
+    places = list(pairwise(ends))
+    for order in islice(permutations(axes), 1, None):
+        moved = tuple(sorted([a for a, b in zip(axes, order) if a != b]))
+        yield tuple([order[i:j] for i, j in places]), moved
 
 
 def _dealt(order: tuple[int, ...], dims: Dims, network: Network) -> tuple[Dims, dict[int, tuple[int, int]]] | None:

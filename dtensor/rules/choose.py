@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from math import inf, prod
 
 from .._torch import hint
-from ..cost import seconds
+from ..cost import Network, seconds
 from ..layout import Layout
-from ..mesh import mesh_shape
+from ..mesh import facts
 from ..spec import Spec
 from .rule import Candidate, Factor, Rule, candidates, shares_dim
 
@@ -38,22 +38,24 @@ def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
         operands: specs of the tensor operands, all on one mesh.
         in_place: output 0 is operand 0, so both get the same layout, and moving it back is part of the price.
     """
-    mesh = mesh_shape(operands[0].mesh)
+    network = facts(operands[0].mesh).network
     table = candidates(rule)
     picked: list[Candidate] = []
     shared: dict[Factor, int] = {}
-    for axis in range(len(mesh)):
-        picked.append(_cheapest(rule, table, operands, in_place, axis, mesh, shared))
+    for axis in range(len(network.sizes)):
+        picked.append(_cheapest(rule, table, operands, in_place, axis, network, shared))
     return _assemble(rule, picked, operands, in_place)
 
 
-def _cheapest(rule, table, operands, in_place: bool, axis: int, mesh, shared: dict[Factor, int]) -> Candidate:
+def _cheapest(
+    rule, table, operands, in_place: bool, axis: int, network: Network, shared: dict[Factor, int]
+) -> Candidate:
     """The cheapest candidate on `axis`; what it cuts is noted in `shared`."""
-    best, least, n = None, inf, mesh[axis]
+    best, least, n = None, inf, network.sizes[axis]
     for c in table:
         if not _fits(rule, c, n, shared) or (in_place and not _keeps(rule, c)):
             continue
-        price = _price(rule, c, operands, axis, mesh, least, in_place)
+        price = _price(rule, c, operands, axis, network, least, in_place)
         if price < least:
             best, least = c, price
     assert best is not None, "replication is always possible"
@@ -81,17 +83,17 @@ class Weighed:
 
 def weigh(rule: Rule, operands: list[Spec], in_place: bool = False) -> list[list[Weighed]]:
     """All that `choose` weighs, for each mesh axis in the rule's order."""
-    mesh = mesh_shape(operands[0].mesh)
+    network = facts(operands[0].mesh).network
     table = candidates(rule)
     shared: dict[Factor, int] = {}
     found = []
-    for axis, n in enumerate(mesh):
+    for axis, n in enumerate(network.sizes):
         before = dict(shared)
-        best = _cheapest(rule, table, operands, in_place, axis, mesh, shared)
+        best = _cheapest(rule, table, operands, in_place, axis, network, shared)
         rows = []
         for c in table:
             why = _refusal(rule, c, n, before, in_place)
-            price = None if why else _price(rule, c, operands, axis, mesh, inf, in_place)
+            price = None if why else _price(rule, c, operands, axis, network, inf, in_place)
             rows.append(Weighed(c, price, why, c is best))
         found.append(rows)
     return found
@@ -121,7 +123,7 @@ def _state(layout: Layout, axis: int) -> int | str | None:
 
 
 def _price(
-    rule: Rule, c: Candidate, operands: list[Spec], axis: int, mesh: tuple[int, ...], limit: float, in_place: bool
+    rule: Rule, c: Candidate, operands: list[Spec], axis: int, network: Network, limit: float, in_place: bool
 ) -> float:
     """Seconds to bring all operands to the candidate's placements on `axis`; may stop early past `limit`."""
     total = 0.0
@@ -130,13 +132,13 @@ def _price(
         if in_place and i == 0:
             want = c.outputs[0]
             if have != want:
-                total += _move(spec, have, want, axis, mesh) + _move(spec, want, have, axis, mesh)
+                total += _move(spec, have, want, axis, network) + _move(spec, want, have, axis, network)
             continue
         if have == want or _stays(rule, i, isinstance(have, int) or isinstance(want, int)):
             continue
-        total += _move(spec, have, want, axis, mesh)
+        total += _move(spec, have, want, axis, network)
         if i in rule.written:
-            total += _move(spec, want, have, axis, mesh)
+            total += _move(spec, want, have, axis, network)
         if total > limit:
             break
     return total
@@ -157,16 +159,15 @@ _MOVES = {
 }
 
 
-def _move(spec: Spec, have, want, axis: int, mesh: tuple[int, ...]) -> float:
-    others = prod(mesh[a] for a in spec.layout.sharded_axes if a != axis)
+def _move(spec: Spec, have, want, axis: int, network: Network) -> float:
+    n, link = network.sizes[axis], network.links[axis]
+    others = prod(network.sizes[a] for a in spec.layout.sharded_axes if a != axis)
     size = spec.dtype.itemsize * prod(map(hint, spec.shape)) / others
     op = _MOVES.get((type(have), type(want)))
     if op is None:
         gather = "all_gather" if isinstance(have, int) else "all_reduce"
-        return seconds(gather, size, mesh[axis]) + seconds("partial", size, mesh[axis])
-    if op == "all_to_all":
-        size /= mesh[axis]
-    return seconds(op, size, mesh[axis])
+        return seconds(gather, size, n, link) + seconds("partial", size, n, link)
+    return seconds(op, size / n if op == "all_to_all" else size, n, link)
 
 
 def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], in_place: bool) -> Choice:

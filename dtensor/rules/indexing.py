@@ -13,7 +13,7 @@ from .._torch import hint
 from ..collectives import chunk_length, emit
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
-from .local import empty_outputs, zeros
+from .local import empty_outputs
 from .pointwise import broadcast
 from .rule import Dims, Rule
 
@@ -56,7 +56,7 @@ def _local_embedding(call: LocalCall):
         return call.run()
     weight, indices = call["weight"], call["indices"]
     if weight.shape[0] == 0:
-        return zeros([weight, indices], (*indices.shape, weight.shape[1]), weight.dtype)
+        return weight.new_zeros((*indices.shape, weight.shape[1]))
     row, mine = own_rows(indices, call.call["weight"].shape[0], weight.shape[0], axes, call.mesh)
     found = torch.ops.aten.embedding.default(weight, row)
     return torch.where(mine.unsqueeze(-1), found, torch.zeros_like(found))

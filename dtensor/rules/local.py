@@ -38,17 +38,14 @@ def parts(call: LocalCall, factor: str) -> int:
 def empty_outputs(call: LocalCall) -> Any:
     """Zeros in the local shape of each output: what a rank without any data contributes."""
     coordinate, mesh = call.mesh.get_coordinate(), mesh_shape(call.mesh)
-    given = _tensors([call.args, list(call.kwargs.values())])
+    like = _tensors([call.args, list(call.kwargs.values())])[0]
     made = [
-        None if o is None or layout is None else zeros(given, layout.local_shape(o.shape, mesh, coordinate), o.dtype)
+        None
+        if o is None or layout is None
+        else like.new_zeros(layout.local_shape(o.shape, mesh, coordinate), dtype=o.dtype)
         for o, layout in zip(call.call.outputs, call.layouts)
     ]
     return tuple(made) if call.call.many else made[0]
-
-
-def zeros(given: list[torch.Tensor], shape, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in place of what other ranks compute from `given`, whose collectives have to run here too."""
-    return torch.ops.dtensor.hold(given[0].new_zeros(shape, dtype=dtype), given)
 
 
 def has_empty_shard(call: LocalCall) -> bool:
@@ -84,5 +81,4 @@ __all__ = [
     "is_sharded",
     "parts",
     "unless_empty",
-    "zeros",
 ]

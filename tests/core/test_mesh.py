@@ -125,3 +125,29 @@ def test_meshes_without_a_common_group(rank):
     assert (group_between(one, other) is None) == (rank == 2)
     y = x.redistribute(other, [Replicate()])
     assert y.to_local().tolist() == ([1.0, 1.0] if rank == 1 else [])
+
+
+def test_what_was_decided_before_is_decided_anew(fake_mesh):
+    """Decisions hold plans, so groups and links that come later reach operators that have run already."""
+    fake_mesh(4, 4)
+    mesh = unprepared("cpu", (4, 4))
+    x = distribute_tensor(torch.eye(16), mesh, [Shard(0), Shard(0)])
+
+    def sent():
+        with CountCollectives() as seen:
+            torch.linalg.det(x)
+        return [c.op for c in seen.collectives]
+
+    assert sent() == ["all_gather", "all_gather"]
+    dtensor.prepare(mesh)
+    assert sent() == ["all_gather"]
+
+
+def test_candidates_are_priced_with_the_links_of_the_mesh(fake_mesh):
+    mesh = fake_mesh(2, 2)
+    dtensor.prepare(mesh, links=[Link(bandwidth=1e6), Link(bandwidth=1e12)])
+    x, y = (distribute_tensor(torch.ones(64, 64), mesh, [p, p]) for p in (Shard(0), Shard(1)))
+    slow, quick = dtensor.explain(torch.add, x, y).operators[0].options
+    for one, other in zip(slow, quick):
+        assert one.inputs == other.inputs
+        assert (one.seconds or 0) > 100 * (other.seconds or 0)
