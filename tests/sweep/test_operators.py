@@ -134,7 +134,7 @@ NIGHTLY = [
     ),
     *(
         pytest.param(m, NAMES[part::PARTS], True, id=f"compiled-{m}-{part}", marks=pytest.mark.nightly)
-        for m, part in itertools.product(("2", "2x2"), range(PARTS))
+        for m, part in itertools.product(MESHES, range(PARTS))
     ),
 ]
 
