@@ -27,6 +27,7 @@ from .errors import MeshError
 from .fallback import fell_back
 from .invariance import check_invariant
 from .layout import Layout
+from .mesh import mesh_shape
 from .rules import MASKS, RULES, Call, LocalCall, Output, choose, is_in_place, needs_whole, rule_of
 from .rules.choose import Choice
 from .rules.rule import Rule
@@ -194,7 +195,7 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
-    elif local is not None and any(map(_may_be_empty, operands, choice.inputs)):
+    elif local is not None and any(map(_empty_somewhere, operands, choice.inputs)):
         local = _holding(local, in_place)
     writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
     fallback = rule.local is _run_whole
@@ -221,17 +222,17 @@ def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
     return lambda func, args, kwargs: run(LocalCall(func, args, kwargs, call, mesh, choice.axes, choice.outputs))
 
 
-def _may_be_empty(spec: Spec, layout: Layout) -> bool:
-    """Whether this rank's shard may have no elements while others have some."""
-    if not spec.static:
-        return any(layout.dims)
-    return 0 in spec.with_layout(layout).local_shape() and 0 not in spec.shape
+def _empty_somewhere(spec: Spec, layout: Layout) -> bool:
+    """Whether some rank's shard has no elements while others have some: then the last one's has none."""
+    sizes, shape = mesh_shape(spec.mesh), tuple(map(hint, spec.shape))
+    return 0 not in shape and 0 in layout.local_shape(shape, sizes, [n - 1 for n in sizes])
 
 
 def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
-    """`run` on an empty shard: in a graph its results hold all operands, whether it reads them or not.
+    """`run`, whose results hold all operands in a graph, whether it reads them or not.
 
-    Or the rank would drop the collectives that make those from its graph, and leave the ranks that need them waiting.
+    For operators that go another way on an empty shard: the rank would drop the collectives that make what it does not
+    read from its graph, and leave the other ranks waiting. So all ranks keep all of them.
     """
 
     def hold(x, given):
@@ -242,8 +243,6 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
         if not is_in_graph():
             return out
         given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
-        if not any(0 in map(hint, a.shape) for a in given):
-            return out
         if in_place:
             args[0].copy_(hold(args[0], given))
             return out
