@@ -1,6 +1,6 @@
 """Running `dtensor.passes` on the graphs that AOTAutograd makes, and writing down what they did.
 
-    joint graph -> simplify -> partition -> forward and backward graph -> simplify, lower -> inner compiler
+    joint graph -> raise, simplify -> partition -> forward and backward -> raise, simplify, lower -> inner compiler
 
 Simplifying the joint graph comes first: what is saved for the backward is then decided on collectives that stay.
 """
@@ -11,7 +11,7 @@ from torch import fx
 
 from dtensor import passes
 from dtensor.errors import InvalidInputError
-from dtensor.passes import SIMPLIFY, CommonSubexpressions
+from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Raise
 
 from .options import Options
 from .statistics import record
@@ -26,11 +26,10 @@ def simplify_joint(graph: fx.Graph, options: Options) -> None:
     Raises:
         PassError: a pass left an invalid graph.
     """
-    if not has_ours(graph):
-        return
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
-    simplify = [p.name for p in SIMPLIFY if p.name in chosen and p.name not in NOT_JOINT]
-    _run(graph, simplify, options, "joint")
+    if concerns(graph, chosen):
+        joint = [p.name for p in (*PREPARE, *SIMPLIFY) if p.name in chosen and p.name not in NOT_JOINT]
+        _run(graph, joint, options, "joint")
 
 
 def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> None:
@@ -39,8 +38,8 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
     Raises:
         PassError: a pass left an invalid graph.
     """
-    if has_ours(graph):
-        chosen = [p.name for p in passes.select(options.passes, options.disable)]
+    chosen = [p.name for p in passes.select(options.passes, options.disable)]
+    if concerns(graph, chosen):
         _run(graph, chosen, options, direction(graph, inference))
 
 
@@ -64,9 +63,10 @@ def direction(graph: fx.Graph, inference: bool) -> str:
     return "inference" if inference else "forward"
 
 
-def has_ours(graph: fx.Graph) -> bool:
-    """Whether the graph calls one of the `dtensor::` operators."""
-    return any(getattr(n.target, "namespace", None) == "dtensor" for n in graph.nodes)
+def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
+    """Whether the graph has what the chosen passes read: `dtensor::` operators, or what `raise` makes of it."""
+    spaces = {getattr(n.target, "namespace", None) for n in graph.nodes}
+    return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 
 
-__all__ = ["direction", "has_ours", "optimise", "simplify_joint"]
+__all__ = ["concerns", "direction", "optimise", "simplify_joint"]

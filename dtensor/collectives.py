@@ -191,7 +191,7 @@ def start(name: str, *args: Any) -> Callable[[], torch.Tensor]:
     return lambda: _finished(kernel, started)
 
 
-_CARRIED = {
+CARRIED = {
     torch.bool,
     torch.uint8,
     torch.int8,
@@ -214,7 +214,7 @@ def carried(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
 
     @functools.wraps(kernel)
     def generator(x: torch.Tensor, *rest: Any) -> Kernel:
-        if x.dtype in _CARRIED:
+        if x.dtype in CARRIED:
             return (yield from kernel(x, *rest))
         if x.dtype.is_complex:
             if rest[0] == "product":
@@ -319,6 +319,7 @@ LOWERED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """Those whose kernel is the same on every rank, so that a graph may hold it; the others look up their rank."""
 
 __all__ = [
+    "CARRIED",
     "COMMUNICATING",
     "KERNELS",
     "LOWERED",

@@ -1,8 +1,8 @@
 """Graph to graph: the algebra of redistribution, on FX graphs that AOTAutograd traced.
 
-A graph holds local aten operators and the five `torch.ops.dtensor` ones. `run` simplifies it to a fixpoint, lowers
-what is left to start/wait pairs, and checks every step. Nothing here touches the world: no process group is created,
-no file read, and nothing is decided on what differs between ranks.
+A graph holds local aten operators and the `torch.ops.dtensor` ones. `run` raises functional collectives to these,
+simplifies to a fixpoint, lowers what is left to start/wait pairs, and checks every step. Nothing here touches the
+world: no process group is created, no file read, and nothing is decided on what differs between ranks.
 """
 
 if not __name__.startswith("dtensor."):
@@ -15,7 +15,8 @@ from .dead_code import DeadCode
 from .gather_shard import GatherShard
 from .ir import Collective
 from .lower import Lower
-from .pipeline import EXACTNESS, PIPELINE, SIMPLIFY, Pass, PassRecord, run, select
+from .pipeline import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, Pass, PassRecord, run, select
+from .raise_ import Raise
 from .reduce_scatter import ReduceScatter
 from .simulate import mesh_groups, simulate
 from .sink import Sink
@@ -26,6 +27,7 @@ from .verify import verify
 __all__ = [
     "EXACTNESS",
     "PIPELINE",
+    "PREPARE",
     "SIMPLIFY",
     "Collective",
     "CollectiveInfo",
@@ -35,6 +37,7 @@ __all__ = [
     "Lower",
     "Pass",
     "PassRecord",
+    "Raise",
     "ReduceScatter",
     "Simulation",
     "Sink",

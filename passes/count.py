@@ -60,7 +60,8 @@ def describe(node: fx.Node) -> CollectiveInfo | None:
         n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
         sent = round(cost.wire_bytes(c.op, full, n))
         return CollectiveInfo(c.op, c.group, n, sent, c.reduce_op, c.gather_dim, c.scatter_dim)
-    return _describe_start(node) if node.op == "call_function" and node.target in ir.STARTS else None
+    # Where one rank compiles for all, the group is an input of the graph.
+    return _describe_start(node) if node.target in ir.STARTS and isinstance(node.args[-1], str) else None
 
 
 def _describe_start(node: fx.Node) -> CollectiveInfo:

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
 
 from dtensor._torch import make_fx
@@ -10,6 +11,9 @@ from dtensor.collectives import KERNELS, LOWERED
 
 from . import ir
 from .count import RECORD, describe
+
+ORIGIN = "dtensor_lowered"
+"""The key in a start's `meta` under which `lower` leaves the operator it lowered and the values of its arguments."""
 
 
 class Lower:
@@ -29,7 +33,8 @@ class Lower:
         %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
 
     `shard` and `collective_permute` stay: their rank is looked up when the graph runs, so that all ranks have one
-    graph. Each start carries the `CollectiveInfo` of what it was lowered from, under `meta["dtensor_collective"]`.
+    graph. Each start carries the `CollectiveInfo` of what it was lowered from, under `meta["dtensor_collective"]`, and
+    the call itself, with values in place of nodes, under `meta["dtensor_lowered"]`: `raise` undoes it.
     """
 
     name = "lower"
@@ -50,11 +55,11 @@ def _communicates(node: fx.Node) -> bool:
 def _inline(node: fx.Node) -> None:
     c, info = ir.collective(node), describe(node)
     assert c is not None
-    inputs = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    body = _traced(partial(_call, KERNELS[c.op][0], node.args), [ir.value(x) for x in inputs])
-    known, given = dict[fx.Node, Any](), iter(inputs)
+    given = iter([arg for arg in node.args if isinstance(arg, fx.Node)])
+    args = tuple([ir.value(arg) if isinstance(arg, fx.Node) else arg for arg in node.args])
+    body, known = lowered(c.op, args), dict[fx.Node, Any]()
     origin = ir.provenance(node)
-    for step in body.graph.nodes:
+    for step in body.nodes:
         if step.op == "placeholder":
             known[step] = next(given)
         elif step.op == "output":
@@ -64,19 +69,21 @@ def _inline(node: fx.Node) -> None:
                 new = node.graph.node_copy(step, known.__getitem__)
             new.meta = {**origin, "val": ir.value(step)}
             if new.target in ir.STARTS:
-                new.meta[RECORD] = info
+                new.meta |= {RECORD: info, ORIGIN: (c.op, args)}
             known[step] = new
 
 
-def _call(kernel: Any, args: tuple, *values: Any) -> Any:
-    """`kernel` on `args`, in which `values` stand for the nodes."""
-    given = iter(values)
-    return kernel(*[next(given) if isinstance(arg, fx.Node) else arg for arg in args])
-
-
-def _traced(function: Any, values: list[Any]) -> fx.GraphModule:
+def lowered(op: str, args: tuple) -> fx.Graph:
+    """The kernel of `op`, traced on `args`; tensors and symbolic sizes among these are its placeholders, in order."""
+    values = [arg for arg in args if isinstance(arg, (torch.Tensor, torch.SymInt))]
     with values[0].fake_mode:
-        return make_fx(function)(*values)
+        return make_fx(partial(_call, KERNELS[op][0], args))(*values).graph
 
 
-__all__ = ["Lower"]
+def _call(kernel: Any, args: tuple, *values: Any) -> Any:
+    """`kernel` on `args`, in which `values` stand for the tensors and symbolic sizes."""
+    given = iter(values)
+    return kernel(*[next(given) if isinstance(arg, (torch.Tensor, torch.SymInt)) else arg for arg in args])
+
+
+__all__ = ["ORIGIN", "Lower", "lowered"]

@@ -17,6 +17,7 @@ from .count import count
 from .dead_code import DeadCode
 from .gather_shard import GatherShard
 from .lower import Lower
+from .raise_ import Raise
 from .reduce_scatter import ReduceScatter
 from .sink import Sink
 from .sum_of_all_reduces import SumOfAllReduces
@@ -48,6 +49,12 @@ class Pass(Protocol):
         ...
 
 
+PREPARE: tuple[Pass, ...] = (
+    # First of all: what simplifies reads the redistribution operators only.
+    Raise(),
+)
+"""Bring a graph into the form that the others read, once, before them."""
+
 SIMPLIFY: tuple[Pass, ...] = (
     # First what is there twice or for nothing: the passes below count users.
     CommonSubexpressions(),
@@ -63,6 +70,7 @@ SIMPLIFY: tuple[Pass, ...] = (
 """Pure algebra, in rounds until nothing changes, before anything is asynchronous."""
 
 PIPELINE: tuple[Pass, ...] = (
+    *PREPARE,
     *SIMPLIFY,
     # Last: after it the collectives are start/wait pairs, which no pass above reads.
     Lower(),
@@ -120,7 +128,8 @@ def run(
 ) -> list[PassRecord]:
     """Run passes on a graph, in place, and check it after each that changed something.
 
-    Those of `SIMPLIFY` run in rounds until none changes anything, then the others once each, in the order given.
+    Those of `PREPARE` run once, those of `SIMPLIFY` in rounds until none changes anything, then the others once each,
+    in the order given.
     `simulate` runs the graph before and after each pass on simulated ranks and compares. `observe` is called with a
     running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it.
 
@@ -132,10 +141,13 @@ def run(
     chosen = select(passes, disable)
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
     runner = _Runner(graph, verify, simulate, observe)
-    names = {p.name for p in SIMPLIFY}
+    first, names = ({p.name for p in part} for part in (PREPARE, SIMPLIFY))
+    for p in chosen:
+        if p.name in first:
+            runner.apply(p, 0)
     runner.to_fixpoint([p for p in chosen if p.name in names])
     for p in chosen:
-        if p.name not in names:
+        if p.name not in first | names:
             runner.apply(p, 0)
     if isinstance(gm, fx.GraphModule):
         gm.recompile()
@@ -207,6 +219,7 @@ __all__ = [
     "EXACTNESS",
     "MAX_ROUNDS",
     "PIPELINE",
+    "PREPARE",
     "SIMPLIFY",
     "Pass",
     "PassRecord",

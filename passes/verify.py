@@ -144,7 +144,7 @@ def _groups_exist(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
 
 def _group(node: fx.Node) -> Any:
     if node.target in ir.STARTS:
-        return node.args[-1]
+        return node.args[-1] if isinstance(node.args[-1], str) else None
     c = ir.collective(node)
     return c.group if c is not None else None
 

@@ -21,7 +21,10 @@ def mesh(fake_mesh):
         ({"iner": "inductor"}, r"unknown option 'iner' of backend 'dtensor'; did you mean 'inner'\?"),
         ({"inner": "inductr"}, r"unknown inner compiler 'inductr'; did you mean 'inductor'\?"),
         ({"passes": ["gather_shrd"]}, r"unknown pass 'gather_shrd' in option 'passes'; did you mean 'gather_shard'\?"),
-        ({"disable": ["zzz"]}, r"unknown pass 'zzz' in option 'disable'; known: common_subexpressions, dead_code"),
+        (
+            {"disable": ["zzz"]},
+            r"unknown pass 'zzz' in option 'disable'; known: raise, common_subexpressions",
+        ),
     ],
 )
 def test_unknown_names_are_named_with_the_nearest(given, message):
