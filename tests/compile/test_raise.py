@@ -1,0 +1,186 @@
+"""Graphs of torch DTensor and of hand-written functional collectives under backend="dtensor"."""
+
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed.tensor as peer
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from dtensor._torch import functional_collectives as funcol
+from dtensor.compile import statistics
+from dtensor.testing import with_ranks
+
+INNER = ["inductor", "aot_eager"]
+
+
+def compiled(f, inner="aot_eager", **options):
+    return torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": inner, **options})
+
+
+def traced(s, *directions):
+    """Collectives in the first graph of these directions, as they came."""
+    return Counter(c.op for c in next(r for r in s.records if r.direction in directions).traced)
+
+
+def ops(found):
+    return Counter(c.op for c in found)
+
+
+def close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+class Block(nn.Module):
+    """Two row-sharded products, added: two sums over ranks where one would do. Torch's DTensor."""
+
+    def __init__(self, mesh, width=8):
+        super().__init__()
+        torch.manual_seed(0)
+        cut, whole = [peer.Shard(0)], [peer.Replicate()]
+        self.mesh = mesh
+        self.left = nn.Parameter(peer.distribute_tensor(torch.randn(width, width), mesh, cut))
+        self.right = nn.Parameter(peer.distribute_tensor(torch.randn(width, width), mesh, cut))
+        self.bias = nn.Parameter(peer.distribute_tensor(torch.randn(width), mesh, whole))
+
+    def forward(self, x, y):
+        whole = [peer.Replicate()]
+        a = (x @ self.left).redistribute(placements=whole)
+        b = (y @ self.right).redistribute(placements=whole)
+        return torch.relu(a + b + self.bias)
+
+
+def step(model, x, y):
+    model.zero_grad()
+    out = model(x, y)
+    (out * out).sum().backward()
+    return [t.full_tensor().detach() for t in (out, *(p.grad for p in model.parameters()))]
+
+
+@pytest.mark.parametrize("inner", INNER)
+@with_ranks(2, timeout=200)
+def test_a_model_of_torch_dtensor_trains(rank, inner):
+    mesh = init_device_mesh("cpu", (2,))
+    for width in (8, 7):
+        torch.compiler.reset()
+        model = Block(mesh, width)
+        x, y = (peer.distribute_tensor(torch.randn(4, width), mesh, [peer.Shard(1)]) for _ in range(2))
+        expected = step(model, x, y)
+        with statistics() as s:
+            found = step(compiled(model, inner), x, y)
+        close(found, expected)
+        assert traced(s, "joint")["all_reduce"] == 2
+        assert ops(s.forward) == {"all_reduce": 1}
+
+
+@with_ranks(2, timeout=200)
+def test_collectives_that_torch_dtensor_repeats_are_made_once(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = peer.distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [peer.Shard(1)])
+
+    def f(x):
+        a = x.redistribute(placements=[peer.Replicate()])
+        b = x.redistribute(placements=[peer.Replicate()])
+        return (a * 2 + torch.relu(b)).to_local()
+
+    expected = f(x)
+    with statistics() as s, torch.no_grad():
+        found = compiled(f)(x)
+    assert torch.equal(found, expected)
+    assert (traced(s, "inference"), ops(s.forward)) == ({"all_gather": 2}, {"all_gather": 1})
+
+
+@with_ranks(2, timeout=200)
+def test_uneven_redistributions_of_torch_dtensor(rank):
+    """Padding, cut off on some ranks only: left alone, so that all ranks run the same collectives."""
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,))
+    shard = [peer.Shard(0)]
+    a, b = (peer.DTensor.from_local(torch.randn(5, 3), mesh, [peer.Partial()], run_check=False) for _ in range(2))
+    x = peer.distribute_tensor(torch.randn(5, 3), mesh, shard)
+
+    def f(a, b, x):
+        total = a.redistribute(placements=shard) + b.redistribute(placements=shard)
+        other = x.redistribute(placements=[peer.Shard(1)]) * 2
+        return total.to_local(), other.to_local(), x.redistribute(placements=[peer.Replicate()]).to_local() + 1
+
+    expected = f(a, b, x)
+    with statistics() as s, torch.no_grad():
+        found = compiled(f)(a, b, x)
+    close(found, expected)
+    assert traced(s, "inference") == ops(s.forward) == {"reduce_scatter": 2, "all_gather": 2}
+
+
+class Gathered(nn.Module):
+    """Parameters that lie in shards and are gathered when they are used, as SimpleFSDP does it, by hand."""
+
+    def __init__(self, group, rank):
+        super().__init__()
+        torch.manual_seed(1)
+        self.group = group
+        whole = [torch.randn(8, 6), torch.randn(6, 4)]
+        self.up = nn.Parameter(whole[0].chunk(2, 0)[rank].clone())
+        self.down = nn.Parameter(whole[1].chunk(2, 1)[rank].clone())
+        self.whole = whole
+
+    def forward(self, x):
+        up = funcol.all_gather_tensor_autograd(self.up, 0, self.group)
+        down = funcol.all_gather_tensor_autograd(self.down, 1, self.group)
+        h = torch.tanh(x @ up) @ down
+        # The activations, too, are summed over the ranks in shards of rows.
+        return funcol.reduce_scatter_tensor_autograd(h, "sum", 0, self.group)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@with_ranks(2, timeout=200)
+def test_parameters_gathered_by_hand(rank, inner):
+    mesh = init_device_mesh("cpu", (2,))
+    model = Gathered(mesh.get_group().group_name, rank)
+    xs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+
+    # One device: the sum of both ranks' activations; each rank's loss is that of its rows.
+    up, down = (w.clone().requires_grad_() for w in model.whole)
+    total = sum(torch.tanh(x @ up) @ down for x in xs)
+    (total * total).sum().backward()
+
+    with statistics() as s:
+        out = compiled(model, inner)(xs[rank])
+        (out * out).sum().backward()
+    close([out], [total.chunk(2, 0)[rank]])
+    close([model.up.grad, model.down.grad], [up.grad.chunk(2, 0)[rank], down.grad.chunk(2, 1)[rank]])
+    joint = next(r for r in s.records if r.direction == "joint")
+    assert next(p for p in joint.passes if p.name == "raise").rewrites == 6
+    assert [c.gather_dim for c in s.forward if c.op == "all_gather"] == [0, 1]
+    assert ops(s.forward) == {"all_gather": 2, "reduce_scatter": 1}
+    assert ops(s.backward) == {"all_gather": 1, "reduce_scatter": 2}
+
+
+def sums(group):
+    return lambda x, y: funcol.all_reduce(x, "sum", group) + funcol.all_reduce(y, "sum", group)
+
+
+def test_only_who_asks_has_others_collectives_changed(fake_mesh):
+    f = sums(fake_mesh(2).get_group(0).group_name)
+    x = torch.ones(4)
+    for options, expected in (({}, 1), ({"disable": ["raise"]}, None), ({"passes": ["raise", "lower"]}, 2)):
+        torch.compiler.reset()
+        with statistics() as s:
+            compiled(f, **options)(x, x + 1)
+        assert (len(s.forward) if s.records else None) == expected
+    torch.compiler.reset()
+    with statistics() as s:
+        torch.compile(f, fullgraph=True)(x, x + 1)
+    assert s.records == []
+
+
+def test_plain_compile_raises_nothing_beside_our_operators(fake_mesh):
+    group = fake_mesh(2).get_group(0).group_name
+    f = sums(group)
+    x = torch.ones(4)
+    with statistics() as s:
+        torch.compile(lambda a, b: f(a, b) * torch.ops.dtensor.all_reduce(a, "sum", group), fullgraph=True)(x, x + 1)
+    assert [c.op for c in s.forward] == ["all_reduce"] * 3
+    assert "raise" not in [p.name for r in s.records for p in r.passes]
