@@ -58,16 +58,24 @@ def joined(node: fx.Node) -> Joined | None:
     return Joined(first.source, first.dim, dim, len(parts), tuple(dict.fromkeys(inner)), first.row, stacked)
 
 
+SIZE = aten.sym_size.int
+
+
+def readers(y: fx.Node) -> list[fx.Node]:
+    """The users of `y` but those that ask for its size."""
+    return [user for user in y.users if user.target is not SIZE]
+
+
 def around(y: fx.Node) -> tuple[fx.Node, Joined] | None:
-    """The one node that joins all chunks of `y`, if `y` and its chunks have no other user."""
-    node = next(iter(y.users), None)
-    while node is not None and node.target is not aten.cat.default:
-        node = next(iter(node.users), None)
+    """The one node that joins all chunks of `y`, if `y` and its chunks have no other user (that reads their values)."""
+    node: fx.Node | None = y
+    while node is not None and (node is y or node.target is not aten.cat.default):
+        node = next(iter(readers(node)), None)
     found = None if node is None else joined(node)
     if node is None or found is None or found.source is not y:
         return None
-    inside = {node, *found.inner}
-    return (node, found) if all(user in inside for x in (y, *found.inner) for user in x.users) else None
+    users = [*readers(y), *[user for x in found.inner for user in x.users]]
+    return (node, found) if {node, *found.inner}.issuperset(users) else None
 
 
 def _chunk(node: Any) -> _Chunk | None:
@@ -167,4 +175,4 @@ def _reach(node: fx.Node, following: Any) -> Iterator[fx.Node]:
         todo += fresh
 
 
-__all__ = ["Joined", "around", "drops_end", "joined", "moved_from", "moved_to"]
+__all__ = ["SIZE", "Joined", "around", "drops_end", "joined", "moved_from", "moved_to", "readers"]

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import getitem, mul
+from operator import floordiv, getitem, mul
 
+import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.collectives import CARRIED, group_size
 
@@ -63,15 +65,17 @@ class _Reading:
 
 def _raise(start: fx.Node) -> int:
     """Raise what `start` starts, all of it or nothing; the number of operators it became."""
-    readings = [_read(start, x, started) for x, started in _started(start)]
-    for reading in readings:
+    sent, readings = _started(start), list[_Reading]()
+    for x, started in sent:
+        reading = _read(start, x, started)
         if reading is None:
             return 0
+        readings.append(reading)
     gone = {start}
-    for reading in readings:
-        assert reading is not None
+    for (x, started), reading in zip(sent, readings, strict=True):
         gone.update(reading.gone)
         gone.discard(reading.result)
+        _tell_sizes(start, x, started)
         _write(start, reading)
     for node in sorted(gone, reverse=True):
         if not node.users:
@@ -91,7 +95,7 @@ def _started(start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _read(start: fx.Node, x: fx.Node, started: fx.Node) -> _Reading | None:
-    wait, val = next(iter(started.users)), ir.value(x)
+    wait, val = glue.readers(started)[0], ir.value(x)
     if not _alike(start, wait) or val.dim() == 0 or val.dtype not in CARRIED:
         return None
     reading = _READERS[ir.STARTS[start.target]](start, x, wait)
@@ -107,7 +111,22 @@ def _write(start: fx.Node, reading: _Reading) -> None:
     new = ir.emit(start, c, like=start)
     for key in (RECORD, ORIGIN):
         new.meta.pop(key, None)
+    # The partitioner recomputes functional collectives only if told so, which it knows by their namespace.
+    new.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     ir.replace(reading.result, new)
+
+
+def _tell_sizes(start: fx.Node, x: fx.Node, started: fx.Node) -> None:
+    """Answer what asks for a size of `started`, or of its wait, by sizes of the `x` that is sent."""
+    n, op = group_size(start.args[-1]), ir.STARTS[start.target]
+    rows = {"all_gather": mul, "reduce_scatter": floordiv}.get(op)
+    for node in (started, *glue.readers(started)):
+        for ask in [user for user in node.users if user.target is glue.SIZE]:
+            size = ir.insert(start, glue.SIZE, (x, ask.args[1]), like=ask)
+            if ask.args[1] == 0 and rows is not None:
+                size = ir.insert(start, rows, (size, n), like=ask)
+            ask.replace_all_uses_with(size)
+            ask.graph.erase_node(ask)
 
 
 def _whole(before: fx.Node, x: fx.Node, dim: int, n: int) -> int | fx.Node:
@@ -115,14 +134,14 @@ def _whole(before: fx.Node, x: fx.Node, dim: int, n: int) -> int | fx.Node:
     size = ir.value(x).shape[dim]
     if isinstance(size, int):
         return size * n
-    node = ir.insert(before, aten.sym_size.int, (x, dim), like=x)
+    node = ir.insert(before, glue.SIZE, (x, dim), like=x)
     return ir.insert(before, mul, (node, n), like=x)
 
 
 def _waits_at_once(start: fx.Node) -> bool:
     """Whether all that `start` starts is waited for once, with nothing that takes time, and no write, before that."""
-    waits = [ir.only_user(started) for _, started in _started(start)]
-    return isinstance(start.args[-1], str) and all(w is not None and _at_once(start, w) for w in waits)
+    waits = [glue.readers(started) for _, started in _started(start)]
+    return isinstance(start.args[-1], str) and all(len(w) == 1 and _at_once(start, w[0]) for w in waits)
 
 
 def _at_once(start: fx.Node, wait: fx.Node) -> bool:
@@ -132,18 +151,23 @@ def _at_once(start: fx.Node, wait: fx.Node) -> bool:
     while node is not wait:
         if node.op == "output" or ir.mutates(node):
             return False
-        if node.op == "call_function" and node.target not in ir.STARTS and not ir.aliases(node):
+        if isinstance(ir.value(node), _TENSORS) and node.target not in ir.STARTS and not ir.aliases(node):
             return False
         node = node.next
     return True
 
 
-_TAGS = ("partitioner_tag", "recompute", "ac_graph_id")
+_TENSORS = (torch.Tensor, tuple, list)
 
 
 def _alike(start: fx.Node, *nodes: fx.Node) -> bool:
     """Whether the partitioner is told to treat `nodes` as `start`: one operator can have one place only."""
-    return all(node.meta.get(tag) == start.meta.get(tag) for node in nodes for tag in _TAGS)
+    return all(_place(node) == _place(start) for node in nodes)
+
+
+def _place(node: fx.Node) -> tuple:
+    policy = node.meta.get("recompute", CheckpointPolicy.MUST_SAVE)
+    return policy, node.meta.get("ac_graph_id"), node.meta.get("partitioner_tag")
 
 
 def _is_unwritten(start: fx.Node, *nodes: fx.Node) -> bool:

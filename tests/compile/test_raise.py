@@ -3,7 +3,6 @@
 import warnings
 from collections import Counter
 
-import pytest
 import torch
 import torch.distributed.tensor as peer
 from torch import nn
@@ -12,8 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from dtensor._torch import functional_collectives as funcol
 from dtensor.compile import statistics
 from dtensor.testing import with_ranks
-
-INNER = ["inductor", "aot_eager"]
 
 
 def compiled(f, inner="aot_eager", **options):
@@ -60,9 +57,8 @@ def step(model, x, y):
     return [t.full_tensor().detach() for t in (out, *(p.grad for p in model.parameters()))]
 
 
-@pytest.mark.parametrize("inner", INNER)
 @with_ranks(2, timeout=200)
-def test_a_model_of_torch_dtensor_trains(rank, inner):
+def test_a_model_of_torch_dtensor_trains(rank):
     mesh = init_device_mesh("cpu", (2,))
     for width in (8, 7):
         torch.compiler.reset()
@@ -70,48 +66,43 @@ def test_a_model_of_torch_dtensor_trains(rank, inner):
         x, y = (peer.distribute_tensor(torch.randn(4, width), mesh, [peer.Shard(1)]) for _ in range(2))
         expected = step(model, x, y)
         with statistics() as s:
-            found = step(compiled(model, inner), x, y)
+            found = step(compiled(model), x, y)
         close(found, expected)
         assert traced(s, "joint")["all_reduce"] == 2
         assert ops(s.forward) == {"all_reduce": 1}
 
 
-@with_ranks(2, timeout=200)
-def test_collectives_that_torch_dtensor_repeats_are_made_once(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    x = peer.distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [peer.Shard(1)])
+def twice(x):
+    a = x.redistribute(placements=[peer.Replicate()])
+    b = x.redistribute(placements=[peer.Replicate()])
+    return [(a * 2 + torch.relu(b)).to_local()]
 
-    def f(x):
-        a = x.redistribute(placements=[peer.Replicate()])
-        b = x.redistribute(placements=[peer.Replicate()])
-        return (a * 2 + torch.relu(b)).to_local()
 
-    expected = f(x)
-    with statistics() as s, torch.no_grad():
-        found = compiled(f)(x)
-    assert torch.equal(found, expected)
-    assert (traced(s, "inference"), ops(s.forward)) == ({"all_gather": 2}, {"all_gather": 1})
+def uneven(a, b, x):
+    shard = [peer.Shard(0)]
+    total = a.redistribute(placements=shard) + b.redistribute(placements=shard)
+    other = x.redistribute(placements=[peer.Shard(1)]) * 2
+    return total.to_local(), other.to_local(), x.redistribute(placements=[peer.Replicate()]).to_local() + 1
 
 
 @with_ranks(2, timeout=200)
-def test_uneven_redistributions_of_torch_dtensor(rank):
-    """Padding, cut off on some ranks only: left alone, so that all ranks run the same collectives."""
+def test_redistributions_of_torch_dtensor(rank):
+    """What is gathered twice is gathered once. Padding, which is cut off on some ranks only, is left alone: all ranks
+    must run the same collectives."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2,))
-    shard = [peer.Shard(0)]
+    x = peer.distribute_tensor(torch.arange(24.0).view(4, 6), mesh, [peer.Shard(1)])
+    y = peer.distribute_tensor(torch.randn(5, 3), mesh, [peer.Shard(0)])
     a, b = (peer.DTensor.from_local(torch.randn(5, 3), mesh, [peer.Partial()], run_check=False) for _ in range(2))
-    x = peer.distribute_tensor(torch.randn(5, 3), mesh, shard)
-
-    def f(a, b, x):
-        total = a.redistribute(placements=shard) + b.redistribute(placements=shard)
-        other = x.redistribute(placements=[peer.Shard(1)]) * 2
-        return total.to_local(), other.to_local(), x.redistribute(placements=[peer.Replicate()]).to_local() + 1
-
-    expected = f(a, b, x)
-    with statistics() as s, torch.no_grad():
-        found = compiled(f)(a, b, x)
-    close(found, expected)
-    assert traced(s, "inference") == ops(s.forward) == {"reduce_scatter": 2, "all_gather": 2}
+    for f, args, before, after in (
+        (twice, (x,), {"all_gather": 2}, {"all_gather": 1}),
+        (uneven, (a, b, y), {"reduce_scatter": 2, "all_gather": 2}, {"reduce_scatter": 2, "all_gather": 2}),
+    ):
+        expected = f(*args)
+        with statistics() as s, torch.no_grad():
+            found = compiled(f)(*args)
+        close(found, expected)
+        assert (traced(s, "inference"), ops(s.forward)) == (before, after)
 
 
 class Gathered(nn.Module):
@@ -134,9 +125,8 @@ class Gathered(nn.Module):
         return funcol.reduce_scatter_tensor_autograd(h, "sum", 0, self.group)
 
 
-@pytest.mark.parametrize("inner", INNER)
 @with_ranks(2, timeout=200)
-def test_parameters_gathered_by_hand(rank, inner):
+def test_parameters_gathered_by_hand(rank):
     mesh = init_device_mesh("cpu", (2,))
     model = Gathered(mesh.get_group().group_name, rank)
     xs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)]
@@ -147,7 +137,7 @@ def test_parameters_gathered_by_hand(rank, inner):
     (total * total).sum().backward()
 
     with statistics() as s:
-        out = compiled(model, inner)(xs[rank])
+        out = compiled(model, "inductor")(xs[rank])
         (out * out).sum().backward()
     close([out], [total.chunk(2, 0)[rank]])
     close([model.up.grad, model.down.grad], [up.grad.chunk(2, 0)[rank], down.grad.chunk(2, 1)[rank]])

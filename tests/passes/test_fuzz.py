@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dtensor._torch import c10d
+from dtensor._torch import functional_collectives as funcol
 from dtensor.collectives import ops
 from dtensor.passes import PIPELINE, run, verify
 from dtensor.passes.pipeline import copy_graph
@@ -15,7 +16,7 @@ AXES = {"dp": {"dp"}, "tp": {"tp"}, "world": {"dp", "tp"}}
 LONGEST = 64
 
 LOCAL = ("add", "sub", "alpha", "mul", "relu", "t", "view", "unsqueeze", "squeeze", "double", "permute")
-REMOTE = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "shard", "wait")
+REMOTE = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "shard", "wait", "gathered", "scattered")
 # What the passes look for, and single steps seldom make.
 MOTIFS = ("sum", "sum of views", "sum of scattered", "sum of transposed", "residual", "scatter", "exchange", "cancel")
 
@@ -88,8 +89,12 @@ def step(op, x, y, group, n, dim, reduce_op):
             return c10d.wait_tensor(c10d.all_reduce(x.contiguous(), reduce_op, group))
         case "all_gather":
             return ops.all_gather(x, dim, x.shape[dim] * n, group) if x.numel() * n <= LONGEST else None
-        case "reduce_scatter" | "shard" if x.shape[dim] % n:
+        case "gathered":
+            return funcol.all_gather_single(x, dim, group) if x.numel() * n <= LONGEST else None
+        case "reduce_scatter" | "shard" | "scattered" if x.shape[dim] % n:
             return None
+        case "scattered":
+            return funcol.reduce_scatter_single(x, reduce_op, dim, group)
         case "reduce_scatter":
             return ops.reduce_scatter(x, reduce_op, dim, group)
         case "shard":
@@ -104,13 +109,22 @@ def step(op, x, y, group, n, dim, reduce_op):
 def after(op, mine, other, axes):
     """The mesh axes over which a value is cut, after one step."""
     match op:
-        case "all_reduce" | "all_gather" | "wait":
+        case "all_reduce" | "all_gather" | "wait" | "gathered":
             return mine - axes
         case "sum" | "sum of views" | "sum of transposed":
             return (mine | other) - axes
         case "residual":
             return mine | other - axes
-        case "shard" | "reduce_scatter" | "all_to_all" | "scatter" | "exchange" | "cancel" | "sum of scattered":
+        case (
+            "shard"
+            | "reduce_scatter"
+            | "scattered"
+            | "all_to_all"
+            | "scatter"
+            | "exchange"
+            | "cancel"
+            | "sum of scattered"
+        ):
             return mine | other | axes
         case _:
             return mine | other

@@ -5,6 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor._torch import c10d
 from dtensor._torch import functional_collectives as funcol
@@ -88,7 +89,9 @@ def test_golden(bench):
         return funcol.reduce_scatter_single(whole @ y, "sum", 1, bench.tp)
 
     gm = bench.trace(f, (4, 3), (6, 8))
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4,3] = placeholder
 %y_1: f32[6,8] = placeholder
 %all_gather_into_tensor: f32[8,3] = _c10d_functional.all_gather_into_tensor(%x_1, 2, tp)
@@ -104,15 +107,19 @@ def test_golden(bench):
 %cat_1: f32[8,4] = aten.cat([%getitem_2, %getitem_3])
 %reduce_scatter_tensor: f32[4,4] = _c10d_functional.reduce_scatter_tensor(%cat_1, 'sum', 2, tp)
 %wait_tensor_1: f32[4,4] = _c10d_functional.wait_tensor(%reduce_scatter_tensor)
-return %wait_tensor_1""")
+return %wait_tensor_1""",
+    )
     assert applied(bench, gm) == 2
-    assert_expected_inline(bench.text(gm), """\
+    assert_expected_inline(
+        bench.text(gm),
+        """\
 %x_1: f32[4,3] = placeholder
 %y_1: f32[6,8] = placeholder
 %all_gather: f32[4,6] = dtensor.all_gather(%x_1, 1, 6, tp)
 %mm: f32[4,8] = aten.mm(%all_gather, %y_1)
 %reduce_scatter: f32[4,4] = dtensor.reduce_scatter(%mm, 'sum', 1, tp)
-return %reduce_scatter""")
+return %reduce_scatter""",
+    )
 
 
 @QUIET
@@ -166,7 +173,6 @@ EXCHANGES = {
     "gather columns, scatter rows": lambda x, go: chunks(go(x), 2, 0, 1),
     "gather columns, scatter depth": lambda x, go: chunks(go(chunks(x, 2, 2, 0)), 2, 0, 1),
     "rows": lambda x, go: torch.cat(list(go(torch.cat([c.unsqueeze(0) for c in x.chunk(2, 1)])).unbind(0)), 2),
-    "selected": lambda x, go: torch.cat([y[0] for y in [go(torch.stack(x.chunk(2, 1)))]] * 1 + [], 0),
 }
 
 
@@ -245,7 +251,7 @@ def test_chunks_with_other_users_stay(bench):
 OTHER_GLUE = {
     "in another order": lambda y: torch.cat([y[4:], y[:4]], 1),
     "one of them twice": lambda y: torch.cat([y[:4], y[:4]], 1),
-    "of unequal length": lambda y: torch.cat([y[:2], y[2:]][::1], 0).view(4, 12),
+    "of unequal length": lambda y: torch.cat([y[:2], y[2:]], 0).view(4, 12),
     "more than ranks": lambda y: torch.cat(torch.split(y, 2), 1),
     "of another dim": lambda y: torch.cat(torch.split(y, 3, 1), 0),
     "of rows": lambda y: torch.cat(list(y.unbind(0)), 0),
@@ -273,6 +279,33 @@ def test_copies_made_for_a_start_go(bench):
     gm = bench.trace(lambda x: wait(c10d.all_reduce(x.t().contiguous(), "sum", bench.tp)), (4, 6))
     assert applied(bench, gm) == 1
     assert "clone" not in bench.text(gm)
+
+
+STRIDED = {
+    "all_reduce": lambda x, g: c10d.all_reduce(x, "sum", g),
+    "all_gather": lambda x, g: c10d.all_gather_into_tensor(x, 2, g),
+    "reduce_scatter": lambda x, g: c10d.reduce_scatter_tensor(x, "sum", 2, g),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_operands_of_any_strides(bench, name):
+    gm = bench.trace(lambda x: wait(STRIDED[name](x.permute(2, 0, 1), bench.tp)) * 2, (4, 6, 2))
+    strides = [node.meta["val"].stride() for node in gm.graph.nodes if node.target is ir.aten.mul.Tensor]
+    assert applied(bench, gm) == 1
+    assert [ir.propagate(node).stride() for node in gm.graph.nodes if node.target is ir.aten.mul.Tensor] == strides
+
+
+def test_groups_that_are_inputs_of_the_graph_stay(bench):
+    """Where one rank compiles for all, the group is not a name but a node."""
+    gm = bench.trace(lambda x: wait(c10d.all_reduce(x, "sum", bench.tp)), (4, 6))
+    first = next(iter(gm.graph.nodes))
+    with gm.graph.inserting_before(first):
+        group = gm.graph.placeholder("group")
+    start = next(node for node in gm.graph.nodes if node.target in ir.STARTS)
+    start.args = (*start.args[:-1], group)
+    assert bench.keeps(Raise(), gm)
+    assert collectives(gm) == []
 
 
 def far(x, group):
@@ -356,14 +389,26 @@ def test_chunks_taken_before_a_write_are_sent(bench):
 def test_glue_that_is_recomputed_alone_stays(bench):
     gm = bench.trace(lambda x: funcol.all_gather_single(x, 1, bench.tp) + 1, (4, 6))
     (join,) = [node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default]
-    join.meta["recompute"] = "always"
+    join.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     assert applied(bench, gm) == 1
     assert [c.gather_dim for c in collectives(gm)] == [0]
 
 
+def test_what_is_recomputed_stays_so_and_the_rest_is_saved(bench):
+    """What torch's partitioner does with functional collectives, which it knows by their namespace."""
+    gm = bench.trace(lambda x: funcol.all_reduce(funcol.all_gather_single(x, 1, bench.tp), "sum", bench.tp), (4, 6))
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and "all_reduce" not in str((node.target, node.args)):
+            node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 3}
+    assert applied(bench, gm) == 2
+    gather, reduce = [node for node in gm.graph.nodes if ir.is_collective(node)]
+    assert (gather.meta["recompute"], gather.meta["ac_graph_id"]) == (CheckpointPolicy.MUST_RECOMPUTE, 3)
+    assert (reduce.meta["recompute"], reduce.meta.get("ac_graph_id")) == (CheckpointPolicy.MUST_SAVE, None)
+
+
 def test_a_pair_that_is_recomputed_by_half_stays(bench):
     gm = bench.trace(lambda x: funcol.all_reduce(x, "sum", bench.tp) + 1, (4, 6))
-    next(node for node in gm.graph.nodes if node.target is ir.WAIT).meta["recompute"] = "always"
+    next(node for node in gm.graph.nodes if node.target is ir.WAIT).meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     assert bench.keeps(Raise(), gm)
 
 
