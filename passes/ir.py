@@ -113,8 +113,9 @@ def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_strides(a: torch.Tensor, strides: tuple[Any, ...] | list[Any]) -> bool:
-    """Whether `a` is known to have `strides`, dimensions of length one aside."""
-    return all(same(n, 1) or same(s, t) for n, s, t in zip(a.shape, a.stride(), strides, strict=True))
+    """Whether `a` is known to have `strides`, dimensions of length one aside, or to have no elements."""
+    alike = all(same(n, 1) or same(s, t) for n, s, t in zip(a.shape, a.stride(), strides, strict=True))
+    return alike or any(same(n, 0) for n in a.shape)
 
 
 def dense_strides(shape: Any, order: list[int] | None = None) -> list[Any]:

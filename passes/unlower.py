@@ -30,7 +30,9 @@ def unlower(start: fx.Node) -> bool:
     inner = {match.known[step] for step in steps}
     result = match.known[out]
     after = [match.known[step] for step in steps[steps.index(begin) :]]
-    if None in holders or any(user not in inner for node in after if node is not result for user in node.users):
+    if None in holders or ir.memory_order(ir.value(result)) is None:
+        return False
+    if any(user not in inner for node in after if node is not result for user in node.users):
         return False
     if any(ir.mutates(node) for node in _between(min(inner), result)):
         return False

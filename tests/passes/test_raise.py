@@ -1,4 +1,4 @@
-"""Raising functional collectives: the mirror of lowering, others' collectives, and what has to stay."""
+"""Raising others' functional collectives, and what has to stay."""
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor._torch import c10d
 from dtensor._torch import functional_collectives as funcol
-from dtensor.collectives import ops
 from dtensor.passes import GatherShard, Lower, Raise, collectives, count, ir, run, verify, wire_bytes
 from dtensor.passes.pipeline import copy_graph
 
@@ -42,45 +41,6 @@ def applied(bench, gm):
     verify(after, "lower")
     bench.simulation.check(before, after, exact=True)
     return rewrites
-
-
-OPERATORS = {
-    "all_gather": lambda x, dim, other, size, group, by: ops.all_gather(x, dim, size, group),
-    "reduce_scatter": lambda x, dim, other, size, group, by: ops.reduce_scatter(x, by, other, group),
-    "all_reduce": lambda x, dim, other, size, group, by: ops.all_reduce(x, by, group),
-    "all_to_all": lambda x, dim, other, size, group, by: ops.all_to_all(x, dim, other, size, group),
-}
-
-
-@QUIET
-@given(
-    name=st.sampled_from(list(OPERATORS)),
-    shape=st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    dims=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    axis=st.sampled_from(("tp", "world")),
-    reduce_op=st.sampled_from(("sum", "avg", "max")),
-    missing=st.integers(0, 3),
-    transposed=st.booleans(),
-    dtype=st.sampled_from((torch.float32, torch.float32, torch.int64, torch.int16, torch.complex64)),
-)
-def test_mirror_of_lower(bench, name, shape, dims, axis, reduce_op, missing, transposed, dtype):
-    """Even and uneven shards (the graph is rank 0's, whose shard is the longest), any strides, any dtype."""
-    n, dim, other = SIZE[axis], dims[0] % len(shape), dims[1] % len(shape)
-    by = reduce_op if dtype is torch.float32 else "sum"
-    other = (dim + 1) % len(shape) if name == "all_to_all" else other
-    name = "all_reduce" if name == "all_to_all" and other == dim else name
-
-    def f(x):
-        x = x.transpose(0, -1) if transposed else x
-        return OPERATORS[name](x, dim, other, n * shape[dim] - missing % n, getattr(bench, axis), by).abs() + 1
-
-    ends = (shape[-1], *shape[1:-1], shape[0]) if transposed and len(shape) > 1 else shape
-    gm = bench.trace(f, torch.zeros(ends, dtype=dtype))
-    before, sent = bench.text(gm), wire_bytes(gm)
-    assert (Lower()(gm.graph), raised(gm)) == (1, [])
-    assert Raise()(gm.graph) == 1
-    verify(gm, "raise")
-    assert (bench.text(gm), wire_bytes(gm)) == (before, sent)
 
 
 def test_golden(bench):
@@ -423,32 +383,6 @@ def test_the_chunk_of_this_rank_stays_a_chunk(bench):
     assert applied(bench, gm) == 1
     assert bench.keeps(GatherShard(), gm)
     assert raised(gm) == ["all_gather"]
-
-
-def test_what_was_lowered_and_cut_afterwards_is_told_from_uneven(bench):
-    """Seven of eight rows gathered, and eight gathered of which seven are used, look alike on rank 0."""
-    uneven = bench.trace(lambda x: ops.all_gather(x, 0, 7, bench.tp) + 1, (4, 2))
-    cut = bench.trace(lambda x: ops.all_gather(x, 0, 8, bench.tp)[:7] + 1, (4, 2))
-    for gm in (uneven, cut):
-        before = bench.text(gm)
-        Lower()(gm.graph)
-        assert bench.keeps(Raise(), gm) is False
-        assert bench.text(gm) == before
-
-
-def test_changed_after_lowering_is_left(bench):
-    """Another user of what lies between the start and the result: the operator would not make it."""
-
-    def f(x):
-        return ops.all_gather(x, 1, 11, bench.tp) + 1
-
-    gm = bench.trace(f, (4, 6))
-    Lower()(gm.graph)
-    (join,) = [node for node in gm.graph.nodes if node.target is torch.ops.aten.cat.default]
-    (out,) = [node for node in gm.graph.nodes if node.op == "output"]
-    out.args = ([out.args[0], join],)
-    before = bench.text(gm)
-    assert (Raise()(gm.graph), bench.text(gm)) == (0, before)
 
 
 def test_pipeline_merges_what_others_emitted(bench):
