@@ -47,7 +47,7 @@ def joined(node: fx.Node) -> Joined | None:
     """The chunks that `node` joins, if it does, and if they are all of one tensor."""
     if node.target is not aten.cat.default or node.kwargs or not isinstance(node.args[0], (list, tuple)):
         return None
-    parts, dim = list(node.args[0]), _dim(node, 1)
+    parts, dim = list[Any](node.args[0]), _dim(node, 1)
     new = [part for part in parts if isinstance(part, fx.Node) and _is_new_row(part)]
     stacked = len(new) == len(parts) and dim == 0
     chunks = [_chunk(part.args[0] if stacked else part) for part in parts]
@@ -121,7 +121,7 @@ def _is_partition(first: _Chunk, chunks: list[_Chunk | None]) -> bool:
 
 
 def _is_new_row(node: fx.Node) -> bool:
-    return node.target is aten.unsqueeze.default and node.args[1] == 0
+    return node.target is aten.unsqueeze.default and _dim(node, 1) == 0
 
 
 def _arg(node: fx.Node, k: int, default: Any) -> Any:
@@ -145,7 +145,8 @@ def drops_end(node: fx.Node) -> bool:
     """Whether the slice `node` begins where its tensor does, and may end before it."""
     dim, start = _dim(node, 1), _arg(node, 2, None)
     whole = _length(node.args[0], dim)
-    return (start is None or not ir.same(start >= 1, True)) and not ir.same(_length(node, dim), whole)
+    begins = start is None or not ir.same(start >= 1, True)
+    return begins and not ir.same(_length(node, dim), whole)
 
 
 _MOVES = frozenset((aten.cat.default, aten.clone.default, aten.constant_pad_nd.default))

@@ -75,7 +75,7 @@ def _inline(node: fx.Node) -> None:
 
 def lowered(op: str, args: tuple) -> fx.Graph:
     """The kernel of `op`, traced on `args`; tensors and symbolic sizes among these are its placeholders, in order."""
-    values = [arg for arg in args if isinstance(arg, (torch.Tensor, torch.SymInt))]
+    values: list[Any] = [arg for arg in args if isinstance(arg, (torch.Tensor, torch.SymInt))]
     with values[0].fake_mode:
         return make_fx(partial(_call, KERNELS[op][0], args))(*values).graph
 

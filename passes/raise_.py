@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import floordiv, getitem, mul
+from operator import mul
+from typing import Any
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dtensor.collectives import CARRIED, group_size
+from dtensor.collectives import CARRIED
 
 from . import glue, ir
 from .count import RECORD
 from .lower import ORIGIN
+from .pairs import Pair, pairs, tell_sizes
 from .unlower import unlower
 
 aten = ir.aten
@@ -51,64 +52,52 @@ class Raise:
 
     def __call__(self, graph: fx.Graph) -> int:
         starts = [node for node in graph.nodes if node.target in ir.STARTS]
-        return sum([int(unlower(start)) or _raise(start) for start in starts if _waits_at_once(start)])
+        return sum([_raise(pairs(start)) for start in starts])
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """The operator that a start and its glue are; `result` is what it stands for, `gone` what may go with it."""
+    """The operator that a pair and its glue are; `result` is what it stands for, `glue` what may go with the pair."""
 
     op: ir.Collective
     result: fx.Node
-    gone: tuple[fx.Node, ...]
+    glue: tuple[fx.Node, ...]
 
 
-def _raise(start: fx.Node) -> int:
-    """Raise what `start` starts, all of it or nothing; the number of operators it became."""
-    sent, readings = _started(start), list[_Reading]()
-    for x, started in sent:
-        reading = _read(start, x, started)
+def _raise(found: list[Pair]) -> int:
+    """Raise what one start starts, all of it or nothing; the number of operators it became."""
+    if not found or unlower(found[0].start):
+        return len(found)
+    readings = list[_Reading]()
+    for pair in found:
+        reading = _read(pair)
         if reading is None:
             return 0
         readings.append(reading)
-    gone = {start}
-    for (x, started), reading in zip(sent, readings, strict=True):
-        gone.update(reading.gone)
-        gone.discard(reading.result)
-        _tell_sizes(start, x, started)
-        _write(start, reading)
+    gone = set[fx.Node]()
+    for pair, reading in zip(found, readings, strict=True):
+        gone |= {pair.start, pair.started, pair.wait, *reading.glue} - {reading.result}
+        tell_sizes(pair)
+        _write(pair, reading)
     for node in sorted(gone, reverse=True):
         if not node.users:
             node.graph.erase_node(node)
     return len(readings)
 
 
-def _started(start: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """What is communicated, and the node that has to be waited for; several for a coalesced start."""
-    x = start.args[0]
-    if isinstance(x, fx.Node):
-        return [(x, start)]
-    items = [user for user in start.users if user.target is getitem]
-    if len(items) < len(start.users) or len({item.args[1] for item in items}) < len(items):
-        return []
-    return [(x[item.args[1]], item) for item in sorted(items, key=lambda item: item.args[1])]
-
-
-def _read(start: fx.Node, x: fx.Node, started: fx.Node) -> _Reading | None:
-    wait, val = glue.readers(started)[0], ir.value(x)
-    if not _alike(start, wait) or val.dim() == 0 or val.dtype not in CARRIED:
+def _read(pair: Pair) -> _Reading | None:
+    val = ir.value(pair.x)
+    if not _alike(pair.start, pair.wait) or val.dim() == 0 or val.dtype not in CARRIED:
         return None
-    reading = _READERS[ir.STARTS[start.target]](start, x, wait)
-    if reading is None or ir.memory_order(ir.value(reading.result)) is None:
-        return None
-    return replace(reading, gone=(started, wait, *reading.gone))
+    reading = _READERS[ir.STARTS[pair.start.target]](pair)
+    return reading if reading is not None and ir.memory_order(ir.value(reading.result)) is not None else None
 
 
-def _write(start: fx.Node, reading: _Reading) -> None:
+def _write(pair: Pair, reading: _Reading) -> None:
     c = reading.op
     if c.gather_dim is not None:
-        c = replace(c, size=_whole(start, c.x, c.gather_dim, group_size(c.group)))
-    new = ir.emit(start, c, like=start)
+        c = replace(c, size=_whole(pair, c.x, c.gather_dim))
+    new = ir.emit(pair.start, c, like=pair.start)
     for key in (RECORD, ORIGIN):
         new.meta.pop(key, None)
     # The partitioner recomputes functional collectives only if told so, which it knows by their namespace.
@@ -116,48 +105,13 @@ def _write(start: fx.Node, reading: _Reading) -> None:
     ir.replace(reading.result, new)
 
 
-def _tell_sizes(start: fx.Node, x: fx.Node, started: fx.Node) -> None:
-    """Answer what asks for a size of `started`, or of its wait, by sizes of the `x` that is sent."""
-    n, op = group_size(start.args[-1]), ir.STARTS[start.target]
-    rows = {"all_gather": mul, "reduce_scatter": floordiv}.get(op)
-    for node in (started, *glue.readers(started)):
-        for ask in [user for user in node.users if user.target is glue.SIZE]:
-            size = ir.insert(start, glue.SIZE, (x, ask.args[1]), like=ask)
-            if ask.args[1] == 0 and rows is not None:
-                size = ir.insert(start, rows, (size, n), like=ask)
-            ask.replace_all_uses_with(size)
-            ask.graph.erase_node(ask)
-
-
-def _whole(before: fx.Node, x: fx.Node, dim: int, n: int) -> int | fx.Node:
-    """The length of `n` times `dim` of `x`."""
+def _whole(pair: Pair, x: fx.Node, dim: int) -> int | fx.Node:
+    """The length of `dim` of `x` on all ranks together."""
     size = ir.value(x).shape[dim]
     if isinstance(size, int):
-        return size * n
-    node = ir.insert(before, glue.SIZE, (x, dim), like=x)
-    return ir.insert(before, mul, (node, n), like=x)
-
-
-def _waits_at_once(start: fx.Node) -> bool:
-    """Whether all that `start` starts is waited for once, with nothing that takes time, and no write, before that."""
-    waits = [glue.readers(started) for _, started in _started(start)]
-    return isinstance(start.args[-1], str) and all(len(w) == 1 and _at_once(start, w[0]) for w in waits)
-
-
-def _at_once(start: fx.Node, wait: fx.Node) -> bool:
-    if wait.target is not ir.WAIT:
-        return False
-    node = start.next
-    while node is not wait:
-        if node.op == "output" or ir.mutates(node):
-            return False
-        if isinstance(ir.value(node), _TENSORS) and node.target not in ir.STARTS and not ir.aliases(node):
-            return False
-        node = node.next
-    return True
-
-
-_TENSORS = (torch.Tensor, tuple, list)
+        return size * pair.n
+    node = ir.insert(pair.start, glue.SIZE, (x, dim), like=x)
+    return ir.insert(pair.start, mul, (node, pair.n), like=x)
 
 
 def _alike(start: fx.Node, *nodes: fx.Node) -> bool:
@@ -178,98 +132,86 @@ def _is_unwritten(start: fx.Node, *nodes: fx.Node) -> bool:
     return node is start
 
 
-def _before(start: fx.Node, x: fx.Node, n: int) -> tuple[glue.Joined | None, tuple[fx.Node, ...]]:
-    """The chunks that are joined along dim 0 to the `x` that is sent, one for each rank; and the nodes that do it."""
-    found = glue.joined(x)
-    if found is None or found.dim != 0 or found.parts != n or found.rows:
+def _before(pair: Pair) -> tuple[glue.Joined | None, tuple[fx.Node, ...]]:
+    """The chunks that are joined along dim 0 to what is sent, one for each rank; and the nodes that do it."""
+    found = glue.joined(pair.x)
+    if found is None or found.dim != 0 or found.parts != pair.n or found.rows:
         return None, ()
-    nodes = (x, *found.inner)
-    return (found, nodes) if _alike(start, *nodes) and _is_unwritten(start, *nodes) else (None, ())
+    nodes = (pair.x, *found.inner)
+    fits = _alike(pair.start, *nodes) and _is_unwritten(pair.start, *nodes)
+    return (found, nodes) if fits else (None, ())
 
 
-def _after(start: fx.Node, wait: fx.Node, n: int) -> tuple[glue.Joined | None, fx.Node, tuple[fx.Node, ...]]:
+def _after(pair: Pair) -> tuple[glue.Joined | None, fx.Node, tuple[fx.Node, ...]]:
     """The chunks of dim 0 of what arrives, one for each rank, joined anew; the node that joins them, and the rest."""
-    node, found = glue.around(wait) or (wait, None)
-    if found is None or found.cut != 0 or found.parts != n or found.stacked or not _alike(start, node, *found.inner):
-        return None, wait, ()
-    return found, node, found.inner
+    node, found = glue.around(pair.wait) or (pair.wait, None)
+    if found is None or found.cut != 0 or found.parts != pair.n or found.stacked:
+        return None, pair.wait, ()
+    return (found, node, found.inner) if _alike(pair.start, node, *found.inner) else (None, pair.wait, ())
 
 
-def _original(start: fx.Node, x: fx.Node) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """What `x` is a copy of, made for `start` (which copies by itself); and the copy."""
-    source = x.args[0] if x.target is aten.clone.default else None
-    if isinstance(source, fx.Node) and _alike(start, x) and _is_unwritten(start, x):
-        return source, (x,)
-    return x, ()
+def _original(pair: Pair) -> tuple[fx.Node, tuple[fx.Node, ...]]:
+    """What is sent: not the copy that was made for the start (which copies by itself), but its source; and the copy."""
+    source = pair.x.args[0] if pair.x.target is aten.clone.default else None
+    if isinstance(source, fx.Node) and _alike(pair.start, pair.x) and _is_unwritten(pair.start, pair.x):
+        return source, (pair.x,)
+    return pair.x, ()
 
 
-def _all_gather(start: fx.Node, x: fx.Node, wait: fx.Node) -> _Reading | None:
-    n, group = group_size(start.args[-1]), start.args[-1]
-    found, result, inner = _after(start, wait, n)
+def _all_gather(pair: Pair) -> _Reading | None:
+    found, result, inner = _after(pair)
     if found is not None and found.rows:
-        found, result, inner = None, wait, ()
-    if start.args[-2] != n or _is_cut_off(result):
+        found, result, inner = None, pair.wait, ()
+    if pair.given != (pair.n,) or _is_cut_off(result):
         return None
-    source, copies = _original(start, x)
-    c = ir.Collective("all_gather", source, group, gather_dim=found.dim if found else 0)
+    source, copies = _original(pair)
+    c = ir.Collective("all_gather", source, pair.group, gather_dim=found.dim if found else 0)
     return _Reading(c, result, (*inner, *copies))
 
 
-def _reduce_scatter(start: fx.Node, x: fx.Node, wait: fx.Node) -> _Reading | None:
-    _, reduce_op, parts, group = start.args
-    n = group_size(group)
-    if parts != n or reduce_op not in _REDUCTIONS or _is_padded(x):
+def _reduce_scatter(pair: Pair) -> _Reading | None:
+    reduce_op, parts = pair.given
+    if parts != pair.n or reduce_op not in REDUCTIONS or _is_padded(pair.x):
         return None
-    found, inner = _before(start, x, n)
-    if found is not None and not found.stacked:
-        c = ir.Collective("reduce_scatter", found.source, group, reduce_op, scatter_dim=found.cut)
-        return _Reading(c, wait, inner)
-    source, copies = _original(start, x)
-    return _Reading(ir.Collective("reduce_scatter", source, group, reduce_op, scatter_dim=0), wait, copies)
+    found, inner = _before(pair)
+    source, dim = (found.source, found.cut) if found is not None and not found.stacked else (None, 0)
+    if source is None:
+        source, inner = _original(pair)
+    return _Reading(ir.Collective("reduce_scatter", source, pair.group, reduce_op, None, dim), pair.wait, inner)
 
 
-def _all_reduce(start: fx.Node, x: fx.Node, wait: fx.Node) -> _Reading | None:
-    _, reduce_op, group = start.args
-    if reduce_op not in _REDUCTIONS:
+def _all_reduce(pair: Pair) -> _Reading | None:
+    (reduce_op,) = pair.given
+    if reduce_op not in REDUCTIONS:
         return None
-    source, copies = _original(start, x)
-    return _Reading(ir.Collective("all_reduce", source, group, reduce_op), wait, copies)
+    source, copies = _original(pair)
+    return _Reading(ir.Collective("all_reduce", source, pair.group, reduce_op), pair.wait, copies)
 
 
-def _all_to_all(start: fx.Node, x: fx.Node, wait: fx.Node) -> _Reading | None:
-    _, received, sent, group = start.args
-    n = group_size(group)
-    if not _is_even(sent, ir.value(x).shape[0], n) or not _is_even(received, ir.value(x).shape[0], n):
+def _all_to_all(pair: Pair) -> _Reading | None:
+    if not all(_is_even(splits, pair) for splits in pair.given):
         return None
-    before, made = _before(start, x, n)
-    after, result, used = _after(start, wait, n)
-    if before is not None and before.stacked:
-        # Each rank's chunk is a row: rows must come off again.
-        if after is None or not after.rows:
-            return None
-    elif after is not None and after.rows:
+    before, made = _before(pair)
+    after, result, used = _after(pair)
+    # Where each rank's chunk was made a row, the rows have to come off again.
+    if (before is not None and before.stacked) != (after is not None and after.rows):
         return None
-    source, scatter_dim = (before.source, before.cut) if before is not None else (x, 0)
+    source, scatter_dim = (before.source, before.cut) if before is not None else (pair.x, 0)
     gather_dim = after.dim if after is not None else 0
-    if gather_dim == scatter_dim or _is_padded(x) or _is_cut_off(result):
+    if gather_dim == scatter_dim or _is_padded(pair.x) or _is_cut_off(result):
         return None
-    c = ir.Collective("all_to_all", source, group, gather_dim=gather_dim, scatter_dim=scatter_dim)
+    c = ir.Collective("all_to_all", source, pair.group, None, gather_dim, scatter_dim)
     return _Reading(c, result, (*made, *used))
 
 
-def _is_even(splits: object, rows: object, n: int) -> bool:
-    if not isinstance(splits, (list, tuple)) or len(splits) != n:
-        return False
+def _is_even(splits: Any, pair: Pair) -> bool:
     sizes = [ir.value(size) if isinstance(size, fx.Node) else size for size in splits]
-    return all(ir.same(size, sizes[0]) for size in sizes) and ir.same(sizes[0] * n, rows)
-
-
-_REDUCTIONS = ir.REDUCE_OPS - {"avg"}
-_PADDING = frozenset((aten.constant_pad_nd.default, aten.new_zeros.default, aten.zeros.default))
+    rows = ir.value(pair.x).shape[0]
+    return len(sizes) == pair.n and all(ir.same(size * pair.n, rows) for size in sizes)
 
 
 def _is_padded(x: fx.Node) -> bool:
-    return any(node.target in _PADDING for node in glue.moved_from(x))
+    return any(node.target in PADDING for node in glue.moved_from(x))
 
 
 def _is_cut_off(result: fx.Node) -> bool:
@@ -277,12 +219,18 @@ def _is_cut_off(result: fx.Node) -> bool:
     return any(node.target is aten.slice.Tensor and glue.drops_end(node) for node in glue.moved_to(result))
 
 
-_READERS: dict[str, Callable[[fx.Node, fx.Node, fx.Node], _Reading | None]] = {
+REDUCTIONS = ir.REDUCE_OPS - {"avg"}
+"""The reductions that come back from `lower` as they were."""
+
+PADDING = frozenset((aten.constant_pad_nd.default, aten.new_zeros.default, aten.zeros.default))
+"""What makes the zeros with which a tensor is padded."""
+
+_READERS: dict[str, Callable[[Pair], _Reading | None]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
 }
-"""What is started -> how it is read: start, what it sends, and its wait."""
+"""What is started -> how it is read."""
 
-__all__ = ["Raise"]
+__all__ = ["PADDING", "REDUCTIONS", "Raise"]
