@@ -141,12 +141,12 @@ def _length(x: Any, dim: int) -> Any:
     return (ir.value(x) if isinstance(x, fx.Node) else x).shape[dim]
 
 
-def drops_end(node: fx.Node) -> bool:
-    """Whether the slice `node` begins where its tensor does, and may end before it."""
-    dim, start = _dim(node, 1), _arg(node, 2, None)
-    whole = _length(node.args[0], dim)
-    begins = start is None or not ir.same(start >= 1, True)
-    return begins and not ir.same(_length(node, dim), whole)
+def leaves_out(node: fx.Node) -> bool:
+    """Whether `node` is a slice that may be shorter than what it is taken from."""
+    if node.target is not aten.slice.Tensor:
+        return False
+    dim = _dim(node, 1)
+    return not ir.same(_length(node, dim), _length(node.args[0], dim))
 
 
 _MOVES = frozenset((aten.cat.default, aten.clone.default, aten.constant_pad_nd.default))
@@ -176,4 +176,4 @@ def _reach(node: fx.Node, following: Any) -> Iterator[fx.Node]:
         todo += fresh
 
 
-__all__ = ["SIZE", "Joined", "around", "drops_end", "joined", "moved_from", "moved_to", "readers"]
+__all__ = ["SIZE", "Joined", "around", "joined", "leaves_out", "moved_from", "moved_to", "readers"]

@@ -42,8 +42,8 @@ class Raise:
     - the backend's own "avg" stays (it rounds otherwise than sum and division), as do bitwise reductions and dtypes
       that would travel as others;
     - a wait that work lies before stays with its start: whoever put them apart wants both to run at once;
-    - what is padded before a scatter, or cut off after a gather, stays: on uneven shards some ranks pad and cut and
-      others do not, and the passes must find one graph on all ranks;
+    - a gather or an exchange stays if its operand is padded or its result cut, a scatter if its operand is padded: on
+      uneven shards some ranks pad and cut and others do not, but the passes must find one graph on all of them;
     - a chunk of this rank's index stays a chunk: the graph of one rank does not say that it is the rank's.
     """
 
@@ -162,7 +162,7 @@ def _all_gather(pair: Pair) -> _Reading | None:
     found, result, inner = _after(pair)
     if found is not None and found.rows:
         found, result, inner = None, pair.wait, ()
-    if pair.given != (pair.n,) or _is_cut_off(result):
+    if pair.given != (pair.n,) or _is_padded(pair.x) or _is_cut(result):
         return None
     source, copies = _original(pair)
     c = ir.Collective("all_gather", source, pair.group, gather_dim=found.dim if found else 0)
@@ -198,7 +198,7 @@ def _all_to_all(pair: Pair) -> _Reading | None:
         return None
     source, scatter_dim = (before.source, before.cut) if before is not None else (pair.x, 0)
     gather_dim = after.dim if after is not None else 0
-    if gather_dim == scatter_dim or _is_padded(pair.x) or _is_cut_off(result):
+    if gather_dim == scatter_dim or _is_padded(pair.x) or _is_cut(result):
         return None
     c = ir.Collective("all_to_all", source, pair.group, None, gather_dim, scatter_dim)
     return _Reading(c, result, (*made, *used))
@@ -214,9 +214,8 @@ def _is_padded(x: fx.Node) -> bool:
     return any(node.target in PADDING for node in glue.moved_from(x))
 
 
-def _is_cut_off(result: fx.Node) -> bool:
-    """Whether a last part of `result` is cut off somewhere."""
-    return any(node.target is aten.slice.Tensor and glue.drops_end(node) for node in glue.moved_to(result))
+def _is_cut(result: fx.Node) -> bool:
+    return any(glue.leaves_out(node) for node in glue.moved_to(result))
 
 
 REDUCTIONS = ir.REDUCE_OPS - {"avg"}

@@ -3,14 +3,17 @@
 import warnings
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed.tensor as peer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from dtensor._torch import aot_backend, boxed
 from dtensor._torch import functional_collectives as funcol
 from dtensor.compile import statistics
-from dtensor.testing import with_ranks
+from dtensor.passes import Raise
+from dtensor.testing import fake_ranks, with_ranks
 
 
 def compiled(f, inner="aot_eager", **options):
@@ -103,6 +106,45 @@ def test_redistributions_of_torch_dtensor(rank):
             found = compiled(f)(*args)
         close(found, expected)
         assert (traced(s, "inference"), ops(s.forward)) == (before, after)
+
+
+PLACEMENTS = (peer.Shard(0), peer.Shard(1), peer.Partial(), peer.Replicate())
+
+
+def raised_on(rank, world, shape):
+    """What is made, on one rank, of the collectives of all redistributions of torch's DTensor."""
+
+    def f(x, y, p, r):
+        by = dict(zip(PLACEMENTS, (x, y, p, r)))
+        moves = [(src, dst) for src in PLACEMENTS for dst in PLACEMENTS if src != dst and not dst.is_partial()]
+        return [by[src].redistribute(placements=[dst]).to_local() * 2 for src, dst in moves]
+
+    def keep(gm, _):
+        Raise()(gm.graph)
+        calls = [str(node.target) for node in gm.graph.nodes]
+        found.append([call for call in calls if "wait" not in call and call.startswith(("dtensor.", "_c10d_"))])
+        return boxed(gm.forward)
+
+    found = []
+    with fake_ranks(world, rank), torch.no_grad():
+        mesh = init_device_mesh("cpu", (world,))
+        shards = [peer.distribute_tensor(torch.zeros(shape), mesh, [peer.Shard(dim)]) for dim in (0, 1)]
+        wholes = [peer.DTensor.from_local(torch.zeros(shape), mesh, [p], run_check=False) for p in PLACEMENTS[2:]]
+        torch.compile(f, backend=aot_backend(lambda graph: None, keep, keep, keep), fullgraph=True)(*shards, *wholes)
+    torch.compiler.reset()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "kept"),
+    [(2, (4, 6), 0), (2, (4, 5), 4), (2, (5, 4), 4), (2, (5, 3), 6), (3, (6, 3), 0), (3, (4, 4), 6), (3, (1, 3), 4)],
+)
+def test_all_ranks_raise_the_same(world, shape, kept):
+    """Where a length does not divide, rank 0 sees full shards only: what it does must follow from what all see."""
+    (graph,), *others = [raised_on(rank, world, shape) for rank in range(world)]
+    assert others == [[graph]] * (world - 1)
+    assert len(graph) == 7
+    assert sum("_c10d_" in call for call in graph) == kept
 
 
 class Gathered(nn.Module):

@@ -315,7 +315,9 @@ STAYS = {
     "padding cut off": lambda x, g: wait(c10d.all_gather_into_tensor(x, 2, g))[:11],
     "padding cut off, columns": lambda x, g: chunks(wait(c10d.all_gather_into_tensor(x, 2, g)), 2)[:, :11],
     "padding cut off a chunk": lambda x, g: wait(c10d.all_gather_into_tensor(x, 2, g)).chunk(2, 1)[0].clone()[:11],
+    "a slice, as one rank may take it": lambda x, g: wait(c10d.all_gather_into_tensor(x, 2, g))[6:],
     "padded": padded,
+    "padded and gathered": lambda x, g: wait(c10d.all_gather_into_tensor(torch.nn.functional.pad(x, (0, 2)), 2, g)),
     "padded chunks": padded_chunks,
     "nothing starts": lambda x, g: torch.relu(x),
 }
