@@ -13,6 +13,7 @@ from dtensor import passes
 from dtensor.errors import InvalidInputError
 from dtensor.passes import SIMPLIFY, CommonSubexpressions
 
+from .agreement import seal
 from .options import Options
 from .statistics import record
 
@@ -42,6 +43,8 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
     if has_ours(graph):
         chosen = [p.name for p in passes.select(options.passes, options.disable)]
         _run(graph, chosen, options, direction(graph, inference))
+        if options.agreement:
+            seal(graph, scheduled=options.inner == "inductor")
 
 
 def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
