@@ -82,8 +82,8 @@ def test_backward(rank):
     out = compiled(f)(x, y)
     assert out.item() == 12.0
     text = refused(out.backward)
-    assert "of 2: reduce_scatter sum of float32[" in text
-    assert "of 1: reduce_scatter sum of float32[8]" in text
+    assert "rank 0, collective 1 of 2: reduce_scatter sum of float32[4]" in text
+    assert "rank 1, collective 1 of 1: none" in text
 
 
 @with_ranks(2, timeout=120)
