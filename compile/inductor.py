@@ -8,7 +8,7 @@ from torch import fx
 
 import dtensor
 from dtensor import registration, strictness
-from dtensor._torch import CustomGraphPass, get_hash_for_files
+from dtensor._torch import CustomGraphPass, get_hash_for_files, process_groups
 
 from .options import Options
 from .pipeline import optimise, simplify_joint
@@ -39,12 +39,13 @@ STAGES = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Pas
 
 
 def trace_key() -> Any:
-    """What a traced graph depends on beside the program: the library's source, users' rules, and strict mode.
+    """What compiled code depends on beside the program: the library's source, users' rules, strict mode, the ranks.
 
     Part of the keys under which torch keeps compiled code, from one process to the next: another rule makes another
-    graph of the same program, and what strict mode refuses must not be found ready made.
+    graph of the same program, what strict mode refuses must not be found ready made, and a graph names its process
+    groups without saying which ranks they are, nor which of uneven shards this rank has.
     """
-    return source_hash(), registration.fingerprint(), strictness.active()
+    return source_hash(), registration.fingerprint(), strictness.active(), process_groups()
 
 
 @cache

@@ -20,12 +20,14 @@ class Options:
         passes: names of the passes to run, in order; None for all of `dtensor.passes.PIPELINE`.
         disable: names of passes to leave out.
         verify: check the graph after every pass.
+        agreement: before a graph first runs, compare with the other ranks what it communicates (`dtensor.agreement`).
     """
 
     inner: str = "inductor"
     passes: tuple[str, ...] | None = None
     disable: tuple[str, ...] = ()
     verify: bool = True
+    agreement: bool = True
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> "Options":
@@ -46,8 +48,9 @@ class Options:
         made = Options(**given)
         if made.inner not in INNER:
             raise ValueError(f"unknown inner compiler {made.inner!r}{_nearest(str(made.inner), INNER)}")
-        if not isinstance(made.verify, bool):
-            raise TypeError(f"option 'verify' is True or False, got {made.verify!r}")
+        for name in ("verify", "agreement"):
+            if not isinstance(getattr(made, name), bool):
+                raise TypeError(f"option {name!r} is True or False, got {getattr(made, name)!r}")
         return made
 
 

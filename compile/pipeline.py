@@ -13,6 +13,7 @@ from dtensor import passes
 from dtensor.errors import InvalidInputError
 from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Raise
 
+from .agreement import seal
 from .options import Options
 from .statistics import record
 
@@ -41,6 +42,8 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
         _run(graph, chosen, options, direction(graph, inference))
+        if options.agreement:
+            seal(graph, scheduled=options.inner == "inductor")
 
 
 def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:

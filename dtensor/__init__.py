@@ -8,6 +8,7 @@ from . import random as random
 from ._torch import optim_foreach_types, utils_foreach_types
 from .api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from .errors import (
+    AgreementError,
     InvalidInputError,
     MeshError,
     MixedTensorError,
@@ -34,6 +35,7 @@ for _types in (optim_foreach_types, utils_foreach_types):
         _types.append(DTensor)
 
 __all__ = [
+    "AgreementError",
     "DTensor",
     "DeviceMesh",
     "InvalidInputError",

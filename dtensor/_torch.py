@@ -6,9 +6,11 @@ Importing this module checks the torch version and raises `ImportError` outside 
 
 import contextlib
 import functools
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 SUPPORTED = ((2, 13), (2, 14))
 """The supported torch releases: at least the first, below the second."""
@@ -34,6 +36,7 @@ from torch._dynamo import register_backend
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._library.custom_ops import CustomOpDef
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._library.opaque_object import MemberType, register_opaque_type
@@ -47,13 +50,21 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
-from torch.distributed.distributed_c10d import GroupName, ProcessGroup, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    GroupName,
+    ProcessGroup,
+    _get_default_group,
+    _get_default_store,
+    _resolve_process_group,
+    _world,
+)
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
+from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -181,6 +192,27 @@ def overloads_of(op: Any) -> list[OpOverload]:
     return []
 
 
+def default_store() -> Any:
+    """The store of the default process group; None where there are no other processes to meet there."""
+    if not dist.is_initialized() or dist.get_backend() in ("fake", "threaded"):
+        return None
+    return _get_default_store()
+
+
+def default_group_timeout() -> timedelta:
+    """How long a collective on the default process group may take."""
+    group = _get_default_group()
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def process_groups() -> tuple:
+    """This rank, and the name and ranks of each process group it is in; empty without any."""
+    if not dist.is_initialized():
+        return ()
+    groups = [(name, tuple(_world.pg_group_ranks[group])) for group, name in _world.pg_names.items()]
+    return dist.get_rank(), tuple(sorted(groups))
+
+
 def resolve_process_group(name: str) -> ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(GroupName(name))
@@ -286,6 +318,11 @@ def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
     return compile_fx(gm, example_inputs, config_patches=config_patches)
 
 
+def order_after(graph: torch.fx.Graph, node: torch.fx.Node, earlier: torch.fx.Node) -> None:
+    """Have Inductor run `node` after `earlier`, on which it does not depend."""
+    preserve_node_ordering(graph, {node: OrderedSet([earlier])})
+
+
 def boxed(function):
     """Mark a graph callable as taking its arguments in one list."""
     from functorch.compile import make_boxed_func
@@ -328,6 +365,8 @@ __all__ = [
     "check_version",
     "current_device_mesh",
     "decompositions",
+    "default_group_timeout",
+    "default_store",
     "define_size",
     "detect_fake_mode",
     "disable_current_modes",
@@ -353,7 +392,9 @@ __all__ = [
     "never_traced",
     "operator_database",
     "optim_foreach_types",
+    "order_after",
     "overloads_of",
+    "process_groups",
     "real_object",
     "register_backend",
     "register_value_type",

@@ -52,7 +52,12 @@ class InvalidInputError(PassError):
     """A graph does not verify before any pass has touched it."""
 
 
+class AgreementError(ShardingError):
+    """Ranks that share a process group are about to run different collectives on it."""
+
+
 __all__ = [
+    "AgreementError",
     "InvalidInputError",
     "MeshError",
     "MixedTensorError",

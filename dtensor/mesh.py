@@ -248,6 +248,15 @@ def group_between(one: Any, other: Any) -> str | None:
     )
 
 
+def world_of(mesh: Any) -> str:
+    """All that a traced graph may depend on of `mesh`, for caches of compiled code: equal only where that is equal."""
+    known = facts(mesh)
+    n = known.network
+    return repr(
+        (known.shape, known.coordinate, sorted(known.groups.items()), n.links, sorted(n.merged), mesh.device_type)
+    )
+
+
 def mesh_shape(mesh: Any) -> tuple[int, ...]:
     """Sizes of the mesh axes."""
     return facts(mesh).shape
@@ -266,4 +275,5 @@ __all__ = [
     "init_device_mesh",
     "mesh_shape",
     "prepare",
+    "world_of",
 ]

@@ -6,6 +6,7 @@ The borders to plain tensors, `from_local` and `to_local`, are autograd function
 `dtensor::redistribute`, with its gradient beside it.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from .errors import ShardingError
 from .exchange import exchanged
 from .invariance import mark_local, region_of_torch
 from .layout import Layout
+from .mesh import world_of
 from .pending import waited
 from .placements import Placement, Replicate, Shard, as_placements
 from .plan import Prefer
@@ -102,6 +104,13 @@ class DTensor(torch.Tensor):
         if expected_type is not None or not isinstance(layout, Layout):
             return None
         return move(self, layout)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache of compiled code knows of a tensor: all that the traced graph may depend on."""
+        local = self._local_tensor
+        known = [*map(str, (self._spec, self._spec.stride, self.requires_grad)), world_of(self.device_mesh)]
+        inner = (tuple(local.shape), local.stride(), local.dtype, local.device, local.requires_grad)
+        return hashlib.blake2b("|".join([*known, str(inner)]).encode(), digest_size=16).hexdigest()
 
     @property
     def placements(self) -> tuple[Placement, ...]:

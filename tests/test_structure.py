@@ -14,7 +14,7 @@ LINKS = ("compile", "passes")
 LAYERS = [
     ["errors", "_torch", "caches", "fallback"],
     ["placements", "cost", "collectives", "hooks", "invariance"],
-    ["layout", "mesh", "notation", "pending", "steps"],
+    ["layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
     ["moves"],

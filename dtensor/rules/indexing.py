@@ -101,6 +101,9 @@ def index_select(call: Call) -> Rule:
 def gather(call: Call) -> Rule:
     """Dimensions other than the looked-up one keep their shard where source and index have the same length."""
     source, index = call.operands
+    if source.ndim != index.ndim:
+        # An index without elements may have any number of dimensions, and a scalar is as good as a vector of one.
+        return Rule((((),) * source.ndim, ((),) * index.ndim), (((),) * index.ndim,), {}, linear=(frozenset({0}),))
     dim = call["dim"] % max(source.ndim, 1)
     one, sizes = _beside(dim, [source.shape, index.shape])
     found: Dims = tuple(("i",) if k == dim else d for k, d in enumerate(one))

@@ -136,7 +136,9 @@ def _local_rrelu(call: LocalCall):
     if not any(layout.dims):
         return call.run()
     spec, in_place = call.call.operands[0], call.func._schema.name.endswith("_")
-    whole = redistribute_local(x, spec, Layout.make(layout.mesh_ndim, ((),) * spec.ndim, ())).clone() if in_place else x
+    everywhere = Layout.make(layout.mesh_ndim, ((),) * spec.ndim, ())
+    # In place the operand lies as the result does.
+    whole = redistribute_local(x, spec.with_layout(layout), everywhere).clone() if in_place else x
     drawn = noise.new_empty_strided(spec.shape, spec.stride)
     made = call.run(self=whole, noise=drawn)
     if isinstance(made, tuple):

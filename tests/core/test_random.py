@@ -325,3 +325,16 @@ def test_fused_attention_with_dropout_runs_whole():
     """The kernels count their random numbers from the start of what they are given."""
     assert run_threads(fused_dropout, 2, 0.5) == ["R", "R"]
     assert run_threads(fused_dropout, 2, 0.0) == ["S(1)", "S(1)"]
+
+
+@with_ranks(4)
+def test_rrelu_in_place_on_a_partial_shard(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = torch.linspace(-2, 2, 8)
+    torch.manual_seed(3)
+    expected = F.rrelu(x.clone(), 0.1, 0.9, training=True)
+    part = distribute_tensor(x, mesh, [Replicate(), Shard(0)]).to_local() * (rank // 2)
+    y = DTensor.from_local(part, mesh, [Partial(), Shard(0)])
+    dtensor.random.manual_seed(3)
+    F.rrelu_(y, 0.1, 0.9, training=True)
+    torch.testing.assert_close(y.full_tensor(), expected)

@@ -68,6 +68,8 @@ def reading_cases():
     yield c(aten.index.Tensor, x, [None, torch.tensor(2)], at_least=6)
     yield c(aten.index_select.default, x, 1, ints(6, 3), at_least=7)
     yield c(aten.index_select.default, x, 1, ints(6, 4), at_least=6)
+    yield c(aten.gather.default, f(), 0, torch.zeros(1, dtype=torch.int64), at_least=1)
+    yield c(aten.gather.default, f(5), 0, torch.zeros(2, 0, dtype=torch.int64), at_least=1)
     yield c(aten.gather.default, x, 1, ints(6, 5, 2, 4), at_least=7)
     yield c(aten.gather.default, ints(9, 5, 6), 1, ints(6, 5, 2), at_least=6)
     yield c(aten.gather.default, mask(5, 6), 1, ints(6, 5, 2), at_least=3)

@@ -1,0 +1,70 @@
+"""The agreement of a compiled graph: what it communicates, told to the other ranks before it first runs.
+
+The last pass on a graph, after which nothing reorders its collectives: it lists them group by group, puts a
+`dtensor::agree` with the list in front, and has the first collective wait for it.
+"""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor._torch import order_after
+from dtensor.agreement import ENTRY, dumps
+from dtensor.collectives import COMMUNICATING
+from dtensor.passes import ir
+from dtensor.passes.count import RECORD, describe
+
+
+def seal(graph: fx.Graph, *, scheduled: bool) -> None:
+    """Put the agreement into `graph`, in place, if it communicates.
+
+    Args:
+        graph: a graph that no pass changes any more.
+        scheduled: whether what runs it may reorder what does not depend on each other, as Inductor does.
+    """
+    sequences: dict[str, list[ENTRY]] = {}
+    first = None
+    for node in graph.nodes:
+        info = describe(node)
+        if info is not None and info.group_size > 1:
+            first = first or node
+            sequences.setdefault(info.group, []).append((entry(node), _where(node)))
+    if first is None:
+        return
+    start = next(node for node in graph.nodes if node.op != "placeholder")
+    token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
+    told = ir.insert(start, torch.ops.dtensor.agree.default, (token, dumps(sequences)), like=first)
+    for node in (token, told):
+        node.meta.pop(RECORD, None)
+    if scheduled:
+        order_after(graph, first, told)
+
+
+def entry(node: fx.Node) -> str:
+    """A collective as ranks compare it: operator, reduction, dtype and sizes of what is sent; "?" for symbols."""
+    c = ir.collective(node)
+    op = ir.STARTS.get(node.target) if c is None else c.op
+    assert op in COMMUNICATING, f"{node.format_node()} does not communicate"
+    reduce_op = node.args[1] if op in ("all_reduce", "reduce_scatter") else None
+    sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    given = ", ".join([_kind(ir.value(x)) for x in sent if isinstance(x, fx.Node)])
+    how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"
+    return f"{how} of {given}"
+
+
+def _kind(x: Any) -> str:
+    sizes = ", ".join([str(n) if isinstance(n, int) else "?" for n in x.shape])
+    return f"{str(x.dtype).removeprefix('torch.')}[{sizes}]"
+
+
+def _where(node: fx.Node) -> str:
+    """The innermost line of the user's code that the node came from: "file:line"; "" if it is not known."""
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
+    if not lines:
+        return ""
+    file, line = lines[-1].split('"')[1], lines[-1].split("line ")[1].split(",")[0]
+    return f"{file}:{line}"
+
+
+__all__ = ["entry", "seal"]

@@ -1,0 +1,161 @@
+"""Agreement: ranks with different graphs all end in one error, and ranks that compile at different times do not."""
+
+import os
+import time
+
+import pytest
+import torch
+
+from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.agreement import SWITCH, alike, difference
+from dtensor.testing import run_ranks, with_ranks
+
+
+def compiled(f, inner="aot_eager", **options):
+    return torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": inner, **options})
+
+
+def whole(x):
+    return x.redistribute(placements=[Replicate()])
+
+
+def refused(f, *args):
+    """The message of the error that the call ends in."""
+    start = time.monotonic()
+    with pytest.raises(AgreementError) as raised:
+        f(*args)
+    assert time.monotonic() - start < 30
+    return str(raised.value)
+
+
+@with_ranks(2, timeout=120)
+def test_different_reductions(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = DTensor.from_local(torch.ones(4), mesh, [Partial("max" if rank else "sum")])
+    for inner in ("aot_eager", "inductor"):
+        text = refused(compiled(lambda x: whole(x) + 1, inner), x)
+        assert text.startswith("ranks 0 and 1 run compiled graphs that communicate differently")
+        assert "rank 0, collective 0 of 1: all_reduce sum of float32[4], from " in text
+        assert "rank 1, collective 0 of 1: all_reduce max of float32[4], from " in text
+        assert "test_agreement.py:" in text
+
+
+@with_ranks(2, timeout=120)
+def test_swapped_order(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x, y = distribute_tensor(torch.ones(4), mesh, [Shard(0)]), distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+
+    def f(x, y):
+        return (whole(x), whole(y)) if rank == 0 else (whole(y), whole(x))
+
+    for inner in ("aot_eager", "inductor"):
+        text = refused(compiled(f, inner), x, y)
+        assert "rank 0, collective 0 of 2: all_gather of float32[2]" in text
+        assert "rank 1, collective 0 of 2: all_gather of float32[2, 2]" in text
+
+
+@with_ranks(3, timeout=120)
+def test_one_rank_of_three_communicates_less(rank):
+    """Those that agree with each other are told, too."""
+    mesh = init_device_mesh("cpu", (3,))
+    x = distribute_tensor(torch.ones(6), mesh, [Shard(0)])
+
+    def f(x):
+        out = whole(x * 2)
+        return out if rank == 1 else whole(out.sum(0, keepdim=True) * x)
+
+    text = refused(compiled(f), x)
+    assert "rank 1, collective 1 of 1: none" in text
+    assert "collective 1 of 2: all_gather of float32[2], from " in text
+
+
+@with_ranks(2, timeout=120)
+def test_backward(rank):
+    """Forward graphs agree, backward graphs do not."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, y = (distribute_tensor(torch.ones(n), mesh, [Shard(0)]).requires_grad_() for n in (4, 8))
+    grad = [Replicate() if rank else Partial()]
+
+    def f(x, y):
+        return whole(x).to_local(grad_placements=grad).sum() + whole(y).to_local(grad_placements=[Partial()]).sum()
+
+    out = compiled(f)(x, y)
+    assert out.item() == 12.0
+    text = refused(out.backward)
+    assert "rank 0, collective 1 of 2: reduce_scatter sum of float32[4]" in text
+    assert "rank 1, collective 1 of 1: none" in text
+
+
+@with_ranks(2, timeout=120)
+def test_one_rank_compiles_anew_where_the_other_does_not(rank):
+    """Guards on what only one rank sees are no divergence: what runs communicates alike."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+
+    f = compiled(lambda x, k: whole(x) + k)
+    for k in ((1, 1, 1, 1), (2, 3, 4, 5))[rank]:
+        assert f(x, float(k)).to_local().tolist() == [1.0 + float(k)] * 4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1, 2)[rank]
+
+
+def reduced_by(rank, folder, ops):
+    """What a process gives that reduces by `ops[rank]`, with the compile caches in `folder`; or what it is refused."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    x = DTensor.from_local(torch.ones(6), init_device_mesh("cpu", (2,)), [Partial(ops[rank])])
+    f = compiled(lambda x: whole(x) * 3, "inductor")
+    found = f(x).to_local().tolist() if ops[0] == ops[1] else refused(f, x)
+    return found, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_graphs_from_the_cache_are_compared(tmp_path):
+    """The list of collectives is in the compiled code, and so in what the cache gives back in another process."""
+    for op, expected in (("sum", 6.0), ("max", 3.0)):
+        for hits in (0, 1):
+            assert run_ranks(reduced_by, 2, str(tmp_path), [op, op], timeout=100) == [([expected] * 6, hits)] * 2
+    for text, hits in run_ranks(reduced_by, 2, str(tmp_path), ["sum", "max"], timeout=100):
+        assert hits == 1
+        assert "rank 1, collective 0 of 1: all_reduce max of float32[6]" in text
+
+
+@with_ranks(2, timeout=120)
+def test_switched_off(rank):
+    """Without the comparison the ranks go on: here to a gather of another shape, of the same bytes."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+
+    def f(x):
+        return whole(x.view(4, 2) if rank else x.view(8))
+
+    f_checked, f_unchecked = compiled(f), compiled(f, agreement=False)
+    assert f_unchecked(x).to_local().sum() == 8
+    assert "all_gather" in refused(f_checked, x)
+
+
+def test_the_environment_variable(monkeypatch, fake_mesh):
+    monkeypatch.setenv(SWITCH, "0")
+    assert torch.ops.dtensor.agree(torch.empty(1), "not looked at").shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ("all_reduce sum of float32[4, 8]", "all_reduce sum of float32[4, 8]", True),
+        ("all_reduce sum of float32[4, 8]", "all_reduce max of float32[4, 8]", False),
+        ("all_reduce sum of float32[4, 8]", "all_reduce sum of float32[8, 4]", False),
+        ("all_reduce sum of float32[4, 8]", "all_reduce sum of bfloat16[4, 8]", False),
+        ("all_reduce sum of float32[4, 8]", "all_reduce sum of float32[?, 8]", True),
+        ("all_reduce sum of float32[4, 8]", "all_reduce sum of float32[?, 4]", False),
+        ("all_reduce sum of float32[4]", "all_reduce sum of float32[4, 8]", False),
+        ("all_gather of float32[]", "all_reduce sum of float32[]", False),
+        ("collective_permute from (1, 0) of float32[2]", "collective_permute from (0, 1) of float32[2]", False),
+    ],
+)
+def test_what_is_alike(one, other, expected):
+    assert alike([(one, "a.py:1")], [(other, "b.py:2")]) is expected
+    assert alike([(one, "")] * 2, [(other, "")]) is False
+    if not expected:
+        text = difference({3: [(one, "a.py:1")], 1: [(other, "")]})
+        assert text.splitlines()[1:3] == [
+            f"  rank 1, collective 0 of 1: {other}",
+            f"  rank 3, collective 0 of 1: {one}, from a.py:1",
+        ]
