@@ -48,13 +48,16 @@ def entry(node: fx.Node) -> str:
     assert op in COMMUNICATING, f"{node.format_node()} does not communicate"
     reduce_op = node.args[1] if op in ("all_reduce", "reduce_scatter") else None
     sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-    given = ", ".join([_kind(ir.value(x)) for x in sent if isinstance(x, fx.Node)])
+    # Others' exchange as many rows as they say, which may be more on one rank than on the next.
+    rows_differ = node.target is ir.c10d.all_to_all_single.default and RECORD not in node.meta
+    given = ", ".join([_kind(ir.value(x), rows_differ) for x in sent if isinstance(x, fx.Node)])
     how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"
     return f"{how} of {given}"
 
 
-def _kind(x: Any) -> str:
-    sizes = ", ".join([str(n) if isinstance(n, int) else "?" for n in x.shape])
+def _kind(x: Any, rows_differ: bool = False) -> str:
+    known = [isinstance(n, int) and not (rows_differ and dim == 0) for dim, n in enumerate(x.shape)]
+    sizes = ", ".join([str(n) if k else "?" for n, k in zip(x.shape, known, strict=True)])
     return f"{str(x.dtype).removeprefix('torch.')}[{sizes}]"
 
 

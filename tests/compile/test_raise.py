@@ -108,6 +108,16 @@ def test_redistributions_of_torch_dtensor(rank):
         assert (traced(s, "inference"), ops(s.forward)) == (before, after)
 
 
+@with_ranks(2, timeout=200)
+def test_rows_sent_to_one_rank_alone(rank):
+    """Rank 0 sends three rows to rank 1 and gets one: what ranks send differs, and they agree all the same."""
+    group = init_device_mesh("cpu", (2,)).get_group().group_name
+    sent, received = ([0, 3], [0, 1]) if rank == 0 else ([1, 0], [3, 0])
+    x = torch.full((sum(sent), 2), float(rank))
+    found = compiled(lambda x: funcol.all_to_all_single(x, received, sent, group) + 1)(x)
+    assert torch.equal(found, torch.full((sum(received), 2), 2.0 - rank))
+
+
 PLACEMENTS = (peer.Shard(0), peer.Shard(1), peer.Partial(), peer.Replicate())
 
 
