@@ -8,6 +8,7 @@ no file read, and nothing is decided on what differs between ranks.
 if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder passes/ was imported as {__name__!r}; write: import dtensor.passes")
 
+from .all_reduce import AllReduce
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation, equivalent
 from .count import CollectiveInfo, collectives, count, wire_bytes
@@ -27,6 +28,7 @@ __all__ = [
     "EXACTNESS",
     "PIPELINE",
     "SIMPLIFY",
+    "AllReduce",
     "Collective",
     "CollectiveInfo",
     "CommonSubexpressions",

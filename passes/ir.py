@@ -231,6 +231,15 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
+def same_phase(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes of a joint graph both belong to its backward, or both do not."""
+    return _in_backward(a) == _in_backward(b)
+
+
+def _in_backward(node: fx.Node) -> bool:
+    return str(node.meta.get("partitioner_tag")).endswith("backward")
+
+
 def aliases(node: fx.Node) -> bool:
     """Whether the result of `node` may share memory with an argument."""
     if node.target in _HIDDEN_ALIASES:

@@ -11,6 +11,7 @@ from torch import fx
 
 from dtensor.errors import InvalidInputError, PassError
 
+from .all_reduce import AllReduce
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation
 from .count import count
@@ -59,6 +60,8 @@ SIMPLIFY: tuple[Pass, ...] = (
     # Before reduce_scatter: a sum of all_reduces that is then cut becomes one reduce_scatter, not two and an addition.
     SumOfAllReduces(),
     ReduceScatter(),
+    # After sum_of_all_reduces, which has made one of the reduce_scatters whose sum is gathered.
+    AllReduce(),
 )
 """Pure algebra, in rounds until nothing changes, before anything is asynchronous."""
 

@@ -17,7 +17,17 @@ LONGEST = 64
 LOCAL = ("add", "sub", "alpha", "mul", "relu", "t", "view", "unsqueeze", "squeeze", "double", "permute")
 REMOTE = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "shard", "wait")
 # What the passes look for, and single steps seldom make.
-MOTIFS = ("sum", "sum of views", "sum of scattered", "sum of transposed", "residual", "scatter", "exchange", "cancel")
+MOTIFS = (
+    "sum",
+    "sum of views",
+    "sum of scattered",
+    "sum of transposed",
+    "residual",
+    "scatter",
+    "exchange",
+    "cancel",
+    "scatter and gather",
+)
 
 steps = st.tuples(
     st.sampled_from(LOCAL + REMOTE + 2 * MOTIFS),
@@ -53,6 +63,8 @@ def motif(op, x, y, group, n, dim, reduce_op):
             return ops.shard(reduce(x), dim, group)
         case "exchange" if room and other != dim and x.shape[other] % n == 0:
             return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), other, group)
+        case "scatter and gather":  # of any length
+            return ops.all_gather(ops.reduce_scatter(x, reduce_op, dim, group), dim, x.shape[dim], group)
         case "cancel" if room:
             return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), dim, group)
 
@@ -104,7 +116,7 @@ def step(op, x, y, group, n, dim, reduce_op):
 def after(op, mine, other, axes):
     """The mesh axes over which a value is cut, after one step."""
     match op:
-        case "all_reduce" | "all_gather" | "wait":
+        case "all_reduce" | "all_gather" | "wait" | "scatter and gather":
             return mine - axes
         case "sum" | "sum of views" | "sum of transposed":
             return (mine | other) - axes
