@@ -11,7 +11,7 @@ from dtensor import registration, strictness
 from dtensor._torch import CustomGraphPass, get_hash_for_files
 
 from .options import Options
-from .pipeline import optimise, simplify_joint
+from .pipeline import mesh_groups, optimise, simplify_joint
 
 
 class JointPasses(CustomGraphPass):
@@ -39,12 +39,14 @@ STAGES = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Pas
 
 
 def trace_key() -> Any:
-    """What a traced graph depends on beside the program: the library's source, users' rules, and strict mode.
+    """What a traced graph depends on beside the program: the library's source, users' rules, strict mode, and meshes.
 
     Part of the keys under which torch keeps compiled code, from one process to the next: another rule makes another
-    graph of the same program, and what strict mode refuses must not be found ready made.
+    graph of the same program, what strict mode refuses must not be found ready made, and a group may be the product
+    of two others in one process and not in the next.
     """
-    return source_hash(), registration.fingerprint(), strictness.active()
+    meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
+    return source_hash(), registration.fingerprint(), strictness.active(), meshes
 
 
 @cache

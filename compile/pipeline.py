@@ -9,9 +9,9 @@ import warnings
 
 from torch import fx
 
-from dtensor import passes
+from dtensor import mesh, passes
 from dtensor.errors import InvalidInputError
-from dtensor.passes import SIMPLIFY, CommonSubexpressions
+from dtensor.passes import SIMPLIFY, CommonSubexpressions, MeshGroups
 
 from .options import Options
 from .statistics import record
@@ -47,14 +47,20 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
 def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
     traced = passes.collectives(graph)
     try:
-        done = passes.run(graph, passes=chosen, verify=options.verify)
+        done = passes.run(graph, passes=chosen, verify=options.verify, meshes=mesh_groups())
     except InvalidInputError as error:
         # Not our doing, and no reason to refuse the user's model: what the passes do to it goes unchecked, and is said.
         warnings.warn(
             f"the {where} graph does not verify as it came, so the passes run unchecked: {error}", stacklevel=2
         )
-        done = passes.run(graph, passes=chosen, verify=False)
+        done = passes.run(graph, passes=chosen, verify=False, meshes=mesh_groups())
     record(where, traced, graph, done)
+
+
+def mesh_groups() -> tuple[MeshGroups, ...]:
+    """Of the meshes that tensors live on, those with several groups: the others tell the passes nothing."""
+    facts = [f for f in mesh._facts.values() if len(f.groups) > 1]
+    return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network) for f in facts]))
 
 
 def direction(graph: fx.Graph, inference: bool) -> str:
@@ -69,4 +75,4 @@ def has_ours(graph: fx.Graph) -> bool:
     return any(getattr(n.target, "namespace", None) == "dtensor" for n in graph.nodes)
 
 
-__all__ = ["direction", "has_ours", "optimise", "simplify_joint"]
+__all__ = ["direction", "has_ours", "mesh_groups", "optimise", "simplify_joint"]

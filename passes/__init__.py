@@ -14,10 +14,14 @@ from .compare import Simulation, equivalent
 from .count import CollectiveInfo, collectives, count, wire_bytes
 from .dead_code import DeadCode
 from .gather_shard import GatherShard
+from .groups import MeshGroups
 from .ir import Collective
 from .lower import Lower
+from .merge_groups import MergeGroups
 from .pipeline import EXACTNESS, PIPELINE, SIMPLIFY, Pass, PassRecord, run, select
 from .reduce_scatter import ReduceScatter
+from .scatter_part import ScatterPart
+from .shard_first import ShardFirst
 from .simulate import mesh_groups, simulate
 from .sink import Sink
 from .sum_of_all_reduces import SumOfAllReduces
@@ -35,9 +39,13 @@ __all__ = [
     "DeadCode",
     "GatherShard",
     "Lower",
+    "MergeGroups",
+    "MeshGroups",
     "Pass",
     "PassRecord",
     "ReduceScatter",
+    "ScatterPart",
+    "ShardFirst",
     "Simulation",
     "Sink",
     "SumOfAllReduces",

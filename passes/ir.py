@@ -240,6 +240,12 @@ def _in_backward(node: fx.Node) -> bool:
     return str(node.meta.get("partitioner_tag")).endswith("backward")
 
 
+def shared_shard(node: fx.Node) -> Collective | None:
+    """The shard that every user of `node` is, or None if they differ or there are none."""
+    shards = [collective(user, "shard") for user in node.users]
+    return shards[0] if shards and all(s == shards[0] for s in shards) else None
+
+
 def aliases(node: fx.Node) -> bool:
     """Whether the result of `node` may share memory with an argument."""
     if node.target in _HIDDEN_ALIASES:

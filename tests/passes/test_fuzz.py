@@ -12,6 +12,8 @@ from dtensor.passes.pipeline import copy_graph
 
 SIZE = {"dp": 2, "tp": 2, "world": 4}
 AXES = {"dp": {"dp"}, "tp": {"tp"}, "world": {"dp", "tp"}}
+SECOND = {"dp": "tp", "tp": "dp", "world": "tp"}
+"""The axis of a motif's second collective, by that of the first."""
 LONGEST = 64
 
 LOCAL = ("add", "sub", "alpha", "mul", "relu", "t", "view", "unsqueeze", "squeeze", "double", "permute")
@@ -28,9 +30,11 @@ MOTIFS = (
     "cancel",
     "scatter and gather",
 )
+# The same, with collectives over two groups.
+TWO_AXES = ("reduce, cut", "gather, cut", "reduce, scatter", "reduce twice", "gather twice", "scatter twice")
 
 steps = st.tuples(
-    st.sampled_from(LOCAL + REMOTE + 2 * MOTIFS),
+    st.sampled_from(LOCAL + REMOTE + 2 * MOTIFS + TWO_AXES),
     st.integers(0, 2),
     st.integers(0, 4),
     st.integers(0, 1),
@@ -69,9 +73,30 @@ def motif(op, x, y, group, n, dim, reduce_op):
             return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), dim, group)
 
 
-def step(op, x, y, group, n, dim, reduce_op):
+def two_axes(op, x, group, n, second, m, dim, reduce_op):
+    """The value of a motif over two groups, or None if it does not fit its operand."""
+    length, other = x.shape[dim], (dim + 1) % x.dim()
+    room, even = x.numel() * n * m <= LONGEST, length % (n * m) == 0
+    match op:
+        case "reduce, cut" if length % m == 0:
+            return ops.shard(ops.all_reduce(x, reduce_op, group), dim, second)
+        case "gather, cut" if room and x.shape[other] % m == 0:
+            return ops.shard(ops.all_gather(x, dim, length * n, group), other, second)
+        case "reduce, scatter" if length % m == 0:
+            return ops.reduce_scatter(ops.all_reduce(x, reduce_op, group), reduce_op, dim, second)
+        case "reduce twice":
+            return ops.all_reduce(ops.all_reduce(x, reduce_op, group), reduce_op, second)
+        case "gather twice" if room:
+            return ops.all_gather(ops.all_gather(x, dim, length * n, group), dim, length * n * m, second)
+        case "scatter twice" if even:
+            return ops.reduce_scatter(ops.reduce_scatter(x, reduce_op, dim, group), reduce_op, dim, second)
+
+
+def step(op, x, y, groups, axis, dim, reduce_op):
     """The value of one step on two of the values so far, or None if it does not fit them."""
-    dim = dim % x.dim()
+    dim, group, n = dim % x.dim(), groups[axis], SIZE[axis]
+    if op in TWO_AXES:
+        return two_axes(op, x, group, n, groups[SECOND[axis]], SIZE[SECOND[axis]], dim, reduce_op)
     if op in MOTIFS:
         return motif(op, x, y, group, n, dim, reduce_op)
     fits = x.shape == y.shape
@@ -113,9 +138,15 @@ def step(op, x, y, group, n, dim, reduce_op):
             return ops.all_to_all(x, dim, other, x.shape[dim] * n, group)
 
 
-def after(op, mine, other, axes):
+def after(op, mine, other, axes, second):
     """The mesh axes over which a value is cut, after one step."""
     match op:
+        case "reduce, cut" | "gather, cut":
+            return mine - axes | second
+        case "reduce twice" | "gather twice":
+            return mine - axes - second
+        case "reduce, scatter" | "scatter twice":
+            return mine | axes | second
         case "all_reduce" | "all_gather" | "wait" | "scatter and gather":
             return mine - axes
         case "sum" | "sum of views" | "sum of transposed":
@@ -128,7 +159,16 @@ def after(op, mine, other, axes):
             return mine | other
 
 
+def sharded(op, axes, second):
+    """The mesh axes over which a step demands its operand to be alike."""
+    if op == "shard":
+        return axes
+    return second - axes if op in ("reduce, cut", "gather, cut") else set()
+
+
 def build(bench, recipe):
+    names = {"dp": bench.dp, "tp": bench.tp, "world": bench.world}
+
     def f(*args):
         xs: list[torch.Tensor] = list(args)
         cut: list[set[str]] = [set() for _ in args]
@@ -136,13 +176,14 @@ def build(bench, recipe):
         for op, i, j, dim, axis, reduce_op in recipe:
             # Counted from the newest, so that chains are as likely as fans.
             a, b = len(xs) - 1 - i % len(xs), len(xs) - 1 - j % len(xs)
-            if op == "shard" and cut[a] & AXES[axis]:
+            second = AXES[SECOND[axis]]
+            if cut[a] & sharded(op, AXES[axis], second):
                 continue  # `shard` takes what the ranks of its group hold alike.
-            new = step(op, xs[a], xs[b], getattr(bench, axis), SIZE[axis], dim, reduce_op)
+            new = step(op, xs[a], xs[b], names, axis, dim, reduce_op)
             if new is not None:
                 used |= {a, b}
                 xs.append(new)
-                cut.append(after(op, cut[a], cut[b], AXES[axis]))
+                cut.append(after(op, cut[a], cut[b], AXES[axis], second))
         return [x for k, x in enumerate(xs) if k >= len(args) and k not in used]
 
     return bench.trace(f, (4, 4), (4, 4), (4, 4), (16,), (4,))
@@ -168,5 +209,6 @@ def test_each_pass(bench, p, program):
 @given(program=programs)
 def test_pipeline(bench, program):
     gm = build(bench, program)
-    run(gm, simulate=bench.simulation)
-    assert sum(r.rewrites for r in run(gm)) == 0
+    run(gm, simulate=bench.simulation, meshes=bench.meshes, disable=["lower"])
+    assert sum(r.rewrites for r in run(gm, meshes=bench.meshes, disable=["lower"])) == 0
+    run(gm, simulate=bench.simulation, passes=["lower"])
