@@ -18,6 +18,7 @@ from .groups import MeshGroups
 from .ir import Collective
 from .lower import Lower
 from .merge_groups import MergeGroups
+from .narrow_moves import NarrowMoves
 from .pipeline import EXACTNESS, PIPELINE, SIMPLIFY, Pass, PassRecord, run, select
 from .reduce_scatter import ReduceScatter
 from .scatter_part import ScatterPart
@@ -41,6 +42,7 @@ __all__ = [
     "Lower",
     "MergeGroups",
     "MeshGroups",
+    "NarrowMoves",
     "Pass",
     "PassRecord",
     "ReduceScatter",

@@ -20,6 +20,7 @@ from .gather_shard import GatherShard
 from .groups import MeshGroups, known
 from .lower import Lower
 from .merge_groups import MergeGroups
+from .narrow_moves import NarrowMoves
 from .reduce_scatter import ReduceScatter
 from .scatter_part import ScatterPart
 from .shard_first import ShardFirst
@@ -59,6 +60,9 @@ SIMPLIFY: tuple[Pass, ...] = (
     DeadCode(),
     # A gather that cancels leaves reductions side by side.
     GatherShard(),
+    # After gather_shard, which a cast between the two would keep from seeing them; before all_reduce, which would leave
+    # the cast a reduction, where it stays.
+    NarrowMoves(),
     # Over other axes a shard moves up to the collective it belongs to, and reductions next to each other.
     ShardFirst(),
     # Brings together what the next passes merge.

@@ -29,6 +29,8 @@ MOTIFS = (
     "exchange",
     "cancel",
     "scatter and gather",
+    "gather and narrow",
+    "widen and exchange",
 )
 # The same, with collectives over two groups.
 TWO_AXES = ("reduce, cut", "gather, cut", "reduce, scatter", "reduce twice", "gather twice", "scatter twice")
@@ -69,6 +71,10 @@ def motif(op, x, y, group, n, dim, reduce_op):
             return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), other, group)
         case "scatter and gather":  # of any length
             return ops.all_gather(ops.reduce_scatter(x, reduce_op, dim, group), dim, x.shape[dim], group)
+        case "gather and narrow" if room:
+            return ops.all_gather(x.double() * 3, dim, x.shape[dim] * n, group).float()
+        case "widen and exchange" if other != dim and x.shape[other] % n == 0:
+            return ops.all_to_all(x.double(), dim, other, x.shape[dim] * n, group).float()
         case "cancel" if room:
             return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), dim, group)
 
@@ -138,25 +144,29 @@ def step(op, x, y, groups, axis, dim, reduce_op):
             return ops.all_to_all(x, dim, other, x.shape[dim] * n, group)
 
 
+MAKES_WHOLE = ("all_reduce", "all_gather", "wait", "scatter and gather", "gather and narrow")
+SUMS = ("sum", "sum of views", "sum of transposed")
+CUTS = (
+    *("shard", "reduce_scatter", "all_to_all", "scatter", "exchange", "cancel"),
+    *("sum of scattered", "widen and exchange", "reduce, scatter", "scatter twice"),
+)
+
+
 def after(op, mine, other, axes, second):
     """The mesh axes over which a value is cut, after one step."""
-    match op:
-        case "reduce, cut" | "gather, cut":
-            return mine - axes | second
-        case "reduce twice" | "gather twice":
-            return mine - axes - second
-        case "reduce, scatter" | "scatter twice":
-            return mine | axes | second
-        case "all_reduce" | "all_gather" | "wait" | "scatter and gather":
-            return mine - axes
-        case "sum" | "sum of views" | "sum of transposed":
-            return (mine | other) - axes
-        case "residual":
-            return mine | other - axes
-        case "shard" | "reduce_scatter" | "all_to_all" | "scatter" | "exchange" | "cancel" | "sum of scattered":
-            return mine | other | axes
-        case _:
-            return mine | other
+    if op in MAKES_WHOLE:
+        return mine - axes
+    if op in SUMS:
+        return (mine | other) - axes
+    if op == "residual":
+        return mine | other - axes
+    if op in ("reduce, cut", "gather, cut"):
+        return mine - axes | second
+    if op in ("reduce twice", "gather twice"):
+        return mine - axes - second
+    if op in CUTS:
+        return mine | other | axes | (second if op in TWO_AXES else set())
+    return mine | other
 
 
 def sharded(op, axes, second):
