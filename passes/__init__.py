@@ -8,6 +8,7 @@ no file read, and nothing is decided on what differs between ranks.
 if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder passes/ was imported as {__name__!r}; write: import dtensor.passes")
 
+from .alike import Alike
 from .all_reduce import AllReduce
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation, equivalent
@@ -21,6 +22,7 @@ from .merge_groups import MergeGroups
 from .narrow_moves import NarrowMoves
 from .pipeline import EXACTNESS, PIPELINE, SIMPLIFY, Pass, PassRecord, run, select
 from .reduce_scatter import ReduceScatter
+from .scale import Scale
 from .scatter_part import ScatterPart
 from .shard_first import ShardFirst
 from .simulate import mesh_groups, simulate
@@ -33,6 +35,7 @@ __all__ = [
     "EXACTNESS",
     "PIPELINE",
     "SIMPLIFY",
+    "Alike",
     "AllReduce",
     "Collective",
     "CollectiveInfo",
@@ -46,6 +49,7 @@ __all__ = [
     "Pass",
     "PassRecord",
     "ReduceScatter",
+    "Scale",
     "ScatterPart",
     "ShardFirst",
     "Simulation",

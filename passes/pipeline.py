@@ -11,6 +11,7 @@ from torch import fx
 
 from dtensor.errors import InvalidInputError, PassError
 
+from .alike import Alike
 from .all_reduce import AllReduce
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation
@@ -22,6 +23,7 @@ from .lower import Lower
 from .merge_groups import MergeGroups
 from .narrow_moves import NarrowMoves
 from .reduce_scatter import ReduceScatter
+from .scale import Scale
 from .scatter_part import ScatterPart
 from .shard_first import ShardFirst
 from .sink import Sink
@@ -58,6 +60,8 @@ SIMPLIFY: tuple[Pass, ...] = (
     # First what is there twice or for nothing: the passes below count users.
     CommonSubexpressions(),
     DeadCode(),
+    # What need not communicate need not be merged, nor moved to where it might.
+    Alike(),
     # A gather that cancels leaves reductions side by side.
     GatherShard(),
     # After gather_shard, which a cast between the two would keep from seeing them; before all_reduce, which would leave
@@ -67,6 +71,8 @@ SIMPLIFY: tuple[Pass, ...] = (
     ShardFirst(),
     # Brings together what the next passes merge.
     Sink(),
+    # After sink, which is bitwise and needs no help where nothing is scaled.
+    Scale(),
     # Before reduce_scatter: a sum of all_reduces that is then cut becomes one reduce_scatter, not two and an addition.
     SumOfAllReduces(),
     ReduceScatter(),

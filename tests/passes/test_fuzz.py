@@ -24,11 +24,14 @@ MOTIFS = (
     "sum of views",
     "sum of scattered",
     "sum of transposed",
+    "sum of scaled",
     "residual",
     "scatter",
     "exchange",
     "cancel",
     "scatter and gather",
+    "reduce again",
+    "gather again",
     "gather and narrow",
     "widen and exchange",
 )
@@ -61,6 +64,8 @@ def motif(op, x, y, group, n, dim, reduce_op):
             return reduce(x).view(y.shape) - reduce(y)
         case "sum of transposed" if fits and x.dim() == 2:
             return reduce(x).t() + reduce(y * 3).t()
+        case "sum of scaled" if fits:
+            return (reduce(x) * 3).neg() + reduce(y) / 7
         case "sum of scattered" if fits and x.shape[dim] % n == 0:
             return ops.reduce_scatter(x, reduce_op, dim, group) + ops.reduce_scatter(y * 3, reduce_op, dim, group)
         case "residual" if fits:
@@ -75,6 +80,10 @@ def motif(op, x, y, group, n, dim, reduce_op):
             return ops.all_gather(x.double() * 3, dim, x.shape[dim] * n, group).float()
         case "widen and exchange" if other != dim and x.shape[other] % n == 0:
             return ops.all_to_all(x.double(), dim, other, x.shape[dim] * n, group).float()
+        case "reduce again" if room:
+            return ops.all_reduce(torch.relu(ops.all_gather(x, dim, x.shape[dim] * n, group)), reduce_op, group)
+        case "gather again" if room:
+            return ops.all_gather(reduce(x).neg(), dim, x.shape[dim] * n, group)
         case "cancel" if room:
             return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), dim, group)
 
@@ -144,8 +153,11 @@ def step(op, x, y, groups, axis, dim, reduce_op):
             return ops.all_to_all(x, dim, other, x.shape[dim] * n, group)
 
 
-MAKES_WHOLE = ("all_reduce", "all_gather", "wait", "scatter and gather", "gather and narrow")
-SUMS = ("sum", "sum of views", "sum of transposed")
+MAKES_WHOLE = (
+    *("all_reduce", "all_gather", "wait", "scatter and gather", "gather and narrow"),
+    *("reduce again", "gather again"),
+)
+SUMS = ("sum", "sum of views", "sum of transposed", "sum of scaled")
 CUTS = (
     *("shard", "reduce_scatter", "all_to_all", "scatter", "exchange", "cancel"),
     *("sum of scattered", "widen and exchange", "reduce, scatter", "scatter twice"),
