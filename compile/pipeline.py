@@ -10,6 +10,8 @@ import warnings
 from torch import fx
 
 from dtensor import mesh, passes
+from dtensor._torch import disable_current_modes
+from dtensor.collectives import group_ranks
 from dtensor.errors import InvalidInputError
 from dtensor.passes import SIMPLIFY, CommonSubexpressions, MeshGroups
 
@@ -58,9 +60,27 @@ def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> No
 
 
 def mesh_groups() -> tuple[MeshGroups, ...]:
-    """Of the meshes that tensors live on, those with several groups: the others tell the passes nothing."""
-    facts = [f for f in mesh._facts.values() if len(f.groups) > 1]
+    """What is known of the meshes that tensors live on, of those with several groups: others tell the passes nothing.
+
+    Facts outlive process groups, whose names are given again: a mesh of groups that were destroyed is left out.
+    """
+    with disable_current_modes():
+        facts = [f for f in mesh._facts.values() if len(f.groups) > 1 and _is_alive(f)]
     return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network) for f in facts]))
+
+
+def _is_alive(facts: mesh.MeshFacts) -> bool:
+    """Whether the names of the mesh's groups stand for the ranks that the mesh has there."""
+    assert facts.coordinate is not None, "a mesh has groups on its own ranks only"
+    for axes, name in facts.groups.items():
+        place = tuple([slice(None) if a in axes else at for a, at in enumerate(facts.coordinate)])
+        try:
+            ranks = group_ranks(name)
+        except (RuntimeError, ValueError, KeyError):  # torch's, for a name that no group has
+            return False
+        if ranks != tuple(facts.mesh.mesh[place].flatten().tolist()):
+            return False
+    return True
 
 
 def direction(graph: fx.Graph, inference: bool) -> str:

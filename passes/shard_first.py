@@ -24,7 +24,7 @@ class ShardFirst:
         %all_gather: f32[8,2] = dtensor.all_gather(%shard, 0, 8, dp)
 
     All ranks of the one group have the same place in theirs of the other, so they cut alike. Fires only if every user
-    of the collective is the same shard; a gathered dim stays where it is cut, for its shards would be other rows.
+    of the collective is the same shard; a dim that is gathered is cut after it, for before it has other rows.
     """
 
     name = "shard_first"
@@ -39,9 +39,9 @@ def _swap(node: fx.Node) -> int:
     c, shard = ir.collective(node), ir.shared_shard(node)
     if c is None or shard is None or shard.scatter_dim == c.gather_dim:
         return 0
-    if not groups.disjoint(c.group, shard.group):
-        return 0
     users = list(node.users)
+    if not groups.disjoint(c.group, shard.group) or not all(ir.same_phase(node, user) for user in users):
+        return 0
     for user in users:
         x = ir.emit(user, replace(shard, x=c.x), like=user)
         ir.replace(user, ir.emit(user, replace(c, x=x), like=node))

@@ -81,3 +81,9 @@ def test_groups_of_no_known_mesh_stay(cube):
     gm = cube.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", cube.over("b")), 0, cube.over("a")), (4, 6))
     with groups.known(()):
         assert cube.keeps(ShardFirst(), gm)
+
+
+def test_a_shard_in_the_backward_stays_there(cube):
+    gm = cube.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", cube.over("b")), 0, cube.over("a")), (4, 6))
+    list(gm.graph.nodes)[2].meta["partitioner_tag"] = "is_backward"
+    assert cube.keeps(ShardFirst(), gm)
