@@ -49,12 +49,12 @@ class Product:
     second: str
     nested: bool
     covers: bool
-    _mesh: MeshGroups
+    _network: Network
     _axes: Mapping[str, Axes]
 
     def seconds(self, op: str, group: str) -> float:
         """What `op` over one of the three costs per byte, of the size that `cost.wire_bytes` names."""
-        return self._mesh.network.terms(op, self._axes[group])[1]
+        return self._network.terms(op, self._axes[group])[1]
 
 
 _meshes: ContextVar[tuple[MeshGroups, ...]] = ContextVar("dtensor_mesh_groups", default=())
@@ -108,9 +108,10 @@ def _product(mesh: MeshGroups, first: Axes, second: Axes) -> Product | None:
     names = dict(mesh.names)
     if set(first) & set(second) or whole not in names or second not in names:
         return None
-    axes = {names[a]: a for a in (whole, first, second)}
+    w, p, q = names[whole], names[first], names[second]
     others = [n for a, n in enumerate(mesh.network.sizes) if a not in whole]
-    return Product(*axes, first + second == whole, all(n == 1 for n in others), mesh, axes)
+    covers, axes = all(n == 1 for n in others), {w: whole, p: first, q: second}
+    return Product(w, p, q, first + second == whole, covers, mesh.network, axes)
 
 
 def falls(before: float, after: float) -> bool:

@@ -246,6 +246,14 @@ def shared_shard(node: fx.Node) -> Collective | None:
     return shards[0] if shards and all(s == shards[0] for s in shards) else None
 
 
+def stand_for_all(nodes: list[fx.Node], new: fx.Node) -> None:
+    """Let `new`, which stands in front of the first of `nodes`, stand for all these equal results."""
+    first, *others = nodes
+    for node in others:
+        stand_in(node, copy(first, new) if is_written(first) else new)
+    replace(first, new)
+
+
 def aliases(node: fx.Node) -> bool:
     """Whether the result of `node` may share memory with an argument."""
     if node.target in _HIDDEN_ALIASES:

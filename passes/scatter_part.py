@@ -43,10 +43,9 @@ def _scatter(node: fx.Node) -> int:
     if axes is None:
         return 0
     first = replace(reduce, op="reduce_scatter", scatter_dim=shard.scatter_dim, group=axes.first)
-    users = list(node.users)
-    for user in users:
-        part = ir.emit(user, first, like=node)
-        ir.replace(user, ir.emit(user, replace(reduce, x=part, group=axes.second), like=node))
+    users = sorted(node.users)
+    part = ir.emit(users[0], first, like=node)
+    ir.stand_for_all(users, ir.emit(users[0], replace(reduce, x=part, group=axes.second), like=node))
     node.graph.erase_node(node)
     return len(users)
 

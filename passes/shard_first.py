@@ -39,12 +39,11 @@ def _swap(node: fx.Node) -> int:
     c, shard = ir.collective(node), ir.shared_shard(node)
     if c is None or shard is None or shard.scatter_dim == c.gather_dim:
         return 0
-    users = list(node.users)
+    users = sorted(node.users)
     if not groups.disjoint(c.group, shard.group) or not all(ir.same_phase(node, user) for user in users):
         return 0
-    for user in users:
-        x = ir.emit(user, replace(shard, x=c.x), like=user)
-        ir.replace(user, ir.emit(user, replace(c, x=x), like=node))
+    x = ir.emit(users[0], replace(shard, x=c.x), like=users[0])
+    ir.stand_for_all(users, ir.emit(users[0], replace(c, x=x), like=node))
     node.graph.erase_node(node)
     return len(users)
 

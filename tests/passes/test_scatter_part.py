@@ -76,6 +76,19 @@ def test_any_reduction_and_uneven_shards(cube, reduce_op, rows):
     assert cube.apply(ScatterPart(), cube.trace(f, (rows, 3))) == 2
 
 
+def test_equal_shards_share_one(cube):
+    """They all leave, or are written to: copies."""
+
+    def f(x):
+        y = ops.all_reduce(x, "sum", cube.over("ab"))
+        first = ops.shard(y, 1, cube.over("a")).add_(1)
+        return [first, ops.shard(y, -1, cube.over("a")), ops.shard(y, 1, cube.over("a"))]
+
+    gm = cube.trace(f, (4, 6))
+    assert cube.apply(ScatterPart(), gm) == 3
+    assert sum(count(gm).values()) == 2
+
+
 REFUSED = {
     "needed whole": lambda c: lambda x: (ops.shard(y := ops.all_reduce(x, "sum", c("ab")), 0, c("a")), y + 1),
     "cut in two ways": lambda c: (

@@ -62,6 +62,19 @@ def test_uneven_shards(cube, columns):
     assert cube.apply(ShardFirst(), gm) == 1
 
 
+def test_equal_shards_share_one(cube):
+    """They all leave, or are written to: copies."""
+
+    def f(x):
+        y = ops.all_gather(x, 0, 8, cube.over("b"))
+        first = ops.shard(y, 1, cube.over("a")).add_(1)
+        return [first, ops.shard(y, -1, cube.over("a")), ops.shard(y, 1, cube.over("a"))]
+
+    gm = cube.trace(f, (4, 6))
+    assert cube.apply(ShardFirst(), gm) == 3
+    assert sum(count(gm).values()) == 1
+
+
 REFUSED = {
     "same dim": lambda c: lambda x: ops.shard(ops.all_gather(x, 0, 8, c("a")), 0, c("b")),
     "same group": lambda c: lambda x: ops.shard(ops.all_gather(x, 0, 8, c("a")), 1, c("a")),
