@@ -2,16 +2,16 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed import device_mesh
 
-from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
 from dtensor.compile.inductor import trace_key
 from dtensor.compile.pipeline import mesh_groups
 from dtensor.cost import INTER, INTRA, Network
 from dtensor.mesh import facts, prepare
 from dtensor.passes import MeshGroups, groups
-from dtensor.testing import fake_ranks
+from dtensor.testing import fake_ranks, with_ranks
 
 CUBE = MeshGroups(
     (((0,), "a"), ((1,), "b"), ((2,), "c"), ((0, 1), "ab"), ((0, 2), "ac"), ((1, 2), "bc"), ((0, 1, 2), "abc")),
@@ -98,6 +98,35 @@ def forward(f, x):
     return [(c.op, c.group) for c in seen.forward]
 
 
+def through(x, *steps):
+    for placements in steps:
+        x = x.redistribute(placements=placements)
+    return x + 1
+
+
+R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
+
+
+@with_ranks(4)
+def test_ranks_agree_where_lengths_do_not_divide(rank):
+    """Compiled on real ranks, whose local sizes differ, the same values come out: no rank waits for another."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    local = torch.arange(21.0).view(7, 3) * (rank + 1)
+    made = {(P, P): DTensor.from_local(local, mesh, [P, P])}
+    made[S0, S0] = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [S0, S0])
+    for before, steps in [
+        ((P, P), ([R, R], [S0, R])),
+        ((P, P), ([P, R], [R, R], [R, S1])),
+        ((P, P), ([S0, P], [S0, S0], [R, R])),
+        ((S0, S0), ([S0, R], [R, R], [S1, R])),
+    ]:
+        compiled = torch.compile(through, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+        torch.compiler.reset()
+        want, got = (f(made[before], *steps) for f in (through, compiled))
+        assert got.placements == want.placements
+        torch.testing.assert_close(got.to_local(), want.to_local())
+
+
 def test_compiled_reduction_that_is_cut_over_one_axis(mesh):
     names = facts(mesh).groups
 
@@ -133,7 +162,7 @@ def test_meshes_of_destroyed_groups_are_left_out():
     kept = []
     for shape in ((2, 2), (2, 2, 2), (2, 1)):
         with fake_ranks(torch.Size(shape).numel()):
-            mesh = init_device_mesh("cpu", shape)
+            mesh = device_mesh.init_device_mesh("cpu", shape)
             if not kept:
                 prepare(mesh)
             names = facts(mesh).groups
