@@ -81,6 +81,7 @@ REFUSED = {
     "used twice": lambda r, b: lambda x, y: ((v := r(x) * 2) + r(y), v * 3),
     "reduction used twice": lambda r, b: lambda x, y: ((v := r(x)) * 2 + r(y), v * 3),
     "not linear": lambda r, b: lambda x, y: r(x, "max") * 2 + r(y, "max"),
+    "no scale": lambda r, b: lambda x, y: torch.relu(r(x)) + r(y),
     "other group": lambda r, b: lambda x, y: r(x) * 2 + r(y, group=b.dp),
     "other reduction": lambda r, b: lambda x, y: r(x) * 2 + r(y, "avg"),
     "a number added": lambda r, b: lambda x, y: (r(x) + 2) + r(y),
