@@ -76,11 +76,11 @@ SIMPLIFY: tuple[Pass, ...] = (
     # Before reduce_scatter: a sum of all_reduces that is then cut becomes one reduce_scatter, not two and an addition.
     SumOfAllReduces(),
     ReduceScatter(),
-    # After reduce_scatter and before merge_groups: over two axes, one of which is then cut, no all_reduce is merged.
+    # Beside reduce_scatter: there the shard is over the whole group of the reduction, here over a part of it.
     ScatterPart(),
     # After sum_of_all_reduces, which has made one of the reduce_scatters whose sum is gathered.
     AllReduce(),
-    # Last, so that what was one collective over two axes, or could be cut, is not taken for a merged one.
+    # Last: a collective over one axis that a pass above can still cut or cancel is worth more than two merged.
     MergeGroups(),
 )
 """Pure algebra, in rounds until nothing changes, before anything is asynchronous."""
