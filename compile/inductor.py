@@ -11,7 +11,7 @@ from dtensor import registration, strictness
 from dtensor._torch import CustomGraphPass, get_hash_for_files, process_groups
 
 from .options import Options
-from .pipeline import optimise, simplify_joint
+from .pipeline import mesh_groups, optimise, simplify_joint
 
 
 class JointPasses(CustomGraphPass):
@@ -43,9 +43,11 @@ def trace_key() -> Any:
 
     Part of the keys under which torch keeps compiled code, from one process to the next: another rule makes another
     graph of the same program, what strict mode refuses must not be found ready made, and a graph names its process
-    groups without saying which ranks they are, nor which of uneven shards this rank has.
+    groups without saying which ranks they are, of which others they are the product, nor which of uneven shards this
+    rank has.
     """
-    return source_hash(), registration.fingerprint(), strictness.active(), process_groups()
+    meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
+    return source_hash(), registration.fingerprint(), strictness.active(), process_groups(), meshes
 
 
 @cache

@@ -10,8 +10,11 @@ import warnings
 from torch import fx
 
 from dtensor import passes
+from dtensor._torch import disable_current_modes
+from dtensor.collectives import group_ranks
 from dtensor.errors import InvalidInputError
-from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Raise
+from dtensor.mesh import MeshFacts, known_meshes
+from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, MeshGroups, Raise
 
 from .agreement import seal
 from .options import Options
@@ -49,14 +52,38 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
 def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
     traced = passes.collectives(graph)
     try:
-        done = passes.run(graph, passes=chosen, verify=options.verify)
+        done = passes.run(graph, passes=chosen, verify=options.verify, meshes=mesh_groups())
     except InvalidInputError as error:
         # Not our doing, and no reason to refuse the user's model: what the passes do to it goes unchecked, and is said.
         warnings.warn(
             f"the {where} graph does not verify as it came, so the passes run unchecked: {error}", stacklevel=2
         )
-        done = passes.run(graph, passes=chosen, verify=False)
+        done = passes.run(graph, passes=chosen, verify=False, meshes=mesh_groups())
     record(where, traced, graph, done)
+
+
+def mesh_groups() -> tuple[MeshGroups, ...]:
+    """What is known of the meshes that tensors live on, of those with several groups: others tell the passes nothing.
+
+    Facts outlive process groups, whose names are given again: a mesh of groups that were destroyed is left out.
+    """
+    with disable_current_modes():
+        facts = [f for f in known_meshes() if len(f.groups) > 1 and _is_alive(f)]
+    return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network) for f in facts]))
+
+
+def _is_alive(facts: MeshFacts) -> bool:
+    """Whether the names of the mesh's groups stand for the ranks that the mesh has there."""
+    assert facts.coordinate is not None, "a mesh has groups on its own ranks only"
+    for axes, name in facts.groups.items():
+        place = tuple([slice(None) if a in axes else at for a, at in enumerate(facts.coordinate)])
+        try:
+            ranks = group_ranks(name)
+        except (RuntimeError, ValueError, KeyError):  # torch's, for a name that no group has
+            return False
+        if ranks != tuple(facts.mesh.mesh[place].flatten().tolist()):
+            return False
+    return True
 
 
 def direction(graph: fx.Graph, inference: bool) -> str:
@@ -72,4 +99,4 @@ def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
     return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 
 
-__all__ = ["concerns", "direction", "optimise", "simplify_joint"]
+__all__ = ["concerns", "direction", "mesh_groups", "optimise", "simplify_joint"]

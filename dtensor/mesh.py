@@ -248,6 +248,11 @@ def group_between(one: Any, other: Any) -> str | None:
     )
 
 
+def known_meshes() -> list[MeshFacts]:
+    """The facts of all meshes that were looked up: those that tensors live on. Some may outlive their groups."""
+    return list(_facts.values())
+
+
 def world_of(mesh: Any) -> str:
     """All that a traced graph may depend on of `mesh`, for caches of compiled code: equal only where that is equal."""
     known = facts(mesh)
@@ -273,6 +278,7 @@ __all__ = [
     "group_between",
     "group_name",
     "init_device_mesh",
+    "known_meshes",
     "mesh_shape",
     "prepare",
     "world_of",

@@ -8,16 +8,24 @@ world: no process group is created, no file read, and nothing is decided on what
 if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder passes/ was imported as {__name__!r}; write: import dtensor.passes")
 
+from .alike import Alike
+from .all_reduce import AllReduce
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation, equivalent
 from .count import CollectiveInfo, collectives, count, wire_bytes
 from .dead_code import DeadCode
 from .gather_shard import GatherShard
+from .groups import MeshGroups
 from .ir import Collective
 from .lower import Lower
+from .merge_groups import MergeGroups
+from .narrow_moves import NarrowMoves
 from .pipeline import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, Pass, PassRecord, run, select
 from .raise_ import Raise
 from .reduce_scatter import ReduceScatter
+from .scale import Scale
+from .scatter_part import ScatterPart
+from .shard_first import ShardFirst
 from .simulate import mesh_groups, simulate
 from .sink import Sink
 from .sum_of_all_reduces import SumOfAllReduces
@@ -29,16 +37,24 @@ __all__ = [
     "PIPELINE",
     "PREPARE",
     "SIMPLIFY",
+    "Alike",
+    "AllReduce",
     "Collective",
     "CollectiveInfo",
     "CommonSubexpressions",
     "DeadCode",
     "GatherShard",
     "Lower",
+    "MergeGroups",
+    "MeshGroups",
+    "NarrowMoves",
     "Pass",
     "PassRecord",
     "Raise",
     "ReduceScatter",
+    "Scale",
+    "ScatterPart",
+    "ShardFirst",
     "Simulation",
     "Sink",
     "SumOfAllReduces",

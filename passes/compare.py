@@ -20,7 +20,7 @@ def random_inputs(graph: fx.Graph, groups: Groups, world: int, seed: int) -> lis
     Floats are normal, integers 0 or 1 (so that they index anything), symbolic sizes take their example value. What
     reaches a `shard` is the same on the ranks of its group, as its contract demands; all else differs.
     """
-    alike = replication(graph)
+    alike = replication(graph, groups)
     holders = [node for node in graph.nodes if node.op == "placeholder"]
     rows: list[list[Any]] = [[] for _ in range(world)]
     for k, node in enumerate(holders):
@@ -31,19 +31,27 @@ def random_inputs(graph: fx.Graph, groups: Groups, world: int, seed: int) -> lis
     return rows
 
 
-def replication(graph: fx.Graph) -> dict[fx.Node, frozenset[str]]:
-    """The groups over which each node's value must be the same, since it reaches a `shard` over them."""
+def replication(graph: fx.Graph, groups: Groups) -> dict[fx.Node, frozenset[str]]:
+    """The groups over which each node's value must be the same, since it reaches a `shard` over them.
+
+    What a collective gives is the same over its group, and over every group whose ranks are among those of its group.
+    """
     needed: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):
         mine = needed.get(node, frozenset())
         c = ir.collective(node)
         if c is not None:
-            mine = mine | {c.group} if c.op == "shard" else mine - {c.group}
+            mine = mine | {c.group} if c.op == "shard" else _not_within(mine, c.group, groups)
         elif node.target in ir.STARTS:
-            mine = mine - {str(node.args[-1])}
+            mine = _not_within(mine, str(node.args[-1]), groups)
         for x in node.all_input_nodes:
             needed[x] = needed.get(x, frozenset()) | mine
     return needed
+
+
+def _not_within(names: frozenset[str], wide: str, groups: Groups) -> frozenset[str]:
+    rows = [set(row) for row in partition(groups, wide)]
+    return frozenset([n for n in names if not all(any(row >= set(r) for row in rows) for r in partition(groups, n))])
 
 
 def _leaders(partitions: list[Partition], world: int) -> list[int]:

@@ -232,6 +232,29 @@ def only_user(node: fx.Node) -> fx.Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
+def same_phase(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes of a joint graph both belong to its backward, or both do not."""
+    return _in_backward(a) == _in_backward(b)
+
+
+def _in_backward(node: fx.Node) -> bool:
+    return str(node.meta.get("partitioner_tag")).endswith("backward")
+
+
+def shared_shard(node: fx.Node) -> Collective | None:
+    """The shard that every user of `node` is, or None if they differ or there are none."""
+    shards = [collective(user, "shard") for user in node.users]
+    return shards[0] if shards and all(s == shards[0] for s in shards) else None
+
+
+def stand_for_all(nodes: list[fx.Node], new: fx.Node) -> None:
+    """Let `new`, which stands in front of the first of `nodes`, stand for all these equal results."""
+    first, *others = nodes
+    for node in others:
+        stand_in(node, copy(first, new) if is_written(first) else new)
+    replace(first, new)
+
+
 def aliases(node: fx.Node) -> bool:
     """Whether the result of `node` may share memory with an argument."""
     if node.target in _HIDDEN_ALIASES:

@@ -11,14 +11,22 @@ from torch import fx
 
 from dtensor.errors import InvalidInputError, PassError
 
+from .alike import Alike
+from .all_reduce import AllReduce
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation
 from .count import count
 from .dead_code import DeadCode
 from .gather_shard import GatherShard
+from .groups import MeshGroups, known
 from .lower import Lower
+from .merge_groups import MergeGroups
+from .narrow_moves import NarrowMoves
 from .raise_ import Raise
 from .reduce_scatter import ReduceScatter
+from .scale import Scale
+from .scatter_part import ScatterPart
+from .shard_first import ShardFirst
 from .sink import Sink
 from .sum_of_all_reduces import SumOfAllReduces
 from .verify import Seen
@@ -59,13 +67,28 @@ SIMPLIFY: tuple[Pass, ...] = (
     # First what is there twice or for nothing: the passes below count users.
     CommonSubexpressions(),
     DeadCode(),
+    # What need not communicate need not be merged, nor moved to where it might.
+    Alike(),
     # A gather that cancels leaves reductions side by side.
     GatherShard(),
-    # Brings together what the next two merge.
+    # After gather_shard, which a cast between the two would keep from seeing them; before all_reduce, which would leave
+    # the cast a reduction, where it stays.
+    NarrowMoves(),
+    # Over other axes a shard moves up to the collective it belongs to, and reductions next to each other.
+    ShardFirst(),
+    # Brings together what the next passes merge.
     Sink(),
+    # After sink, which is bitwise and needs no help where nothing is scaled.
+    Scale(),
     # Before reduce_scatter: a sum of all_reduces that is then cut becomes one reduce_scatter, not two and an addition.
     SumOfAllReduces(),
     ReduceScatter(),
+    # Beside reduce_scatter: there the shard is over the whole group of the reduction, here over a part of it.
+    ScatterPart(),
+    # After sum_of_all_reduces, which has made one of the reduce_scatters whose sum is gathered.
+    AllReduce(),
+    # Last: a collective over one axis that a pass above can still cut or cancel is worth more than two merged.
+    MergeGroups(),
 )
 """Pure algebra, in rounds until nothing changes, before anything is asynchronous."""
 
@@ -123,13 +146,15 @@ def run(
     passes: Sequence[Pass | str] | None = None,
     disable: Sequence[str] = (),
     verify: bool = True,
+    meshes: Sequence[MeshGroups] = (),
     simulate: Simulation | None = None,
     observe: Observer | None = None,
 ) -> list[PassRecord]:
     """Run passes on a graph, in place, and check it after each that changed something.
 
     Those of `PREPARE` run once, those of `SIMPLIFY` in rounds until none changes anything, then the others once each,
-    in the order given.
+    in the order given. `meshes` is what the passes may know of how groups are made of each other, the same meshes on
+    all ranks.
     `simulate` runs the graph before and after each pass on simulated ranks and compares. `observe` is called with a
     running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it.
 
@@ -142,13 +167,14 @@ def run(
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
     runner = _Runner(graph, verify, simulate, observe)
     first, names = ({p.name for p in part} for part in (PREPARE, SIMPLIFY))
-    for p in chosen:
-        if p.name in first:
-            runner.apply(p, 0)
-    runner.to_fixpoint([p for p in chosen if p.name in names])
-    for p in chosen:
-        if p.name not in first | names:
-            runner.apply(p, 0)
+    with known(meshes):
+        for p in chosen:
+            if p.name in first:
+                runner.apply(p, 0)
+        runner.to_fixpoint([p for p in chosen if p.name in names])
+        for p in chosen:
+            if p.name not in first | names:
+                runner.apply(p, 0)
     if isinstance(gm, fx.GraphModule):
         gm.recompile()
     return runner.records

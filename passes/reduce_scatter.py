@@ -33,17 +33,14 @@ class ReduceScatter:
 def _scatter(node: fx.Node) -> int:
     reduce = ir.collective(node)
     assert reduce is not None
-    shards = [ir.collective(user, "shard") for user in node.users]
-    if not shards or any(s is None or s != shards[0] for s in shards):
+    shard, users = ir.shared_shard(node), list(node.users)
+    if shard is None or shard.group != reduce.group:
         return 0
-    first = shards[0]
-    if first is None or first.group != reduce.group:
-        return 0
-    for user in list(node.users):
-        scatter = replace(reduce, op="reduce_scatter", scatter_dim=first.scatter_dim)
+    for user in users:
+        scatter = replace(reduce, op="reduce_scatter", scatter_dim=shard.scatter_dim)
         ir.replace(user, ir.emit(user, scatter, like=node))
     node.graph.erase_node(node)
-    return len(shards)
+    return len(users)
 
 
 __all__ = ["ReduceScatter"]

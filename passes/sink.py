@@ -1,5 +1,6 @@
 """All-reduces sink below the views of their results, where that brings them next to what they can merge with."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import fx
@@ -51,33 +52,50 @@ class Sink:
                 rewrites += _sum_first(node)
         for node in list(graph.nodes):
             if node.target in SUMS:
-                rewrites += _sink_terms(list(operands(node) or ()))
-                rewrites += _sink_terms([leaf for leaf, _ in leaves(node)]) if is_root(node) else 0
+                rewrites += sink_to_sum(node, _keeps_order)
             elif ir.is_collective(node, "shard"):
                 rewrites += _sink_to_shard(node)
         return rewrites
 
 
-def _above(node: fx.Node, views: frozenset) -> tuple[fx.Node, list[fx.Node]]:
-    """The node from which `views`, each with one user, lead to `node`; and these views, the first applied first."""
+def _keeps_order(node: fx.Node) -> bool:
+    return node.target in KEEP_ORDER
+
+
+def _permutes(node: fx.Node) -> bool:
+    return node.target in KEEP_ORDER or node.target in PERMUTE
+
+
+Path = list[fx.Node]
+
+
+def _above(node: fx.Node, passes: Callable[[fx.Node], bool]) -> tuple[fx.Node, Path]:
+    """The node from which calls that a reduction `passes`, each with one user, lead to `node`; and these, in order."""
     path = []
-    while node.target in views and ir.only_user(node) is not None and isinstance(node.args[0], fx.Node):
+    while passes(node) and ir.only_user(node) is not None and isinstance(node.args[0], fx.Node):
         path.append(node)
         node = node.args[0]
     return node, path[::-1]
 
 
-def _reduced(node: fx.Node) -> ir.Collective | None:
+def _reduced(node: fx.Node, path: Path) -> ir.Collective | None:
+    """The linear reduction `node`, if it can pass what is in `path`: a reduce_scatter's dim is no dim of a view."""
     c = reduction(node)
-    return c if c is not None and c.op == "all_reduce" else None
+    return c if c is not None and (c.op == "all_reduce" or not any(map(_permutes, path))) else None
 
 
-def _sink_terms(terms: list[fx.Node]) -> int:
-    """Sink every all_reduce above `terms` that finds another of its kind there."""
+def sink_to_sum(node: fx.Node, passes: Callable[[fx.Node], bool]) -> int:
+    """Let the reductions above the terms of the sum `node` sink to it, by way of calls that they may pass."""
+    rewrites = _sink_terms(list(operands(node) or ()), passes)
+    return rewrites + (_sink_terms([leaf for leaf, _ in leaves(node)], passes) if is_root(node) else 0)
+
+
+def _sink_terms(terms: list[fx.Node], passes: Callable[[fx.Node], bool]) -> int:
+    """Sink every reduction above `terms` that finds another of its kind there."""
     found = []
     for term in terms:
-        node, path = _above(term, KEEP_ORDER)
-        c = _reduced(node)
+        node, path = _above(term, passes)
+        c = _reduced(node, path)
         if c is not None and all(node is not other for other, _, _ in found):
             found.append((node, path, c))
     alike = [(n, path, c) for n, path, c in found if sum([mergeable(c, d) for _, _, d in found]) > 1]
@@ -88,15 +106,15 @@ def _sink_to_shard(node: fx.Node) -> int:
     """Sink the all_reduce above the views that the shard `node`, their one user, cuts."""
     shard = ir.collective(node)
     assert shard is not None
-    above, path = _above(shard.x, KEEP_ORDER)
+    above, path = _above(shard.x, _keeps_order)
     c = ir.collective(above, "all_reduce")
     if c is None or c.group != shard.group or ir.only_user(above) is None:
         return 0
     return _sink(above, path, c)
 
 
-def _sink(node: fx.Node, path: list[fx.Node], c: ir.Collective) -> int:
-    """Move the all_reduce `node` below `path`, the views of its result."""
+def _sink(node: fx.Node, path: Path, c: ir.Collective) -> int:
+    """Move the reduction `node` below `path`, what is made of its result."""
     if not path:
         return 0
     last, x = path[-1], c.x
@@ -123,7 +141,7 @@ def _sum_first(node: fx.Node) -> int:
         return 0
     if ir.only_user(v) is None or ir.only_user(w) is None:
         return 0
-    a, b = (_reduced(_above(x, KEEP_ORDER | PERMUTE)[0]) for x in (p, q))
+    a, b = (_all_reduce_above(x) for x in (p, q))
     if a is None or b is None or not mergeable(a, b):
         return 0
     total = ir.insert(node, node.target, (p, q), node.kwargs, like=node)
@@ -133,4 +151,9 @@ def _sum_first(node: fx.Node) -> int:
     return 1
 
 
-__all__ = ["Sink"]
+def _all_reduce_above(x: fx.Node) -> ir.Collective | None:
+    c = reduction(_above(x, _permutes)[0])
+    return c if c is not None and c.op == "all_reduce" else None
+
+
+__all__ = ["KEEP_ORDER", "Sink", "sink_to_sum"]

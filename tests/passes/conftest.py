@@ -1,7 +1,8 @@
-"""A fake world of four ranks as a mesh dp=2, tp=2, and a bench on which the tests trace and rewrite graphs."""
+"""Fake worlds, and benches on which tests trace and rewrite graphs: four ranks as dp=2, tp=2, and a cube of eight."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import combinations
 
 import pytest
 import torch
@@ -9,11 +10,11 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor._torch import make_fx
-from dtensor.passes import Simulation, mesh_groups, text, verify
+from dtensor.cost import Link, Network
+from dtensor.mesh import facts, prepare
+from dtensor.passes import MeshGroups, Simulation, groups, mesh_groups, text, verify
 from dtensor.passes.pipeline import copy_graph
 from dtensor.testing import fake_ranks
-
-WORLD = 4
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Bench:
     tp: str
     world: str
     simulation: Simulation
+    meshes: tuple[MeshGroups, ...]
+    labels: dict[str, str] = field(default_factory=dict)
 
     def trace(self, f: Callable, *shapes, symbolic: bool = False, dtype=torch.float32) -> fx.GraphModule:
         """The graph of `f` on tensors of `shapes` (a tensor stands for itself)."""
@@ -31,7 +34,7 @@ class Bench:
         return make_fx(f, tracing_mode="symbolic" if symbolic else "fake")(*args)
 
     def text(self, gm: fx.GraphModule | fx.Graph) -> str:
-        return text(gm, {self.dp: "dp", self.tp: "tp", self.world: "world"})
+        return text(gm, {self.dp: "dp", self.tp: "tp", self.world: "world", **self.labels})
 
     def apply(self, p, gm: fx.GraphModule) -> int:
         """Run the pass on `gm`; check the graph, what it computes, and that a second run finds nothing."""
@@ -48,12 +51,41 @@ class Bench:
         before = self.text(gm)
         return p(gm.graph) == 0 and self.text(gm) == before
 
+    def over(self, label: str) -> str:
+        """Name of the group that prints as `label`."""
+        return next(name for name, found in self.labels.items() if found == label)
+
+    def links(self, *links: Link):
+        """Context in which the passes take the axes of the mesh to have these links."""
+        (mesh,) = self.meshes
+        return groups.known([MeshGroups(mesh.names, Network.of(mesh.network.sizes, links, mesh.network.merged))])
+
+
+def known_groups(mesh) -> MeshGroups:
+    found = facts(mesh)
+    return MeshGroups(tuple(found.groups.items()), found.network)
+
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    with fake_ranks(WORLD):
+    with fake_ranks(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        dp, tp = mesh.get_group(0).group_name, mesh.get_group(1).group_name
-        world = init_device_mesh("cpu", (WORLD,)).get_group().group_name
-        groups = {**mesh_groups(mesh), world: (tuple(range(WORLD)),)}
-        yield Bench(dp, tp, world, Simulation(WORLD, groups, seed=7))
+        prepare(mesh)
+        meshes, names = (known_groups(mesh),), facts(mesh).groups
+        partitions = mesh_groups(mesh, names)
+        with groups.known(meshes):
+            yield Bench(names[0,], names[1,], names[0, 1], Simulation(4, partitions, seed=7), meshes)
+
+
+@pytest.fixture(scope="module")
+def cube() -> Iterator[Bench]:
+    """Eight ranks with axes a, b, c of two; there is a group over each set of them, called by its letters."""
+    with fake_ranks(8):
+        mesh = init_device_mesh("cpu", (2, 2, 2))
+        prepare(mesh)
+        meshes, names = (known_groups(mesh),), facts(mesh).groups
+        sets = [axes for k in (1, 2, 3) for axes in combinations(range(3), k)]
+        labels = {names[axes]: "".join(["abc"[a] for a in axes]) for axes in sets}
+        simulation = Simulation(8, mesh_groups(mesh, names), seed=7)
+        with groups.known(meshes):
+            yield Bench(names[0,], names[1,], names[0, 1, 2], simulation, meshes, labels)

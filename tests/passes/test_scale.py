@@ -1,0 +1,104 @@
+"""Scaled reductions."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from dtensor.collectives import ops
+from dtensor.passes import Scale, count, run
+
+
+def reducer(bench):
+    return lambda x, op="sum", group=bench.tp: ops.all_reduce(x, op, group)
+
+
+def test_fires(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda loss, aux: r(loss) + 0.01 * r(aux), (4,), (4,))
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%loss_1: f32[4] = placeholder
+%aux_1: f32[4] = placeholder
+%all_reduce: f32[4] = dtensor.all_reduce(%loss_1, 'sum', tp)
+%all_reduce_1: f32[4] = dtensor.all_reduce(%aux_1, 'sum', tp)
+%mul: f32[4] = aten.mul.Tensor(%all_reduce_1, 0.01)
+%add: f32[4] = aten.add.Tensor(%all_reduce, %mul)
+return %add""",
+    )
+    assert bench.apply(Scale(), gm) == 1
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%loss_1: f32[4] = placeholder
+%aux_1: f32[4] = placeholder
+%all_reduce: f32[4] = dtensor.all_reduce(%loss_1, 'sum', tp)
+%mul: f32[4] = aten.mul.Tensor(%aux_1, 0.01)
+%all_reduce_1: f32[4] = dtensor.all_reduce(%mul, 'sum', tp)
+%add: f32[4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
+return %add""",
+    )
+
+
+ONE_AFTERWARDS = {
+    "negated": lambda r, b: lambda x, y: -r(x) + r(y),
+    "both scaled": lambda r, b: lambda x, y: r(x) * 3 - r(y) / 7,
+    "averages": lambda r, b: lambda x, y: r(x, "avg") * 3 + r(y, "avg"),
+    "with a view": lambda r, b: lambda x, y: (-r(x)).view(8) + r(y.view(8)),
+    "scaled twice": lambda r, b: lambda x, y: (r(x) * 3).view(8).neg() + r(y.view(8)),
+    "with a residual": lambda r, b: lambda x, y: (x + r(x) * 0.5) + r(y) / 3,
+}
+
+
+@pytest.mark.parametrize("case", ONE_AFTERWARDS)
+def test_one_reduction_is_left(bench, case):
+    gm = bench.trace(ONE_AFTERWARDS[case](reducer(bench), bench), (2, 4), (2, 4))
+    assert bench.apply(Scale(), gm) > 0
+    run(gm, simulate=bench.simulation, meshes=bench.meshes)
+    assert count(gm) == {"all_reduce": 1}
+
+
+def test_reduce_scatters(bench):
+    def f(x, y):
+        a, b = (ops.reduce_scatter(v, "sum", 1, bench.tp) for v in (x, y))
+        return a * 0.5 + b
+
+    gm = bench.trace(f, (2, 4), (2, 4))
+    assert bench.apply(Scale(), gm) == 1
+    run(gm, simulate=bench.simulation)
+    assert count(gm) == {"reduce_scatter": 1}
+
+
+def test_symbolic_batch(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda x, w, v: r(x @ w) * 2 + r(x @ v), (4, 2), (2, 3), (2, 3), symbolic=True)
+    assert bench.apply(Scale(), gm) == 1
+
+
+REFUSED = {
+    "alone": lambda r, b: lambda x, y: r(x) * 2 + y,
+    "by a tensor": lambda r, b: lambda x, y: r(x) * y + r(y),
+    "used twice": lambda r, b: lambda x, y: ((v := r(x) * 2) + r(y), v * 3),
+    "reduction used twice": lambda r, b: lambda x, y: ((v := r(x)) * 2 + r(y), v * 3),
+    "not linear": lambda r, b: lambda x, y: r(x, "max") * 2 + r(y, "max"),
+    "no scale": lambda r, b: lambda x, y: torch.relu(r(x)) + r(y),
+    "other group": lambda r, b: lambda x, y: r(x) * 2 + r(y, group=b.dp),
+    "other reduction": lambda r, b: lambda x, y: r(x) * 2 + r(y, "avg"),
+    "a number added": lambda r, b: lambda x, y: (r(x) + 2) + r(y),
+    "divided into": lambda r, b: lambda x, y: 2 / r(x) + r(y),
+    "rounded": lambda r, b: lambda x, y: torch.div(r(x), 2, rounding_mode="floor") + r(y),
+    "another dtype": lambda r, b: lambda x, y: r(x).double() * 2 + r(y).double(),
+    "view of a reduce_scatter": lambda r, b: (
+        lambda x, y: ops.reduce_scatter(x, "sum", 1, b.tp).view(4) * 2 + ops.reduce_scatter(y, "sum", 1, b.tp).view(4)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_must_not_fire(bench, case):
+    assert bench.keeps(Scale(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
+
+
+def test_integers_stay(bench):
+    r = reducer(bench)
+    assert bench.keeps(Scale(), bench.trace(lambda a, b: r(a) * 2 + r(b), (2,), (2,), dtype=torch.int64))
