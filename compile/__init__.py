@@ -7,8 +7,18 @@ if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder compile/ was imported as {__name__!r}; write: import dtensor.compile")
 
 from .backend import backend
-from .inductor import STAGES, source_hash, trace_key
+from .inductor import STAGES, Partition, source_hash, trace_key
 from .options import Options
 from .statistics import GraphRecord, Statistics, statistics
 
-__all__ = ["STAGES", "GraphRecord", "Options", "Statistics", "backend", "source_hash", "statistics", "trace_key"]
+__all__ = [
+    "STAGES",
+    "GraphRecord",
+    "Options",
+    "Partition",
+    "Statistics",
+    "backend",
+    "source_hash",
+    "statistics",
+    "trace_key",
+]

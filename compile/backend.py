@@ -10,13 +10,13 @@ from typing import Any
 
 from torch import fx
 
-from dtensor._torch import aot_backend, boxed, inductor_compile
-from dtensor.hooks import chained
+from dtensor._torch import aot_backend, boxed, inductor_compile, min_cut_partition
+from dtensor.hooks import PARTITIONER, chained, others_partitioner
 from dtensor.tensor import DTensor, with_tangent_border
 
-from .inductor import STAGES
+from .inductor import STAGES, Partition
 from .options import Options
-from .pipeline import optimise, simplify_joint
+from .pipeline import choose_saved, optimise, simplify_joint
 
 
 def backend(
@@ -43,11 +43,19 @@ def backend(
     if chosen.inner == "eager":
         return gm.forward
     if chosen.inner == "inductor":
-        patches = {stage: chained(stage, made(chosen)) for stage, made in STAGES.items()}
+        patches: dict[str, Any] = {stage: chained(stage, made(chosen)) for stage, made in STAGES.items()}
+        patches[PARTITIONER] = Partition(chosen, others_partitioner())
         compiled = inductor_compile(gm, example_inputs, patches)
     else:
-        compiled = aot_backend(partial(simplify_joint, options=chosen), *_interpreters(chosen))(gm, example_inputs)
+        compiled = aot_backend(partial(_partition, chosen), *_interpreters(chosen))(gm, example_inputs)
     return _bordered(compiled)
+
+
+def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+    simplify_joint(gm.graph, options)
+    choose_saved(gm.graph, options, kwargs.get("static_lifetime_input_indices") or ())
+    gm.recompile()
+    return min_cut_partition(gm, joint_inputs, **kwargs)
 
 
 def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:

@@ -8,10 +8,10 @@ from torch import fx
 
 import dtensor
 from dtensor import registration, strictness
-from dtensor._torch import CustomGraphPass, get_hash_for_files, process_groups
+from dtensor._torch import CustomGraphPass, CustomPartitionerFn, get_hash_for_files, min_cut_partition, process_groups
 
 from .options import Options
-from .pipeline import mesh_groups, optimise, simplify_joint
+from .pipeline import choose_saved, mesh_groups, optimise, simplify_joint
 
 
 class JointPasses(CustomGraphPass):
@@ -32,6 +32,20 @@ class Passes(JointPasses):
 
     def __call__(self, graph: fx.Graph) -> None:
         optimise(graph, self.options)
+
+
+class Partition(CustomPartitionerFn):
+    """The partition of the joint graph: some gathers are marked to be done again, then `then` divides it, or torch."""
+
+    def __init__(self, options: Options, then: CustomPartitionerFn | None = None):
+        self.options, self.then = options, then
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        choose_saved(gm.graph, self.options, kwargs.get("static_lifetime_input_indices") or ())
+        return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> Any:
+        return trace_key(), repr(self.options), self.then and self.then.uuid()
 
 
 STAGES = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Passes}

@@ -20,6 +20,8 @@ class Options:
         passes: names of the passes to run, in order; None for all of `dtensor.passes.PIPELINE`.
         disable: names of passes to leave out.
         verify: check the graph after every pass.
+        memory_budget: bytes of gathered tensors that may be saved for the backward; what is over is gathered again.
+            None gathers parameters again and saves the others (`dtensor.passes.Regather`).
         agreement: before a graph first runs, compare with the other ranks what it communicates (`dtensor.agreement`).
     """
 
@@ -27,6 +29,7 @@ class Options:
     passes: tuple[str, ...] | None = None
     disable: tuple[str, ...] = ()
     verify: bool = True
+    memory_budget: int | None = None
     agreement: bool = True
 
     @staticmethod
@@ -51,6 +54,9 @@ class Options:
         for name in ("verify", "agreement"):
             if not isinstance(getattr(made, name), bool):
                 raise TypeError(f"option {name!r} is True or False, got {getattr(made, name)!r}")
+        budget = made.memory_budget
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+            raise TypeError(f"option 'memory_budget' is a number of bytes or None, got {budget!r}")
         return made
 
 

@@ -1,20 +1,21 @@
 """Running `dtensor.passes` on the graphs that AOTAutograd makes, and writing down what they did.
 
-    joint graph -> raise, simplify -> partition -> forward and backward -> raise, simplify, lower -> inner compiler
+    joint graph -> raise, simplify, regather -> partition -> forward and backward -> raise, simplify, lower
 
 Simplifying the joint graph comes first: what is saved for the backward is then decided on collectives that stay.
 """
 
 import warnings
+from collections.abc import Sequence
 
 from torch import fx
 
 from dtensor import passes
-from dtensor._torch import disable_current_modes
+from dtensor._torch import disable_current_modes, static_placeholders
 from dtensor.collectives import group_ranks
 from dtensor.errors import InvalidInputError
 from dtensor.mesh import MeshFacts, known_meshes
-from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, MeshGroups, Raise
+from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, MeshGroups, Raise, Regather
 
 from .agreement import seal
 from .options import Options
@@ -34,6 +35,17 @@ def simplify_joint(graph: fx.Graph, options: Options) -> None:
     if concerns(graph, chosen):
         joint = [p.name for p in (*PREPARE, *SIMPLIFY) if p.name in chosen and p.name not in NOT_JOINT]
         _run(graph, joint, options, "joint")
+
+
+def choose_saved(graph: fx.Graph, options: Options, static: Sequence[int]) -> None:
+    """Tell the partitioner which gathers of a joint graph to do again in the backward, by marks on its nodes.
+
+    `static` are the arguments that are parameters or buffers, by their index before DTensors are taken apart.
+    """
+    if Regather.name in [p.name for p in passes.select(options.passes, options.disable)]:
+        for node in static_placeholders(graph, static):
+            node.meta[PARAMETER] = True
+        passes.run(graph, passes=[Regather(options.memory_budget)], verify=False, meshes=mesh_groups())
 
 
 def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> None:
@@ -99,4 +111,4 @@ def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
     return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 
 
-__all__ = ["concerns", "direction", "mesh_groups", "optimise", "simplify_joint"]
+__all__ = ["choose_saved", "concerns", "direction", "mesh_groups", "optimise", "simplify_joint"]

@@ -6,6 +6,7 @@ Importing this module checks the torch version and raises `ImportError` outside 
 
 import contextlib
 import functools
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +36,7 @@ from torch._decomp import decomposition_table as decompositions
 from torch._dynamo import register_backend
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._library.custom_ops import CustomOpDef
 from torch._library.fake_class_registry import FakeScriptObject
@@ -292,15 +293,32 @@ def define_size(size: torch.SymInt, value: torch.SymInt) -> None:
         size.node.shape_env._set_replacement(symbol, expression, "size of a local tensor")
 
 
-def aot_backend(joint_pass, forward_compiler, inference_compiler, backward_compiler):
-    """A Dynamo backend: AOTAutograd, `joint_pass` on the joint graph, Inductor's partitioner, the graph compilers."""
+def min_cut_partition(gm, joint_inputs, **kwargs):
+    """Torch's partitioner: the graphs of forward and backward, with least saved between them."""
     from functorch.compile import min_cut_rematerialization_partition
-    from torch._dynamo.backends.common import aot_autograd
 
-    def partition(gm, *args, **kwargs):
-        joint_pass(gm.graph)
-        gm.recompile()
-        return min_cut_rematerialization_partition(gm, *args, **kwargs)
+    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+
+def static_placeholders(graph: torch.fx.Graph, static: Sequence[int]) -> list[torch.fx.Node]:
+    """The placeholders of a joint graph that are parameters, buffers, or parts of them.
+
+    `static` are indices of arguments as Dynamo counts them, which is before subclasses are taken apart.
+    """
+    from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput
+
+    def is_static(found: Any) -> bool:
+        while hasattr(found, "base"):
+            found = found.base
+        plain = isinstance(found, PlainAOTInput) and found.idx in static
+        return plain or isinstance(found, (BufferAOTInput, ParamAOTInput))
+
+    return [node for node in graph.find_nodes(op="placeholder") if is_static(node.meta.get("desc"))]
+
+
+def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
+    """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
+    from torch._dynamo.backends.common import aot_autograd
 
     return aot_autograd(
         fw_compiler=forward_compiler,
@@ -352,6 +370,7 @@ def dynamo_counters() -> dict:
 __all__ = [
     "OWN_KEYSET",
     "CustomGraphPass",
+    "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
@@ -389,6 +408,7 @@ __all__ = [
     "make_fx",
     "make_wrapper_subclass",
     "mesh_resources",
+    "min_cut_partition",
     "never_traced",
     "operator_database",
     "optim_foreach_types",
@@ -404,6 +424,7 @@ __all__ = [
     "same_size",
     "schema",
     "set_thread_state",
+    "static_placeholders",
     "thread_state",
     "threaded_process_group",
     "traced_into_backward",

@@ -23,6 +23,7 @@ from .narrow_moves import NarrowMoves
 from .pipeline import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, Pass, PassRecord, run, select
 from .raise_ import Raise
 from .reduce_scatter import ReduceScatter
+from .regather import PARAMETER, Regather
 from .scale import Scale
 from .scatter_part import ScatterPart
 from .shard_first import ShardFirst
@@ -34,6 +35,7 @@ from .verify import verify
 
 __all__ = [
     "EXACTNESS",
+    "PARAMETER",
     "PIPELINE",
     "PREPARE",
     "SIMPLIFY",
@@ -52,6 +54,7 @@ __all__ = [
     "PassRecord",
     "Raise",
     "ReduceScatter",
+    "Regather",
     "Scale",
     "ScatterPart",
     "ShardFirst",

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from dtensor import cost
+from dtensor.collectives import group_size
 from dtensor.cost import Network
 
 Axes = tuple[int, ...]
@@ -114,6 +116,14 @@ def _product(mesh: MeshGroups, first: Axes, second: Axes) -> Product | None:
     return Product(w, p, q, first + second == whole, covers, mesh.network, axes)
 
 
+def seconds(op: str, size: float, group: str) -> float:
+    """Estimated time of `op` over `group`, `size` as in `cost.wire_bytes`; over the default link if none is known."""
+    for mesh, (axes,) in _places(group):
+        fixed, per_byte = mesh.network.terms(op, axes)
+        return fixed + per_byte * size
+    return cost.seconds(op, size, group_size(group))
+
+
 def falls(before: float, after: float) -> bool:
     """Whether a cost is less afterwards, rounding aside."""
     return after < before * (1 - 1e-9)
@@ -124,4 +134,4 @@ def grows(before: float, after: float) -> bool:
     return falls(after, before)
 
 
-__all__ = ["MeshGroups", "Product", "disjoint", "falls", "grows", "known", "product", "quotient", "within"]
+__all__ = ["MeshGroups", "Product", "disjoint", "falls", "grows", "known", "product", "quotient", "seconds", "within"]

@@ -234,10 +234,10 @@ def only_user(node: fx.Node) -> fx.Node | None:
 
 def same_phase(a: fx.Node, b: fx.Node) -> bool:
     """Whether two nodes of a joint graph both belong to its backward, or both do not."""
-    return _in_backward(a) == _in_backward(b)
+    return in_backward(a) == in_backward(b)
 
 
-def _in_backward(node: fx.Node) -> bool:
+def in_backward(node: fx.Node) -> bool:
     return str(node.meta.get("partitioner_tag")).endswith("backward")
 
 

@@ -24,6 +24,7 @@ from .merge_groups import MergeGroups
 from .narrow_moves import NarrowMoves
 from .raise_ import Raise
 from .reduce_scatter import ReduceScatter
+from .regather import Regather
 from .scale import Scale
 from .scatter_part import ScatterPart
 from .shard_first import ShardFirst
@@ -95,6 +96,8 @@ SIMPLIFY: tuple[Pass, ...] = (
 PIPELINE: tuple[Pass, ...] = (
     *PREPARE,
     *SIMPLIFY,
+    # On the joint graph, when it is simple: what the partition is told. Changes marks only.
+    Regather(),
     # Last: after it the collectives are start/wait pairs, which no pass above reads.
     Lower(),
 )

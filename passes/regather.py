@@ -1,0 +1,134 @@
+"""Regathering: what was gathered in the forward is gathered again in the backward, where holding it costs more."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dtensor._torch import hint
+
+from . import groups, ir
+
+aten = ir.aten
+
+PARAMETER = "dtensor_parameter"
+"""The key in a placeholder's `meta` that says that the caller holds it anyway: a parameter or a buffer."""
+
+
+class Regather:
+    """Gathers of a joint graph, with the views and casts that follow, are marked to be computed again.
+
+    Before:
+
+        %all_gather: f32[8,4] = dtensor.all_gather(%parameter, 0, 8, dp)            forward
+        %mm: f32[2,4] = aten.mm(%x, %all_gather)                                    forward
+        %mm_1: f32[2,8] = aten.mm(%tangent, %all_gather.t())                        backward: all_gather is saved
+
+    After:
+
+        the same, with meta["recompute"] on %all_gather: the partitioner saves %parameter, which is held anyway
+
+    Without a `budget` this is done to parameters' gathers alone: what is saved of them is the whole model, unsharded.
+    What else is gathered is saved, for the shard would be saved instead and the time paid again. With a budget of so
+    many bytes gathers of both kinds are saved, those first that take longest per byte, until it is used up; the others
+    are marked. Bytes of a symbolic size are those of its example.
+
+    What activation checkpointing decides stays decided: nodes inside its regions are left alone. A gather that the
+    backward does not read is not marked. A budget compares bytes, and where lengths do not divide ranks may hold more
+    or fewer: then they may decide differently, which `dtensor.agreement` finds before anything hangs.
+    """
+
+    name = "regather"
+    exactness = "bitwise"
+
+    def __init__(self, budget: int | None = None):
+        self.budget = budget
+
+    def __call__(self, graph: fx.Graph) -> int:
+        found = [node for node in graph.nodes if ir.is_collective(node, "all_gather") and _is_open(node)]
+        if self.budget is None:
+            again = [node for node in found if _is_of_parameter(node)]
+        else:
+            again = _beyond(found, self.budget)
+        for node in again:
+            for member in _chain(node):
+                member.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        return len(again)
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Whether it is ours to say if the gather is saved: the forward computes it, the backward reads it."""
+    if ir.in_backward(node) or _is_marked(node) or "ac_graph_id" in node.meta:
+        return False
+    return any(ir.in_backward(user) for member in _chain(node) for user in member.users)
+
+
+def _is_marked(node: fx.Node) -> bool:
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """`node`, and what only shows its elements otherwise, in the forward."""
+    found, todo = {node: None}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and not ir.in_backward(user) and _carries(user):
+                found[user] = None
+                todo.append(user)
+    return list(found)
+
+
+CARRIERS = frozenset((aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default))
+"""Beside views, the operators that only show a tensor's elements otherwise."""
+
+
+def _carries(node: fx.Node) -> bool:
+    if node.op != "call_function" or "ac_graph_id" in node.meta or len(node.all_input_nodes) != 1:
+        return False
+    return node.target in CARRIERS or (ir.aliases(node) and ir.is_local_pure(node))
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """`node`, and what it is made of by views, casts and moves between ranks, back to where something is computed."""
+    yield node
+    while _carries(node) or ir.is_collective(node):
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _is_of_parameter(node: fx.Node) -> bool:
+    *_, first = _sources(node)
+    return bool(first.meta.get(PARAMETER))
+
+
+def _beyond(found: list[fx.Node], budget: int) -> list[fx.Node]:
+    """Those that are not saved if `budget` bytes may be."""
+    order = {node: k for k, node in enumerate(found)}
+    again, left = [], budget
+    for node in sorted(found, key=lambda x: (-_seconds(x) / max(_freed(x), 1), order[x])):
+        if _freed(node) > left:
+            again.append(node)
+        else:
+            left -= _freed(node)
+    return sorted(again, key=order.__getitem__)
+
+
+def _freed(node: fx.Node) -> int:
+    """Bytes that need not be held if `node` is gathered again, from its shard."""
+    shard = 0 if _is_of_parameter(node) else _bytes(node.all_input_nodes[0])
+    return max(_bytes(node) - shard, 0)
+
+
+def _seconds(node: fx.Node) -> float:
+    c = ir.collective(node)
+    assert c is not None, f"{node.format_node()} is no collective"
+    return groups.seconds("all_gather", _bytes(node), c.group)
+
+
+def _bytes(node: fx.Node) -> int:
+    val = ir.value(node)
+    return hint(val.numel()) * val.element_size()
+
+
+__all__ = ["CARRIERS", "PARAMETER", "Regather"]

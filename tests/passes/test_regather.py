@@ -1,0 +1,112 @@
+"""Which gathers of a joint graph are done again in the backward."""
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dtensor.collectives import ops
+from dtensor.passes import PARAMETER, Regather
+
+
+def joint(bench, f, *shapes, parameters=(), dtype=None):
+    """The graph of `f`; what comes after a call of `sin` is taken to be the backward."""
+    gm = bench.trace(f, *shapes)
+    holders, tag = [n for n in gm.graph.nodes if n.op == "placeholder"], "is_forward"
+    for k in parameters:
+        holders[k].meta[PARAMETER] = True
+    for node in gm.graph.nodes:
+        if "sin" in node.name:
+            tag = "is_backward"
+        if node.op == "call_function":
+            node.meta["partitioner_tag"] = tag
+    return gm
+
+
+def marked(gm):
+    return [n.name for n in gm.graph.nodes if n.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE]
+
+
+def layer(bench):
+    """The gathered weight is read in the forward and, transposed, in the backward."""
+
+    def f(w, x):
+        whole = ops.all_gather(w, 0, 8, bench.tp).t()
+        return (x @ whole) @ (x @ whole).sin().t() @ x @ whole
+
+    return f
+
+
+def test_a_parameter_is_gathered_again_with_its_views(bench):
+    gm = joint(bench, layer(bench), (4, 4), (4, 4), parameters=[0])
+    assert Regather()(gm.graph) == 1
+    assert marked(gm) == ["all_gather", "t"]
+    assert Regather()(gm.graph) == 0
+
+
+def test_what_is_no_parameter_is_saved(bench):
+    gm = joint(bench, layer(bench), (4, 4), (4, 4))
+    assert Regather()(gm.graph) == 0
+    assert marked(gm) == []
+
+
+def test_casts_before_and_after_belong_to_the_chain(bench):
+    def f(w, x):
+        whole = ops.all_gather(w.half().t(), 1, 8, bench.tp).float()
+        return (x @ whole).sin() @ whole.t()
+
+    gm = joint(bench, f, (4, 4), (4, 4), parameters=[0])
+    assert Regather()(gm.graph) == 1
+    assert marked(gm) == ["all_gather", "_to_copy_1"]
+
+
+def test_a_parameter_that_was_computed_on_is_one_no_more(bench):
+    def f(w, x):
+        whole = ops.all_gather(w * 2, 0, 8, bench.tp).t()
+        return (x @ whole).sin() @ whole.t()
+
+    assert Regather()(joint(bench, f, (4, 4), (4, 4), parameters=[0]).graph) == 0
+
+
+def test_what_the_backward_does_not_read_is_left_alone(bench):
+    gm = joint(
+        bench, lambda w, x: (x @ ops.all_gather(w, 0, 8, bench.tp).t()).sin() + 1, (4, 4), (4, 4), parameters=[0]
+    )
+    assert Regather()(gm.graph) == 0
+
+
+def test_what_the_backward_gathers_is_left_alone(bench):
+    gm = joint(
+        bench, lambda w, x: ops.all_gather(x.sin(), 0, 8, bench.tp).t() + w.sum(), (4, 4), (4, 4), parameters=[1]
+    )
+    assert Regather()(gm.graph) == 0
+
+
+def test_regions_of_checkpointing_are_left_alone(bench):
+    gm = joint(bench, layer(bench), (4, 4), (4, 4), parameters=[0])
+    (gather,) = [n for n in gm.graph.nodes if n.name == "all_gather"]
+    gather.meta.update(recompute=CheckpointPolicy.MUST_SAVE, ac_graph_id=1)
+    assert Regather()(gm.graph) == 0
+    assert Regather(budget=0)(gm.graph) == 0
+    assert gather.meta["recompute"] is CheckpointPolicy.MUST_SAVE
+
+
+def test_a_budget_counts_what_is_freed_and_saves_first_what_takes_longest_per_byte(bench):
+    def f(w, x, small):
+        whole = ops.all_gather(w, 0, 32, bench.tp).t()
+        act = ops.all_gather(x.cos(), 0, 8, bench.tp)
+        little = ops.all_gather(small, 0, 4, bench.tp)
+        y = (act @ whole).sin()
+        return y @ whole.t() + act @ act.t() @ y @ whole.t() + little.sum() * y.sum()
+
+    # Freed: 32*4*4 = 512 bytes of the parameter; of the activation 128 less its shard of 64; 16 of the small one.
+    expected = {
+        None: ["all_gather", "t", "all_gather_2"],
+        0: ["all_gather", "t", "all_gather_1", "all_gather_2"],
+        16: ["all_gather", "t", "all_gather_1"],
+        79: ["all_gather", "t", "all_gather_1"],
+        80: ["all_gather", "t"],
+        591: ["all_gather", "t"],
+        592: [],
+    }
+    for budget, names in expected.items():
+        gm = joint(bench, f, (16, 4), (4, 4), (2,), parameters=[0, 2])
+        Regather(budget)(gm.graph)
+        assert marked(gm) == names, budget
