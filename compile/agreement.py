@@ -13,7 +13,7 @@ from dtensor._torch import order_after
 from dtensor.agreement import ENTRY, dumps
 from dtensor.collectives import COMMUNICATING
 from dtensor.passes import ir
-from dtensor.passes.count import RECORD, describe
+from dtensor.passes.count import describe
 
 
 def seal(graph: fx.Graph, *, scheduled: bool) -> None:
@@ -35,10 +35,8 @@ def seal(graph: fx.Graph, *, scheduled: bool) -> None:
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
     told = ir.insert(start, torch.ops.dtensor.agree.default, (token, dumps(sequences)), like=first)
-    for node in (token, told):
-        node.meta.pop(RECORD, None)
     if scheduled:
-        order_after(graph, first, told)
+        order_after(graph, {first: [told]})
 
 
 def entry(node: fx.Node) -> str:
@@ -49,7 +47,7 @@ def entry(node: fx.Node) -> str:
     reduce_op = node.args[1] if op in ("all_reduce", "reduce_scatter") else None
     sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
     # Others' exchange as many rows as they say, which may be more on one rank than on the next.
-    rows_differ = node.target is ir.c10d.all_to_all_single.default and RECORD not in node.meta
+    rows_differ = node.target is ir.c10d.all_to_all_single.default and ir.RECORD not in node.meta
     given = ", ".join([_kind(ir.value(x), rows_differ) for x in sent if isinstance(x, fx.Node)])
     how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"
     return f"{how} of {given}"

@@ -15,10 +15,11 @@ from dtensor._torch import disable_current_modes, static_placeholders
 from dtensor.collectives import group_ranks
 from dtensor.errors import InvalidInputError
 from dtensor.mesh import MeshFacts, known_meshes
-from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, MeshGroups, Raise, Regather
+from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, MeshGroups, Raise, Regather, Schedule
 
 from .agreement import seal
 from .options import Options
+from .pin import pin
 from .statistics import record
 
 # One value for forward and backward would undo what activation checkpointing recomputes.
@@ -57,6 +58,8 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
         _run(graph, chosen, options, direction(graph, inference))
+        if options.inner == "inductor" and Schedule.name in chosen:
+            pin(graph)
         if options.agreement:
             seal(graph, scheduled=options.inner == "inductor")
 

@@ -336,9 +336,9 @@ def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
     return compile_fx(gm, example_inputs, config_patches=config_patches)
 
 
-def order_after(graph: torch.fx.Graph, node: torch.fx.Node, earlier: torch.fx.Node) -> None:
-    """Have Inductor run `node` after `earlier`, on which it does not depend."""
-    preserve_node_ordering(graph, {node: OrderedSet([earlier])})
+def order_after(graph: torch.fx.Graph, later: dict[torch.fx.Node, list[torch.fx.Node]]) -> None:
+    """Have Inductor run each node after those given for it, on which it does not depend."""
+    preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in later.items()})
 
 
 def boxed(function):

@@ -10,6 +10,7 @@ if not __name__.startswith("dtensor."):
 
 from .alike import Alike
 from .all_reduce import AllReduce
+from .bucket import Bucket
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation, equivalent
 from .count import CollectiveInfo, collectives, count, wire_bytes
@@ -26,6 +27,7 @@ from .reduce_scatter import ReduceScatter
 from .regather import PARAMETER, Regather
 from .scale import Scale
 from .scatter_part import ScatterPart
+from .schedule import Schedule
 from .shard_first import ShardFirst
 from .simulate import mesh_groups, simulate
 from .sink import Sink
@@ -41,6 +43,7 @@ __all__ = [
     "SIMPLIFY",
     "Alike",
     "AllReduce",
+    "Bucket",
     "Collective",
     "CollectiveInfo",
     "CommonSubexpressions",
@@ -57,6 +60,7 @@ __all__ = [
     "Regather",
     "Scale",
     "ScatterPart",
+    "Schedule",
     "ShardFirst",
     "Simulation",
     "Sink",

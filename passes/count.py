@@ -18,9 +18,6 @@ from dtensor.collectives import COMMUNICATING, group_size
 
 from . import ir
 
-RECORD = "dtensor_collective"
-"""The key in a start's `meta` under which `lower` leaves what it was lowered from."""
-
 
 @dataclass(frozen=True)
 class CollectiveInfo:
@@ -53,8 +50,8 @@ def wire_bytes(graph: fx.Graph | fx.GraphModule) -> int:
 
 def describe(node: fx.Node) -> CollectiveInfo | None:
     """The collective that `node` is or starts, or None."""
-    if RECORD in node.meta:
-        return node.meta[RECORD]
+    if ir.RECORD in node.meta:
+        return node.meta[ir.RECORD]
     c = ir.collective(node)
     if c is not None and c.op in COMMUNICATING:
         n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
@@ -83,4 +80,4 @@ def _bytes(val: Any) -> int:
     return math.prod([hint(n) for n in val.shape]) * val.element_size()
 
 
-__all__ = ["RECORD", "CollectiveInfo", "collectives", "count", "describe", "wire_bytes"]
+__all__ = ["CollectiveInfo", "collectives", "count", "describe", "wire_bytes"]

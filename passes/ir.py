@@ -52,8 +52,14 @@ STARTS: dict[Any, str] = {
 }
 """Functional start operator -> the collective it starts. The group is the last argument of each."""
 
-# The value of a node, and what was derived from it: everything else in `meta` tells where the node came from.
-_VALUE_META = frozenset(("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value"))
+RECORD = "dtensor_collective"
+"""The key in a start's `meta` under which `lower` leaves what it was lowered from."""
+
+ORIGIN = "dtensor_lowered"
+"""The key in a start's `meta` under which `lower` leaves the operator it lowered and the values of its arguments."""
+
+# The value of a node, and what is true of it alone: everything else in `meta` tells where the node came from.
+_OWN_META = frozenset(("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value", RECORD, ORIGIN))
 
 # Share memory with their argument though the schema does not say so.
 _HIDDEN_ALIASES = frozenset((aten._unsafe_view.default, WAIT, operator.getitem))
@@ -165,7 +171,7 @@ def propagate(node: fx.Node) -> Any:
 
 def provenance(node: fx.Node) -> dict[str, Any]:
     """The part of `node.meta` that tells where the node came from."""
-    return {key: item for key, item in node.meta.items() if key not in _VALUE_META}
+    return {key: item for key, item in node.meta.items() if key not in _OWN_META}
 
 
 def insert(before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None, *, like: fx.Node) -> fx.Node:

@@ -10,10 +10,7 @@ from dtensor._torch import make_fx
 from dtensor.collectives import KERNELS, LOWERED
 
 from . import ir
-from .count import RECORD, describe
-
-ORIGIN = "dtensor_lowered"
-"""The key in a start's `meta` under which `lower` leaves the operator it lowered and the values of its arguments."""
+from .count import describe
 
 
 class Lower:
@@ -69,7 +66,7 @@ def _inline(node: fx.Node) -> None:
                 new = node.graph.node_copy(step, known.__getitem__)
             new.meta = {**origin, "val": ir.value(step)}
             if new.target in ir.STARTS:
-                new.meta |= {RECORD: info, ORIGIN: (c.op, args)}
+                new.meta |= {ir.RECORD: info, ir.ORIGIN: (c.op, args)}
             known[step] = new
 
 
@@ -86,4 +83,4 @@ def _call(kernel: Any, args: tuple, *values: Any) -> Any:
     return kernel(*[next(given) if isinstance(arg, (torch.Tensor, torch.SymInt)) else arg for arg in args])
 
 
-__all__ = ["ORIGIN", "Lower", "lowered"]
+__all__ = ["Lower", "lowered"]

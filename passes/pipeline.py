@@ -13,6 +13,7 @@ from dtensor.errors import InvalidInputError, PassError
 
 from .alike import Alike
 from .all_reduce import AllReduce
+from .bucket import Bucket
 from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation
 from .count import count
@@ -27,6 +28,7 @@ from .reduce_scatter import ReduceScatter
 from .regather import Regather
 from .scale import Scale
 from .scatter_part import ScatterPart
+from .schedule import Schedule
 from .shard_first import ShardFirst
 from .sink import Sink
 from .sum_of_all_reduces import SumOfAllReduces
@@ -98,8 +100,12 @@ PIPELINE: tuple[Pass, ...] = (
     *SIMPLIFY,
     # On the joint graph, when it is simple: what the partition is told. Changes marks only.
     Regather(),
-    # Last: after it the collectives are start/wait pairs, which no pass above reads.
+    # After it the collectives are start/wait pairs, which no pass above reads.
     Lower(),
+    # Before schedule: what shares a buffer starts together.
+    Bucket(),
+    # Last: nothing may move what it put in order.
+    Schedule(),
 )
 """All passes in the order in which they run."""
 

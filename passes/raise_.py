@@ -11,8 +11,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from dtensor.collectives import CARRIED
 
 from . import glue, ir
-from .count import RECORD
-from .lower import ORIGIN
 from .pairs import Pair, pairs, tell_sizes
 from .unlower import unlower
 
@@ -98,8 +96,6 @@ def _write(pair: Pair, reading: _Reading) -> None:
     if c.gather_dim is not None:
         c = replace(c, size=_whole(pair, c.x, c.gather_dim))
     new = ir.emit(pair.start, c, like=pair.start)
-    for key in (RECORD, ORIGIN):
-        new.meta.pop(key, None)
     # The partitioner recomputes functional collectives only if told so, which it knows by their namespace.
     new.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     ir.replace(reading.result, new)

@@ -10,15 +10,14 @@ from typing import Any
 from torch import fx
 
 from . import ir
-from .count import RECORD
-from .lower import ORIGIN, lowered
+from .lower import lowered
 
 
 def unlower(start: fx.Node) -> bool:
     """Put the operator that `start` was lowered from back, if all that it became is still there and used by itself."""
-    if ORIGIN not in start.meta:
+    if ir.ORIGIN not in start.meta:
         return False
-    op, args = start.meta[ORIGIN]
+    op, args = start.meta[ir.ORIGIN]
     body = lowered(op, args)
     (out,) = [node.args[0] for node in body.nodes if node.op == "output"]
     steps = [node for node in body.nodes if node.op == "call_function"]
@@ -42,8 +41,6 @@ def unlower(start: fx.Node) -> bool:
 
 def _put_back(start: fx.Node, op: str, args: tuple, result: fx.Node, inner: set[fx.Node]) -> None:
     new = ir.insert(start, ir.TARGETS[op], args, like=start)
-    for key in (RECORD, ORIGIN):
-        new.meta.pop(key, None)
     gone = sorted(inner - {result}, reverse=True)
     ir.replace(result, new)
     for node in gone:

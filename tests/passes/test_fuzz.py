@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from dtensor._torch import c10d
 from dtensor._torch import functional_collectives as funcol
 from dtensor.collectives import ops
-from dtensor.passes import PIPELINE, run, verify
+from dtensor.passes import PIPELINE, Bucket, Schedule, run, verify
 from dtensor.passes.pipeline import copy_graph
 
 SIZE = {"dp": 2, "tp": 2, "world": 4}
@@ -230,6 +230,15 @@ def test_each_pass(bench, p, program):
     if p(gm.graph):
         verify(gm, p.name)
         bench.simulation.check(before, gm.graph, exact=p.exactness == "bitwise")
+
+
+@QUIET
+@given(program=programs, ahead=st.sampled_from([None, 0, 10**6]), share=st.booleans())
+def test_lowered_graphs(bench, program, ahead, share):
+    gm = build(bench, program)
+    run(gm, passes=["lower"])
+    for p in (*([Bucket()] if share else []), Schedule(ahead)):
+        bench.apply(p, gm)
 
 
 @QUIET

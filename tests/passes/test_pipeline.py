@@ -34,12 +34,13 @@ def test_simplifies_and_lowers(bench):
         (4, "sum_of_all_reduces"),
         (5, "reduce_scatter"),
         (6, "lower"),
+        (7, "schedule"),
     ]
     assert (records[0].before, records[-1].after) == (
         {"all_reduce": 2, "all_gather": 2},
         {"reduce_scatter": 1, "all_to_all": 1},
     )
-    assert sum(r.rewrites for r in records) == 7
+    assert sum(r.rewrites for r in records if r.name != "schedule") == 7
     assert all(r.seconds >= 0 and r.exactness in EXACTNESS for r in records)
     assert {r.round for r in records} == {0, 1}
     assert not any(ir.is_collective(n) for n in gm.graph.nodes)

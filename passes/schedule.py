@@ -1,0 +1,222 @@
+"""Scheduling: collectives start early and are waited for late, within a bound on what is in flight."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from dtensor._torch import hint
+
+from . import ir
+from .order import Before, dependencies, floats, rearrange
+
+
+class Schedule:
+    """The nodes of a lowered graph get the order in which communication and computation overlap most.
+
+    Before:
+
+        %mm: f32[4,8] = aten.mm(%x, %y)                                   needed at the end only
+        %mm_1: f32[4,8] = aten.mm(%x, %z)
+        %all_reduce: f32[4,8] = _c10d_functional.all_reduce(%mm_1, 'sum', tp)
+        %wait_tensor: f32[4,8] = _c10d_functional.wait_tensor(%all_reduce)
+        %relu: f32[4,8] = aten.relu(%wait_tensor)
+        return (%mm, %relu)
+
+    After:
+
+        %mm_1: f32[4,8] = aten.mm(%x, %z)
+        %all_reduce: f32[4,8] = _c10d_functional.all_reduce(%mm_1, 'sum', tp)
+        %mm: f32[4,8] = aten.mm(%x, %y)
+        %wait_tensor: f32[4,8] = _c10d_functional.wait_tensor(%all_reduce)
+        %relu: f32[4,8] = aten.relu(%wait_tensor)
+        return (%mm, %relu)
+
+    What a collective is made of is computed first, in the order in which the graph starts collectives, which stays;
+    then it starts; then comes what stood before its result is needed and is not part of that. Waits stand where
+    something computes with what arrives.
+
+    What needs nothing but inputs (the gather of a parameter) could start at once, and would hold memory: it starts one
+    ahead, when the one that is needed before it is waited for, in the order of need; more than one where they are
+    small. A reduction whose result is needed late is waited for when too much is in flight. `ahead` bounds, for either
+    kind, the bytes of buffers started and not waited for; one is always allowed. By default it is the largest buffer
+    in the graph.
+
+    Where starts stand among each other follows from the graph and from the sizes of their buffers, which are alike on
+    all ranks of a group.
+    """
+
+    name = "schedule"
+    exactness = "bitwise"
+
+    def __init__(self, ahead: int | None = None):
+        self.ahead = ahead
+
+    def __call__(self, graph: fx.Graph) -> int:
+        nodes = list(graph.nodes)
+        sizes = [_in_flight(node) for node in nodes if _is_plain(node)]
+        if not sizes:
+            return 0
+        ahead = max(sizes) if self.ahead is None else self.ahead
+        before, order = dependencies(graph), nodes
+        for _ in range(ROUNDS):
+            last, order = order, _ordered(order, before, ahead)
+            if last == order:
+                break
+        moved = sum([a is not b for a, b in zip(nodes, order, strict=True)])
+        if moved:
+            rearrange(graph, order)
+        return moved
+
+
+ROUNDS = 8
+"""Most orders that are tried until one stays as it is; after the second few change."""
+
+
+def _ordered(nodes: list[fx.Node], before: Before, ahead: int) -> list[fx.Node]:
+    first = _Walk(nodes, before, ahead)
+    first.run()
+    return _Walk(nodes, before, ahead, first.demanded).run()
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether `node` starts one tensor that is waited for once."""
+    wait = ir.only_user(node) if node.target in ir.STARTS and isinstance(node.args[0], fx.Node) else None
+    return wait is not None and wait.target is ir.WAIT
+
+
+def _in_flight(start: fx.Node) -> int:
+    """Bytes that are held between a start and its wait."""
+    return _bytes(ir.value(start)) + _bytes(ir.value(start.all_input_nodes[0]))
+
+
+def _bytes(val: torch.Tensor) -> int:
+    return hint(val.numel()) * val.element_size()
+
+
+class _Walk:
+    """One walk over a graph that puts its nodes down in a new order.
+
+    `prefetched` are the starts of what needs only inputs, in the order in which it is needed; a walk without them finds
+    that order, and leaves it in `demanded`.
+    """
+
+    def __init__(self, nodes: list[fx.Node], before: Before, ahead: int, prefetched: Sequence[fx.Node] = ()):
+        self.nodes, self.before, self.ahead = nodes, before, ahead
+        self.place = {node: k for k, node in enumerate(nodes)}
+        self.needed = _first_need(nodes, before, self.place)
+        self.computed = _is_computed(nodes, before)
+        self.anchors = [node for node in nodes if not floats(node) and node.op != "output"]
+        self.filled = 0
+        self.order: dict[fx.Node, None] = {}
+        self.ongoing: set[fx.Node] = set()
+        self.left, self.demanded = deque(prefetched), list[fx.Node]()
+        self.flying: dict[bool, dict[fx.Node, int]] = {False: {}, True: {}}
+
+    def run(self) -> list[fx.Node]:
+        """The new order."""
+        for node in self.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.put(node)
+        self.prefetch()
+        for start in [node for node in self.nodes if _is_plain(node) and self.computed[node]]:
+            self.need(start)
+        for node in self.nodes:
+            self.need(node)
+        return list(self.order)
+
+    def need(self, node: fx.Node) -> None:
+        """Put `node` down, after all that it needs, in the order that was."""
+        for x in self.missing(node):
+            if x not in self.order:
+                self.put(x)
+
+    def missing(self, node: fx.Node) -> list[fx.Node]:
+        """`node` and what it needs, as far as that is not there yet, in the order that was."""
+        if node in self.order:
+            return []
+        todo, found = [node], {node}
+        while todo:
+            for x in self.before[todo.pop()]:
+                if x not in self.order and x not in found:
+                    found.add(x)
+                    todo.append(x)
+        return sorted(found, key=self.place.__getitem__)
+
+    def put(self, node: fx.Node) -> None:
+        """Put `node` down, whose needs are there; around starts and waits also what goes with them."""
+        if node.target is ir.WAIT and _is_plain(node.args[0]):
+            self.arrive(node, node.args[0])
+        elif _is_plain(node) and self.computed[node]:
+            self.make_room(node)
+        if node not in self.order:
+            self.order[node] = None
+            if _is_plain(node):
+                self.flying[self.computed[node]][node] = _in_flight(node)
+
+    def arrive(self, wait: fx.Node, start: fx.Node) -> None:
+        """Before a wait: what can be computed without it, and the start of what is needed next."""
+        if wait in self.ongoing:
+            return
+        self.ongoing.add(wait)
+        self.fill(self.needed[wait])
+        self.flying[self.computed[start]].pop(start, None)
+        if not self.computed[start]:
+            self.demanded.append(start)
+            self.prefetch()
+
+    def fill(self, end: int) -> None:
+        """Put down the computations that stood before `end`."""
+        while self.filled < len(self.anchors) and self.place[self.anchors[self.filled]] < end:
+            node = self.anchors[self.filled]
+            self.filled += 1
+            if node not in self.order:
+                self.need(node)
+
+    def prefetch(self) -> None:
+        """Start what is needed next, as far as there is room; one in any case."""
+        flying = self.flying[False]
+        while self.left:
+            start = self.left[0]
+            missing = self.missing(start)
+            full = flying and sum(flying.values()) + _in_flight(start) > self.ahead
+            # What is gathered in two steps cannot start its second before the first is waited for.
+            if missing and (full or any(x.target is ir.WAIT for x in missing)):
+                return
+            self.left.popleft()
+            self.need(start)
+
+    def make_room(self, start: fx.Node) -> None:
+        """Wait for what was started first, until there is room for `start`."""
+        flying = self.flying[True]
+        while flying and sum(flying.values()) + _in_flight(start) > self.ahead:
+            oldest = next(iter(flying))
+            self.ongoing.add(_wait_of(oldest))
+            self.need(_wait_of(oldest))
+            flying.pop(oldest, None)
+
+
+def _wait_of(start: fx.Node) -> fx.Node:
+    return next(iter(start.users))
+
+
+def _first_need(nodes: list[fx.Node], before: Before, place: dict[fx.Node, int]) -> dict[fx.Node, int]:
+    """Where the first computation stands that needs each node."""
+    found = {node: len(nodes) for node in nodes}
+    for node in reversed(nodes):
+        mine = found[node] if floats(node) else place[node]
+        for x in before[node]:
+            found[x] = min(found[x], mine)
+    return found
+
+
+def _is_computed(nodes: list[fx.Node], before: Before) -> dict[fx.Node, bool]:
+    """Whether each node needs anything but inputs and what carries their elements."""
+    found: dict[fx.Node, bool] = {}
+    for node in nodes:
+        found[node] = not floats(node) or any(found[x] for x in before[node])
+    return found
+
+
+__all__ = ["Schedule"]

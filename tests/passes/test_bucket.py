@@ -1,0 +1,190 @@
+"""Small collectives that travel together."""
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from dtensor._torch import c10d
+from dtensor.collectives import ops
+from dtensor.cost import Link
+from dtensor.passes import Bucket, Lower, count, run, wire_bytes
+
+
+def lowered(bench, f, *shapes, **kwargs):
+    gm = bench.trace(f, *shapes, **kwargs)
+    Lower()(gm.graph)
+    return gm
+
+
+def reduced(bench, *xs, op="sum", group=None):
+    return [ops.all_reduce(x, op, group or bench.tp) for x in xs]
+
+
+def test_fires(bench):
+    gm = lowered(bench, lambda x, y: reduced(bench, x, y), (4, 2), (4,))
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%x_1: f32[4,2] = placeholder
+%y_1: f32[4] = placeholder
+%all_reduce: f32[4,2] = _c10d_functional.all_reduce(%x_1, 'sum', tp)
+%wait_tensor: f32[4,2] = _c10d_functional.wait_tensor(%all_reduce)
+%all_reduce_1: f32[4] = _c10d_functional.all_reduce(%y_1, 'sum', tp)
+%wait_tensor_1: f32[4] = _c10d_functional.wait_tensor(%all_reduce_1)
+return %wait_tensor, %wait_tensor_1""",
+    )
+    before = wire_bytes(gm)
+    assert bench.apply(Bucket(), gm) == 1
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%x_1: f32[4,2] = placeholder
+%y_1: f32[4] = placeholder
+%view: f32[8] = aten.view(%x_1, [8])
+%view_1: f32[4] = aten.view(%y_1, [4])
+%cat: f32[12] = aten.cat([%view, %view_1])
+%all_reduce: f32[12] = _c10d_functional.all_reduce(%cat, 'sum', tp)
+%wait_tensor: f32[12] = _c10d_functional.wait_tensor(%all_reduce)
+%split_with_sizes: (f32[8], f32[4]) = aten.split_with_sizes(%wait_tensor, [8, 4], 0)
+%getitem: f32[8] = getitem(%split_with_sizes, 0)
+%clone: f32[8] = aten.clone(%getitem, memory_format=contiguous_format)
+%view_2: f32[4,2] = aten.view(%clone, [4, 2])
+%getitem_1: f32[4] = getitem(%split_with_sizes, 1)
+%clone_1: f32[4] = aten.clone(%getitem_1, memory_format=contiguous_format)
+%view_3: f32[4] = aten.view(%clone_1, [4])
+return %view_2, %view_3""",
+    )
+    assert (count(gm), wire_bytes(gm)) == ({"all_reduce": 1}, before)
+
+
+def test_gathers_and_scatters(bench):
+    def f(x, y, z):
+        gathered = [ops.all_gather(a, 0, 2 * a.shape[0], bench.tp) for a in (x, y, z)]
+        return [t + 1 for t in gathered], [ops.reduce_scatter(a.exp(), "avg", 0, bench.dp) for a in (x, y, z)]
+
+    gm = lowered(bench, f, (4, 2), (2,), (6, 3))
+    assert bench.apply(Bucket(), gm) == 2
+    assert count(gm) == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def test_dims_other_than_the_first(bench):
+    gm = lowered(bench, lambda x, y: [ops.all_gather(a, 1, 8, bench.tp) + 1 for a in (x, y)], (3, 4), (5, 4))
+    assert bench.apply(Bucket(), gm) == 1
+    assert count(gm) == {"all_gather": 1}
+
+
+def chain(bench):
+    def f(x, y):
+        a = ops.all_reduce(x, "sum", bench.tp)
+        return a, ops.all_reduce(a + y, "sum", bench.tp)
+
+    return f
+
+
+def glued(bench):
+    """The second waits for the first though nothing is computed in between."""
+
+    def f(x):
+        a = ops.all_reduce(x, "sum", bench.tp)
+        return a, ops.all_reduce(a.view(8), "sum", bench.tp)
+
+    return f
+
+
+def used_before(bench):
+    """The first result is needed before the second operand is there."""
+
+    def f(x, y):
+        a = ops.all_reduce(x, "sum", bench.tp).relu()
+        return a, ops.all_reduce(y.exp(), "sum", bench.tp)
+
+    return f
+
+
+KEPT_APART = {
+    "one needs the other": (chain, (2, 4), (2, 4)),
+    "one needs the other, by views": (glued, (2, 4)),
+    "the first is needed early": (used_before, (2, 4), (2, 4)),
+    "other groups": (
+        lambda b: lambda x, y: (ops.all_reduce(x, "sum", b.tp), ops.all_reduce(y, "sum", b.dp)),
+        *((4,), (4,)),
+    ),
+    "other reductions": (
+        lambda b: lambda x, y: (ops.all_reduce(x, "sum", b.tp), ops.all_reduce(y, "max", b.tp)),
+        *((4,), (4,)),
+    ),
+    "other dtypes": (
+        lambda b: lambda x, y: (ops.all_reduce(x, "sum", b.tp), ops.all_reduce(y.double(), "sum", b.tp)),
+        *((4,), (4,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KEPT_APART)
+def test_must_not_fire(bench, case):
+    f, *shapes = KEPT_APART[case]
+    assert bench.keeps(Bucket(), lowered(bench, f(bench), *shapes))
+
+
+def test_two_buckets_do_not_wait_for_each_other(bench):
+    """a -> c and d -> b, by views: {a, b} and {c, d} would be a circle, though no two of them depend on each other."""
+
+    def f(x, y):
+        a = ops.all_reduce(x, "sum", bench.tp)
+        d = ops.all_reduce(y, "max", bench.tp)
+        return a, d, ops.all_reduce(a.view(8), "max", bench.tp), ops.all_reduce(d.view(8), "sum", bench.tp)
+
+    gm = lowered(bench, f, (2, 4), (2, 4))
+    assert bench.apply(Bucket(), gm) == 1
+
+
+def test_what_is_large_travels_alone(bench):
+    # A start and a round cost 2 s, a byte 1 s: a bucket holds 20 bytes on the wire.
+    with bench.links(*[Link(alpha=1, bandwidth=1, memory=1e9, launch=0, start=1)] * 2):
+        gm = lowered(bench, lambda *xs: reduced(bench, *xs), *[(2,)] * 7)
+        assert bench.apply(Bucket(), gm) == 2
+    # all_reduce: two rounds, so 3 s without bytes, and 8 bytes of 8 are sent: 30 bytes, three tensors.
+    assert count(gm) == {"all_reduce": 3}
+
+
+def test_what_takes_longer_to_copy_than_to_start_travels_alone(bench):
+    with bench.links(*[Link(alpha=1, bandwidth=1e9, memory=1, launch=0, start=1)] * 2):
+        assert bench.keeps(Bucket(), lowered(bench, lambda x, y: reduced(bench, x, y), (4,), (4,)))
+
+
+def test_symbolic_sizes_travel_alone(bench):
+    assert bench.keeps(Bucket(), lowered(bench, lambda x, y: reduced(bench, x, y), (4, 3), (4, 3), symbolic=True))
+
+
+def test_memory_that_is_written_to_stays_apart(bench):
+    def f(x, y):
+        a, b = reduced(bench, x, y)
+        x.copy_(a)
+        return a, b
+
+    assert bench.keeps(Bucket(), lowered(bench, f, (4,), (4,)))
+
+
+def test_results_that_leave_share_no_memory(bench):
+    gm = lowered(bench, lambda x, y: reduced(bench, x, y), (4,), (4,))
+    Bucket()(gm.graph)
+    gm.recompile()
+    copies = [n for n in gm.graph.nodes if n.target is torch.ops.aten.clone.default]
+    assert len(copies) == 2
+
+
+def test_a_start_that_is_not_waited_for_once_is_left_alone(bench):
+    def f(x, y):
+        a, b = (c10d.all_reduce(t, "sum", bench.tp) for t in (x, y))
+        return a.view(2, 2), c10d.wait_tensor(a), c10d.wait_tensor(b)
+
+    assert Bucket()(bench.trace(f, (4,), (4,)).graph) == 0
+
+
+def test_runs_in_the_pipeline(bench):
+    gm = bench.trace(lambda x, y: [ops.all_reduce(t, "sum", bench.tp).relu() for t in (x, y)], (4,), (4,))
+    run(gm, simulate=bench.simulation, meshes=bench.meshes)
+    assert count(gm) == {"all_reduce": 1}
+    gm = bench.trace(lambda x, y: [ops.all_reduce(t, "sum", bench.tp).relu() for t in (x, y)], (4,), (4,))
+    run(gm, disable=["bucket"])
+    assert count(gm) == {"all_reduce": 2}
