@@ -1,16 +1,20 @@
 """The `calibrate` command: the fit, what it refuses, what it says, and one real run."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 from click.testing import CliRunner
 
-from dtensor import calibration, cli
+from dtensor import calibration, cli, init_device_mesh
 from dtensor.calibration import Fit, Options, Outcome, Timing, fit
 from dtensor.cost import WORK, Link, seconds
 from dtensor.links import machine_key, read_links
+from dtensor.mesh import facts
+from dtensor.testing import with_ranks
 
 LINK = Link(alpha=3e-5, bandwidth=1.5e9, memory=8e9, launch=2e-6, start=7e-5)
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shard")
@@ -91,6 +95,23 @@ def test_a_foreign_file_is_refused_before_anything_runs(tmp_path, monkeypatch):
     assert result.exit_code == 1
     assert f"Error: {path} is not a file of measured links" in result.output
     assert path.read_text() == "{}"
+
+
+@with_ranks(2)
+def test_ranks_on_two_hosts_measure_the_link_between_them(rank, tmp_path):
+    os.environ.update(LOCAL_WORLD_SIZE="1", DTENSOR_LINKS=str(tmp_path / "links.json"))
+    options = Options(sizes=(1000, 1 << 23), rounds=2)
+    outcome = calibration.on_rank(rank, options)
+    assert (outcome is None) == (rank == 1)
+    (found,) = read_links(tmp_path / "links.json").values()
+    assert found.intra is None
+    if outcome is not None:
+        assert [(f.kind, f.link) for f in outcome.fits] == [("inter", found.inter)]
+    assert facts(init_device_mesh("cpu", (2,))).network.links == (found.inter,)
+    timings = [None, None]
+    dist.all_gather_object(timings, calibration.measure(dist.group.WORLD.group_name, options, quiet=True))
+    assert timings[0] == timings[1]
+    assert [(t.op, t.n, t.size) for t in timings[0]] == [(op, 2, size) for op in OPS for size in options.sizes]
 
 
 def test_report():
