@@ -161,11 +161,11 @@ def _wait(ranks: list[subprocess.Popen], logs: list[Path], deadline: float) -> N
         time.sleep(0.2)
     if all(r.returncode == 0 for r in ranks):
         return
+    how = ["was not done in time" if r.poll() is None else f"ended with {r.returncode}" for r in ranks]
     for r in ranks:
         if r.poll() is None:
-            r.send_signal(STACKS_SIGNAL)
+            r.send_signal(STACKS_SIGNAL)  # ends one that is not yet far enough to print its stacks
     time.sleep(GRACE)
-    how = ["was not done in time" if r.poll() is None else f"ended with {r.returncode}" for r in ranks]
     said = [f"rank {i} {how[i]}:\n{log.read_text()[-6000:]}" for i, log in enumerate(logs)]
     raise click.ClickException("\n".join(said))
 
