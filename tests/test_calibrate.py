@@ -97,7 +97,7 @@ def test_a_foreign_file_is_refused_before_anything_runs(tmp_path, monkeypatch):
     assert path.read_text() == "{}"
 
 
-@with_ranks(2)
+@with_ranks(2, timeout=120)
 def test_ranks_on_two_hosts_measure_the_link_between_them(rank, tmp_path):
     os.environ.update(LOCAL_WORLD_SIZE="1", DTENSOR_LINKS=str(tmp_path / "links.json"))
     options = Options(sizes=(1000, 1 << 23), rounds=2)
@@ -108,7 +108,7 @@ def test_ranks_on_two_hosts_measure_the_link_between_them(rank, tmp_path):
     if outcome is not None:
         assert [(f.kind, f.link) for f in outcome.fits] == [("inter", found.inter)]
     assert facts(init_device_mesh("cpu", (2,))).network.links == (found.inter,)
-    timings = [None, None]
+    timings: list = [None, None]
     dist.all_gather_object(timings, calibration.measure(dist.group.WORLD.group_name, options, quiet=True))
     assert timings[0] == timings[1]
     assert [(t.op, t.n, t.size) for t in timings[0]] == [(op, 2, size) for op in OPS for size in options.sizes]
