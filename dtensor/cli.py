@@ -1,17 +1,25 @@
 """The `dtensor` command: reads arguments, calls what does the work, prints, and sets the exit code.
 
 `dtensor demo` trains a small model sharded and compiled and checks it against one process (see `demo`). It
-exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments. `dtensor operators` prints the
-page that is `docs/operators.md` (see `testing.support`).
+exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments. `dtensor calibrate` measures the
+links of this machine (see `calibration`), with the same exit codes. `dtensor operators` prints the page that is
+`docs/operators.md` (see `testing.support`).
 """
 
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import click
+import torch
 
+from .calibration import BACKENDS as DEVICES
+from .calibration import SIZES, Fit, calibrate
+from .calibration import Options as Calibration
+from .calibration import Outcome as Constants
+from .cost import Link
 from .demo import (
     BACKENDS,
     HEADS,
@@ -25,11 +33,24 @@ from .demo import (
     demonstrate,
     under_torchrun,
 )
+from .links import links_path, read_links
 from .testing import RankError
 from .testing.support import operators_page
 
 SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
 """Short names of the collectives, for the table."""
+
+BETWEEN = {"inter": "between hosts", "intra": "within a host"}
+"""Kinds of links in words."""
+
+CONSTANTS = {
+    "start": ("{:.3g} µs", 1e6, "to start a collective"),
+    "alpha": ("{:.3g} µs", 1e6, "a round"),
+    "bandwidth": ("{:.3g} GB/s", 1e-9, "on the wire"),
+    "launch": ("{:.3g} µs", 1e6, "to start a local copy"),
+    "memory": ("{:.3g} GB/s", 1e-9, "of a local copy"),
+}
+"""Constant of a link -> how it is shown, the factor to the unit shown, and what it is."""
 
 
 @click.group()
@@ -66,12 +87,7 @@ def demo(
     text = _text(data)
     _check_plot(plot)
     options = Options(_processes(nproc), plan, text, steps, backend, layers, seed, timeout)
-    try:
-        outcome = demonstrate(options)
-    except RankError as error:
-        raise click.ClickException(str(error)) from error
-    except TimeoutError as error:  # whose stacks are printed already
-        raise click.ClickException(f"{str(error).splitlines()[0]}; --timeout SECONDS gives more time") from error
+    outcome = _carried_out(lambda: demonstrate(options))
     if outcome is None:
         return
     click.echo(report(options, outcome))
@@ -81,19 +97,92 @@ def demo(
         raise SystemExit(1)
 
 
+class Sizes(click.ParamType):
+    """Numbers of bytes, separated by commas."""
+
+    name = "bytes,..."
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        words = str(value).split(",")
+        if len(words) < 2 or not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+            self.fail(f"{value!r} is not two or more numbers of bytes; write such as 1024,65536,1048576", param, ctx)
+        return tuple(int(word) for word in words)
+
+
+@main.command("calibrate")
+@click.option("--nproc", type=click.IntRange(min=2), help="Processes to start. Default: 2, or torchrun's.")
+@click.option("--device", type=click.Choice(tuple(DEVICES)), default="cpu", show_default=True, help="Gloo or NCCL.")
+@click.option("--sizes", type=Sizes(), default=",".join(map(str, SIZES)), show_default=True, help="Of the buffers.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Each median is of so many.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Image file: measured and fitted times.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for it all.")
+def calibrate_command(
+    nproc: int | None, device: str, sizes: tuple[int, ...], rounds: int, plot: Path | None, timeout: float
+) -> None:
+    """Measure what collectives cost on this machine, and keep it for plans.
+
+    The constants go into ~/.cache/dtensor/links.json (DTENSOR_LINKS names another file). The meshes that
+    dtensor.prepare and dtensor.init_device_mesh make ready plan with them if they are on the mesh's first rank. Starts
+    the processes itself; under torchrun, as on several hosts, it joins the ones that are there:
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m dtensor calibrate --device cuda
+    """
+    _check_plot(plot)
+    nproc = _world(nproc)
+    if device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", nproc)):
+        raise click.UsageError(
+            f"--device cuda takes a GPU for each process, but there are {torch.cuda.device_count()} here; "
+            "write a lower --nproc, or --device cpu"
+        )
+    _check_links_file()
+    options = Calibration(nproc, device, sizes, rounds, timeout)
+    outcome = _carried_out(lambda: calibrate(options))
+    if outcome is None:
+        return
+    click.echo(calibrated(options, outcome))
+    if plot is not None:
+        _draw_fits(outcome.fits, plot)
+
+
 @main.command()
 def operators() -> None:
     """Print, as Markdown, how each operator of aten runs on DTensors."""
     click.echo(operators_page(), nl=False)
 
 
-def _processes(nproc: int | None) -> int:
+def _carried_out(work: Callable):
+    """What `work` gives; the failure of a rank, and that time is up, as errors of the command."""
+    try:
+        return work()
+    except RankError as error:
+        raise click.ClickException(str(error)) from error
+    except TimeoutError as error:  # whose stacks are printed already
+        raise click.ClickException(f"{str(error).splitlines()[0]}; --timeout SECONDS gives more time") from error
+
+
+def _check_links_file() -> None:
+    """Find out before it takes long to measure that what is measured cannot be kept."""
+    path = links_path()
+    if path is None:
+        return
+    try:
+        read_links(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _world(nproc: int | None) -> int:
+    """The number of ranks: torchrun's, else what was asked for."""
     if under_torchrun():
         world = int(os.environ["WORLD_SIZE"])
         if nproc not in (None, world):
             raise click.UsageError(f"--nproc {nproc} given, but torchrun has started {world}; leave --nproc out")
         nproc = world
-    nproc = 2 if nproc is None else nproc
+    return 2 if nproc is None else nproc
+
+
+def _processes(nproc: int | None) -> int:
+    nproc = _world(nproc)
     if HEADS % nproc:
         raise click.UsageError(
             f"{nproc} processes cannot share {HEADS} attention heads evenly; write --nproc 1, 2 or 4"
@@ -182,11 +271,59 @@ def _draw(runs: tuple[Run, ...], path: Path) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats per byte)")
     axes.legend()
+    _write(figure, path, "loss curves")
+
+
+def calibrated(options: Calibration, outcome: Constants) -> str:
+    """The text that says what was measured and fitted."""
+    lines = []
+    for fit in outcome.fits:
+        rows = [("", "bytes", "measured", "fitted", "error")]
+        for t in fit.timings:
+            measured, fitted = (f"{x * 1e6:,.1f} µs" for x in (t.seconds, fit.fitted(t)))
+            rows.append((t.op, f"{t.size:,}", measured, fitted, f"{100 * fit.error(t):+.0f} %"))
+        lines += [
+            f"{outcome.key}, {fit.timings[0].n} ranks, {BETWEEN[fit.kind]}; medians of {options.rounds} rounds, of the "
+            "slowest rank",
+            "",
+            *_aligned(rows),
+            "",
+            *_constants(fit.link),
+            "",
+        ]
+    kept = f"kept in {outcome.path}" if outcome.path else "not kept: DTENSOR_LINKS is empty"
+    return "\n".join([*lines, f"The constants are {kept}."])
+
+
+def _constants(link: Link) -> list[str]:
+    return [
+        f"{name:<10}{text.format(getattr(link, name) * factor):>10}  {what}"
+        for name, (text, factor, what) in CONSTANTS.items()
+    ]
+
+
+def _draw_fits(fits: tuple[Fit, ...], path: Path) -> None:
+    """Write measured (points) and fitted times (lines) over the bytes to `path`, one picture for each link."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    figure = Figure(layout="constrained", figsize=(7 * len(fits), 5))
+    for axes, fit in zip(figure.subplots(1, len(fits), squeeze=False)[0], fits):
+        for i, op in enumerate(dict.fromkeys(t.op for t in fit.timings)):
+            mine = [t for t in fit.timings if t.op == op]
+            at = [t.size for t in mine]
+            axes.plot(at, [t.seconds * 1e6 for t in mine], "o", color=f"C{i}")
+            axes.plot(at, [fit.fitted(t) * 1e6 for t in mine], "-", color=f"C{i}", label=op)
+        axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time (µs)", title=BETWEEN[fit.kind])
+        axes.legend()
+    _write(figure, path, "fits")
+
+
+def _write(figure, path: Path, what: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise click.ClickException(f"the loss curves cannot be written to {path}: {error}") from error
-    click.echo(f"The loss curves are in {path}.")
+        raise click.ClickException(f"the {what} cannot be written to {path}: {error}") from error
+    click.echo(f"The {what} are in {path}.")
 
 
-__all__ = ["main", "report"]
+__all__ = ["calibrated", "main", "report"]

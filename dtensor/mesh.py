@@ -9,6 +9,9 @@ default group, in one order, which only a call that every rank makes on purpose 
 a call already and prepares the mesh; a mesh made by other means is prepared by the user or works one axis at a time.
 So no group is ever made in a redistribution, in a pass or while a graph is traced, and whether plans may merge axes is
 the same on all ranks, in eager mode and at trace time. Slices of a prepared mesh use its groups.
+
+What links cost, plans must know alike on all ranks, too. `prepare` has the first rank of the mesh read what was
+measured on its machine (`links`) and tell all others: hosts are taken to be alike, and their files are not read.
 """
 
 import os
@@ -23,8 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 
 from ._torch import disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
-from .cost import INTER, INTRA, Link, Network
+from .cost import Link, Network
 from .errors import MeshError
+from .links import Measured, links_here
 
 PREPARED = "_dtensor_prepared"
 """The attribute of a mesh under which `prepare` leaves what it made: it lives as long as the mesh."""
@@ -36,11 +40,19 @@ RANKS_PER_HOST = "LOCAL_WORLD_SIZE"
 
 @dataclass
 class Prepared:
-    """What was made for a mesh: axes -> name of this rank's group (None outside), union of ranks -> name, and links."""
+    """What was made for a mesh.
+
+    Attributes:
+        groups: axes -> name of this rank's group over them, None outside.
+        unions: union of ranks -> name of this rank's group over it, None outside.
+        links: the links that were given.
+        measured: those that were measured, as the ranks agreed on.
+    """
 
     groups: dict[tuple[int, ...], str | None] = field(default_factory=dict)
     unions: dict[tuple[int, ...], str | None] = field(default_factory=dict)
     links: tuple[Link, ...] | None = None
+    measured: Measured = field(default_factory=Measured)
 
     def __deepcopy__(self, memo) -> "Prepared":
         return self
@@ -111,8 +123,9 @@ def _look_up(mesh: Any) -> MeshFacts:
     merged = [axes for axes in made if len(axes) > 1]
     if at is not None:
         groups.update({axes: made[axes] for axes in merged})
-    links = prepared.links or _links_by_host(root.mesh)
-    mine = tuple([links[a] if a is not None else _links_by_host(mesh.mesh)[i] for i, a in enumerate(in_root)])
+    own, links = (_links_by_host(m.mesh, prepared.measured) for m in (mesh, root))
+    links = prepared.links or links
+    mine = tuple([links[a] if a is not None else own[i] for i, a in enumerate(in_root)])
     network = Network.of(tuple(mesh.shape), mine, merged)
     return MeshFacts(mesh, tuple(mesh.shape), None if at is None else tuple(at), groups, network)
 
@@ -137,13 +150,14 @@ def _ascending(rows: list[list[int]]) -> bool:
     return all(row == sorted(row) for row in rows)
 
 
-def _links_by_host(ranks: torch.Tensor) -> tuple[Link, ...]:
+def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
     """For each axis the link between hosts if some of its groups span hosts, else the link within one."""
     per_host = int(os.environ.get(RANKS_PER_HOST, "0"))
+    inter, intra = measured.links
 
     def link(axis: int) -> Link:
         rows = _rows(ranks, (axis,))
-        return INTER if per_host and any(r // per_host != row[0] // per_host for row in rows for r in row) else INTRA
+        return inter if per_host and any(r // per_host != row[0] // per_host for row in rows for r in row) else intra
 
     return tuple([link(axis) for axis in range(ranks.dim())])
 
@@ -165,8 +179,10 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
 
     Args:
         meshes: the meshes.
-        links: for plans, what each axis of the one mesh costs (`dtensor.cost`); by default `INTER` where a group of
-            the axis spans hosts, by torchrun's LOCAL_WORLD_SIZE, and `INTRA` elsewhere.
+        links: for plans, what each axis of the one mesh costs (`dtensor.cost`); by default the link between hosts where
+            a group of the axis spans hosts, by torchrun's LOCAL_WORLD_SIZE, and the link within a host elsewhere. Both
+            are those that `dtensor calibrate` measured on the machine of the mesh's first rank, and `INTER` and
+            `INTRA` where it did not.
 
     Raises:
         ValueError: no mesh is given, or links together with several, or not one link for each axis.
@@ -184,12 +200,30 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
             if axes not in prepared.groups:
                 prepared.groups[axes] = _new_groups(_rows(root.mesh, axes))
         prepared.links = tuple(links) if links is not None else prepared.links
+        prepared.measured = _agreed_links(root)
     union = _union(*roots)
     if len(roots) > 1 and len(union) < dist.get_world_size():
         name = _new_groups([list(union)])
         for root in roots:
             vars(root)[PREPARED].unions[union] = name
     clear_caches()  # decisions hold plans made without these groups and links
+
+
+def backend_of(mesh: Any) -> str:
+    """Name of the backend that carries tensors of the mesh's device type."""
+    backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+    return backends.get(mesh.device_type, "")
+
+
+def _agreed_links(mesh: Any) -> Measured:
+    """The measured links of the machine of the mesh's first rank, on every rank of the default group."""
+    first, backend = int(mesh.mesh.flatten()[0]), backend_of(mesh)
+    alone = backend == "fake" or dist.get_world_size() == 1
+    said = [links_here(backend, mesh.device_type) if alone or dist.get_rank() == first else Measured()]
+    if not alone:
+        with disable_current_modes():
+            dist.broadcast_object_list(said, src=first)
+    return said[0]
 
 
 def _worth_merging(ranks: torch.Tensor) -> Iterator[tuple[int, ...]]:

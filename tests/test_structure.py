@@ -13,7 +13,7 @@ LINKS = ("compile", "passes")
 
 LAYERS = [
     ["errors", "_torch", "caches", "fallback"],
-    ["placements", "cost", "collectives", "hooks", "invariance"],
+    ["placements", "cost", "links", "collectives", "hooks", "invariance"],
     ["layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
@@ -25,7 +25,7 @@ LAYERS = [
     ["composite", "api", "random", "registration", "explanation"],
     ["parallel"],
     ["testing"],
-    ["demo"],
+    ["demo", "calibration"],
     ["cli", "__main__"],
 ]
 """Modules of dtensor/, lowest first; each imports from its own layer and those below. `__init__` is above `api`."""
