@@ -1,0 +1,100 @@
+"""Starts and waits where communication and computation overlap, also in the code that Inductor makes."""
+
+import re
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from dtensor import Replicate, Shard, distribute_tensor
+from dtensor.compile import statistics
+from dtensor.testing import ModelArgs, Transformer
+
+WIDTH, LAYERS = 64, 3
+
+
+class Deep(nn.Module):
+    """Layers of two products; each weight is gathered as the layer begins."""
+
+    def __init__(self, mesh, placements, width=WIDTH):
+        super().__init__()
+        torch.manual_seed(0)
+        made = [torch.randn(width, width) / 8 for _ in range(2 * LAYERS)]
+        self.weights = nn.ParameterList([nn.Parameter(distribute_tensor(w, mesh, placements)) for w in made])
+
+    def forward(self, x):
+        for up, down in zip(self.weights[::2], self.weights[1::2]):
+            whole = [w.redistribute(placements=[Replicate()] * w.device_mesh.ndim) for w in (up, down)]
+            x = torch.relu(x @ whole[0]) @ whole[1]
+        return x
+
+
+WORDS = re.compile(r"_c10d_functional\.(\w+)\.default\(|extern_kernels\.(mm|addmm)\(")
+
+
+def calls(code):
+    """Starts, waits and products in generated code, in a letter each: S, W, m."""
+    body = [line.split("#")[0] for line in code.split("def call(")[1].splitlines()]
+    found = [next(filter(None, m.groups())) for m in map(WORDS.search, body) if m]
+    return "".join(["W" if f == "wait_tensor" else "m" if f in ("mm", "addmm") else "S" for f in found])
+
+
+def train(model, x, **options):
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="dtensor", fullgraph=True, options=options)
+
+    def step():
+        out = compiled(x)
+        out = out.full_tensor() if hasattr(out, "full_tensor") else out
+        out.square().sum().backward()
+
+    with statistics() as s:
+        _, codes = run_and_get_code(step)
+    return s, [calls(code) for code in codes]
+
+
+def test_weights_are_gathered_a_layer_ahead(fake_mesh):
+    mesh = fake_mesh(4)
+    x = distribute_tensor(torch.randn(8, WIDTH), mesh, [Shard(0)])
+    s, (forward, backward) = train(Deep(mesh, [Shard(0)]), x, disable=["bucket"])
+    # From the second on, each is started before the one ahead of it is waited for, and the product is in between.
+    assert forward == "SS" + "WmS" * (2 * LAYERS - 2) + "WmWm"
+    assert Counter(c.op for c in s.backward) == {"all_gather": 2 * LAYERS - 1, "reduce_scatter": 2 * LAYERS}
+    # No gradient's scatter is waited for at once: a product lies between.
+    assert "SWS" not in backward.replace("SSW", "")
+    assert backward.count("S") == backward.count("W") == 4 * LAYERS - 1
+
+
+def test_a_schedule_can_be_left_out(fake_mesh):
+    mesh = fake_mesh(4)
+    x = distribute_tensor(torch.randn(8, WIDTH), mesh, [Shard(0)])
+    _, (forward, _) = train(Deep(mesh, [Shard(0)]), x, disable=["bucket", "schedule"])
+    assert forward == "SWm" * (2 * LAYERS)
+
+
+def transformer(mesh, sequence):
+    torch.manual_seed(0)
+    args = ModelArgs(dropout_p=0.0, vocab_size=64, max_seq_len=16, n_layers=2, dim=WIDTH, n_heads=4)
+    return Transformer.parallelize(Transformer(args), mesh, sequence)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+def test_gradients_of_weights_are_computed_while_those_of_activations_travel(fake_mesh, sequence):
+    mesh = fake_mesh(2)
+    _, (_, backward) = train(transformer(mesh, sequence), torch.randint(0, 64, (4, 16)))
+    # Two collectives in each layer and one at the output have products of weights beside them.
+    assert len(re.findall(r"Sm+W", backward)) == 5
+
+
+def test_two_dimensional_and_hybrid_sharding(fake_mesh):
+    """Sharded over one axis, replicated over the other: gradients are scattered, then summed over the other axis."""
+    mesh = fake_mesh(2, 2)
+    x = distribute_tensor(torch.randn(8, WIDTH), mesh, [Shard(0), Shard(0)])
+    s, _ = train(Deep(mesh, [Replicate(), Shard(0)]), x, disable=["bucket"])
+    assert Counter(c.op for c in s.forward) == {"all_gather": 2 * LAYERS}
+    found = Counter(c.op for c in s.backward)
+    assert found == {"all_gather": 2 * LAYERS - 1, "reduce_scatter": 2 * LAYERS, "all_reduce": 2 * LAYERS}
+    s, _ = train(Deep(mesh, [Replicate(), Shard(0)]), x)
+    assert Counter(c.op for c in s.backward)["all_reduce"] < 2 * LAYERS
