@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import getitem
+from typing import Any
 
 from torch import fx
 
@@ -70,6 +71,7 @@ class _Start:
     """A start that may share: `size` is what `cost.wire_bytes` calls it, `fixed` the seconds whatever the size."""
 
     node: fx.Node
+    x: fx.Node
     wait: fx.Node
     op: str
     key: tuple
@@ -96,7 +98,7 @@ def _read(node: fx.Node) -> _Start | None:
     fixed = groups.seconds(op, 0, group)
     per_byte = groups.seconds(op, 1, group) - fixed
     copied = groups.seconds("shard", size, group) - groups.seconds("shard", 0, group)
-    return _Start(node, wait, op, (node.target, val.dtype, *node.args[1:]), size, fixed, per_byte, 2 * copied)
+    return _Start(node, x, wait, op, (node.target, val.dtype, *node.args[1:]), size, fixed, per_byte, 2 * copied)
 
 
 class _Windows:
@@ -174,8 +176,8 @@ def _write(bucket: list[_Start]) -> None:
     here, first = max([s.node for s in bucket]), bucket[0].node
     join, part = LAYOUTS[bucket[0].op]
     n = group_size(str(first.args[-1]))
-    lengths = [ir.value(s.node.args[0]).numel() // (n if bucket[0].op == "reduce_scatter" else 1) for s in bucket]
-    buffer = join(here, [s.node.args[0] for s in bucket], n, first)
+    lengths = [ir.value(s.x).numel() // (n if bucket[0].op == "reduce_scatter" else 1) for s in bucket]
+    buffer = join(here, [s.x for s in bucket], n, first)
     start = ir.insert(here, first.target, (buffer, *first.args[1:]), like=first)
     start.meta[ir.RECORD] = _record(bucket)
     wait = ir.insert(here, ir.WAIT, (start,), like=bucket[0].wait)
@@ -226,7 +228,7 @@ LAYOUTS: dict[str, tuple[Callable[..., fx.Node], Callable[..., fx.Node]]] = {
 }
 """Collective -> how operands are put into a buffer, and results are cut out of one."""
 
-MEMBERS = {
+MEMBERS: dict[Any, str] = {
     ir.c10d.all_gather_into_tensor.default: "all_gather",
     ir.c10d.reduce_scatter_tensor.default: "reduce_scatter",
     ir.c10d.all_reduce.default: "all_reduce",

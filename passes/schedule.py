@@ -146,8 +146,8 @@ class _Walk:
 
     def put(self, node: fx.Node) -> None:
         """Put `node` down, whose needs are there; around starts and waits also what goes with them."""
-        if node.target is ir.WAIT and _is_plain(node.args[0]):
-            self.arrive(node, node.args[0])
+        if node.target is ir.WAIT and _is_plain(node.all_input_nodes[0]):
+            self.arrive(node, node.all_input_nodes[0])
         elif _is_plain(node) and self.computed[node]:
             self.make_room(node)
         if node not in self.order:
