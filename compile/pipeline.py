@@ -6,6 +6,7 @@ Simplifying the joint graph comes first: what is saved for the backward is then 
 """
 
 import warnings
+from functools import partial
 
 from torch import fx
 
@@ -17,7 +18,9 @@ from dtensor.mesh import MeshFacts, known_meshes
 from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, MeshGroups, Raise
 
 from .agreement import seal
+from .dump import observer
 from .options import Options
+from .replay import simulation
 from .statistics import record
 
 # One value for forward and backward would undo what activation checkpointing recomputes.
@@ -28,7 +31,7 @@ def simplify_joint(graph: fx.Graph, options: Options) -> None:
     """Run the simplifying passes on the joint graph of forward and backward, in place.
 
     Raises:
-        PassError: a pass left an invalid graph.
+        PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
     """
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
@@ -40,7 +43,7 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
     """Run all passes on a forward, backward or inference graph, in place.
 
     Raises:
-        PassError: a pass left an invalid graph.
+        PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
     """
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
@@ -51,14 +54,17 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
 
 def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
     traced = passes.collectives(graph)
+    simulate = simulation(graph, where) if options.verify else None
+    observe = observer(options.dump, where) if options.dump else None
+    run = partial(passes.run, passes=chosen, meshes=mesh_groups(), simulate=simulate, observe=observe)
     try:
-        done = passes.run(graph, passes=chosen, verify=options.verify, meshes=mesh_groups())
+        done = run(graph)
     except InvalidInputError as error:
         # Not our doing, and no reason to refuse the user's model: what the passes do to it goes unchecked, and is said.
         warnings.warn(
             f"the {where} graph does not verify as it came, so the passes run unchecked: {error}", stacklevel=2
         )
-        done = passes.run(graph, passes=chosen, verify=False, meshes=mesh_groups())
+        done = run(graph, verify=False)
     record(where, traced, graph, done)
 
 

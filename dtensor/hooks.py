@@ -1,33 +1,42 @@
 """What `import dtensor` leaves in torch.compile: the backend's name, and the passes in Inductor's lists of passes.
 
-Both only forward to `dtensor.compile`, which is imported when something is compiled. `DTENSOR_PASSES=0` in the
-environment, or `dtensor.hooks.uninstall()`, switches the passes of plain `torch.compile` off.
+Both only forward to `dtensor.compile`, which is imported when something is compiled. The options of plain
+`torch.compile` come from the environment (`dtensor.environment`); `DTENSOR_PASSES=0` there, or
+`dtensor.hooks.uninstall()`, switches its passes off.
 """
 
 import importlib
-import os
 from typing import Any
 
-from ._torch import CustomGraphPass, inductor_config, register_backend
+from . import environment
+from ._torch import CustomInferenceAwareGraphPass, inductor_config, register_backend
 
-ENVIRONMENT = "DTENSOR_PASSES"
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
 """The lists of Inductor's that the passes of plain `torch.compile` are in."""
 
 
-class PlainPasses(CustomGraphPass):
-    """The passes of one stage with default options; leaves alone others' collectives and graphs without ours."""
+class PlainPasses(CustomInferenceAwareGraphPass):
+    """The passes of one stage with the environment's options; leaves alone graphs without our operators.
+
+    Raises:
+        ValueError: an environment variable holds what its option cannot be.
+    """
 
     def __init__(self, stage: str):
         self.stage = stage
 
-    def __call__(self, graph: Any) -> None:
-        if any(getattr(node.target, "namespace", None) == "dtensor" for node in graph.nodes):
+    def __call__(self, graph: Any, is_inference: bool = False) -> None:
+        ours = any(getattr(node.target, "namespace", None) == "dtensor" for node in graph.nodes)
+        if ours and not environment.passes_are_off():
             compile_ = importlib.import_module("dtensor.compile")
-            compile_.STAGES[self.stage](compile_.Options(disable=("raise",)))(graph)
+            run = compile_.STAGES[self.stage](compile_.Options.of_environment())
+            run(graph, is_inference)
 
     def uuid(self) -> Any:
-        return self.stage, importlib.import_module("dtensor.compile").trace_key()
+        """None, so that nothing is taken from a cache, where graphs are to be written down or replayed."""
+        if environment.text("dump") or environment.text("verify") == "1":
+            return None
+        return self.stage, environment.fingerprint(), importlib.import_module("dtensor.compile").trace_key()
 
 
 def chained(stage: str, ours: Any) -> list[Any]:
@@ -39,9 +48,8 @@ def chained(stage: str, ours: Any) -> list[Any]:
 
 def install() -> None:
     """Add the passes to plain `torch.compile`, after whatever passes are there already."""
-    if os.environ.get(ENVIRONMENT) != "0":
-        for stage in STAGES:
-            setattr(inductor_config, stage, chained(stage, PlainPasses(stage)))
+    for stage in STAGES:
+        setattr(inductor_config, stage, chained(stage, PlainPasses(stage)))
 
 
 def uninstall() -> None:
@@ -58,4 +66,4 @@ def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
 register_backend(backend, name="dtensor")
 install()
 
-__all__ = ["ENVIRONMENT", "STAGES", "PlainPasses", "backend", "chained", "install", "uninstall"]
+__all__ = ["STAGES", "PlainPasses", "backend", "chained", "install", "uninstall"]

@@ -95,6 +95,14 @@ def collective(node: object, name: str | None = None) -> Collective | None:
     return Collective(op, **fields)
 
 
+def group(node: fx.Node) -> str | None:
+    """The name of the process group of a collective, or of a functional start operator; None of other nodes."""
+    if node.target in STARTS:
+        return node.args[-1] if isinstance(node.args[-1], str) else None
+    c = collective(node)
+    return c.group if c is not None else None
+
+
 def value(node: fx.Node) -> Any:
     """The traced value of a node: a FakeTensor, a (symbolic) number, a tuple of these, or None if unknown."""
     return node.meta.get("val")

@@ -156,7 +156,8 @@ def run(
     in the order given. `meshes` is what the passes may know of how groups are made of each other, the same meshes on
     all ranks.
     `simulate` runs the graph before and after each pass on simulated ranks and compares. `observe` is called with a
-    running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it.
+    running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it,
+    before the graph is checked.
 
     Raises:
         ValueError: an unknown pass name.
@@ -192,10 +193,10 @@ class _Runner:
             raise InvalidInputError(str(error)) from error
 
     def check(self, name: str) -> None:
-        if self.verify:
-            verify_graph(self.graph, name, self.seen)
         if self.observe is not None:
             self.observe(self.stage, name, self.graph)
+        if self.verify:
+            verify_graph(self.graph, name, self.seen)
         self.stage += 1
 
     def to_fixpoint(self, passes: Sequence[Pass]) -> None:

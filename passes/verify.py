@@ -132,7 +132,7 @@ def _unbacked(size: Any) -> bool:
 def _groups_exist(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     known: set[str] = set()
     for node in graph.nodes:
-        group = _group(node)
+        group = ir.group(node)
         if group is None or group in known:
             continue
         try:
@@ -140,13 +140,6 @@ def _groups_exist(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             yield node, f"there is no process group {group!r}: {error}"
         known.add(group)
-
-
-def _group(node: fx.Node) -> Any:
-    if node.target in ir.STARTS:
-        return node.args[-1] if isinstance(node.args[-1], str) else None
-    c = ir.collective(node)
-    return c.group if c is not None else None
 
 
 def _reductions_known(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
