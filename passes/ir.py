@@ -6,7 +6,7 @@ it is written with `insert` or `emit`, which compute `meta["val"]` and take over
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -169,6 +169,32 @@ def propagate(node: fx.Node) -> Any:
     assert callable(node.target), f"{node.format_node()} is no call"
     with inside(fake_mode(node)):
         return node.target(*args, **kwargs)
+
+
+def likeness(x: Any) -> Hashable:
+    """What an argument of a call has to do with the kind of its result: of a tensor all but the data, nodes as their
+    values. Calls of one operator on arguments of equal likeness give results of equal likeness.
+
+    Raises:
+        TypeError: an argument that cannot be hashed.
+    """
+    x = value(x) if isinstance(x, fx.Node) else x
+    if isinstance(x, torch.Tensor):
+        return type(x), x.dtype, x.device, x.layout, likeness(tuple(x.shape)), _strides(x)
+    if isinstance(x, (tuple, list)):
+        return tuple([likeness(item) for item in x])
+    if isinstance(x, dict):
+        return tuple([(key, likeness(item)) for key, item in x.items()])
+    if isinstance(x, slice):
+        return slice, likeness((x.start, x.stop, x.step))
+    if isinstance(x, _SYMBOLIC):
+        return type(x), str(x)
+    hash(x)
+    return type(x), x
+
+
+def _strides(x: torch.Tensor) -> Hashable:
+    return (likeness(x.stride()), likeness(x.storage_offset())) if x.layout is torch.strided else None
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:
