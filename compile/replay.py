@@ -147,7 +147,8 @@ def _evenness(node: fx.Node) -> list[bool]:
             found.append(hint(shape[c.scatter_dim]) % n == 0)
         return found
     if node.target is ir.c10d.all_to_all_single.default:
-        splits = [hint(ir.value(s) if isinstance(s, fx.Node) else s) for given in node.args[1:3] for s in given]
+        given: Any = node.args
+        splits = [hint(ir.value(s) if isinstance(s, fx.Node) else s) for s in (*given[1], *given[2])]
         return [len(set(splits)) == 1]
     return []
 

@@ -191,6 +191,7 @@ class _Runner:
             self.check("input")
         except PassError as error:
             raise InvalidInputError(str(error)) from error
+        self.counted = count(graph)
 
     def check(self, name: str) -> None:
         if self.observe is not None:
@@ -209,7 +210,7 @@ class _Runner:
         )
 
     def apply(self, p: Pass, round: int) -> int:
-        before, original = count(self.graph), self.snapshot()
+        before, original = self.counted, self.snapshot()
         start = time.perf_counter()
         rewrites = p(self.graph)
         seconds = time.perf_counter() - start
@@ -217,8 +218,8 @@ class _Runner:
             self.check(p.name)
             if self.simulate is not None and original is not None:
                 self.compare(p, original, self.simulate)
-        after = count(self.graph) if rewrites else before
-        self.records.append(PassRecord(p.name, p.exactness, round, rewrites, seconds, before, after))
+            self.counted = count(self.graph)
+        self.records.append(PassRecord(p.name, p.exactness, round, rewrites, seconds, before, self.counted))
         return rewrites
 
     def snapshot(self) -> fx.Graph | None:
