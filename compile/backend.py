@@ -12,6 +12,7 @@ from torch import fx
 
 from dtensor._torch import aot_backend, boxed, inductor_compile, min_cut_partition
 from dtensor.hooks import PARTITIONER, chained, others_partitioner
+from dtensor.strictness import strict
 from dtensor.tensor import DTensor, with_tangent_border
 
 from .inductor import STAGES, Partition
@@ -36,10 +37,21 @@ def backend(
 
     Raises:
         ValueError, TypeError: unknown or wrong options.
+        StrictTraceError: with the option `strict`, an operator would communicate on its own account.
+        PassError: see the option `verify`.
     """
     chosen = Options.of(options)
     if mode is not None:
         raise ValueError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
+    if not chosen.strict:
+        return _compiled(gm, example_inputs, chosen)
+    if chosen.inner == "eager":
+        return strict()(gm.forward)
+    with strict():  # joint graph and all are traced in here
+        return _compiled(gm, example_inputs, chosen)
+
+
+def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
     if chosen.inner == "eager":
         return gm.forward
     if chosen.inner == "inductor":

@@ -8,30 +8,37 @@ from torch import fx
 
 import dtensor
 from dtensor import registration, strictness
-from dtensor._torch import CustomGraphPass, CustomPartitionerFn, get_hash_for_files, min_cut_partition, process_groups
+from dtensor._torch import (
+    CustomInferenceAwareGraphPass,
+    CustomPartitionerFn,
+    get_hash_for_files,
+    min_cut_partition,
+    process_groups,
+)
 
 from .options import Options
 from .pipeline import choose_saved, mesh_groups, optimise, simplify_joint
 
 
-class JointPasses(CustomGraphPass):
+class JointPasses(CustomInferenceAwareGraphPass):
     """The simplifying passes on the joint graph, with given options."""
 
     def __init__(self, options: Options):
         self.options = options
 
-    def __call__(self, graph: fx.Graph) -> None:
+    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         simplify_joint(graph, self.options)
 
     def uuid(self) -> Any:
-        return trace_key(), repr(self.options)
+        """None, so that nothing is taken from a cache, where the options ask for it."""
+        return (trace_key(), repr(self.options)) if self.options.cacheable else None
 
 
 class Passes(JointPasses):
     """The whole pipeline on a forward, backward or inference graph, with given options."""
 
-    def __call__(self, graph: fx.Graph) -> None:
-        optimise(graph, self.options)
+    def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
+        optimise(graph, self.options, inference=is_inference)
 
 
 class Partition(CustomPartitionerFn):
@@ -61,7 +68,7 @@ def trace_key() -> Any:
     rank has.
     """
     meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
-    return source_hash(), registration.fingerprint(), strictness.active(), process_groups(), meshes
+    return source_hash(), registration.fingerprint(), strictness.fingerprint(), process_groups(), meshes
 
 
 @cache

@@ -7,6 +7,7 @@ Simplifying the joint graph comes first: what is saved for the backward is then 
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 from torch import fx
 
@@ -18,8 +19,10 @@ from dtensor.mesh import MeshFacts, known_meshes
 from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, MeshGroups, Raise, Regather, Schedule
 
 from .agreement import seal
+from .dump import observer
 from .options import Options
 from .pin import pin
+from .replay import simulation
 from .statistics import record
 
 # One value for forward and backward would undo what activation checkpointing recomputes.
@@ -30,7 +33,7 @@ def simplify_joint(graph: fx.Graph, options: Options) -> None:
     """Run the simplifying passes on the joint graph of forward and backward, in place.
 
     Raises:
-        PassError: a pass left an invalid graph.
+        PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
     """
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
@@ -53,7 +56,7 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
     """Run all passes on a forward, backward or inference graph, in place.
 
     Raises:
-        PassError: a pass left an invalid graph.
+        PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
     """
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
@@ -66,24 +69,27 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
 
 def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
     traced = passes.collectives(graph)
+    simulate = simulation(graph, where) if options.verify else None
+    observe = observer(options.dump, where) if options.dump else None
+    run = partial(passes.run, passes=chosen, meshes=mesh_groups(), simulate=simulate, observe=observe)
     try:
-        done = passes.run(graph, passes=chosen, verify=options.verify, meshes=mesh_groups())
+        done = run(graph)
     except InvalidInputError as error:
         # Not our doing, and no reason to refuse the user's model: what the passes do to it goes unchecked, and is said.
         warnings.warn(
             f"the {where} graph does not verify as it came, so the passes run unchecked: {error}", stacklevel=2
         )
-        done = passes.run(graph, passes=chosen, verify=False, meshes=mesh_groups())
+        done = run(graph, verify=False)
     record(where, traced, graph, done)
 
 
 def mesh_groups() -> tuple[MeshGroups, ...]:
-    """What is known of the meshes that tensors live on, of those with several groups: others tell the passes nothing.
+    """What is known of the meshes that tensors live on.
 
     Facts outlive process groups, whose names are given again: a mesh of groups that were destroyed is left out.
     """
     with disable_current_modes():
-        facts = [f for f in known_meshes() if len(f.groups) > 1 and _is_alive(f)]
+        facts = [f for f in known_meshes() if f.groups and _is_alive(f)]
     return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network) for f in facts]))
 
 

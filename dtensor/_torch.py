@@ -36,7 +36,7 @@ from torch._decomp import decomposition_table as decompositions
 from torch._dynamo import register_backend
 from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch._library.custom_ops import CustomOpDef
 from torch._library.fake_class_registry import FakeScriptObject
@@ -219,6 +219,11 @@ def resolve_process_group(name: str) -> ProcessGroup:
     return _resolve_process_group(GroupName(name))
 
 
+def current_trace() -> object | None:
+    """What torch.compile works on in this thread: one object for all graphs of one trace; None outside."""
+    return TracingContext.try_get()
+
+
 def is_being_compiled() -> bool:
     """Whether torch.compile works on this thread: Dynamo's look at shapes, or a trace of AOTAutograd."""
     return TracingContext.try_get() is not None
@@ -369,7 +374,7 @@ def dynamo_counters() -> dict:
 
 __all__ = [
     "OWN_KEYSET",
-    "CustomGraphPass",
+    "CustomInferenceAwareGraphPass",
     "CustomPartitionerFn",
     "FakeTensor",
     "FakeTensorMode",
@@ -383,6 +388,7 @@ __all__ = [
     "c10d",
     "check_version",
     "current_device_mesh",
+    "current_trace",
     "decompositions",
     "default_group_timeout",
     "default_store",

@@ -15,7 +15,6 @@ Sizes that are symbols match any size.
 
 import hashlib
 import json
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ import torch.distributed as dist
 
 from ._torch import default_group_timeout, default_store
 from .collectives import group_ranks, library
+from .environment import switched
 from .errors import AgreementError
 
 ENTRY = tuple[str, str]
@@ -34,9 +34,6 @@ ENTRY = tuple[str, str]
 
 WORD = r"\w+|\?"
 """What a comparison compares of an entry, one by one."""
-
-SWITCH = "DTENSOR_AGREEMENT"
-"""The environment variable that, set to 0, has graphs run unchecked."""
 
 PAUSES = (0.001, 0.05)
 """Seconds between two looks at the store: the first, and the longest."""
@@ -82,12 +79,14 @@ def agree(token: torch.Tensor, text: str) -> torch.Tensor:
     Takes and gives a tensor of one element: that the operator says it writes to the one keeps it in the compiled code,
     and what must run later can be made to depend on the other.
 
+    Does nothing where the environment has DTENSOR_AGREEMENT=0.
+
     Raises:
         AgreementError: another rank runs something else, or does not come within the default group's time-out.
     """
     global _state
     done, store = torch.empty(1), default_store()
-    if store is None or os.environ.get(SWITCH) == "0":
+    if store is None or not switched("agreement", True):
         return done
     if store is not _state.store:
         _state = _State(store)
@@ -192,4 +191,4 @@ library.define("agree(Tensor(a!) token, str text) -> Tensor")
 library.impl("agree", agree, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::agree", lambda token, text: torch.empty(1), lib=library)
 
-__all__ = ["SWITCH", "agree", "alike", "difference", "dumps"]
+__all__ = ["agree", "alike", "difference", "dumps"]

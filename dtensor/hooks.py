@@ -1,16 +1,22 @@
 """What `import dtensor` leaves in torch.compile: the backend's name, and the passes in their places in Inductor.
 
-Both only forward to `dtensor.compile`, which is imported when something is compiled. `DTENSOR_PASSES=0` in the
-environment, or `dtensor.hooks.uninstall()`, switches the passes of plain `torch.compile` off.
+Both only forward to `dtensor.compile`, which is imported when something is compiled. The options of plain
+`torch.compile` come from the environment (`dtensor.environment`); `DTENSOR_PASSES=0` there, or
+`dtensor.hooks.uninstall()`, switches its passes off.
 """
 
 import importlib
-import os
 from typing import Any
 
-from ._torch import CustomGraphPass, CustomPartitionerFn, inductor_config, register_backend
+from . import environment
+from ._torch import (
+    CustomInferenceAwareGraphPass,
+    CustomPartitionerFn,
+    inductor_config,
+    min_cut_partition,
+    register_backend,
+)
 
-ENVIRONMENT = "DTENSOR_PASSES"
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
 """The lists of Inductor's that the passes of plain `torch.compile` are in."""
 
@@ -19,19 +25,27 @@ PARTITIONER = "custom_partitioner_fn"
 """Inductor's name for the partitioner, of which there is one."""
 
 
-class PlainPasses(CustomGraphPass):
-    """The passes of one stage with default options; leaves alone others' collectives and graphs without ours."""
+class PlainPasses(CustomInferenceAwareGraphPass):
+    """The passes of one stage with the environment's options; leaves alone graphs without our operators.
+
+    Raises:
+        ValueError: an environment variable holds what its option cannot be.
+    """
 
     def __init__(self, stage: str):
         self.stage = stage
 
-    def __call__(self, graph: Any) -> None:
-        if _has_ours(graph):
+    def __call__(self, graph: Any, is_inference: bool = False) -> None:
+        if _has_ours(graph) and not environment.passes_are_off():
             compile_ = importlib.import_module("dtensor.compile")
-            compile_.STAGES[self.stage](compile_.Options(disable=("raise",)))(graph)
+            run = compile_.STAGES[self.stage](compile_.Options.of_environment())
+            run(graph, is_inference)
 
     def uuid(self) -> Any:
-        return self.stage, importlib.import_module("dtensor.compile").trace_key()
+        """None, so that nothing is taken from a cache, where graphs are to be written down or replayed."""
+        if environment.text("dump") or environment.text("verify") == "1":
+            return None
+        return self.stage, environment.fingerprint(), importlib.import_module("dtensor.compile").trace_key()
 
 
 class PlainPartition(CustomPartitionerFn):
@@ -41,12 +55,14 @@ class PlainPartition(CustomPartitionerFn):
         self.then = then
 
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+        if not _has_ours(gm.graph) or environment.passes_are_off():
+            return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
         compile_ = importlib.import_module("dtensor.compile")
-        disable = ("raise",) if _has_ours(gm.graph) else ("raise", "regather")
-        return compile_.Partition(compile_.Options(disable=disable), self.then)(gm, joint_inputs, **kwargs)
+        return compile_.Partition(compile_.Options.of_environment(), self.then)(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
-        return importlib.import_module("dtensor.compile").trace_key(), self.then and self.then.uuid()
+        key = importlib.import_module("dtensor.compile").trace_key()
+        return environment.fingerprint(), key, self.then and self.then.uuid()
 
 
 def _has_ours(graph: Any) -> bool:
@@ -68,10 +84,9 @@ def chained(stage: str, ours: Any) -> list[Any]:
 
 def install() -> None:
     """Add the passes to plain `torch.compile`, after whatever passes are there already."""
-    if os.environ.get(ENVIRONMENT) != "0":
-        for stage in STAGES:
-            setattr(inductor_config, stage, chained(stage, PlainPasses(stage)))
-        setattr(inductor_config, PARTITIONER, PlainPartition(others_partitioner()))
+    for stage in STAGES:
+        setattr(inductor_config, stage, chained(stage, PlainPasses(stage)))
+    setattr(inductor_config, PARTITIONER, PlainPartition(others_partitioner()))
 
 
 def uninstall() -> None:
@@ -89,4 +104,4 @@ def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
 register_backend(backend, name="dtensor")
 install()
 
-__all__ = ["ENVIRONMENT", "STAGES", "PlainPasses", "backend", "chained", "install", "uninstall"]
+__all__ = ["STAGES", "PlainPasses", "backend", "chained", "install", "uninstall"]

@@ -130,6 +130,20 @@ def _look_up(mesh: Any) -> MeshFacts:
     return MeshFacts(mesh, tuple(mesh.shape), None if at is None else tuple(at), groups, network)
 
 
+def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Names of this rank's groups over the axes of `mesh` -> the ranks of all groups over these axes.
+
+    Of a sliced mesh, the groups of the mesh that it was sliced from: of all its slices, each rank has its own.
+    """
+    with disable_current_modes():
+        root = root_mesh(mesh)
+        found = {}
+        for whole in {id(m): m for m in (mesh, root)}.values():
+            for axes, name in _look_up(whole).groups.items():
+                found[name] = tuple([tuple(row) for row in _rows(whole.mesh, axes)])
+        return found
+
+
 def _axes_in_root(mesh: Any, root: Any) -> list[int | None]:
     """For each axis of `mesh` the axis of `root` it is; None where it is none, as of a flattened mesh."""
     if mesh is root:
@@ -314,6 +328,7 @@ __all__ = [
     "init_device_mesh",
     "known_meshes",
     "mesh_shape",
+    "partitions",
     "prepare",
     "world_of",
 ]

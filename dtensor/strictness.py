@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from ._torch import is_being_compiled, set_thread_state, thread_state
+from .environment import switched, text
 from .errors import StrictError, StrictReason, StrictTraceError
 from .moves import Move, as_code, moves_of, named_operands, redistribute_call
 from .placements import Replicate
@@ -51,7 +52,7 @@ self.redistribute(placements=[Replicate()]) first
 
 @contextlib.contextmanager
 def _state(value: bool) -> Iterator[None]:
-    before = active()
+    before = thread_state(_KEY, None)
     set_thread_state(_KEY, value)
     try:
         yield
@@ -65,8 +66,14 @@ def suspended() -> contextlib.AbstractContextManager[None]:
 
 
 def active() -> bool:
-    """Whether this thread is inside `strict()`."""
-    return thread_state(_KEY, False)
+    """Whether this thread is inside `strict()`; or compiles, where the environment has DTENSOR_STRICT=1."""
+    state = thread_state(_KEY, None)
+    return state if state is not None else is_being_compiled() and switched("strict", False)
+
+
+def fingerprint() -> tuple[bool | None, str]:
+    """What `active` goes by, for keys of compiled code; checks nothing."""
+    return thread_state(_KEY, None), text("strict")
 
 
 def check(decision: Any, func, args: Sequence, kwargs: dict[str, Any]) -> None:
@@ -145,4 +152,4 @@ def _error(reason: str, fix: str, moves: list[Move]) -> StrictReason:
     return kind(_refusal(reason, fix), reason, frozenset().union(*(m.axes for m in moves)))
 
 
-__all__ = ["active", "check", "check_moves", "strict", "suspended", "within"]
+__all__ = ["active", "check", "check_moves", "fingerprint", "strict", "suspended", "within"]

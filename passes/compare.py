@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor._torch import hint
+from dtensor._torch import disable_current_modes, hint
 from dtensor.errors import PassError
 
 from . import ir
@@ -17,8 +17,9 @@ from .simulate import Groups, Partition, partition, simulate
 def random_inputs(graph: fx.Graph, groups: Groups, world: int, seed: int) -> list[list[Any]]:
     """Arguments for each of `world` ranks, by the values that the placeholders were traced with.
 
-    Floats are normal, integers 0 or 1 (so that they index anything), symbolic sizes take their example value. What
-    reaches a `shard` is the same on the ranks of its group, as its contract demands; all else differs.
+    Floats are normal, integers 0 or 1 (so that they index anything), symbolic sizes take their example value. All are
+    drawn on the CPU, and put where the traced value was. What reaches a `shard` is the same on the ranks of its group,
+    as its contract demands; all else differs.
     """
     alike = replication(graph, groups)
     holders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -73,8 +74,10 @@ def _random(val: Any, generator: torch.Generator) -> Any:
         flat = torch.randn(math.prod(shape), generator=generator, dtype=torch.float64).to(val.dtype)
     else:
         flat = torch.randint(0, 2, (math.prod(shape),), generator=generator).to(val.dtype)
-    x = flat.reshape(shape)
-    return x if math.prod(shape) == 0 or 0 in strides else torch.empty_strided(shape, strides, dtype=x.dtype).copy_(x)
+    x = flat.reshape(shape).to(val.device)
+    if math.prod(shape) == 0 or 0 in strides:
+        return x
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def equivalent(
@@ -140,8 +143,9 @@ class Simulation:
     seed: int = 0
 
     def check(self, before: fx.Graph, after: fx.Graph, exact: bool) -> None:
-        """`equivalent` on these ranks."""
-        equivalent(before, after, self.groups, self.world, exact, self.seed)
+        """`equivalent` on these ranks, whatever is being traced."""
+        with disable_current_modes(), torch.no_grad():
+            equivalent(before, after, self.groups, self.world, exact, self.seed)
 
 
 __all__ = ["Simulation", "equivalent", "random_inputs", "replication"]

@@ -6,7 +6,7 @@ it is written with `insert` or `emit`, which compute `meta["val"]` and take over
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +101,14 @@ def collective(node: object, name: str | None = None) -> Collective | None:
     return Collective(op, **fields)
 
 
+def group(node: fx.Node) -> str | None:
+    """The name of the process group of a collective, or of a functional start operator; None of other nodes."""
+    if node.target in STARTS:
+        return node.args[-1] if isinstance(node.args[-1], str) else None
+    c = collective(node)
+    return c.group if c is not None else None
+
+
 def value(node: fx.Node) -> Any:
     """The traced value of a node: a FakeTensor, a (symbolic) number, a tuple of these, or None if unknown."""
     return node.meta.get("val")
@@ -167,6 +175,32 @@ def propagate(node: fx.Node) -> Any:
     assert callable(node.target), f"{node.format_node()} is no call"
     with inside(fake_mode(node)):
         return node.target(*args, **kwargs)
+
+
+def likeness(x: Any) -> Hashable:
+    """What an argument of a call has to do with the kind of its result: of a tensor all but the data, nodes as their
+    values. Calls of one operator on arguments of equal likeness give results of equal likeness.
+
+    Raises:
+        TypeError: an argument that cannot be hashed.
+    """
+    x = value(x) if isinstance(x, fx.Node) else x
+    if isinstance(x, torch.Tensor):
+        return type(x), x.dtype, x.device, x.layout, likeness(tuple(x.shape)), _strides(x)
+    if isinstance(x, (tuple, list)):
+        return tuple([likeness(item) for item in x])
+    if isinstance(x, dict):
+        return tuple([(key, likeness(item)) for key, item in x.items()])
+    if isinstance(x, slice):
+        return slice, likeness((x.start, x.stop, x.step))
+    if isinstance(x, _SYMBOLIC):
+        return type(x), str(x)
+    hash(x)
+    return type(x), x
+
+
+def _strides(x: torch.Tensor) -> Hashable:
+    return (likeness(x.stride()), likeness(x.storage_offset())) if x.layout is torch.strided else None
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:

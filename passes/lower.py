@@ -1,5 +1,6 @@
 """Lowering: the communicating operators become start/wait pairs of functional collectives and local glue."""
 
+from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
@@ -39,8 +40,9 @@ class Lower:
 
     def __call__(self, graph: fx.Graph) -> int:
         nodes = [node for node in graph.nodes if _communicates(node)]
+        bodies: dict[Hashable, fx.Graph] = {}
         for node in nodes:
-            _inline(node)
+            _inline(node, bodies)
         return len(nodes)
 
 
@@ -49,12 +51,18 @@ def _communicates(node: fx.Node) -> bool:
     return c is not None and c.op in LOWERED
 
 
-def _inline(node: fx.Node) -> None:
+def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
+    """Put the kernel in the place of `node`; `bodies` keeps the kernels that were traced."""
     c, info = ir.collective(node), describe(node)
     assert c is not None
     given = iter([arg for arg in node.args if isinstance(arg, fx.Node)])
     args = tuple([ir.value(arg) if isinstance(arg, fx.Node) else arg for arg in node.args])
-    body, known = lowered(c.op, args), dict[fx.Node, Any]()
+    likeness = c.op, ir.likeness(args)
+    traced_before = bodies.get(likeness)
+    # A kernel on symbolic sizes gives sizes that belong to the symbols it was traced with.
+    body = lowered(c.op, args) if traced_before is None or not _is_static(args) else traced_before
+    bodies[likeness] = body
+    known: dict[fx.Node, Any] = {}
     origin = ir.provenance(node)
     for step in body.nodes:
         if step.op == "placeholder":
@@ -64,10 +72,18 @@ def _inline(node: fx.Node) -> None:
         else:
             with node.graph.inserting_before(node):
                 new = node.graph.node_copy(step, known.__getitem__)
+            # Two calls do not share a value: others tell by it what shares memory.
             new.meta = {**origin, "val": ir.value(step)}
+            if body is traced_before:
+                new.meta["val"] = ir.propagate(new)
             if new.target in ir.STARTS:
                 new.meta |= {ir.RECORD: info, ir.ORIGIN: (c.op, args)}
             known[step] = new
+
+
+def _is_static(args: tuple) -> bool:
+    sizes = [n for x in args if isinstance(x, torch.Tensor) for n in x.shape]
+    return not any(isinstance(n, torch.SymInt) for n in (*args, *sizes))
 
 
 def lowered(op: str, args: tuple) -> fx.Graph:

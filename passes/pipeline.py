@@ -165,7 +165,8 @@ def run(
     in the order given. `meshes` is what the passes may know of how groups are made of each other, the same meshes on
     all ranks.
     `simulate` runs the graph before and after each pass on simulated ranks and compares. `observe` is called with a
-    running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it.
+    running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it,
+    before the graph is checked.
 
     Raises:
         ValueError: an unknown pass name.
@@ -193,18 +194,19 @@ class _Runner:
     def __init__(self, graph: fx.Graph, verify: bool, simulate: Simulation | None, observe: Observer | None):
         self.graph, self.verify, self.simulate, self.observe = graph, verify, simulate, observe
         self.records: list[PassRecord] = []
-        self.seen: Seen = {}
+        self.seen = Seen()
         self.stage = 0
         try:
             self.check("input")
         except PassError as error:
             raise InvalidInputError(str(error)) from error
+        self.counted = count(graph)
 
     def check(self, name: str) -> None:
-        if self.verify:
-            verify_graph(self.graph, name, self.seen)
         if self.observe is not None:
             self.observe(self.stage, name, self.graph)
+        if self.verify:
+            verify_graph(self.graph, name, self.seen)
         self.stage += 1
 
     def to_fixpoint(self, passes: Sequence[Pass]) -> None:
@@ -217,7 +219,7 @@ class _Runner:
         )
 
     def apply(self, p: Pass, round: int) -> int:
-        before, original = count(self.graph), self.snapshot()
+        before, original = self.counted, self.snapshot()
         start = time.perf_counter()
         rewrites = p(self.graph)
         seconds = time.perf_counter() - start
@@ -225,8 +227,8 @@ class _Runner:
             self.check(p.name)
             if self.simulate is not None and original is not None:
                 self.compare(p, original, self.simulate)
-        after = count(self.graph) if rewrites else before
-        self.records.append(PassRecord(p.name, p.exactness, round, rewrites, seconds, before, after))
+            self.counted = count(self.graph)
+        self.records.append(PassRecord(p.name, p.exactness, round, rewrites, seconds, before, self.counted))
         return rewrites
 
     def snapshot(self) -> fx.Graph | None:

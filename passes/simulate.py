@@ -80,12 +80,19 @@ def _step(graph: fx.Graph, node: fx.Node, envs: list[dict], groups: Groups, draw
         raise PassError(f"simulated {node.format_node()}: {type(error).__name__}: {error}") from error
 
 
+_SEED_ARGUMENT = {"prims.inductor_random.default": 1, "prims.inductor_randint.default": 3}
+"""Operators that are said to draw by the seed they are given, though run by themselves they do not -> its place."""
+
+
 def _alone(node: fx.Node, args: tuple, kwargs: dict, seed: int) -> Any:
     """One rank's run of a local operator. The k-th random draw of a graph is the same before and after a pass."""
     assert callable(node.target), f"cannot run a node of kind {node.op}"
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    given = _SEED_ARGUMENT.get(str(node.target))
+    if given is not None:
+        seed = int(args[given])
+    elif torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return node.target(*args, **kwargs)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)):
         torch.manual_seed(seed)
         return node.target(*args, **kwargs)
 

@@ -87,7 +87,7 @@ class _Printer:
 
     def arg(self, arg: Any) -> str:
         if isinstance(arg, fx.Node):
-            return self.names[arg]
+            return self.names.get(arg, f"%{arg.name}?")  # not in the graph: what is printed may be invalid
         if isinstance(arg, str):
             return self.labels.get(arg) or repr(arg)
         if isinstance(arg, (tuple, list)):

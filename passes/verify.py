@@ -3,7 +3,8 @@
 Takes a graph and the name of the pass that made it; raises PassError with the pass, the node and what is wrong.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +19,20 @@ from . import ir
 from .text import kind
 
 Problem = tuple[fx.Node | None, str]
-Seen = dict[fx.Node, tuple]
-"""What each node was when its value was last recomputed: verification after one more pass skips unchanged nodes."""
+
+
+@dataclass
+class Seen:
+    """What need not be recomputed in the verification after one more pass.
+
+    Attributes:
+        nodes: what each node was when its value was last found right.
+        calls: operators, what they were called on and what they gave, up to the data: layers of a model are alike.
+    """
+
+    nodes: dict[fx.Node, tuple] = field(default_factory=dict)
+    calls: set[Hashable] = field(default_factory=set)
+
 
 _UNKNOWN_OUTPUT = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _C10D_REDUCE_OPS = ir.REDUCE_OPS | {"band", "bor", "bxor"}
@@ -33,7 +46,7 @@ def verify(graph: fx.Graph | fx.GraphModule, pass_name: str, seen: Seen | None =
         PassError: the first problem found.
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
-    seen = {} if seen is None else seen
+    seen = Seen() if seen is None else seen
     for check in CHECKS:
         for node, what in check(graph, seen):
             where = "" if node is None else f"{node.format_node() or node.name}: "
@@ -79,7 +92,11 @@ def _values_right(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
             ir.value(node),
             [ir.value(x) for x in node.all_input_nodes],
         )
-        if _unchanged(seen.get(node), state):
+        if _unchanged(seen.nodes.get(node), state):
+            continue
+        call = _call(node)
+        if call in seen.calls:
+            seen.nodes[node] = state
             continue
         try:
             found = ir.propagate(node)
@@ -88,7 +105,18 @@ def _values_right(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
             continue
         if not _agree(found, ir.value(node)):
             yield node, f"meta['val'] says {kind(ir.value(node))}, its arguments give {kind(found)}"
-        seen[node] = state
+            continue
+        seen.nodes[node] = state
+        if call is not None:
+            seen.calls.add(call)
+
+
+def _call(node: fx.Node) -> Hashable:
+    """The call and the kind of its result; None if it cannot be told from others."""
+    try:
+        return node.target, ir.likeness(node.args), ir.likeness(node.kwargs), ir.likeness(node)
+    except TypeError:
+        return None
 
 
 def _can_propagate(node: fx.Node) -> bool:
@@ -132,7 +160,7 @@ def _unbacked(size: Any) -> bool:
 def _groups_exist(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     known: set[str] = set()
     for node in graph.nodes:
-        group = _group(node)
+        group = ir.group(node)
         if group is None or group in known:
             continue
         try:
@@ -140,13 +168,6 @@ def _groups_exist(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             yield node, f"there is no process group {group!r}: {error}"
         known.add(group)
-
-
-def _group(node: fx.Node) -> Any:
-    if node.target in ir.STARTS:
-        return node.args[-1] if isinstance(node.args[-1], str) else None
-    c = ir.collective(node)
-    return c.group if c is not None else None
 
 
 def _reductions_known(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:

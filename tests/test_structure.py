@@ -12,7 +12,7 @@ FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dt
 LINKS = ("compile", "passes")
 
 LAYERS = [
-    ["errors", "_torch", "caches", "fallback"],
+    ["errors", "_torch", "caches", "environment", "fallback"],
     ["placements", "cost", "links", "collectives", "hooks", "invariance"],
     ["layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan"],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.agreement import SWITCH, alike, difference
+from dtensor.agreement import alike, difference
 from dtensor.testing import run_ranks, with_ranks
 
 
@@ -132,7 +132,7 @@ def test_switched_off(rank):
 
 
 def test_the_environment_variable(monkeypatch, fake_mesh):
-    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setenv("DTENSOR_AGREEMENT", "0")
     assert torch.ops.dtensor.agree(torch.empty(1), "not looked at").shape == (1,)
 
 

@@ -1,8 +1,13 @@
-"""Random SPMD programs: every pass, and the whole pipeline, must compute what the program did."""
+"""Random SPMD programs: every pass, and the whole pipeline, must compute what the program did.
+
+`FUZZ_GRAPHS=10000 pytest -m nightly tests/passes/test_fuzz.py` runs the pipeline on that many (the default), in parts.
+"""
+
+import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from dtensor._torch import c10d
@@ -241,10 +246,33 @@ def test_lowered_graphs(bench, program, ahead, share):
         bench.apply(p, gm)
 
 
-@QUIET
-@given(program=programs)
-def test_pipeline(bench, program):
+def check_pipeline(bench, program):
     gm = build(bench, program)
     run(gm, simulate=bench.simulation, meshes=bench.meshes, disable=["lower"])
     assert sum(r.rewrites for r in run(gm, meshes=bench.meshes, disable=["lower"])) == 0
-    run(gm, simulate=bench.simulation, passes=["lower"])
+    run(gm, simulate=bench.simulation, meshes=bench.meshes, passes=["lower", "bucket", "schedule"])
+
+
+@QUIET
+@given(program=programs)
+def test_pipeline(bench, program):
+    check_pipeline(bench, program)
+
+
+PARTS = 10
+GRAPHS = int(os.environ.get("FUZZ_GRAPHS", "10000"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_pipeline_on_many(bench, part):
+    """Each part draws its own programs, the same ones every time."""
+
+    @seed(part)
+    @settings(QUIET, max_examples=GRAPHS // PARTS, derandomize=False, database=None)
+    @given(program=programs)
+    def check(program):
+        check_pipeline(bench, program)
+
+    check()

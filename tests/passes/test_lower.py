@@ -6,7 +6,8 @@ from expecttest import assert_expected_inline
 
 from dtensor._torch import c10d
 from dtensor.collectives import ops
-from dtensor.passes import CollectiveInfo, Lower, collectives, ir, simulate, wire_bytes
+from dtensor.passes import CollectiveInfo, Lower, collectives, ir, lower, simulate, wire_bytes
+from dtensor.passes.lower import lowered
 
 EVEN = {
     "all_gather 0": (lambda x, g: ops.all_gather(x, 0, 16, g), (4, 8)),
@@ -134,3 +135,20 @@ def test_symbolic_batch_is_not_specialised(bench):
     want = simulate(before, inputs, bench.simulation.groups)
     got = simulate(gm, inputs, bench.simulation.groups)
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_collectives_that_are_alike_are_traced_once(bench, monkeypatch):
+    """Each has values of its own all the same, of which only those share memory that did; symbols are traced anew."""
+
+    def f(x, y):
+        return [ops.all_gather(v, 1, v.shape[1] * 2, bench.tp) for v in (x, x * 2, y)]
+
+    for symbolic, expected in ((False, 2), (True, 3)):
+        count = []
+        monkeypatch.setattr(lower, "lowered", lambda *args: count.append(args) or lowered(*args))  # noqa: B023
+        gm = bench.trace(f, (4, 6), (4, 8), symbolic=symbolic)
+        assert bench.apply(Lower(), gm) == 3
+        assert len(count) == expected
+        values = [n.meta["val"] for n in gm.graph.nodes if n.target is torch.ops.aten.cat.default]
+        assert len(values) == 3
+        assert len({v.untyped_storage()._cdata for v in values}) == 3

@@ -7,6 +7,7 @@ from dtensor._torch import c10d
 from dtensor.collectives import ops
 from dtensor.errors import PassError
 from dtensor.passes import ir, verify
+from dtensor.passes.verify import Seen
 
 
 def find(gm, name):
@@ -124,7 +125,7 @@ def test_planted_fault(bench, fault):
 
 
 def test_unchanged_nodes_are_not_run_again(bench, monkeypatch):
-    gm, seen = program(bench), {}
+    gm, seen = program(bench), Seen()
     verify(gm, "tracing", seen)
     ran = []
     propagate = ir.propagate
@@ -134,6 +135,23 @@ def test_unchanged_nodes_are_not_run_again(bench, monkeypatch):
     find(gm, "relu").target = torch.ops.aten.sigmoid.default
     verify(gm, "one", seen)
     assert ran == ["relu"]
+
+
+def test_calls_that_are_alike_are_run_once(bench, monkeypatch):
+    """Alike in all that tells the kind of the result: 1 is not 1.0, and a transposed operand is another."""
+    ran = []
+    propagate = ir.propagate
+    monkeypatch.setattr(ir, "propagate", lambda node: ran.append(node.name) or propagate(node))
+
+    def f(x, i):
+        return x + 1, x * 1, x + 1, i.t() + 1, i + 1, i.t() + 1, i + 1.0, i + 1
+
+    gm = bench.trace(f, (3, 4), torch.zeros(4, 4, dtype=torch.int64))
+    verify(gm, "tracing")
+    assert ran == ["add", "mul", "t", "add_2", "add_3", "add_5"]
+    find(gm, "add_6").meta["val"] = find(gm, "add_6").meta["val"].double()
+    with pytest.raises(PassError, match=r"%add_6.*meta\['val'\] says f64\[4,4\], its arguments give i64\[4,4\]"):
+        verify(gm, "planted")
 
 
 def test_symbolic_sizes_get_no_guards(bench):
