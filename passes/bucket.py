@@ -71,7 +71,6 @@ class _Start:
     """A start that may share: `size` is what `cost.wire_bytes` calls it, `fixed` the seconds whatever the size."""
 
     node: fx.Node
-    x: fx.Node
     wait: fx.Node
     op: str
     key: tuple
@@ -79,6 +78,11 @@ class _Start:
     fixed: float
     per_byte: float
     copy: float
+
+    @property
+    def x(self) -> fx.Node:
+        """What is sent; asked of the node, for it may be what another bucket brings."""
+        return self.node.all_input_nodes[0]
 
 
 def _read(node: fx.Node) -> _Start | None:
@@ -98,7 +102,7 @@ def _read(node: fx.Node) -> _Start | None:
     fixed = groups.seconds(op, 0, group)
     per_byte = groups.seconds(op, 1, group) - fixed
     copied = groups.seconds("shard", size, group) - groups.seconds("shard", 0, group)
-    return _Start(node, x, wait, op, (node.target, val.dtype, *node.args[1:]), size, fixed, per_byte, 2 * copied)
+    return _Start(node, wait, op, (node.target, val.dtype, *node.args[1:]), size, fixed, per_byte, 2 * copied)
 
 
 class _Windows:

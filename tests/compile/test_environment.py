@@ -30,7 +30,9 @@ def collectives(x):
 
 
 def test_there_is_a_variable_for_each_option():
-    assert [*environment.VARIABLES, "inner"] == ["passes", "disable", "strict", "dump", "verify", "agreement", "inner"]
+    assert [*environment.VARIABLES, "inner"] == [
+        *("passes", "disable", "strict", "dump", "verify", "memory_budget", "agreement", "inner")
+    ]
     assert {*environment.VARIABLES, "inner"} == {f.name for f in fields(Options)}
     assert all(variable in str(environment.__doc__) for variable in environment.VARIABLES.values())
 
@@ -42,6 +44,7 @@ def test_there_is_a_variable_for_each_option():
         ({"DTENSOR_PASSES": "1", "DTENSOR_DUMP": "", "DTENSOR_VERIFY": " "}, {"disable": ("raise",)}),
         ({"DTENSOR_DISABLE": "sink, scale,"}, {"disable": ("raise", "sink", "scale")}),
         ({"DTENSOR_PASSES": "raise,lower"}, {"passes": ("raise", "lower")}),
+        ({"DTENSOR_MEMORY_BUDGET": "4096"}, {"disable": ("raise",), "memory_budget": 4096}),
         ({"DTENSOR_PASSES": "lower", "DTENSOR_DISABLE": "lower"}, {"passes": ("lower",), "disable": ("lower",)}),
         (
             {"DTENSOR_VERIFY": "1", "DTENSOR_STRICT": "1", "DTENSOR_AGREEMENT": "0", "DTENSOR_DUMP": "/tmp"},
@@ -65,6 +68,10 @@ BAD = {
         r"unknown pass 'snk' in the environment variable DTENSOR_DISABLE; did you mean 'sink'\?",
     ),
     "DTENSOR_PASSES": ("no", "unknown pass 'no' in the environment variable DTENSOR_PASSES"),
+    "DTENSOR_MEMORY_BUDGET": (
+        "1GB",
+        "the environment variable DTENSOR_MEMORY_BUDGET is '1GB'; write a number of bytes",
+    ),
     "DTENSOR_DUMP": (__file__, "the environment variable DTENSOR_DUMP is the path of a folder, but .* is a file"),
 }
 

@@ -263,7 +263,7 @@ def not_replayed(graph, message):
         assert replay.simulation(graph, "forward") is None
     with pytest.warns(UserWarning, match=message), statistics() as s:
         pipeline.optimise(graph, Options(verify=True))
-    assert s.records[0].passes[-1].name == "lower"
+    assert s.records[0].passes[-1].name == "schedule"
 
 
 def test_groups_of_a_mesh_of_two_axes(fake_mesh):
