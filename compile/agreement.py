@@ -46,9 +46,11 @@ def entry(node: fx.Node) -> str:
     assert op in COMMUNICATING, f"{node.format_node()} does not communicate"
     reduce_op = node.args[1] if op in ("all_reduce", "reduce_scatter") else None
     sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    # Of what travels together every part counts, in its place: the sum of their sizes would hide another order.
+    parts = node.meta.get(ir.PARTS) or [ir.value(x) for x in sent if isinstance(x, fx.Node)]
     # Others' exchange as many rows as they say, which may be more on one rank than on the next.
     rows_differ = node.target is ir.c10d.all_to_all_single.default and ir.RECORD not in node.meta
-    given = ", ".join([_kind(ir.value(x), rows_differ) for x in sent if isinstance(x, fx.Node)])
+    given = ", ".join([_kind(part, rows_differ) for part in parts])
     how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"
     return f"{how} of {given}"
 

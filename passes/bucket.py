@@ -184,6 +184,7 @@ def _write(bucket: list[_Start]) -> None:
     buffer = join(here, [s.x for s in bucket], n, first)
     start = ir.insert(here, first.target, (buffer, *first.args[1:]), like=first)
     start.meta[ir.RECORD] = _record(bucket)
+    start.meta[ir.PARTS] = [ir.value(s.x) for s in bucket]
     wait = ir.insert(here, ir.WAIT, (start,), like=bucket[0].wait)
     pieces = part(here, wait, n, lengths, first)
     for k, s in enumerate(bucket):

@@ -58,8 +58,13 @@ RECORD = "dtensor_collective"
 ORIGIN = "dtensor_lowered"
 """The key in a start's `meta` under which `lower` leaves the operator it lowered and the values of its arguments."""
 
+PARTS = "dtensor_parts"
+"""The key in a start's `meta` under which `bucket` leaves the values of what travels together."""
+
 # The value of a node, and what is true of it alone: everything else in `meta` tells where the node came from.
-_OWN_META = frozenset(("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value", RECORD, ORIGIN))
+_OWN_META = frozenset(
+    ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value", RECORD, ORIGIN, PARTS)
+)
 
 # Share memory with their argument though the schema does not say so.
 _HIDDEN_ALIASES = frozenset((aten._unsafe_view.default, WAIT, operator.getitem))
