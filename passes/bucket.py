@@ -40,7 +40,8 @@ class Bucket:
         %getitem: f32[8] = getitem(%split_with_sizes, 0)
         %getitem_1: f32[4] = getitem(%split_with_sizes, 1)
 
-    A collective goes into a bucket if copying it in and out takes less than starting it, and if the bucket still has
+    Only what `lower` made takes part; what others started and `raise` left stays as it is. A collective goes into a
+    bucket if copying it in and out takes less than starting it, and if the bucket still has
     room: what is large already uses the link well, and waits for nothing better on its own (`ROOM`). Its work must not
     be needed before all of the bucket can start: overlap is not given up for fewer starts. The rank's place in the
     buffer is found when the graph runs; sizes are those that all ranks of the group send, so that these decide alike.
@@ -86,7 +87,7 @@ class _Start:
 
 
 def _read(node: fx.Node) -> _Start | None:
-    if node.target not in MEMBERS or not isinstance(node.args[-1], str) or node.kwargs:
+    if node.target not in MEMBERS or ir.RECORD not in node.meta:
         return None
     x, wait = node.args[0], ir.only_user(node)
     if not isinstance(x, fx.Node) or wait is None or wait.target is not ir.WAIT:
