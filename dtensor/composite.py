@@ -2,8 +2,9 @@
 
 DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
 makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
-how its table is sharded, which the derivative formula does not pass on; RMS norm works in place on a mean that may be
-partial; and a few make constants on the way, which a region lets pass.
+how its table is sharded, which the derivative formula does not pass on; so do the gradients of a norm's weight and
+bias; RMS norm works in place on a mean that may be partial; and a few make constants on the way, which a region lets
+pass.
 """
 
 import functools
@@ -181,12 +182,41 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
         return _Embedding.apply(weight, indices, padding_idx, scale_grad_by_freq)
 
 
+def _homing(x):
+    """`x` with its gradient in the layout of `x`, not partial."""
+    if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
+        return x
+    return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient goes back to where it came from
+
+
+def _norm(operator, weight: int):
+    """A norm whose weight, the argument at `weight`, and bias, the next one, get gradients in their own layout.
+
+    They have as many numbers as there are features, and left partial would be summed over the ranks whenever an
+    optimizer reads them.
+    """
+
+    def kernel(*args, **kwargs):
+        places = (weight, weight + 1)
+        args = [_homing(a) if i in places else a for i, a in enumerate(args)]
+        kwargs = {name: _homing(a) if name in ("weight", "bias") else a for name, a in kwargs.items()}
+        with without_own_key():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+for _name, _place in {"layer_norm": 2, "group_norm": 2, "instance_norm": 1}.items():
+    intercept(_name, _norm(getattr(aten, _name), _place))
+
+
 def rms_norm(x, normalized_shape, weight=None, eps=None):
     """RMS norm; where a normalised dimension is sharded by operators that reduce it over the ranks.
 
     torch's own takes itself apart with an in-place operator on the mean, which a mean that is partial does not allow.
     """
     ndim = len(normalized_shape)
+    weight = _homing(weight)
     layout = x._spec.layout if isinstance(x, DTensor) else None
     if layout is None or not (layout.partial or any(layout.dims[len(layout.dims) - ndim :])):
         with without_own_key():

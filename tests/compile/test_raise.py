@@ -8,6 +8,9 @@ import torch
 import torch.distributed.tensor as peer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed._tensor import common_dtensor as reference
 
 from dtensor._torch import aot_backend, boxed, min_cut_partition
 from dtensor._torch import functional_collectives as funcol
@@ -73,6 +76,39 @@ def test_a_model_of_torch_dtensor_trains(rank):
         close(found, expected)
         assert traced(s, "joint")["all_reduce"] == 2
         assert ops(s.forward) == {"all_reduce": 1}
+
+
+@with_ranks(2, timeout=200)
+def test_torchs_transformer_gets_the_counts_of_ours(rank):
+    """As `test_number_of_collectives` in test_training, but for norms' gradients: torch leaves them partial."""
+    mesh = init_device_mesh("cpu", (2,))
+    tokens = torch.arange(16).view(2, 8)
+    for sequence, layers in ((False, 1), (False, 2), (True, 1), (True, 2)):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        args = reference.ModelArgs(n_layers=layers, dropout_p=0.0, vocab_size=16)
+        model = reference.Transformer.parallelize(reference.Transformer(args), mesh, sequence)
+
+        def train(run, model=model):
+            model.zero_grad()
+            out = run(tokens)
+            (out.full_tensor() if isinstance(out, peer.DTensor) else out).square().sum().backward()
+            grads = [p.grad for p in model.parameters()]
+            return [out.detach(), *(g.full_tensor() if isinstance(g, peer.DTensor) else g for g in grads)]
+
+        with implicit_replication(), sdpa_kernel(SDPBackend.MATH):
+            expected = train(model)
+            with statistics() as s:
+                found = train(compiled(model))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        n = 2 * layers + 1
+        if sequence:
+            wanted = {"all_gather": n + 1, "reduce_scatter": n}, {"all_gather": n, "reduce_scatter": n}
+        else:
+            wanted = {"all_gather": 1, "all_reduce": n}, {"all_reduce": n}
+            assert traced(s, "joint")["all_reduce"] == 6 * layers + 3
+        assert (ops(s.forward), ops(s.backward)) == wanted
 
 
 def twice(x):

@@ -78,9 +78,9 @@ def test_number_of_collectives(rank, backend, layers):
         forward, backward = (Counter(c.op for c in found) for found in (s.forward, s.backward))
         if sequence:
             # At the ends both embeddings are scattered, in one bucket, and gathered again in the backward; the last
-            # norm's output and the logits are gathered.
+            # norm's output and the logits are gathered. One bucket holds the gradients of all norms.
             assert forward == {"all_gather": 2 * layers + 2, "reduce_scatter": 2 * layers + 1}
-            assert backward == {"all_gather": 2 * layers + 1, "reduce_scatter": 2 * layers + 1}
+            assert backward == {"all_gather": 2 * layers + 1, "reduce_scatter": 2 * layers + 1, "all_reduce": 1}
         else:
             assert forward == {"all_reduce": 2 * layers + 1, "all_gather": 1}
             assert backward == {"all_reduce": 2 * layers + 1}
