@@ -31,13 +31,13 @@ from ._torch import (
     is_below_autograd,
     is_in_formula,
     schema,
+    tree_leaves,
 )
 from .errors import MixedTensorError
+from .marks import LOCAL, OPERATOR
 
 MARK = "rank_invariant"
 """Attribute of a storage: the tensor's version when it was recorded; the `_Recorder` where versions are not counted."""
-LOCAL = "dtensor_local"
-"""Key in the meta of a graph node: the node is the local tensor of a computed DTensor."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 NATIVE = ("aten", "prims")
@@ -142,16 +142,23 @@ def _differs_by(func: OpOverload) -> str | None:
     return None if func.namespace in NATIVE else f" computed by {func}"
 
 
-def mark_local(out: Any) -> None:
+def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """While a graph is traced: note in it that the locals of the DTensors `out` are one rank's parts.
 
-    They may be computed from factories and this rank's coordinate, and `to_local` gives them to users.
+    They may be computed from factories and this rank's coordinate, and `to_local` gives them to users. Where the local
+    operator is the one that was called, with the same numbers, that is noted too.
     """
     for x in out if isinstance(out, (tuple, list)) else (out,):
         local = getattr(x, "_local_tensor", None)
         node = graph_node(local) if isinstance(local, (FakeTensor, FunctionalTensor)) else None
         if node is not None:
             node.meta[LOCAL] = True
+            if node.target is func and _numbers(node.args, node.kwargs) == _numbers(args, kwargs):
+                node.meta[OPERATOR] = True
+
+
+def _numbers(args: Any, kwargs: Any) -> list[Any]:
+    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, (int, float, complex))]
 
 
 class _Recorder(TorchDispatchMode):

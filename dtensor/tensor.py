@@ -70,11 +70,12 @@ class DTensor(torch.Tensor):
     @classmethod
     @never_traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        out = dispatch(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        out = dispatch(func, args, kwargs)
         if func.is_view:
-            remember(func, args, kwargs or {}, out)
+            remember(func, args, kwargs, out)
         if type(out) is not DTensor or type(out._local_tensor) is not torch.Tensor:
-            mark_local(out)
+            mark_local(out, func, args, kwargs)
         return out
 
     def __tensor_flatten__(self):

@@ -15,6 +15,7 @@ from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation, equivalent
 from .count import CollectiveInfo, collectives, count, wire_bytes
 from .dead_code import DeadCode
+from .gather_later import GatherLater
 from .gather_shard import GatherShard
 from .groups import MeshGroups
 from .ir import Collective
@@ -48,6 +49,7 @@ __all__ = [
     "CollectiveInfo",
     "CommonSubexpressions",
     "DeadCode",
+    "GatherLater",
     "GatherShard",
     "Lower",
     "MergeGroups",

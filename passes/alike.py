@@ -39,9 +39,9 @@ class Alike:
         %cat: f32[8] = aten.cat([%relu, %relu], 0)
 
     A value is alike if it comes from an all_reduce or all_gather over the group, or over a wider one of the same mesh,
-    by pointwise operators and views on such values only. An input never is, nor what is made with numbers, be it a
-    factor or a place: these may be this rank's. (A max gives x itself, a reduce_scatter a shard of it.) A multiple is
-    not rounded as the sum is, hence `reassociates`.
+    by pointwise operators and views on such values only. An input never is, nor what is made with numbers that may be
+    this rank's: those of an operator on DTensors are not. (A max gives x itself, a reduce_scatter a shard of it.) A
+    multiple is not rounded as the sum is, hence `reassociates`.
     """
 
     name = "alike"
@@ -52,13 +52,14 @@ class Alike:
         rewrites = 0
         for node in list(graph.nodes):
             c = ir.collective(node)
-            if c is not None and c.op in _LOCAL and _alike(c.x, c.group, known):
+            if c is not None and c.op in _LOCAL and is_alike(c.x, c.group, known):
                 rewrites += _LOCAL[c.op](node, c)
         return rewrites
 
 
-def _alike(node: fx.Node, group: str, known: dict[tuple[fx.Node, str], bool]) -> bool:
+def is_alike(node: fx.Node, group: str, known: dict[tuple[fx.Node, str], bool] | None = None) -> bool:
     """Whether the value of `node` is the same on all ranks of `group`; `known` keeps what was found."""
+    known = {} if known is None else known
     todo = [node]
     while todo:
         at = todo[-1]
@@ -81,8 +82,7 @@ def _inputs(node: fx.Node, group: str) -> list[fx.Node] | None:
         return None
     if node.target in VIEWS:
         return node.all_input_nodes[:1]
-    plain = all(isinstance(arg, fx.Node) for arg in node.args) and not node.kwargs
-    return node.all_input_nodes if plain and torch.Tag.pointwise in getattr(node.target, "tags", ()) else None
+    return node.all_input_nodes if ir.is_pointwise(node) and ir.numbers_agree(node) else None
 
 
 def _reduced(node: fx.Node, c: ir.Collective) -> bool:
@@ -123,4 +123,4 @@ def _multiple(node: fx.Node, x: fx.Node, group: str) -> fx.Node:
 _LOCAL = {"all_reduce": _reduced, "reduce_scatter": _scattered, "all_gather": _gathered}
 """Collective -> what makes its result of the value that all ranks hold; whether it could."""
 
-__all__ = ["Alike"]
+__all__ = ["Alike", "is_alike"]

@@ -16,8 +16,9 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from dtensor._torch import FakeTensor, FakeTensorMode, OpOverload, c10d, schema
+from dtensor._torch import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves
 from dtensor.collectives import ops
+from dtensor.marks import OPERATOR
 
 aten = torch.ops.aten
 
@@ -218,6 +219,8 @@ def insert(before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     node.meta = provenance(like)
+    if like.target is not target:
+        node.meta.pop(OPERATOR, None)
     node.meta["val"] = propagate(node)
     return node
 
@@ -343,6 +346,24 @@ def is_local_pure(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is WAIT or node.target in STARTS:
         return False
     return node.target not in _NAMES and is_pure(node)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether `node` computes each element from the elements at its place, and does nothing else."""
+    return is_local_pure(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def numbers_agree(node: fx.Node) -> bool:
+    """Whether the numbers among the arguments of a call are known to be the same on all ranks.
+
+    Those of an operator that was called on DTensors are, as everything that is not a shard. Elsewhere a program may
+    well scale by its rank.
+    """
+    return OPERATOR in node.meta or not any(isinstance(x, (int, float, complex)) for x in _plain(node))
+
+
+def _plain(node: fx.Node) -> list[Any]:
+    return [x for x in tree_leaves((node.args, node.kwargs)) if not isinstance(x, fx.Node)]
 
 
 _PURE_NAMESPACES = frozenset(("aten", "prims", "dtensor", "_c10d_functional"))

@@ -18,6 +18,7 @@ from .common_subexpressions import CommonSubexpressions
 from .compare import Simulation
 from .count import count
 from .dead_code import DeadCode
+from .gather_later import GatherLater
 from .gather_shard import GatherShard
 from .groups import MeshGroups, known
 from .lower import Lower
@@ -77,6 +78,8 @@ SIMPLIFY: tuple[Pass, ...] = (
     # After gather_shard, which a cast between the two would keep from seeing them; before all_reduce, which would leave
     # the cast a reduction, where it stays.
     NarrowMoves(),
+    # Before all_reduce: gathers of reduce_scatters that are combined become one gather, not two all_reduces.
+    GatherLater(),
     # Over other axes a shard moves up to the collective it belongs to, and reductions next to each other.
     ShardFirst(),
     # Brings together what the next passes merge.

@@ -3,13 +3,14 @@
 from torch import fx
 
 from . import ir
-from .sink import KEEP_ORDER, sink_to_sum
+from .alike import is_alike
+from .sink import KEEP_ORDER, Path, sink_to_sum
 from .sum_of_all_reduces import SUMS
 
 aten = ir.aten
 
 SCALES = frozenset((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default))
-"""Linear in their first argument, if the second is a number."""
+"""Linear in each argument that is a factor; a divisor is none."""
 
 
 class Scale:
@@ -30,27 +31,38 @@ class Scale:
         %add: f32[4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 
     Only towards a term of the same sum that reduces alike: `sum_of_all_reduces` then makes one of them. Views on the
-    way are passed as in `sink`. Numbers in a graph are the same on all ranks, as everywhere in the library; what scales
-    by a tensor stays. Rounding comes before the sum, hence `reassociates`.
+    way are passed as in `sink`. Fires only if the scale is the same on all ranks of the group: a number of an operator
+    on DTensors, or a tensor of which `alike` knows it (before a reduce_scatter, one of no dimensions). Rounding comes
+    before the sum, hence `reassociates`.
     """
 
     name = "scale"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
-        return sum([sink_to_sum(node, _passes) for node in list(graph.nodes) if node.target in SUMS])
+        return sum([sink_to_sum(node, _scaled, _agree) for node in list(graph.nodes) if node.target in SUMS])
 
 
-def _passes(node: fx.Node) -> bool:
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """The tensor that `node` scales, or makes a view of."""
     if node.target in KEEP_ORDER:
-        return True
-    plain = not node.kwargs and not any(isinstance(arg, fx.Node) for arg in node.args[1:])
-    return node.target in SCALES and plain and _keeps_dtype(node)
+        return node.all_input_nodes[0]
+    if node.target not in SCALES or node.kwargs or not ir.numbers_agree(node):
+        return None
+    factors = node.args if node.target is aten.mul.Tensor else node.args[:1]
+    found = [x for x in factors if isinstance(x, fx.Node) and ir.same_kind(ir.value(x), ir.value(node))]
+    return found[0] if found and len(node.all_input_nodes) == sum(isinstance(x, fx.Node) for x in node.args) else None
 
 
-def _keeps_dtype(node: fx.Node) -> bool:
-    x = node.args[0]
-    return isinstance(x, fx.Node) and ir.value(x).dtype == ir.value(node).dtype
+def _agree(c: ir.Collective, path: Path) -> bool:
+    """Whether the ranks that reduce scale alike, all by the same."""
+    for node in path:
+        for x in node.all_input_nodes:
+            if x is not _scaled(node) and not (
+                is_alike(x, c.group) and (c.op == "all_reduce" or ir.value(x).dim() == 0)
+            ):
+                return False
+    return True
 
 
 __all__ = ["Scale"]

@@ -58,44 +58,54 @@ class Sink:
         return rewrites
 
 
-def _keeps_order(node: fx.Node) -> bool:
-    return node.target in KEEP_ORDER
+def _keeps_order(node: fx.Node) -> fx.Node | None:
+    return node.all_input_nodes[0] if node.target in KEEP_ORDER else None
 
 
-def _permutes(node: fx.Node) -> bool:
-    return node.target in KEEP_ORDER or node.target in PERMUTE
+def _permutes(node: fx.Node) -> fx.Node | None:
+    return node.all_input_nodes[0] if node.target in KEEP_ORDER or node.target in PERMUTE else None
 
 
 Path = list[fx.Node]
+Passes = Callable[[fx.Node], fx.Node | None]
+"""Of a call the operand whose reduction may pass it, if there is one."""
+Holds = Callable[[ir.Collective, Path], bool]
+"""Whether a reduction may indeed pass the calls on its way."""
 
 
-def _above(node: fx.Node, passes: Callable[[fx.Node], bool]) -> tuple[fx.Node, Path]:
+def _above(node: fx.Node, passes: Passes) -> tuple[fx.Node, Path]:
     """The node from which calls that a reduction `passes`, each with one user, lead to `node`; and these, in order."""
     path = []
-    while passes(node) and ir.only_user(node) is not None and isinstance(node.args[0], fx.Node):
+    while (x := passes(node)) is not None and ir.only_user(node) is not None:
         path.append(node)
-        node = node.args[0]
+        node = x
     return node, path[::-1]
 
 
-def _reduced(node: fx.Node, path: Path) -> ir.Collective | None:
+def _reduced(node: fx.Node, path: Path, holds: Holds) -> ir.Collective | None:
     """The linear reduction `node`, if it can pass what is in `path`: a reduce_scatter's dim is no dim of a view."""
     c = reduction(node)
-    return c if c is not None and (c.op == "all_reduce" or not any(map(_permutes, path))) else None
+    if c is None or (c.op != "all_reduce" and any(_permutes(view) is not None for view in path)):
+        return None
+    return c if holds(c, path) else None
 
 
-def sink_to_sum(node: fx.Node, passes: Callable[[fx.Node], bool]) -> int:
+def _always(c: ir.Collective, path: Path) -> bool:
+    return True
+
+
+def sink_to_sum(node: fx.Node, passes: Passes, holds: Holds = _always) -> int:
     """Let the reductions above the terms of the sum `node` sink to it, by way of calls that they may pass."""
-    rewrites = _sink_terms(list(operands(node) or ()), passes)
-    return rewrites + (_sink_terms([leaf for leaf, _ in leaves(node)], passes) if is_root(node) else 0)
+    rewrites = _sink_terms(list(operands(node) or ()), passes, holds)
+    return rewrites + (_sink_terms([leaf for leaf, _ in leaves(node)], passes, holds) if is_root(node) else 0)
 
 
-def _sink_terms(terms: list[fx.Node], passes: Callable[[fx.Node], bool]) -> int:
+def _sink_terms(terms: list[fx.Node], passes: Passes, holds: Holds) -> int:
     """Sink every reduction above `terms` that finds another of its kind there."""
     found = []
     for term in terms:
         node, path = _above(term, passes)
-        c = _reduced(node, path)
+        c = _reduced(node, path, holds)
         if c is not None and all(node is not other for other, _, _ in found):
             found.append((node, path, c))
     alike = [(n, path, c) for n, path, c in found if sum([mergeable(c, d) for _, _, d in found]) > 1]
@@ -117,11 +127,12 @@ def _sink(node: fx.Node, path: Path, c: ir.Collective) -> int:
     """Move the reduction `node` below `path`, what is made of its result."""
     if not path:
         return 0
-    last, x = path[-1], c.x
+    last, x, old = path[-1], c.x, node
     for view in path:
         if view.target in RESHAPES and not ir.is_contiguous(ir.value(x)):
             x = ir.copy(last, x)
-        x = ir.insert(last, view.target, (x, *view.args[1:]), view.kwargs, like=view)
+        args = tuple([x if arg is old else arg for arg in view.args])
+        x, old = ir.insert(last, view.target, args, view.kwargs, like=view), view
     ir.replace(last, ir.emit(last, replace(c, x=x), like=node))
     for old in (*reversed(path[:-1]), node):
         old.graph.erase_node(old)
@@ -156,4 +167,4 @@ def _all_reduce_above(x: fx.Node) -> ir.Collective | None:
     return c if c is not None and c.op == "all_reduce" else None
 
 
-__all__ = ["KEEP_ORDER", "Sink", "sink_to_sum"]
+__all__ = ["KEEP_ORDER", "PERMUTE", "Path", "Sink", "sink_to_sum"]

@@ -25,8 +25,9 @@ class SumOfAllReduces:
         %add: f32[2,4] = aten.add.Tensor(%a, %b)
         %all_reduce: f32[2,4] = dtensor.all_reduce(%add, 'sum', tp)
 
-    `alpha` stays with the sum. One side may broadcast to the other, so bytes never grow. Deeper sums collapse too:
-    in (x + all_reduce(a)) + all_reduce(b) the residual x stays local. Each reduction must have no other user.
+    `alpha` stays with the sum, if all ranks have the same. One side may broadcast to the other, so bytes never grow.
+    Deeper sums collapse too: in (x + all_reduce(a)) + all_reduce(b) the residual x stays local. Each reduction must
+    have no other user.
     """
 
     name = "sum_of_all_reduces"
@@ -95,7 +96,7 @@ def _is_inner(x: fx.Node, parent: fx.Node) -> bool:
 
 def _merge_operands(node: fx.Node) -> bool:
     pair = operands(node)
-    if pair is None or pair[0] is pair[1]:
+    if pair is None or pair[0] is pair[1] or not ir.numbers_agree(node):
         return False
     a, b = reduction(pair[0]), reduction(pair[1])
     if a is None or b is None or not mergeable(a, b) or not _keeps_bytes(a, b, node):

@@ -12,7 +12,7 @@ FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dt
 LINKS = ("compile", "passes")
 
 LAYERS = [
-    ["errors", "_torch", "caches", "environment", "fallback"],
+    ["errors", "marks", "_torch", "caches", "environment", "fallback"],
     ["placements", "cost", "links", "collectives", "hooks", "invariance"],
     ["layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan"],
@@ -80,7 +80,7 @@ def test_core_imports_downwards_and_never_compile_or_passes(name):
 
 @pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("dtensor.passes")])
 def test_passes_know_the_graph_and_the_collectives(name):
-    allowed = ("dtensor.collectives", "dtensor.cost", "dtensor.errors", "dtensor._torch", "dtensor.passes")
+    allowed = tuple([f"dtensor.{name}" for name in ("collectives", "cost", "errors", "marks", "_torch", "passes")])
     for found in imports(name, MODULES[name]):
         if found.startswith("dtensor."):
             assert found.startswith(allowed), f"{name} imports {found}"

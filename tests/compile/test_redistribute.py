@@ -91,3 +91,26 @@ def test_pending_results_are_inputs_like_others(mesh):
     for _ in range(2):
         y = x.redistribute(placements=[Replicate()] * 2, async_op=True)
         assert f(y).to_local().shape == (8,)
+
+
+@with_ranks(2, timeout=120)
+def test_a_scale_of_ones_own_stays_ones_own(rank):
+    """Numbers on DTensors are the same on all ranks; on what `to_local` gives, a program may well use its rank."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, y = (DTensor.from_local(torch.full((4,), float(v + rank)), mesh, [Partial()]) for v in (1, 5))
+
+    def scaled(x, y):
+        a, b = (v.redistribute(placements=[Replicate()]) for v in (x, y))
+        return (a * 0.5 + b).to_local()
+
+    def scaled_by_rank(x, y):
+        a, b = (v.redistribute(placements=[Replicate()]).to_local() for v in (x, y))
+        return a * (rank + 2) + b
+
+    for f, collectives in ((scaled, 1), (scaled_by_rank, 2)):
+        torch.compiler.reset()
+        options = {"inner": "aot_eager", "disable": ["bucket"]}
+        compiled = torch.compile(f, backend="dtensor", fullgraph=True, options=options)
+        with statistics() as s, torch.no_grad():
+            torch.testing.assert_close(compiled(x, y), f(x, y))
+        assert [c.op for c in s.forward] == ["all_reduce"] * collectives

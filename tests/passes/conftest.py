@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor._torch import make_fx
 from dtensor.cost import Link, Network
+from dtensor.marks import OPERATOR
 from dtensor.mesh import facts, prepare
 from dtensor.passes import MeshGroups, Simulation, groups, mesh_groups, text, verify
 from dtensor.passes.pipeline import copy_graph
@@ -28,10 +29,17 @@ class Bench:
     meshes: tuple[MeshGroups, ...]
     labels: dict[str, str] = field(default_factory=dict)
 
-    def trace(self, f: Callable, *shapes, symbolic: bool = False, dtype=torch.float32) -> fx.GraphModule:
-        """The graph of `f` on tensors of `shapes` (a tensor stands for itself)."""
+    def trace(
+        self, f: Callable, *shapes, symbolic: bool = False, dtype=torch.float32, by_hand: bool = False
+    ) -> fx.GraphModule:
+        """The graph of `f` on tensors of `shapes` (a tensor stands for itself), as if traced from DTensors, whose
+        numbers are the same on all ranks; with `by_hand` nothing tells so."""
         args = [s if isinstance(s, torch.Tensor) else torch.zeros(s, dtype=dtype) for s in shapes]
-        return make_fx(f, tracing_mode="symbolic" if symbolic else "fake")(*args)
+        gm = make_fx(f, tracing_mode="symbolic" if symbolic else "fake")(*args)
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and not by_hand:
+                node.meta[OPERATOR] = True
+        return gm
 
     def text(self, gm: fx.GraphModule | fx.Graph) -> str:
         return text(gm, {self.dp: "dp", self.tp: "tp", self.world: "world", **self.labels})

@@ -83,7 +83,6 @@ REFUSED = {
     "input": lambda r, b: lambda x, y: r(x),
     "constant": lambda r, b: lambda x, y: r(torch.ones(4)),
     "with an input": lambda r, b: lambda x, y: r(r(x) + y),
-    "with a number": lambda r, b: lambda x, y: r(r(x) * 2),
     "a place in it": lambda r, b: lambda x, y: r(r(x)[0]),
     "other group": lambda r, b: lambda x, y: r(r(x), group=b.dp),
     "wider group": lambda r, b: lambda x, y: r(r(x), group=b.world),
@@ -99,6 +98,12 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
     assert bench.keeps(Alike(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
+
+
+def test_numbers_that_may_be_this_ranks(bench):
+    r = reducer(bench)
+    assert bench.keeps(Alike(), bench.trace(lambda x: r(r(x) * 2), (4,), by_hand=True))
+    assert bench.apply(Alike(), bench.trace(lambda x: r(r(x) * 2), (4,))) == 1
 
 
 def test_what_is_written_to_is_not_alike(bench):

@@ -40,6 +40,11 @@ MOTIFS = (
     "gather again",
     "gather and narrow",
     "widen and exchange",
+    "gather and combine",
+    "gather and reduce",
+    "gather and cut",
+    "broadcast and gather",
+    "sum of scaled by a sum",
 )
 # The same, with collectives over two groups.
 TWO_AXES = ("reduce, cut", "gather, cut", "reduce, scatter", "reduce twice", "gather twice", "scatter twice")
@@ -90,6 +95,17 @@ def motif(op, x, y, group, n, dim, reduce_op):
             return ops.all_reduce(torch.relu(ops.all_gather(x, dim, x.shape[dim] * n, group)), reduce_op, group)
         case "gather again" if room:
             return ops.all_gather(reduce(x).neg(), dim, x.shape[dim] * n, group)
+        case "gather and combine" if fits and room:
+            a, b = (ops.all_gather(v, dim, v.shape[dim] * n, group) for v in (x, y))
+            return torch.where(a > 1, a, b * 2)
+        case "gather and reduce" if room and x.dim() > 1:
+            return ops.all_gather(x, dim, x.shape[dim] * n, group).amax(other)
+        case "gather and cut" if room and x.dim() > 1:
+            return ops.all_gather(x, dim, x.shape[dim] * n, group).select(other, 0)
+        case "broadcast and gather" if 2 * x.numel() * n <= LONGEST and x.dim() < 4:
+            return ops.all_gather(x.expand(2, *x.shape), dim + 1, x.shape[dim] * n, group)
+        case "sum of scaled by a sum" if fits:
+            return reduce(x) * ops.all_reduce(y.sum(), "sum", group) - reduce(y)
         case "cancel" if room:
             return ops.shard(ops.all_gather(x, dim, x.shape[dim] * n, group), dim, group)
 
@@ -165,9 +181,9 @@ def step(op, x, y, groups, axis, dim, reduce_op):
 
 MAKES_WHOLE = (
     *("all_reduce", "all_gather", "gathered", "wait", "scatter and gather", "gather and narrow"),
-    *("reduce again", "gather again"),
+    *("reduce again", "gather again", "gather and reduce", "gather and cut", "broadcast and gather"),
 )
-SUMS = ("sum", "sum of views", "sum of transposed", "sum of scaled")
+SUMS = ("sum", "sum of views", "sum of transposed", "sum of scaled", "gather and combine", "sum of scaled by a sum")
 CUTS = (
     *("shard", "reduce_scatter", "scattered", "all_to_all", "scatter", "exchange", "cancel"),
     *("sum of scattered", "widen and exchange", "reduce, scatter", "scatter twice"),

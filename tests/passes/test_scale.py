@@ -75,9 +75,48 @@ def test_symbolic_batch(bench):
     assert bench.apply(Scale(), gm) == 1
 
 
+SAME_SCALE = {
+    "a statistic": lambda r, b: lambda x, y: r(x) * r(y.sum()).sigmoid() + r(y),
+    "on the left": lambda r, b: lambda x, y: r(y.sum()) * r(x) - r(y),
+    "divided": lambda r, b: lambda x, y: r(x) / r(y.abs().amax(0), "max") + r(y),
+    "of a wider group": lambda r, b: lambda x, y: (r(x) * r(y.sum(), group=b.world)).view(8) + r(y.view(8)),
+    "of a gathered row": lambda r, b: lambda x, y: r(x) * ops.all_gather(y[0, :2].relu(), 0, 4, b.tp) + r(y),
+}
+
+
+@pytest.mark.parametrize("case", SAME_SCALE)
+def test_tensors_that_are_the_same_on_all_ranks(bench, case):
+    gm = bench.trace(SAME_SCALE[case](reducer(bench), bench), (2, 4), (2, 4))
+    before = count(gm).total()
+    assert bench.apply(Scale(), gm) > 0
+    run(gm, simulate=bench.simulation, meshes=bench.meshes, disable=["lower"])
+    assert count(gm).total() == before - 1
+
+
+def test_a_number_scales_shards_too(bench):
+    def f(x, y):
+        a, b = (ops.reduce_scatter(v, "sum", 1, bench.tp) for v in (x, y))
+        return a * ops.all_reduce(x.sum(), "sum", bench.tp) + b
+
+    gm = bench.trace(f, (2, 4), (2, 4))
+    assert bench.apply(Scale(), gm) == 1
+    run(gm, simulate=bench.simulation, disable=["lower"])
+    assert count(gm) == {"reduce_scatter": 1, "all_reduce": 1}
+
+
+def test_numbers_that_may_be_this_ranks_stay(bench):
+    r = reducer(bench)
+    assert bench.keeps(Scale(), bench.trace(lambda x, y: r(x) * 2 + r(y), (2, 4), (2, 4), by_hand=True))
+
+
 REFUSED = {
     "alone": lambda r, b: lambda x, y: r(x) * 2 + y,
-    "by a tensor": lambda r, b: lambda x, y: r(x) * y + r(y),
+    "by an input": lambda r, b: lambda x, y: r(x) * y + r(y),
+    "by what another group has alike": lambda r, b: lambda x, y: r(x) * r(y, group=b.dp) + r(y),
+    "by itself": lambda r, b: lambda x, y: (v := r(x)) * v + r(y),
+    "shards by a row": lambda r, b: (
+        lambda x, y: ops.reduce_scatter(x, "sum", 0, b.tp) * r(y[:1]) + ops.reduce_scatter(y, "sum", 0, b.tp)
+    ),
     "used twice": lambda r, b: lambda x, y: ((v := r(x) * 2) + r(y), v * 3),
     "reduction used twice": lambda r, b: lambda x, y: ((v := r(x)) * 2 + r(y), v * 3),
     "not linear": lambda r, b: lambda x, y: r(x, "max") * 2 + r(y, "max"),

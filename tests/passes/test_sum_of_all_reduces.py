@@ -37,6 +37,12 @@ return %all_reduce""",
     )
 
 
+def test_an_alpha_that_may_be_this_ranks_stays(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b: torch.add(r(a), r(b), alpha=3), (2, 4), (2, 4), by_hand=True)
+    assert bench.keeps(SumOfAllReduces(), gm)
+
+
 def test_sub_and_alpha_stay(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b, c: torch.add(r(a) - r(b), r(c), alpha=3), (2, 4), (2, 4), (2, 4))
