@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from . import ir
 from .alike import is_alike
@@ -115,7 +116,7 @@ def _along(node: fx.Node, after: Callable[[fx.Node, ir.Collective], int | None])
 def _after_reduction(node: fx.Node, c: ir.Collective) -> int | None:
     """The dim that is gathered, in the result of a reduction over others; None if that is no smaller."""
     x, place = ir.value(c.x), REDUCTIONS[node.target]
-    given = node.args[place] if len(node.args) > place else None
+    given: Any = node.args[place] if len(node.args) > place else None
     dims = {dim % x.dim() for dim in ([given] if isinstance(given, int) else given or ())}
     narrower = ir.value(node).dtype.itemsize <= x.dtype.itemsize
     if c.gather_dim is None or not dims or c.gather_dim in dims or not narrower:
@@ -139,7 +140,7 @@ def _after_cut(node: fx.Node, c: ir.Collective) -> int | None:
 
 def _move(node: fx.Node, found: dict[fx.Node, ir.Collective], c: ir.Collective) -> None:
     """Let `node` work on what the gathers `found` gather, and gather its result by `c`."""
-    part = fx.node.map_arg((node.args, node.kwargs), lambda x: found[x].x if x in found else x)
+    part = map_arg((node.args, node.kwargs), lambda x: found[x].x if x in found else x)
     x = ir.insert(node, node.target, *part, like=node)
     ir.replace(node, ir.emit(node, replace(c, x=x), like=next(iter(found))))
     for old in found:
@@ -161,7 +162,8 @@ def _broadcast_last(node: fx.Node) -> bool:
     if ir.same(ir.value(x).numel(), ir.value(wide).numel()) or ir.is_written(x):
         return False
     narrow = ir.emit(node, replace(c, x=x, gather_dim=dim), like=node)
-    sizes = [-1 if k == c.gather_dim else n for k, n in enumerate(wide.args[1])]
+    given: Any = wide.args[1]
+    sizes = [-1 if k == c.gather_dim else n for k, n in enumerate(given)]
     ir.replace(node, ir.insert(node, aten.expand.default, (narrow, sizes), like=wide))
     node.graph.erase_node(wide)
     return True
