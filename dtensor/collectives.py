@@ -99,6 +99,11 @@ def _split(x: torch.Tensor, dim: int, parts: int) -> list[torch.Tensor]:
     return list(torch.split(_padded(x, dim, step * parts), step, dim)) if step else [x] * parts
 
 
+def _is_outermost(x: torch.Tensor, dim: int) -> bool:
+    """Whether the dims before `dim` have length one: in memory, parts of `dim` then lie one after the other."""
+    return all(isinstance(n, int) and n == 1 for n in x.shape[:dim])
+
+
 def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
     """Chunks of equal, padded length put together along `dim` and cut to `size`."""
     x = torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0]
@@ -114,8 +119,9 @@ def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     if x.numel() == 0:
         return _resized(x, dim, size)
     y = yield c10d.all_gather_into_tensor(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
-    if dim == 0:
-        return y if y.shape[0] == size else y.narrow(0, 0, size).contiguous()
+    if _is_outermost(x, dim):
+        y = y.view(*x.shape[:dim], -1, *x.shape[dim + 1 :]) if dim else y
+        return y if y.shape[dim] == size else y.narrow(dim, 0, size).contiguous()
     return _joined(list(torch.split(y, x.shape[0], 0)), dim, size)
 
 
@@ -123,9 +129,14 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
     n, size = group_size(group), x.shape[dim]
     if x.numel() == 0:
         return _resized(x, dim, chunk_length(size, n, group_rank(group)))
-    x = torch.cat(_split(x, dim, n), 0) if dim or size % n else x
+    ones = x.shape[:dim] if _is_outermost(x, dim) and size % n == 0 else ()
+    if ones:
+        x = x.contiguous().view(x.shape[dim:])
+    elif dim or size % n:
+        x = torch.cat(_split(x, dim, n), 0)
     op = "sum" if reduce_op == "avg" else reduce_op
     y = yield c10d.reduce_scatter_tensor(x.contiguous(), op, n, group)
+    y = y.view(*ones, *y.shape) if ones else y
     y = y / n if reduce_op == "avg" else y
     return y if size % n == 0 else y.narrow(dim, 0, chunk_length(size, n, group_rank(group))).contiguous()
 

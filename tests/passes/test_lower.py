@@ -68,6 +68,31 @@ return %cat""",
     )
 
 
+def test_no_copy_where_the_dims_before_have_length_one(bench):
+    """A batch of one, cut along the sequence."""
+
+    def f(x):
+        whole = ops.all_gather(x, 1, 8, bench.tp)
+        return ops.reduce_scatter(whole * 2, "sum", 1, bench.tp)
+
+    gm = bench.trace(f, (1, 4, 3))
+    bench.apply(Lower(), gm)
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%x_1: f32[1,4,3] = placeholder
+%all_gather_into_tensor: f32[2,4,3] = _c10d_functional.all_gather_into_tensor(%x_1, 2, tp)
+%wait_tensor: f32[2,4,3] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
+%view: f32[1,8,3] = aten.view(%wait_tensor, [1, -1, 3])
+%mul: f32[1,8,3] = aten.mul.Tensor(%view, 2)
+%view_1: f32[8,3] = aten.view(%mul, [8, 3])
+%reduce_scatter_tensor: f32[4,3] = _c10d_functional.reduce_scatter_tensor(%view_1, 'sum', 2, tp)
+%wait_tensor_1: f32[4,3] = _c10d_functional.wait_tensor(%reduce_scatter_tensor)
+%view_2: f32[1,4,3] = aten.view(%wait_tensor_1, [1, 4, 3])
+return %view_2""",
+    )
+
+
 def test_start_carries_what_it_was(bench):
     gm = bench.trace(lambda x: ops.reduce_scatter(x, "sum", 1, bench.tp), (4, 8))
     node = next(n for n in gm.graph.nodes if ir.is_collective(n))
