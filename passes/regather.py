@@ -7,6 +7,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor._torch import hint
+from dtensor.collectives import KEPT
 
 from . import groups, ir
 
@@ -34,8 +35,8 @@ class Regather:
     many bytes gathers of both kinds are saved, those first that take longest per byte, until it is used up; the others
     are marked. Bytes of a symbolic size are those of its example.
 
-    What activation checkpointing decides stays decided: nodes inside its regions are left alone. A gather that the
-    backward does not read is not marked. A budget compares bytes, and where lengths do not divide ranks may hold more
+    What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers that
+    the program annotates as kept (`dtensor.collectives.KEPT`). A gather that the backward does not read is not marked. A budget compares bytes, and where lengths do not divide ranks may hold more
     or fewer: then they may decide differently, which `dtensor.agreement` finds before anything hangs.
     """
 
@@ -59,7 +60,7 @@ class Regather:
 
 def _is_open(node: fx.Node) -> bool:
     """Whether it is ours to say if the gather is saved: the forward computes it, the backward reads it."""
-    if ir.in_backward(node) or _is_marked(node) or "ac_graph_id" in node.meta:
+    if ir.in_backward(node) or _is_marked(node) or "ac_graph_id" in node.meta or KEPT in node.meta.get("custom", ()):
         return False
     return any(ir.in_backward(user) for member in _chain(node) for user in member.users)
 

@@ -1,0 +1,101 @@
+"""How a parameter is cut over the data axes: its new layout, the mesh it needs for that, and its values there.
+
+A plain parameter goes on the data mesh. One that another style has sharded already (over a tensor parallel axis) goes on
+the mesh of all these axes, and the data axis cuts last: gathering it gives back what that style made, whichever dimension
+either of them has chosen.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from .._torch import root_mesh
+from ..api import distribute_tensor
+from ..caches import cache
+from ..errors import MeshError
+from ..layout import Layout
+from ..placements import Placement, Replicate, Shard
+from ..tensor import DTensor
+from .unshard import Unshard
+
+_joint: dict[tuple[int, tuple[str, ...]], Any] = cache()
+
+
+def sharded(
+    parameter: nn.Parameter, mesh: Any, dim: int | None, src_data_rank: int | None
+) -> tuple[nn.Parameter, Unshard]:
+    """A parameter cut over the last axis of the data mesh, and how to get from it to what the forward computes with.
+
+    Args:
+        parameter: a plain one, or a DTensor on other axes of the mesh that `mesh` was sliced from.
+        mesh: the data mesh: (shard,) or (replicate, shard).
+        dim: the dimension that is cut; None replicates.
+        src_data_rank: the rank of each data axis whose values count; None takes each rank's own.
+
+    Raises:
+        MeshError: the axes of the parameter and of `mesh` do not make one mesh.
+    """
+    inner = parameter if isinstance(parameter, DTensor) else None
+    whole = mesh if inner is None else joint_mesh(mesh, inner.device_mesh)
+    how = _how(whole, mesh, parameter.dim(), dim, inner)
+    values = parameter.detach() if inner is None else inner.detach().to_local()
+    data: list[Placement] = [Replicate()] * (mesh.ndim - 1)
+    last = Replicate() if dim is None else Shard(dim)
+    local = distribute_tensor(values, mesh, [*data, last], src_data_rank=src_data_rank).to_local()
+    made = DTensor(local, whole, how.layout, tuple(parameter.shape), tuple(parameter.stride()))
+    return nn.Parameter(made, requires_grad=parameter.requires_grad), how
+
+
+def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor | None) -> Unshard:
+    data = tuple(range(mesh.ndim)) if inner is None else _axes(mesh, data_mesh)
+    dims: list[tuple[int, ...]] = [()] * ndim
+    layout, inner_mesh = None, None
+    if inner is not None:
+        layout, inner_mesh = inner._spec.layout, inner.device_mesh
+        if layout.partial:
+            raise MeshError(f"a parameter cannot be sharded further where it is {list(layout.placements)}")
+        at = _axes(mesh, inner_mesh)
+        dims = [tuple([at[axis] for axis in axes]) for axes in layout.dims]
+    cut = [(*axes, data[-1]) if d == dim else axes for d, axes in enumerate(dims)]
+
+    def made(dims: list[tuple[int, ...]], averaged: tuple[int, ...]) -> Layout:
+        return Layout.make(mesh.ndim, tuple(dims), tuple([(axis, "avg") for axis in sorted(averaged)]))
+
+    return Unshard(mesh, made(cut, ()), made(dims, ()), made(dims, data), made(cut, data[:-1]), inner_mesh, layout)
+
+
+def _axes(mesh: Any, part: Any) -> tuple[int, ...]:
+    """The axes of `mesh` that `part`, sliced from the same mesh, has."""
+    return tuple([mesh.mesh_dim_names.index(name) for name in part.mesh_dim_names])
+
+
+def joint_mesh(one: Any, other: Any) -> Any:
+    """The mesh of the axes of two slices of one mesh, in its order; always the same object.
+
+    Raises:
+        MeshError: they are no slices of one mesh, or share an axis.
+    """
+    root = root_mesh(one)
+    names = tuple(root.mesh_dim_names or ())
+    mine, others = (tuple(m.mesh_dim_names or ()) for m in (one, other))
+    if root_mesh(other) is not root or not {*mine, *others} <= {*names}:
+        raise MeshError(
+            f"a parameter on {other} cannot be sharded over {one} too: they are not both made of axes of one mesh; write "
+            'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), and give mesh["tp"] to the one and mesh["dp"] '
+            "to the other"
+        )
+    if {*mine} & {*others}:
+        raise MeshError(
+            f"the parameter is already on axis {' and '.join(sorted({*mine} & {*others}))} of the mesh, over which it "
+            "was to be sharded; shard over other axes, or leave its module out"
+        )
+    wanted = tuple([name for name in names if name in mine or name in others])
+    if wanted == names:
+        return root
+    key = id(root), wanted
+    if key not in _joint:
+        _joint[key] = root[wanted]
+    return _joint[key]
+
+
+__all__ = ["joint_mesh", "sharded"]
