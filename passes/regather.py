@@ -35,9 +35,10 @@ class Regather:
     many bytes gathers of both kinds are saved, those first that take longest per byte, until it is used up; the others
     are marked. Bytes of a symbolic size are those of its example.
 
-    What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers that
-    the program annotates as kept (`dtensor.collectives.KEPT`). A gather that the backward does not read is not marked. A budget compares bytes, and where lengths do not divide ranks may hold more
-    or fewer: then they may decide differently, which `dtensor.agreement` finds before anything hangs.
+    What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers
+    that the program annotates as kept (`dtensor.collectives.KEPT`). A gather that the backward does not read is not
+    marked. A budget compares bytes, and where lengths do not divide ranks may hold more or fewer: then they may decide
+    differently, which `dtensor.agreement` finds before anything hangs.
     """
 
     name = "regather"

@@ -1,9 +1,8 @@
 """`fully_shard`: the parameters of a module live sharded over the data axis and are gathered for their use.
 
 After Rajbhandari et al., "ZeRO", 2020, and PyTorch's FSDP2 in what it is called and means: activations are each rank's
-part of the batch, gradients are averaged. There are no hooks and no buffers of its own: `sharded_module` makes reading a
-parameter a gather, `sharding` cuts it, and what is gathered when and what travels together is left to the compiler's
-passes.
+part of the batch, gradients are averaged. There are no hooks and no buffers of its own: `sharded_module` makes reading
+a parameter a gather, `sharding` cuts it, and what is gathered when and what travels together is left to the passes.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +16,10 @@ from ..errors import MeshError
 from ..placements import Shard, as_placements
 from .mixed_precision import MixedPrecisionPolicy
 from .sharded_module import FullyShardedModule, Unit, join, members
-from .sharding import sharded
+from .sharding import SHARDED_AS, sharded
 from .unshard import Unshard
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
-
-SHARDED_AS = "_dtensor_fully_sharded"
-"""The attribute of a parameter for modules that share it: by what it was replaced (None: it is that itself), how that is
-unsharded, and over which mesh."""
 
 
 def fully_shard(
@@ -49,7 +44,7 @@ def fully_shard(
         module: the module, or several that make one unit.
         mesh: a mesh of one axis; or of two, (replicate, shard): then parameters are sharded over the second and
             replicated over the first (hybrid sharding).
-        reshard_after_forward: gather again in the backward. False keeps what the forward gathered. A compiled graph does
+        reshard_after_forward: gather again in the backward. False keeps what the forward gathered. Compiled graphs do
             so; eager autograd keeps what it saves in either case.
         mp_policy: dtypes of what is gathered, computed and reduced; torch's policies of FSDP2 are taken, too.
         shard_placement_fn: parameter -> the `Shard(dim)` that says along which dimension it is cut, None for dim 0.
@@ -98,28 +93,26 @@ def _shard_parameters(
     for key, parameter in list(module._parameters.items()):
         if parameter is None or key in done:
             continue
-        before = vars(parameter).get(SHARDED_AS)
-        if before is None:
-            before = _shard(parameter, f"{name}.{key}".lstrip("."), unit.mesh, placement_fn, src_data_rank)
-        made, found[key], mesh = before
-        if mesh is not unit.mesh:
-            raise MeshError(
-                f"parameter {name}.{key} is shared with a module that was fully sharded over {mesh}; give this module "
-                f"the same mesh, not {unit.mesh}"
-            )
-        module._parameters[key] = parameter if made is None else made
+        module._parameters[key], found[key] = _shard(
+            parameter, f"{name}.{key}".lstrip("."), unit.mesh, placement_fn, src_data_rank
+        )
     return found
 
 
 def _shard(
     parameter: nn.Parameter, name: str, mesh: Any, placement_fn: PlacementFn | None, src_data_rank: int | None
-) -> tuple[nn.Parameter | None, Unshard, Any]:
+) -> tuple[nn.Parameter, Unshard]:
     if is_lazy(parameter):
         raise ValueError(f"parameter {name} has no shape yet (a lazy module); run the module once before fully_shard")
-    made, how = sharded(parameter, mesh, _dim(parameter, name, placement_fn), src_data_rank)
-    vars(made)[SHARDED_AS] = None, how, mesh
-    vars(parameter)[SHARDED_AS] = made, how, mesh
-    return made, how, mesh
+    made, how, before = vars(parameter).get(SHARDED_AS, (None, None, mesh))
+    if before is not mesh:
+        raise MeshError(
+            f"parameter {name} is shared with a module that was fully sharded over {before}; give this module the same "
+            f"mesh, not {mesh}"
+        )
+    if how is not None:
+        return parameter if made is None else made, how
+    return sharded(parameter, mesh, _dim(parameter, name, placement_fn), src_data_rank)
 
 
 def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int | None:
@@ -169,4 +162,4 @@ def _policy(given: Any) -> MixedPrecisionPolicy:
     raise TypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {given!r}")
 
 
-__all__ = ["SHARDED_AS", "fully_shard"]
+__all__ = ["fully_shard"]

@@ -2,12 +2,12 @@
 
 The module stays what it was to everyone else: the same names in `named_parameters` and `state_dict`, the same methods,
 an instance of its own class. Inside a forward, reading a parameter gives it unsharded; outside, where optimizers and
-initialisation read it, it is the sharded DTensor. Dynamo traces the properties as any code, so that what they gather and
-reduce is in the graph.
+initialisation read it, it is the sharded DTensor. Dynamo traces the properties as any code, so that what they gather
+and reduce is in the graph.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import nn
 from .._torch import tree_map
 from ..tensor import DTensor
 from .mixed_precision import MixedPrecisionPolicy
+from .sharding import SHARDED_AS, sharded_otherwise
 from .unshard import Unshard, unsharded
 
 MEMBER = "_fully_sharded"
@@ -57,7 +58,7 @@ class Member:
     given: bool = False
 
 
-class FullyShardedModule:
+class FullyShardedModule(nn.Module):
     """What `fully_shard` adds to the class of a module.
 
     The methods apply to all fully sharded modules inside, and with `recurse=False` to those of this one's own unit.
@@ -81,6 +82,30 @@ class FullyShardedModule:
         been accumulated; all ranks call it then.
         """
         _set_reduced(self, "all" if requires_all_reduce else "scatter", recurse)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `nn.Module.register_parameter`; what takes the place of a sharded parameter is sharded too.
+
+        Raises:
+            ValueError: it is not.
+        """
+        how = vars(self)[MEMBER].how
+        if name in how and param is not None:
+            _, found, _ = vars(param).get(SHARDED_AS, (None, how[name], None))
+            layout = param._spec.layout if isinstance(param, DTensor) else None
+            if layout is not found.layout or param.device_mesh != found.mesh:
+                raise ValueError(
+                    f"{name} of a fully sharded module is a DTensor {list(how[name].layout.placements)} on "
+                    f"{how[name].mesh}; write module.{name}.copy_(values) under torch.no_grad() for other values, or "
+                    "replace it before fully_shard"
+                )
+            how[name] = found
+        super().register_parameter(name, param)
+
+    def redistribute_parameter(self, name: str, distribute: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Have `distribute` put a parameter on axes that are not the data's; it stays sharded over these."""
+        how = vars(self)[MEMBER].how
+        self._parameters[name], how[name] = sharded_otherwise(self._parameters[name], how[name], distribute)
 
     def __reduce_ex__(self, protocol):
         # The class is made on the fly: copies and pickles name what it was made from.

@@ -1,12 +1,14 @@
 """How a parameter is cut over the data axes: its new layout, the mesh it needs for that, and its values there.
 
-A plain parameter goes on the data mesh. One that another style has sharded already (over a tensor parallel axis) goes on
-the mesh of all these axes, and the data axis cuts last: gathering it gives back what that style made, whichever dimension
-either of them has chosen.
+A plain parameter goes on the data mesh. One that another style has sharded already (over a tensor parallel axis) goes
+on the mesh of all these axes, and the data axis cuts last: gathering it gives back what that style made, whichever
+dimension either of them has chosen.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from .._torch import root_mesh
@@ -17,6 +19,10 @@ from ..layout import Layout
 from ..placements import Placement, Replicate, Shard
 from ..tensor import DTensor
 from .unshard import Unshard
+
+SHARDED_AS = "_dtensor_fully_sharded"
+"""The attribute of a parameter for all modules that share it: by what it was replaced (None: it is that itself), how
+that is unsharded, and over which mesh."""
 
 _joint: dict[tuple[int, tuple[str, ...]], Any] = cache()
 
@@ -42,8 +48,30 @@ def sharded(
     data: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     last = Replicate() if dim is None else Shard(dim)
     local = distribute_tensor(values, mesh, [*data, last], src_data_rank=src_data_rank).to_local()
-    made = DTensor(local, whole, how.layout, tuple(parameter.shape), tuple(parameter.stride()))
-    return nn.Parameter(made, requires_grad=parameter.requires_grad), how
+    value = DTensor(local, whole, how.layout, tuple(parameter.shape), tuple(parameter.stride()))
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    vars(made)[SHARDED_AS] = None, how, mesh
+    vars(parameter)[SHARDED_AS] = made, how, mesh
+    return made, how
+
+
+def sharded_otherwise(
+    parameter: nn.Parameter, how: Unshard, distribute: Callable[[nn.Parameter], nn.Parameter]
+) -> tuple[nn.Parameter, Unshard]:
+    """A parameter that is sharded over data axes already, put on other axes by `distribute`, and sharded again."""
+    mesh = how.data_mesh
+    if how.inner_mesh is not None:
+        raise MeshError(
+            f"the parameter is already on {how.inner_mesh} beside its data axes; parallelize a module once, or write "
+            "fully_shard after all other styles"
+        )
+    whole = nn.Parameter(
+        torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        if parameter.is_meta
+        else parameter.detach().full_tensor(),
+        requires_grad=parameter.requires_grad,
+    )
+    return sharded(distribute(whole), mesh, how.dim, None)
 
 
 def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor | None) -> Unshard:
@@ -61,7 +89,9 @@ def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor |
     def made(dims: list[tuple[int, ...]], averaged: tuple[int, ...]) -> Layout:
         return Layout.make(mesh.ndim, tuple(dims), tuple([(axis, "avg") for axis in sorted(averaged)]))
 
-    return Unshard(mesh, made(cut, ()), made(dims, ()), made(dims, data), made(cut, data[:-1]), inner_mesh, layout)
+    return Unshard(
+        mesh, data_mesh, dim, made(cut, ()), made(dims, ()), made(dims, data), made(cut, data[:-1]), inner_mesh, layout
+    )
 
 
 def _axes(mesh: Any, part: Any) -> tuple[int, ...]:
@@ -80,7 +110,7 @@ def joint_mesh(one: Any, other: Any) -> Any:
     mine, others = (tuple(m.mesh_dim_names or ()) for m in (one, other))
     if root_mesh(other) is not root or not {*mine, *others} <= {*names}:
         raise MeshError(
-            f"a parameter on {other} cannot be sharded over {one} too: they are not both made of axes of one mesh; write "
+            f"a parameter on {other} cannot be sharded over {one} too: they are not made of axes of one mesh; write "
             'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), and give mesh["tp"] to the one and mesh["dp"] '
             "to the other"
         )
@@ -98,4 +128,4 @@ def joint_mesh(one: Any, other: Any) -> Any:
     return _joint[key]
 
 
-__all__ = ["joint_mesh", "sharded"]
+__all__ = ["SHARDED_AS", "joint_mesh", "sharded"]

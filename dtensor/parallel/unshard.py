@@ -27,6 +27,8 @@ class Unshard:
 
     Attributes:
         mesh: the mesh of the parameter: the data axes, and others if it was sharded before.
+        data_mesh: the mesh of its data axes alone.
+        dim: the dimension that the last data axis cuts; None where it replicates.
         layout: the parameter's.
         whole: the layout when all data axes are gathered.
         unreduced: the layout of a gradient that is not reduced over any data axis.
@@ -36,6 +38,8 @@ class Unshard:
     """
 
     mesh: Any
+    data_mesh: Any
+    dim: int | None
     layout: Layout
     whole: Layout
     unreduced: Layout
