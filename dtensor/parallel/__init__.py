@@ -4,6 +4,7 @@
 from .api import parallelize_module
 from .colwise import ColwiseParallel
 from .fully_shard import fully_shard
+from .materialize import materialize
 from .mixed_precision import MixedPrecisionPolicy
 from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .rowwise import RowwiseParallel
@@ -22,5 +23,6 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "fully_shard",
+    "materialize",
     "parallelize_module",
 ]

@@ -35,12 +35,13 @@ def sharded(
     Args:
         parameter: a plain one, or a DTensor on other axes of the mesh that `mesh` was sliced from.
         mesh: the data mesh: (shard,) or (replicate, shard).
-        dim: the dimension that is cut; None replicates.
+        dim: the dimension that is cut; None replicates, and so does an axis of a single rank.
         src_data_rank: the rank of each data axis whose values count; None takes each rank's own.
 
     Raises:
         MeshError: the axes of the parameter and of `mesh` do not make one mesh.
     """
+    dim = dim if mesh.size(mesh.ndim - 1) > 1 else None  # operators lie replicated where both are free
     inner = parameter if isinstance(parameter, DTensor) else None
     whole = mesh if inner is None else joint_mesh(mesh, inner.device_mesh)
     how = _how(whole, mesh, parameter.dim(), dim, inner)
@@ -108,7 +109,7 @@ def joint_mesh(one: Any, other: Any) -> Any:
     root = root_mesh(one)
     names = tuple(root.mesh_dim_names or ())
     mine, others = (tuple(m.mesh_dim_names or ()) for m in (one, other))
-    if root_mesh(other) is not root or not {*mine, *others} <= {*names}:
+    if root_mesh(other) is not root or not names or not {*mine, *others} <= {*names}:
         raise MeshError(
             f"a parameter on {other} cannot be sharded over {one} too: they are not made of axes of one mesh; write "
             'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), and give mesh["tp"] to the one and mesh["dp"] '
