@@ -53,7 +53,7 @@ class Regather:
             again = [node for node in found if _is_of_parameter(node)]
         else:
             again = _beyond(found, self.budget)
-        for node in again:
+        for node in [*again, *_twins(again, graph)]:
             for member in _chain(node):
                 member.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         return len(again)
@@ -68,6 +68,19 @@ def _is_open(node: fx.Node) -> bool:
 
 def _is_marked(node: fx.Node) -> bool:
     return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _twins(marked: list[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """The same gathers elsewhere in the forward: the partitioner merges equal nodes, and keeps the mark of the first."""
+    done = {node.args for node in marked}
+    return [
+        node
+        for node in graph.nodes
+        if ir.is_collective(node, "all_gather")
+        and node.args in done
+        and node not in marked
+        and not (ir.in_backward(node) or "ac_graph_id" in node.meta or KEPT in node.meta.get("custom", ()))
+    ]
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
