@@ -71,7 +71,7 @@ def _is_marked(node: fx.Node) -> bool:
 
 
 def _twins(marked: list[fx.Node], graph: fx.Graph) -> list[fx.Node]:
-    """The same gathers elsewhere in the forward: the partitioner merges equal nodes, and keeps the mark of the first."""
+    """The same gathers elsewhere in the forward: the partitioner merges equal nodes, and the first keeps its mark."""
     done = {node.args for node in marked}
     return [
         node
