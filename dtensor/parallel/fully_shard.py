@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from ..errors import MeshError
+from ..mesh import one_object
 from ..placements import Shard, as_placements
 from .mixed_precision import MixedPrecisionPolicy
 from .sharded_module import FullyShardedModule, Unit, join, members
@@ -75,7 +76,7 @@ def fully_shard(
         )
     if activations not in ("local", "global"):
         raise ValueError(f"activations is 'local' or 'global'; got {activations!r}")
-    unit = Unit(mesh, _policy(mp_policy), not reshard_after_forward, activations == "local")
+    unit = Unit(one_object(mesh), _policy(mp_policy), not reshard_after_forward, activations == "local")
     for given in modules:
         for name, part in given.named_modules():
             how = _shard_parameters(part, name, unit, shard_placement_fn, src_data_rank)
@@ -105,7 +106,7 @@ def _shard(
     if is_lazy(parameter):
         raise ValueError(f"parameter {name} has no shape yet (a lazy module); run the module once before fully_shard")
     made, how, before = vars(parameter).get(SHARDED_AS, (None, None, mesh))
-    if before is not mesh:
+    if before != mesh:
         raise MeshError(
             f"parameter {name} is shared with a module that was fully sharded over {before}; give this module the same "
             f"mesh, not {mesh}"

@@ -13,9 +13,9 @@ from torch import nn
 
 from .._torch import root_mesh
 from ..api import distribute_tensor
-from ..caches import cache
 from ..errors import MeshError
 from ..layout import Layout
+from ..mesh import one_object
 from ..placements import Placement, Replicate, Shard
 from ..tensor import DTensor
 from .unshard import Unshard
@@ -23,8 +23,6 @@ from .unshard import Unshard
 SHARDED_AS = "_dtensor_fully_sharded"
 """The attribute of a parameter for all modules that share it: by what it was replaced (None: it is that itself), how
 that is unsharded, and over which mesh."""
-
-_joint: dict[tuple[int, tuple[str, ...]], Any] = cache()
 
 
 def sharded(
@@ -121,12 +119,7 @@ def joint_mesh(one: Any, other: Any) -> Any:
             "was to be sharded; shard over other axes, or leave its module out"
         )
     wanted = tuple([name for name in names if name in mine or name in others])
-    if wanted == names:
-        return root
-    key = id(root), wanted
-    if key not in _joint:
-        _joint[key] = root[wanted]
-    return _joint[key]
+    return root if wanted == names else one_object(root[wanted])
 
 
-__all__ = ["SHARDED_AS", "joint_mesh", "sharded"]
+__all__ = ["SHARDED_AS", "joint_mesh", "sharded", "sharded_otherwise"]
