@@ -92,8 +92,8 @@ class FullyShardedModule(nn.Module):
         how = vars(self)[MEMBER].how
         if name in how and param is not None:
             _, found, _ = vars(param).get(SHARDED_AS, (None, how[name], None))
-            layout = param._spec.layout if isinstance(param, DTensor) else None
-            if layout is not found.layout or param.device_mesh != found.mesh:
+            lies = (param._spec.layout, param.device_mesh) if isinstance(param, DTensor) else None
+            if lies != (found.layout, found.mesh):
                 raise ValueError(
                     f"{name} of a fully sharded module is a DTensor {list(how[name].layout.placements)} on "
                     f"{how[name].mesh}; write module.{name}.copy_(values) under torch.no_grad() for other values, or "
@@ -104,8 +104,9 @@ class FullyShardedModule(nn.Module):
 
     def redistribute_parameter(self, name: str, distribute: Callable[[nn.Parameter], nn.Parameter]) -> None:
         """Have `distribute` put a parameter on axes that are not the data's; it stays sharded over these."""
-        how = vars(self)[MEMBER].how
-        self._parameters[name], how[name] = sharded_otherwise(self._parameters[name], how[name], distribute)
+        how, parameter = vars(self)[MEMBER].how, self._parameters[name]
+        assert parameter is not None, f"{type(self).__name__} has no parameter {name}"
+        self._parameters[name], how[name] = sharded_otherwise(parameter, how[name], distribute)
 
     def __reduce_ex__(self, protocol):
         # The class is made on the fly: copies and pickles name what it was made from.

@@ -43,7 +43,8 @@ def sharded(
     inner = parameter if isinstance(parameter, DTensor) else None
     whole = mesh if inner is None else joint_mesh(mesh, inner.device_mesh)
     how = _how(whole, mesh, parameter.dim(), dim, inner)
-    values = parameter.detach() if inner is None else inner.detach().to_local()
+    values: Any = parameter.detach()
+    values = values if inner is None else values.to_local()
     data: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     last = Replicate() if dim is None else Shard(dim)
     local = distribute_tensor(values, mesh, [*data, last], src_data_rank=src_data_rank).to_local()
@@ -64,13 +65,9 @@ def sharded_otherwise(
             f"the parameter is already on {how.inner_mesh} beside its data axes; parallelize a module once, or write "
             "fully_shard after all other styles"
         )
-    whole = nn.Parameter(
-        torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        if parameter.is_meta
-        else parameter.detach().full_tensor(),
-        requires_grad=parameter.requires_grad,
-    )
-    return sharded(distribute(whole), mesh, how.dim, None)
+    shards: Any = parameter.detach()
+    values = torch.empty(shards.shape, dtype=shards.dtype, device="meta") if shards.is_meta else shards.full_tensor()
+    return sharded(distribute(nn.Parameter(values, requires_grad=parameter.requires_grad)), mesh, how.dim, None)
 
 
 def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor | None) -> Unshard:
@@ -95,7 +92,11 @@ def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor |
 
 def _axes(mesh: Any, part: Any) -> tuple[int, ...]:
     """The axes of `mesh` that `part`, sliced from the same mesh, has."""
-    return tuple([mesh.mesh_dim_names.index(name) for name in part.mesh_dim_names])
+    return tuple([_names(mesh).index(name) for name in _names(part)])
+
+
+def _names(mesh: Any) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or ())
 
 
 def joint_mesh(one: Any, other: Any) -> Any:
@@ -105,8 +106,7 @@ def joint_mesh(one: Any, other: Any) -> Any:
         MeshError: they are no slices of one mesh, or share an axis.
     """
     root = root_mesh(one)
-    names = tuple(root.mesh_dim_names or ())
-    mine, others = (tuple(m.mesh_dim_names or ()) for m in (one, other))
+    names, mine, others = _names(root), _names(one), _names(other)
     if root_mesh(other) is not root or not names or not {*mine, *others} <= {*names}:
         raise MeshError(
             f"a parameter on {other} cannot be sharded over {one} too: they are not made of axes of one mesh; write "

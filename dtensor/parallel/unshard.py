@@ -108,7 +108,7 @@ def unsharded(
     target = {"all": how.layout, "scatter": how.scattered, "none": None}[reduce]
     entering, inner_mesh, inner = (how.unreduced, how.inner_mesh, how.inner) if local else (None, None, None)
     given = (how.mesh, how.whole, entering, target, inner_mesh, inner, dtype, reduce_dtype)
-    if keep:
+    if keep and torch.compiler.is_compiling():
         with annotate({KEPT: True}):
             return _Unsharded.apply(parameter, *given)
     return _Unsharded.apply(parameter, *given)

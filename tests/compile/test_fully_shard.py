@@ -264,7 +264,7 @@ def test_random_numbers_are_those_of_the_forward_in_a_checkpointed_layer(fake_me
         out.sum().backward()
         assert 0 < (out == 0).sum() < out.numel()
         # Linear in x, so that this is the output itself if the same elements were dropped.
-        torch.testing.assert_close((x.grad * x).sum(), out.sum())
+        torch.testing.assert_close(torch.mul(x.grad, x).sum(), out.sum())
 
 
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.emb = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)])
+        self.layers: Any = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+        )
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.out = nn.Linear(WIDTH, VOCAB, bias=False)
         self.out.weight = self.emb.weight
@@ -339,6 +342,56 @@ def test_weights_tied_afterwards(rank):
     check_gradients(model, gradients())
     with pytest.raises(ValueError, match=r"weight of a fully sharded module is a DTensor \[Shard\(dim=0\)\]"):
         model.out.weight = nn.Parameter(torch.ones(VOCAB, WIDTH))
+
+
+class Several(nn.Module):
+    """Weights in a list, and a child's weight read by its parent."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
+        self.named = nn.ParameterDict({"bias": torch.randn(WIDTH)})
+        self.child = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x @ self.weights[0] @ self.weights[1] + self.named["bias"] + x @ self.child.weight
+
+
+class Attends(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+class Recurs(nn.LSTM):
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+READERS = {
+    "several": Several,
+    "attention": lambda: Attends(WIDTH, 2, batch_first=True),
+    "recurrent": lambda: Recurs(WIDTH, 4, batch_first=True),
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, 4)),
+    "convolution": lambda: nn.Conv1d(3, 4, 2),
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+@with_threads(2)
+def test_modules_that_read_their_parameters_otherwise(rank, kind):
+    with LOCK:
+        torch.manual_seed(0)
+        single = READERS[kind]()
+    model = copy.deepcopy(single)
+    fully_shard(model, init_device_mesh("cpu", (2,)))
+    x = torch.randn(BATCH, 3, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        single(x).square().mean().backward()
+        model(x.chunk(2)[rank]).square().mean().backward()
+    found = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    assert [*found] == [name for name, p in single.named_parameters() if p.grad is not None]
+    for name, p in found.items():
+        torch.testing.assert_close(p.grad.full_tensor(), single.get_parameter(name).grad)
 
 
 def refusals(mesh):
