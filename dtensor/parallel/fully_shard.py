@@ -5,7 +5,7 @@ part of the batch, gradients are averaged. There are no hooks and no buffers of 
 a parameter a gather, `sharding` cuts it, and what is gathered when and what travels together is left to the passes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -30,6 +30,7 @@ def fully_shard(
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
     shard_placement_fn: PlacementFn | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
     activations: Literal["local", "global"] = "local",
     src_data_rank: int | None = 0,
 ) -> Any:
@@ -50,6 +51,7 @@ def fully_shard(
         mp_policy: dtypes of what is gathered, computed and reduced; torch's policies of FSDP2 are taken, too.
         shard_placement_fn: parameter -> the `Shard(dim)` that says along which dimension it is cut, None for dim 0.
             Sizes need not divide. A parameter without dimensions is replicated.
+        ignored_params: parameters that stay as they are; nothing reduces their gradients.
         activations: "local" where each rank computes with its own part of the batch as plain tensors (or as DTensors
             on the other axes): the loss is the rank's, and gradients are averaged. "global" where activations are
             DTensors on `mesh`: gradients are those of the loss, as it is.
@@ -76,23 +78,29 @@ def fully_shard(
         )
     if activations not in ("local", "global"):
         raise ValueError(f"activations is 'local' or 'global'; got {activations!r}")
+    ignored = {id(p) for p in ignored_params}
     unit = Unit(one_object(mesh), _policy(mp_policy), not reshard_after_forward, activations == "local")
     for given in modules:
         for name, part in given.named_modules():
-            how = _shard_parameters(part, name, unit, shard_placement_fn, src_data_rank)
+            how = _shard_parameters(part, name, unit, ignored, shard_placement_fn, src_data_rank)
             if how or part is given:
                 join(part, unit, how, part is given)
     return module
 
 
 def _shard_parameters(
-    module: nn.Module, name: str, unit: Unit, placement_fn: PlacementFn | None, src_data_rank: int | None
+    module: nn.Module,
+    name: str,
+    unit: Unit,
+    ignored: set[int],
+    placement_fn: PlacementFn | None,
+    src_data_rank: int | None,
 ) -> dict[str, Unshard]:
     """Replace the parameters of `module` itself; those that are sharded already stay."""
     done = {} if not isinstance(module, FullyShardedModule) else next(members(module))[1].how
     found = {}
     for key, parameter in list(module._parameters.items()):
-        if parameter is None or key in done:
+        if parameter is None or key in done or id(parameter) in ignored:
             continue
         module._parameters[key], found[key] = _shard(
             parameter, f"{name}.{key}".lstrip("."), unit.mesh, placement_fn, src_data_rank

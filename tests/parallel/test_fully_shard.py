@@ -171,6 +171,18 @@ def test_frozen_parameters_get_no_gradient(rank):
 
 
 @with_threads(2)
+def test_ignored_parameters_stay_plain(rank):
+    model = make()
+    fully_shard(model, init_device_mesh("cpu", (2,)), ignored_params=[model.scale])
+    assert type(model.scale) is nn.Parameter
+    loss(model, tokens().chunk(2)[rank]).backward()
+    single = make()
+    loss(single, tokens().chunk(2)[rank]).backward()
+    torch.testing.assert_close(model.scale.grad, single.scale.grad)
+    torch.testing.assert_close(model.emb.weight.grad.full_tensor(), gradients()["emb.weight"])
+
+
+@with_threads(2)
 def test_cut_along_another_dimension(rank):
     model = make()
     fully_shard(model, init_device_mesh("cpu", (2,)), shard_placement_fn=lambda p: Shard(-1) if p.dim() == 2 else None)
