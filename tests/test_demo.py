@@ -162,7 +162,7 @@ def test_gradients_on_several_meshes_are_clipped_together(rank):
 FULL = [pytest.param(p, 4, "dtensor", d, marks=pytest.mark.nightly) for p in PLANS for d in ("fp32", "bf16")]
 
 
-@pytest.mark.parametrize(("plan", "nproc", "backend", "dtype"), [("2d", 4, "eager", "bf16"), *FULL])
+@pytest.mark.parametrize(("plan", "nproc", "backend", "dtype"), [("fsdp", 2, "eager", "bf16"), *FULL])
 def test_a_real_run_of_each_plan(plan, nproc, backend, dtype):
     options = ["--nproc", nproc, "--steps", 2, "--plan", plan, "--backend", backend, "--dtype", dtype]
     command = [sys.executable, "-m", "dtensor", "demo", *map(str, options)]
