@@ -314,11 +314,11 @@ def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.Grap
     first and other objects, such as a DTensor's mesh, after them.
     """
     from torch._functorch._aot_autograd.graph_compile import is_opaque_node
+    from torch._prims import rng_prims as rng
 
-    rng = torch._prims.rng_prims
     draws = forward.graph.find_nodes(op="call_function", target=rng.run_and_save_rng_state)
     states = {user: draw for draw in draws for user in draw.users if user.args[1] == 0}
-    output = forward.graph.output_node()
+    output: Any = forward.graph.output_node()
     saved = list(output.args[0])
     places = [k for k, node in enumerate(saved) if node in states]
     if not places:
@@ -326,7 +326,7 @@ def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.Grap
     for draw in draws:
         parts = {user.args[1]: user.meta["val"] for user in draw.users}
         draw.meta["val"] = parts[0], parts.get(1)
-    taken = {}
+    taken: dict[Any, torch.fx.Node] = {}
     for node in backward.graph.find_nodes(op="call_function", target=rng.run_with_rng_state):
         taken[node.args[0]] = node
     given = [node for node in backward.graph.find_nodes(op="placeholder") if node in taken]
