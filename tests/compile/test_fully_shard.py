@@ -193,6 +193,9 @@ def test_weights_are_gathered_one_ahead(fake_mesh, shape):
     assert forward == "SS" + "WmS" * (2 * LAYERS - 2) + "WmWm"
     if len(shape) == 1:
         assert "SWS" not in backward.replace("SSW", "")
+    else:
+        # What was scattered a layer ago arrives, and its sum over replicas, which starts then, has a layer's products.
+        assert backward.count("WWSSSWmm") == 2 * LAYERS - 4
 
 
 def two_dimensional(mesh, order, data_axes="dp"):
