@@ -302,7 +302,48 @@ def min_cut_partition(gm, joint_inputs, **kwargs):
     """Torch's partitioner: the graphs of forward and backward, with least saved between them."""
     from functorch.compile import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    _states_among_tensors(forward, backward)
+    return forward, backward
+
+
+def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+    """Put the saved states of random generators before saved meshes, and say what their operators give.
+
+    Where checkpointing draws random numbers again, torch saves these states last. It takes what is saved to be tensors
+    first and other objects, such as a DTensor's mesh, after them.
+    """
+    from torch._functorch._aot_autograd.graph_compile import is_opaque_node
+    from torch._prims import rng_prims as rng
+
+    draws = forward.graph.find_nodes(op="call_function", target=rng.run_and_save_rng_state)
+    states = {user: draw for draw in draws for user in draw.users if user.args[1] == 0}
+    output: Any = forward.graph.output_node()
+    saved = list(output.args[0])
+    places = [k for k, node in enumerate(saved) if node in states]
+    if not places:
+        return
+    for draw in draws:
+        parts = {user.args[1]: user.meta["val"] for user in draw.users}
+        draw.meta["val"] = parts[0], parts.get(1)
+    taken: dict[Any, torch.fx.Node] = {}
+    for node in backward.graph.find_nodes(op="call_function", target=rng.run_with_rng_state):
+        taken[node.args[0]] = node
+    given = [node for node in backward.graph.find_nodes(op="placeholder") if node in taken]
+    for k, state in zip(places, given, strict=True):
+        taken[state].meta["val"] = states[saved[k]].meta["val"][1]
+    first = places[0]
+    while first and is_opaque_node(saved[first - 1]):
+        first -= 1
+    others, after = saved[first : places[0]], saved[places[-1] + 1 :]
+    output.args = ((*saved[:first], *[saved[k] for k in places], *others, *after),)
+    before = given[0]
+    for _ in others:
+        before = before.prev
+    for state in given:
+        before.prepend(state)
+    forward.recompile()
+    backward.recompile()
 
 
 def static_placeholders(graph: torch.fx.Graph, static: Sequence[int]) -> list[torch.fx.Node]:

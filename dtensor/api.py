@@ -34,6 +34,8 @@ def distribute_tensor(
         src_data_rank: rank along each mesh axis whose data counts, broadcast to the others; None takes each rank's own
             without communication.
 
+    A tensor on the meta device has no values to send, and stays there.
+
     Returns:
         A leaf DTensor with `requires_grad` of `tensor`. An `nn.Parameter` gives an `nn.Parameter`.
 
@@ -61,7 +63,9 @@ def distribute_tensor(
     layout = Layout.of(checked, tensor.dim())
     spec = Spec.make(mesh, layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     data = tensor.detach()
-    if mesh.get_coordinate() is not None:
+    if tensor.is_meta:
+        data = data.new_empty(spec.local_shape())
+    elif mesh.get_coordinate() is not None:
         data = data.to(mesh.device_type)
         data = from_source(data, mesh, src_data_rank) if src_data_rank is not None else data.contiguous().clone()
         data = keep_shard(data, layout, mesh)

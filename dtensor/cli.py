@@ -22,10 +22,9 @@ from .calibration import Outcome as Constants
 from .cost import Link
 from .demo import (
     BACKENDS,
+    BATCH,
     HEADS,
-    PLANS,
     SEQ,
-    TOLERANCE,
     Options,
     Outcome,
     Run,
@@ -33,12 +32,16 @@ from .demo import (
     demonstrate,
     under_torchrun,
 )
+from .demo_plan import PLANS
 from .links import links_path, read_links
 from .testing import RankError
 from .testing.support import operators_page
 
 SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
 """Short names of the collectives, for the table."""
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Short names of the dtypes to compute in."""
 
 BETWEEN = {"inter": "between hosts", "intra": "within a host"}
 """Kinds of links in words."""
@@ -53,6 +56,9 @@ CONSTANTS = {
 """Constant of a link -> how it is shown, the factor to the unit shown, and what it is."""
 
 
+PLAN_HELP = "; ".join(f"{name}: {plan.title}" for name, plan in PLANS.items()) + "."
+
+
 @click.group()
 def main() -> None:
     """A distributed tensor made for torch.compile."""
@@ -60,10 +66,11 @@ def main() -> None:
 
 @main.command()
 @click.option("--nproc", type=click.IntRange(min=1), help="Processes to start. Default: 2, or torchrun's.")
-@click.option("--plan", type=click.Choice(PLANS), default="tp", show_default=True, help="Tensor or sequence parallel.")
+@click.option("--plan", type=click.Choice(tuple(PLANS)), default="tp", show_default=True, help=PLAN_HELP)
 @click.option("--data", type=click.Path(path_type=Path), help="Text to train on. Default: Python's help topics.")
 @click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="Training steps.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="dtensor", show_default=True, help="Of torch.compile.")
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), default="fp32", show_default=True, help="To compute in.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Image file for the loss curves.")
 @click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers of the model.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the model and the batches.")
@@ -74,6 +81,7 @@ def demo(
     data: Path | None,
     steps: int,
     backend: str,
+    dtype: str,
     plot: Path | None,
     layers: int,
     seed: int,
@@ -86,7 +94,7 @@ def demo(
     """
     text = _text(data)
     _check_plot(plot)
-    options = Options(_processes(nproc), plan, text, steps, backend, layers, seed, timeout)
+    options = Options(_processes(nproc, plan), plan, text, steps, backend, layers, seed, timeout, DTYPES[dtype])
     outcome = _carried_out(lambda: demonstrate(options))
     if outcome is None:
         return
@@ -181,13 +189,20 @@ def _world(nproc: int | None) -> int:
     return 2 if nproc is None else nproc
 
 
-def _processes(nproc: int | None) -> int:
+def _processes(nproc: int | None, plan: str) -> int:
     nproc = _world(nproc)
-    if HEADS % nproc:
+    if not _divides(plan, nproc):
+        least = [n for n in range(1, 17) if _divides(plan, n)]
         raise click.UsageError(
-            f"{nproc} processes cannot share {HEADS} attention heads evenly; write --nproc 1, 2 or 4"
+            f"{nproc} processes cannot share {HEADS} attention heads and {BATCH} sequences evenly under plan {plan}; "
+            f"write --nproc {', '.join(map(str, least[:-1]))} or {least[-1]}"
         )
     return nproc
+
+
+def _divides(plan: str, nproc: int) -> bool:
+    batch, layers = PLANS[plan].parts(nproc)
+    return HEADS % layers == 0 and BATCH % batch == 0
 
 
 def _text(path: Path | None) -> bytes:
@@ -223,20 +238,24 @@ def report(options: Options, outcome: Outcome) -> str:
         ("", "first", "last", "", "forward", "backward", "forward", "backward"),
         *map(_row, outcome.runs),
     ]
-    agree = "agree" if outcome.difference <= TOLERANCE else "DISAGREE"
+    agree = "agree" if outcome.difference <= outcome.tolerance else "DISAGREE"
     lines = [
         f"{outcome.parameters:,} parameters in {options.layers} layers, {options.steps} steps on {len(options.data):,} "
-        f"bytes of text, {options.nproc} processes, plan {options.plan}, backend {options.backend}",
+        f"bytes of text, {options.nproc} processes, plan {options.plan}, backend {options.backend}{_dtype(options)}",
         "",
         *_aligned(rows),
         "",
         "Collectives and the bytes a rank sends in them are those of one step; "
         + ", ".join(f"{short} {op}" for op, short in SHORT.items())
         + ".",
-        f"The losses {agree}: at most {outcome.difference:.1e} apart (tolerance {TOLERANCE:.0e}).",
+        f"The losses {agree}: at most {outcome.difference:.1e} apart (tolerance {outcome.tolerance:.0e}).",
         f"Graphs of the compiled step: {outcome.graphs}; graph breaks: {outcome.graph_breaks}.",
     ]
     return "\n".join(lines)
+
+
+def _dtype(options: Options) -> str:
+    return "" if options.dtype == "float32" else f", computed in {options.dtype}"
 
 
 def _row(run: Run) -> tuple[str, ...]:

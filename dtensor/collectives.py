@@ -329,9 +329,13 @@ COMMUNICATING = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "co
 LOWERED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 """Those whose kernel is the same on every rank, so that a graph may hold it; the others look up their rank."""
 
+KEPT = "dtensor_kept"
+"""The annotation (`torch.fx.traceback.annotate`) of gathers whose results are saved for the backward in any case."""
+
 __all__ = [
     "CARRIED",
     "COMMUNICATING",
+    "KEPT",
     "KERNELS",
     "LOWERED",
     "chunk_length",

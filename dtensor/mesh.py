@@ -47,12 +47,14 @@ class Prepared:
         unions: union of ranks -> name of this rank's group over it, None outside.
         links: the links that were given.
         measured: those that were measured, as the ranks agreed on.
+        slices: names of axes -> the mesh of these axes.
     """
 
     groups: dict[tuple[int, ...], str | None] = field(default_factory=dict)
     unions: dict[tuple[int, ...], str | None] = field(default_factory=dict)
     links: tuple[Link, ...] | None = None
     measured: Measured = field(default_factory=Measured)
+    slices: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo) -> "Prepared":
         return self
@@ -223,6 +225,16 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
     clear_caches()  # decisions hold plans made without these groups and links
 
 
+def one_object(mesh: Any) -> Any:
+    """`mesh`, or an equal slice of the same mesh that was given before.
+
+    Slicing makes a new object each time, and what is known of a mesh is kept by the object.
+    """
+    prepared: Prepared = vars(root_mesh(mesh)).setdefault(PREPARED, Prepared())
+    known = prepared.slices.setdefault(tuple(mesh.mesh_dim_names or ()), mesh)
+    return known if known == mesh else mesh
+
+
 def backend_of(mesh: Any) -> str:
     """Name of the backend that carries tensors of the mesh's device type."""
     backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
@@ -328,6 +340,7 @@ __all__ = [
     "init_device_mesh",
     "known_meshes",
     "mesh_shape",
+    "one_object",
     "partitions",
     "prepare",
     "world_of",

@@ -7,6 +7,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor._torch import hint
+from dtensor.collectives import KEPT
 
 from . import groups, ir
 
@@ -34,9 +35,10 @@ class Regather:
     many bytes gathers of both kinds are saved, those first that take longest per byte, until it is used up; the others
     are marked. Bytes of a symbolic size are those of its example.
 
-    What activation checkpointing decides stays decided: nodes inside its regions are left alone. A gather that the
-    backward does not read is not marked. A budget compares bytes, and where lengths do not divide ranks may hold more
-    or fewer: then they may decide differently, which `dtensor.agreement` finds before anything hangs.
+    What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers
+    that the program annotates as kept (`dtensor.collectives.KEPT`). A gather that the backward does not read is not
+    marked. A budget compares bytes, and where lengths do not divide ranks may hold more or fewer: then they may decide
+    differently, which `dtensor.agreement` finds before anything hangs.
     """
 
     name = "regather"
@@ -51,7 +53,7 @@ class Regather:
             again = [node for node in found if _is_of_parameter(node)]
         else:
             again = _beyond(found, self.budget)
-        for node in again:
+        for node in [*again, *_twins(again, graph)]:
             for member in _chain(node):
                 member.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         return len(again)
@@ -59,13 +61,26 @@ class Regather:
 
 def _is_open(node: fx.Node) -> bool:
     """Whether it is ours to say if the gather is saved: the forward computes it, the backward reads it."""
-    if ir.in_backward(node) or _is_marked(node) or "ac_graph_id" in node.meta:
+    if ir.in_backward(node) or _is_marked(node) or "ac_graph_id" in node.meta or KEPT in node.meta.get("custom", ()):
         return False
     return any(ir.in_backward(user) for member in _chain(node) for user in member.users)
 
 
 def _is_marked(node: fx.Node) -> bool:
     return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _twins(marked: list[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """The same gathers elsewhere in the forward: the partitioner merges equal nodes, and the first keeps its mark."""
+    done = {node.args for node in marked}
+    return [
+        node
+        for node in graph.nodes
+        if ir.is_collective(node, "all_gather")
+        and node.args in done
+        and node not in marked
+        and not (ir.in_backward(node) or "ac_graph_id" in node.meta or KEPT in node.meta.get("custom", ()))
+    ]
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:

@@ -39,8 +39,9 @@ class Schedule:
 
     What needs nothing but inputs (the gather of a parameter) could start at once, and would hold memory: it starts one
     ahead, when the one that is needed before it is waited for, in the order of need; more than one where they are
-    small. A reduction whose result is needed late is waited for when too much is in flight. `ahead` bounds, for either
-    kind, the bytes of buffers started and not waited for; one is always allowed. By default it is the largest buffer
+    small. A reduction whose result is needed late is waited for when too much is in flight; if another collective sends
+    its result on (the sum over replicas of what was scattered), that starts then. `ahead` bounds, for each of the three
+    kinds, the bytes of buffers started and not waited for; one is always allowed. By default it is the largest buffer
     in the graph.
 
     Where starts stand among each other follows from the graph and from the sizes of their buffers, which are alike on
@@ -107,12 +108,14 @@ class _Walk:
         self.place = {node: k for k, node in enumerate(nodes)}
         self.needed = _first_need(nodes, before, self.place)
         self.computed = _is_computed(nodes, before)
+        self.next = _next(nodes, before, self.computed)
         self.anchors = [node for node in nodes if not floats(node) and node.op != "output"]
         self.filled = 0
         self.order: dict[fx.Node, None] = {}
         self.ongoing: set[fx.Node] = set()
         self.left, self.demanded = deque(prefetched), list[fx.Node]()
-        self.flying: dict[bool, dict[fx.Node, int]] = {False: {}, True: {}}
+        self.later = {start for starts in self.next.values() for start in starts}
+        self.flying: dict[tuple[bool, bool], dict[fx.Node, int]] = {}
 
     def run(self) -> list[fx.Node]:
         """The new order."""
@@ -120,7 +123,8 @@ class _Walk:
             if node.op in ("placeholder", "get_attr"):
                 self.put(node)
         self.prefetch()
-        for start in [node for node in self.nodes if _is_plain(node) and self.computed[node]]:
+        starts = [node for node in self.nodes if _is_plain(node) and self.computed[node]]
+        for start in sorted(starts, key=self.later.__contains__):
             self.need(start)
         for node in self.nodes:
             self.need(node)
@@ -153,7 +157,10 @@ class _Walk:
         if node not in self.order:
             self.order[node] = None
             if _is_plain(node):
-                self.flying[self.computed[node]][node] = _in_flight(node)
+                self.like(node)[node] = _in_flight(node)
+            for start in self.next.get(node, ()):
+                if all(x.target is not ir.WAIT for x in self.missing(start)):
+                    self.need(start)
 
     def arrive(self, wait: fx.Node, start: fx.Node) -> None:
         """Before a wait: what can be computed without it, and the start of what is needed next."""
@@ -161,7 +168,7 @@ class _Walk:
             return
         self.ongoing.add(wait)
         self.fill(self.needed[wait])
-        self.flying[self.computed[start]].pop(start, None)
+        self.like(start).pop(start, None)
         if not self.computed[start]:
             self.demanded.append(start)
             self.prefetch()
@@ -176,9 +183,9 @@ class _Walk:
 
     def prefetch(self) -> None:
         """Start what is needed next, as far as there is room; one in any case."""
-        flying = self.flying[False]
         while self.left:
             start = self.left[0]
+            flying = self.like(start)
             missing = self.missing(start)
             full = flying and sum(flying.values()) + _in_flight(start) > self.ahead
             # What is gathered in two steps cannot start its second before the first is waited for.
@@ -189,12 +196,16 @@ class _Walk:
 
     def make_room(self, start: fx.Node) -> None:
         """Wait for what was started first, until there is room for `start`."""
-        flying = self.flying[True]
+        flying = self.like(start)
         while flying and sum(flying.values()) + _in_flight(start) > self.ahead:
             oldest = next(iter(flying))
             self.ongoing.add(_wait_of(oldest))
             self.need(_wait_of(oldest))
             flying.pop(oldest, None)
+
+    def like(self, start: fx.Node) -> dict[fx.Node, int]:
+        """The bytes in flight of each start of the same kind: of what only needs inputs, is computed, or is sent on."""
+        return self.flying.setdefault((self.computed[start], start in self.later), {})
 
 
 def _wait_of(start: fx.Node) -> fx.Node:
@@ -208,6 +219,22 @@ def _first_need(nodes: list[fx.Node], before: Before, place: dict[fx.Node, int])
         mine = found[node] if floats(node) else place[node]
         for x in before[node]:
             found[x] = min(found[x], mine)
+    return found
+
+
+def _next(nodes: list[fx.Node], before: Before, computed: dict[fx.Node, bool]) -> dict[fx.Node, list[fx.Node]]:
+    """Waits for what was computed -> the starts that send it on, with nothing computed in between."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    above: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in nodes:
+        above[node] = {}
+        if node.target is ir.WAIT and computed[node]:
+            above[node] = {node: None}
+        elif floats(node):
+            above[node] = {wait: None for x in before[node] for wait in above[x]}
+        if _is_plain(node) and all(floats(x) for x in before[node]):
+            for wait in above[node]:
+                found.setdefault(wait, []).append(node)
     return found
 
 

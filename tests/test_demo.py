@@ -6,11 +6,13 @@ import sys
 from collections import Counter
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from dtensor import cli
+from dtensor import Shard, cli, distribute_tensor, init_device_mesh
 from dtensor.demo import Options, Outcome, Run, Traffic, default_text, largest_difference
-from dtensor.testing import RankError
+from dtensor.demo_plan import PLANS, clip_gradients
+from dtensor.testing import RankError, with_threads
 
 
 def run(*arguments):
@@ -25,7 +27,11 @@ def outcome(**changes):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nproc", "3"], "3 processes cannot share 4 attention heads evenly; write --nproc 1, 2 or 4"),
+        (["--nproc", "3"], "3 processes cannot share 4 attention heads and 8 sequences evenly under plan tp"),
+        (["--nproc", "3"], "write --nproc 1, 2 or 4"),
+        (["--nproc", "3", "--plan", "fsdp"], "write --nproc 1, 2, 4 or 8"),
+        (["--nproc", "5", "--plan", "3d"], "write --nproc 1, 2, 4, 8 or 16"),
+        (["--dtype", "fp16"], "'fp16' is not one of 'fp32', 'bf16'"),
         (["--nproc", "0"], "0 is not in the range"),
         (["--plan", "pp"], "'pp' is not one of 'tp', 'sp'"),
         (["--backend", "tvm"], "'tvm' is not one of"),
@@ -109,6 +115,62 @@ def test_largest_difference():
 
 def test_the_default_text_is_there():
     assert len(default_text().read_bytes()) > 10_000
+
+
+@pytest.mark.parametrize(
+    ("plan", "nproc", "shape", "parts"),
+    [
+        ("tp", 4, (4,), (1, 4)),
+        ("fsdp", 8, (8,), (8, 1)),
+        ("hsdp", 4, (2, 2), (4, 1)),
+        ("hsdp", 8, (4, 2), (8, 1)),
+        ("2d", 4, (2, 2), (2, 2)),
+        ("2d", 3, (3, 1), (3, 1)),
+        ("3d", 8, (2, 2, 2), (4, 2)),
+        ("3d", 4, (1, 2, 2), (2, 2)),
+    ],
+)
+def test_meshes_of_plans(plan, nproc, shape, parts):
+    assert PLANS[plan].mesh_shape(nproc) == shape
+    assert PLANS[plan].parts(nproc) == parts
+
+
+@with_threads(8)
+def test_each_rank_takes_its_part_of_a_batch(rank):
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=PLANS["3d"].axes)
+    batch = torch.arange(8).view(8, 1)
+    assert PLANS["3d"].own_part(batch, mesh).flatten().tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+
+
+@with_threads(4)
+def test_gradients_on_several_meshes_are_clipped_together(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    values = [torch.full((4,), x) for x in (1.0, 2.0, 3.0)]
+    plain, one, two = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
+    one = torch.nn.Parameter(distribute_tensor(one, mesh["dp"], [Shard(0)]))
+    two = torch.nn.Parameter(distribute_tensor(two, mesh, [Shard(0), Shard(0)]))
+    plain.grad = values[0].clone()
+    one.grad, two.grad = (distribute_tensor(v, p.device_mesh, p.placements) for v, p in zip(values[1:], (one, two)))
+    clip_gradients([plain, one, two], 2.0)
+    norm = torch.cat(values).norm()
+    found = [plain.grad, one.grad.full_tensor(), two.grad.full_tensor()]
+    torch.testing.assert_close(torch.cat(found), torch.cat(values) * 2 / norm)
+    clip_gradients([plain], 100.0)
+    torch.testing.assert_close(plain.grad, values[0] * 2 / norm)
+
+
+FULL = [pytest.param(p, 4, "dtensor", d, marks=pytest.mark.nightly) for p in PLANS for d in ("fp32", "bf16")]
+
+
+@pytest.mark.parametrize(("plan", "nproc", "backend", "dtype"), [("fsdp", 2, "eager", "bf16"), *FULL])
+def test_a_real_run_of_each_plan(plan, nproc, backend, dtype):
+    options = ["--nproc", nproc, "--steps", 2, "--plan", plan, "--backend", backend, "--dtype", dtype]
+    command = [sys.executable, "-m", "dtensor", "demo", *map(str, options)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=290)
+    assert result.returncode == 0, result.stderr
+    assert "The losses agree" in result.stdout
+    assert "Graphs of the compiled step: 1; graph breaks: 0." in result.stdout
+    assert ("computed in bfloat16" in result.stdout) == (dtype == "bf16")
 
 
 def test_a_real_run(tmp_path):

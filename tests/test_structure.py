@@ -25,7 +25,8 @@ LAYERS = [
     ["composite", "api", "random", "registration", "explanation"],
     ["parallel"],
     ["testing"],
-    ["demo", "calibration"],
+    ["demo_plan", "calibration"],
+    ["demo"],
     ["cli", "__main__"],
 ]
 """Modules of dtensor/, lowest first; each imports from its own layer and those below. `__init__` is above `api`."""

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api import distribute_tensor
 from ..placements import Placement, as_placement
 from ..tensor import DTensor
+from .sharded_module import FullyShardedModule
 
 
 class ParallelStyle(ABC):
@@ -36,9 +37,15 @@ class ParallelStyle(ABC):
         """Replace parameter `name` of `module` (nothing happens if it is None) by a DTensor placed as
         `placement`."""
         parameter = getattr(module, name)
-        if parameter is not None:
-            value = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+        def distribute(whole: nn.Parameter) -> nn.Parameter:
+            value = distribute_tensor(whole, mesh, [placement], src_data_rank=self.src_data_rank)
+            return nn.Parameter(value, requires_grad=whole.requires_grad)
+
+        if isinstance(module, FullyShardedModule) and parameter is not None:
+            module.redistribute_parameter(name, distribute)
+        elif parameter is not None:
+            module.register_parameter(name, distribute(parameter))
 
     def refuse(self, module: nn.Module) -> NoReturn:
         """Raise the error for a module that a style for nn.Linear and nn.Embedding cannot shard."""

@@ -2,7 +2,7 @@
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dtensor.collectives import ops
+from dtensor.collectives import KEPT, ops
 from dtensor.passes import PARAMETER, Regather
 
 
@@ -86,6 +86,26 @@ def test_regions_of_checkpointing_are_left_alone(bench):
     assert Regather()(gm.graph) == 0
     assert Regather(budget=0)(gm.graph) == 0
     assert gather.meta["recompute"] is CheckpointPolicy.MUST_SAVE
+
+
+def test_what_the_program_keeps_is_left_alone(bench):
+    gm = joint(bench, layer(bench), (4, 4), (4, 4), parameters=[0])
+    (gather,) = [n for n in gm.graph.nodes if n.name == "all_gather"]
+    gather.meta["custom"] = {KEPT: True}
+    assert Regather()(gm.graph) == 0
+    assert marked(gm) == []
+
+
+def test_a_gather_that_the_forward_alone_reads_is_marked_with_its_equal(bench):
+    """A tied weight: the partitioner makes one of both, with the mark of the first."""
+
+    def f(w, x):
+        first, second = (ops.all_gather(w, 0, 8, bench.tp).t() for _ in range(2))
+        return (x @ first @ first.t() @ second).sin() @ second.t()
+
+    gm = joint(bench, f, (4, 4), (4, 4), parameters=[0])
+    assert Regather()(gm.graph) == 1
+    assert {"all_gather", "all_gather_1"} <= set(marked(gm))
 
 
 def test_a_budget_counts_what_is_freed_and_saves_first_what_takes_longest_per_byte(bench):

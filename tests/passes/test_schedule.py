@@ -111,6 +111,33 @@ mm start_mm mm_1 start_mm mm_2 start_mm_2 mm_3 start_mm_3 wait_mm wait_mm wait_m
     )
 
 
+def test_what_is_sent_on_starts_when_it_arrives(bench):
+    """Scattered over one axis and summed over the other, as gradients are in hybrid sharding."""
+
+    def f(x, y):
+        out = []
+        for _ in range(4):
+            x = x @ y
+            part = ops.reduce_scatter(x, "avg", 0, bench.tp)
+            out.append(ops.all_reduce(part, "avg", bench.dp))
+        return out
+
+    gm = lowered(bench, f, (4, 4), (4, 4))
+    bench.apply(Schedule(), gm)
+    words = []
+    for node in gm.graph.nodes:
+        start = node.all_input_nodes[0] if node.target is ir.WAIT else node
+        if start.target in ir.STARTS:
+            kind = "scatter" if "scatter" in start.name else "sum"
+            words.append(f"wait_{kind}" if node.target is ir.WAIT else kind)
+        elif "mm" in node.name:
+            words.append("mm")
+    # Each is scattered while the next product is computed, and summed while the one after that is.
+    again = "mm wait_scatter wait_sum sum scatter"
+    expected = f"mm scatter mm wait_scatter sum scatter {again} {again} wait_scatter wait_sum sum wait_sum"
+    assert " ".join(words) == expected
+
+
 def test_gathers_in_two_steps_wait_for_the_first(bench):
     def f(x, w):
         whole = ops.all_gather(ops.all_gather(w, 0, 4, bench.tp), 1, 4, bench.dp)

@@ -1,0 +1,224 @@
+"""What becomes of a module whose parameters are fully sharded: its class gets a property for each of them.
+
+The module stays what it was to everyone else: the same names in `named_parameters` and `state_dict`, the same methods,
+an instance of its own class. Inside a forward, reading a parameter gives it unsharded; outside, where optimizers and
+initialisation read it, it is the sharded DTensor. Dynamo traces the properties as any code, so that what they gather
+and reduce is in the graph.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch import tree_map
+from ..tensor import DTensor
+from .mixed_precision import MixedPrecisionPolicy
+from .sharding import SHARDED_AS, sharded_otherwise
+from .unshard import Unshard, unsharded
+
+MEMBER = "_fully_sharded"
+"""The attribute of a module under which its `Member` lies."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """What the modules of one `fully_shard` have in common.
+
+    Attributes:
+        mesh: the data mesh.
+        policy: of mixed precision.
+        keep: whether what the forward gathers is kept for the backward.
+        local: whether activations are this rank's part of the batch, rather than DTensors over the data mesh.
+        reduce: over which axes gradients are reduced, as in `unsharded`.
+        running: how many forwards of the unit's modules are running; a compiled one is not counted.
+    """
+
+    mesh: Any
+    policy: MixedPrecisionPolicy
+    keep: bool
+    local: bool
+    reduce: str = "all"
+    running: int = 0
+
+    def __deepcopy__(self, memo) -> "Unit":
+        made = memo[id(self)] = Unit(self.mesh, self.policy, self.keep, self.local, self.reduce)
+        return made
+
+
+@dataclass(eq=False)
+class Member:
+    """One module of a unit: how each parameter is unsharded, and whether the module was given to `fully_shard`."""
+
+    unit: Unit
+    how: dict[str, Unshard] = field(default_factory=dict)
+    given: bool = False
+
+
+class FullyShardedModule(nn.Module):
+    """What `fully_shard` adds to the class of a module.
+
+    The methods apply to all fully sharded modules inside, and with `recurse=False` to those of this one's own unit.
+    """
+
+    _plain_class: type[nn.Module]
+    _sharded_names: tuple[str, ...]
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the data axes, to accumulate them over several backwards without.
+
+        Unreduced gradients are whole on each rank: DTensors that are Partial("avg") over the data axes. Turned on
+        again, this reduces what has been accumulated; all ranks call it then.
+        """
+        _set_reduced(self, "all" if requires_gradient_sync else "none", recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward also reduces over the axis that replicates, of a mesh (replicate, shard).
+
+        Gradients that are only scattered are Partial("avg") over that axis. Turned on again, this reduces what has
+        been accumulated; all ranks call it then.
+        """
+        _set_reduced(self, "all" if requires_all_reduce else "scatter", recurse)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `nn.Module.register_parameter`; what takes the place of a sharded parameter is sharded too.
+
+        Raises:
+            ValueError: it is not.
+        """
+        how = vars(self)[MEMBER].how
+        if name in how and param is not None:
+            _, found, _ = vars(param).get(SHARDED_AS, (None, how[name], None))
+            lies = (param._spec.layout, param.device_mesh) if isinstance(param, DTensor) else None
+            if lies != (found.layout, found.mesh):
+                raise ValueError(
+                    f"{name} of a fully sharded module is a DTensor {list(how[name].layout.placements)} on "
+                    f"{how[name].mesh}; write module.{name}.copy_(values) under torch.no_grad() for other values, or "
+                    "replace it before fully_shard"
+                )
+            how[name] = found
+        super().register_parameter(name, param)
+
+    def redistribute_parameter(self, name: str, distribute: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Have `distribute` put a parameter on axes that are not the data's; it stays sharded over these."""
+        how, parameter = vars(self)[MEMBER].how, self._parameters[name]
+        assert parameter is not None, f"{type(self).__name__} has no parameter {name}"
+        self._parameters[name], how[name] = sharded_otherwise(parameter, how[name], distribute)
+
+    def __reduce_ex__(self, protocol):
+        # The class is made on the fly: copies and pickles name what it was made from.
+        _, _, *state = super().__reduce_ex__(protocol)
+        return _new, (self._plain_class, self._sharded_names), *state
+
+
+def _new(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    made = sharded_class(cls, names)
+    return made.__new__(made)
+
+
+def members(module: nn.Module) -> Iterator[tuple[nn.Module, Member]]:
+    """The fully sharded modules in `module`, itself included."""
+    for found in module.modules():
+        member = vars(found).get(MEMBER)
+        if member is not None:
+            yield found, member
+
+
+def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) -> None:
+    """Make `module` one of a unit, with parameters that are sharded already."""
+    member = vars(module).setdefault(MEMBER, Member(unit))
+    member.how.update(how)
+    member.given = member.given or given
+    cls = type(module)
+    if issubclass(cls, FullyShardedModule):
+        cls = cls._plain_class
+    module.__class__ = sharded_class(cls, tuple(sorted(member.how)))
+
+
+@functools.cache
+def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The class of modules of class `cls` whose parameters `names` are sharded."""
+
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return _run(self, cls.forward, args, kwargs)
+
+    inside = {"forward": forward, "_plain_class": cls, "_sharded_names": names}
+    inside.update({name: _property(name) for name in names})
+    return type(f"FullySharded{cls.__name__}", (FullyShardedModule, cls), inside)
+
+
+def _property(name: str) -> property:
+    return property(lambda self: _read(self, name))
+
+
+def _read(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Parameter `name` as it is at this moment: unsharded where a forward runs."""
+    parameter = module._parameters.get(name)
+    member: Member = getattr(module, MEMBER)
+    unit, how = member.unit, member.how[name]
+    # A forward that is traced is not counted: activation checkpointing allows no change of state.
+    if not isinstance(parameter, DTensor) or not (torch.compiler.is_compiling() or unit.running):
+        return parameter
+    dtype = unit.policy.param_dtype if parameter.is_floating_point() else None
+    return unsharded(
+        parameter,
+        how,
+        dtype=dtype,
+        reduce_dtype=unit.policy.reduce_dtype,
+        local=unit.local,
+        keep=unit.keep,
+        reduce=unit.reduce,
+    )
+
+
+def _run(module: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The forward of a fully sharded module."""
+    member: Member = getattr(module, MEMBER)
+    unit, policy = member.unit, member.unit.policy
+    if member.given and policy.cast_forward_inputs and policy.param_dtype is not None:
+        args, kwargs = _cast((args, kwargs), policy.param_dtype)
+    if torch.compiler.is_compiling():
+        out = forward(module, *args, **kwargs)
+    else:
+        unit.running += 1
+        try:
+            out = forward(module, *args, **kwargs)
+        finally:
+            unit.running -= 1
+    return _cast(out, policy.output_dtype) if member.given and policy.output_dtype is not None else out
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return tree_map(cast, values)
+
+
+def _set_reduced(module: Any, reduce: str, recurse: bool) -> None:
+    own = vars(module)[MEMBER].unit
+    for found, member in members(module):
+        if not recurse and member.unit is not own:
+            continue
+        member.unit.reduce = reduce
+        if reduce != "none":
+            _reduce_accumulated(found, member, reduce)
+
+
+def _reduce_accumulated(module: nn.Module, member: Member, reduce: str) -> None:
+    for name, how in member.how.items():
+        parameter = module._parameters.get(name)
+        if parameter is None or not isinstance(parameter.grad, DTensor):
+            continue
+        target = how.layout if reduce == "all" else how.scattered
+        partial = [axis for axis, _ in parameter.grad._spec.layout.partial]
+        if any(axis not in dict(target.partial) for axis in partial):
+            with torch.no_grad():
+                parameter.grad = torch.ops.dtensor.redistribute(parameter.grad, target.text, False)
+
+
+__all__ = ["FullyShardedModule", "Member", "Unit", "join", "members", "sharded_class"]

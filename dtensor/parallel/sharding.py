@@ -1,0 +1,125 @@
+"""How a parameter is cut over the data axes: its new layout, the mesh it needs for that, and its values there.
+
+A plain parameter goes on the data mesh. One that another style has sharded already (over a tensor parallel axis) goes
+on the mesh of all these axes, and the data axis cuts last: gathering it gives back what that style made, whichever
+dimension either of them has chosen.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .._torch import root_mesh
+from ..api import distribute_tensor
+from ..errors import MeshError
+from ..layout import Layout
+from ..mesh import one_object
+from ..placements import Placement, Replicate, Shard
+from ..tensor import DTensor
+from .unshard import Unshard
+
+SHARDED_AS = "_dtensor_fully_sharded"
+"""The attribute of a parameter for all modules that share it: by what it was replaced (None: it is that itself), how
+that is unsharded, and over which mesh."""
+
+
+def sharded(
+    parameter: nn.Parameter, mesh: Any, dim: int | None, src_data_rank: int | None
+) -> tuple[nn.Parameter, Unshard]:
+    """A parameter cut over the last axis of the data mesh, and how to get from it to what the forward computes with.
+
+    Args:
+        parameter: a plain one, or a DTensor on other axes of the mesh that `mesh` was sliced from.
+        mesh: the data mesh: (shard,) or (replicate, shard).
+        dim: the dimension that is cut; None replicates, and so does an axis of a single rank.
+        src_data_rank: the rank of each data axis whose values count; None takes each rank's own.
+
+    Raises:
+        MeshError: the axes of the parameter and of `mesh` do not make one mesh.
+    """
+    dim = dim if mesh.size(mesh.ndim - 1) > 1 else None  # operators lie replicated where both are free
+    inner = parameter if isinstance(parameter, DTensor) else None
+    whole = mesh if inner is None else joint_mesh(mesh, inner.device_mesh)
+    how = _how(whole, mesh, parameter.dim(), dim, inner)
+    values: Any = parameter.detach()
+    values = values if inner is None else values.to_local()
+    data: list[Placement] = [Replicate()] * (mesh.ndim - 1)
+    last = Replicate() if dim is None else Shard(dim)
+    local = distribute_tensor(values, mesh, [*data, last], src_data_rank=src_data_rank).to_local()
+    value = DTensor(local, whole, how.layout, tuple(parameter.shape), tuple(parameter.stride()))
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    vars(made)[SHARDED_AS] = None, how, mesh
+    vars(parameter)[SHARDED_AS] = made, how, mesh
+    return made, how
+
+
+def sharded_otherwise(
+    parameter: nn.Parameter, how: Unshard, distribute: Callable[[nn.Parameter], nn.Parameter]
+) -> tuple[nn.Parameter, Unshard]:
+    """A parameter that is sharded over data axes already, put on other axes by `distribute`, and sharded again."""
+    mesh = how.data_mesh
+    if how.inner_mesh is not None:
+        raise MeshError(
+            f"the parameter is already on {how.inner_mesh} beside its data axes; parallelize a module once, or write "
+            "fully_shard after all other styles"
+        )
+    shards: Any = parameter.detach()
+    values = torch.empty(shards.shape, dtype=shards.dtype, device="meta") if shards.is_meta else shards.full_tensor()
+    return sharded(distribute(nn.Parameter(values, requires_grad=parameter.requires_grad)), mesh, how.dim, None)
+
+
+def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor | None) -> Unshard:
+    data = tuple(range(mesh.ndim)) if inner is None else _axes(mesh, data_mesh)
+    dims: list[tuple[int, ...]] = [()] * ndim
+    layout, inner_mesh = None, None
+    if inner is not None:
+        layout, inner_mesh = inner._spec.layout, inner.device_mesh
+        if layout.partial:
+            raise MeshError(f"a parameter cannot be sharded further where it is {list(layout.placements)}")
+        at = _axes(mesh, inner_mesh)
+        dims = [tuple([at[axis] for axis in axes]) for axes in layout.dims]
+    cut = [(*axes, data[-1]) if d == dim else axes for d, axes in enumerate(dims)]
+
+    def made(dims: list[tuple[int, ...]], averaged: tuple[int, ...]) -> Layout:
+        return Layout.make(mesh.ndim, tuple(dims), tuple([(axis, "avg") for axis in sorted(averaged)]))
+
+    return Unshard(
+        mesh, data_mesh, dim, made(cut, ()), made(dims, ()), made(dims, data), made(cut, data[:-1]), inner_mesh, layout
+    )
+
+
+def _axes(mesh: Any, part: Any) -> tuple[int, ...]:
+    """The axes of `mesh` that `part`, sliced from the same mesh, has."""
+    return tuple([_names(mesh).index(name) for name in _names(part)])
+
+
+def _names(mesh: Any) -> tuple[str, ...]:
+    return tuple(mesh.mesh_dim_names or ())
+
+
+def joint_mesh(one: Any, other: Any) -> Any:
+    """The mesh of the axes of two slices of one mesh, in its order; always the same object.
+
+    Raises:
+        MeshError: they are no slices of one mesh, or share an axis.
+    """
+    root = root_mesh(one)
+    names, mine, others = _names(root), _names(one), _names(other)
+    if root_mesh(other) is not root or not names or not {*mine, *others} <= {*names}:
+        raise MeshError(
+            f"a parameter on {other} cannot be sharded over {one} too: they are not made of axes of one mesh; write "
+            'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), and give mesh["tp"] to the one and mesh["dp"] '
+            "to the other"
+        )
+    if {*mine} & {*others}:
+        raise MeshError(
+            f"the parameter is already on axis {' and '.join(sorted({*mine} & {*others}))} of the mesh, over which it "
+            "was to be sharded; shard over other axes, or leave its module out"
+        )
+    wanted = tuple([name for name in names if name in mine or name in others])
+    return root if wanted == names else one_object(root[wanted])
+
+
+__all__ = ["SHARDED_AS", "joint_mesh", "sharded", "sharded_otherwise"]

@@ -1,0 +1,117 @@
+"""Unsharding: what a fully sharded parameter is in the forward, and where its gradient goes.
+
+A sharded parameter is a DTensor that the data axes cut last, and beside them perhaps axes of other styles (of a tensor
+parallel plan). `Unshard` says how to get from it to what the forward computes with, and back; `unsharded` does it, in
+one autograd function:
+
+    forward    cast, gather over the data axes, leave them: a plain tensor, or a DTensor on the other axes
+    backward   enter them as a part of a mean, cast, reduce (scattered where the parameter is), cast
+
+Everything is traced as it stands: the gather and the reduction are operators of the graph.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.traceback import annotate
+
+from ..collectives import KEPT
+from ..layout import Layout
+from ..tensor import DTensor
+
+
+@dataclass(frozen=True, eq=False)
+class Unshard:
+    """How one parameter is unsharded.
+
+    Attributes:
+        mesh: the mesh of the parameter: the data axes, and others if it was sharded before.
+        data_mesh: the mesh of its data axes alone.
+        dim: the dimension that the last data axis cuts; None where it replicates.
+        layout: the parameter's.
+        whole: the layout when all data axes are gathered.
+        unreduced: the layout of a gradient that is not reduced over any data axis.
+        scattered: the layout of a gradient that is reduced over the axis that shards, not over the one that replicates.
+        inner_mesh: the mesh of what the forward gets; None where that is a plain tensor.
+        inner: its layout there.
+    """
+
+    mesh: Any
+    data_mesh: Any
+    dim: int | None
+    layout: Layout
+    whole: Layout
+    unreduced: Layout
+    scattered: Layout
+    inner_mesh: Any = None
+    inner: Layout | None = None
+
+    def __deepcopy__(self, memo) -> "Unshard":
+        return self
+
+
+class _Unsharded(torch.autograd.Function):
+    """The parameter as the forward gets it; `target` is the layout in which its gradient arrives."""
+
+    @staticmethod
+    def forward(ctx, parameter, mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype):
+        ctx.mesh, ctx.entering, ctx.target = mesh, entering, target
+        ctx.inner_mesh, ctx.inner = inner_mesh, inner
+        ctx.dtype, ctx.reduce_dtype = parameter.dtype, reduce_dtype
+        ctx.sizes = tuple(parameter.shape), tuple(parameter.stride())
+        x = parameter if dtype is None else parameter.to(dtype)
+        x = torch.ops.dtensor.redistribute(x, whole.text, False)
+        if entering is None:
+            return x
+        local = x.to_local()
+        return local if inner_mesh is None else _wrapped(local, inner_mesh, inner, ctx.sizes)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.inner_mesh is not None:
+            grad = torch.ops.dtensor.redistribute(grad, ctx.inner.text, False).to_local()
+        if ctx.entering is not None:
+            grad = _wrapped(grad, ctx.mesh, ctx.entering, ctx.sizes)
+        if ctx.reduce_dtype is not None:
+            grad = grad.to(ctx.reduce_dtype)
+        if ctx.target is not None:
+            grad = torch.ops.dtensor.redistribute(grad, ctx.target.text, False)
+        return grad.to(ctx.dtype), None, None, None, None, None, None, None, None
+
+
+def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple) -> DTensor:
+    return DTensor(local.view_as(local), mesh, layout, sizes[0], sizes[1])
+
+
+def unsharded(
+    parameter: DTensor,
+    how: Unshard,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    local: bool = True,
+    keep: bool = False,
+    reduce: str = "all",
+) -> torch.Tensor:
+    """`parameter` as the forward gets it; differentiable.
+
+    Args:
+        parameter: the DTensor that `how` was made for.
+        how: what to do.
+        dtype: to which it is cast before it is gathered; None leaves it.
+        reduce_dtype: in which its gradient is reduced; None leaves the dtype of the gradient.
+        local: leave the data axes; gradients are then averaged over them. Otherwise a DTensor on all axes.
+        keep: annotate the gather as one that is not done again in the backward.
+        reduce: over which data axes the gradient is reduced: "all", "scatter" (the one that shards), or "none".
+    """
+    target = {"all": how.layout, "scatter": how.scattered, "none": None}[reduce]
+    entering, inner_mesh, inner = (how.unreduced, how.inner_mesh, how.inner) if local else (None, None, None)
+    given = (how.mesh, how.whole, entering, target, inner_mesh, inner, dtype, reduce_dtype)
+    if keep and torch.compiler.is_compiling():
+        with annotate({KEPT: True}):
+            return _Unsharded.apply(parameter, *given)
+    return _Unsharded.apply(parameter, *given)
+
+
+__all__ = ["Unshard", "unsharded"]
