@@ -21,6 +21,7 @@ from .errors import (
 from .explanation import explain
 from .fallback import fallbacks
 from .invariance import implicit_replication
+from .local_functions import local_map
 from .mesh import init_device_mesh, prepare
 from .notation import Rule
 from .placements import Partial, Placement, Replicate, Shard
@@ -59,6 +60,7 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "local_map",
     "ones",
     "prepare",
     "rand",

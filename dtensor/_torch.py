@@ -68,7 +68,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
@@ -434,8 +434,10 @@ __all__ = [
     "thread_state",
     "threaded_process_group",
     "traced_into_backward",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
     "utils_foreach_types",
     "without_compile_caches",
     "without_own_key",

@@ -22,7 +22,7 @@ LAYERS = [
     ["dispatch"],
     ["detours", "out"],
     ["tensor"],
-    ["composite", "api", "random", "registration", "explanation"],
+    ["composite", "api", "random", "registration", "explanation", "local_functions"],
     ["parallel"],
     ["testing"],
     ["demo", "calibration"],
