@@ -14,7 +14,7 @@ LINKS = ("compile", "passes")
 LAYERS = [
     ["errors", "_torch", "caches", "environment", "fallback"],
     ["placements", "cost", "links", "collectives", "hooks", "invariance"],
-    ["layout", "mesh", "notation", "pending", "steps", "agreement"],
+    ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
     ["moves"],
@@ -22,7 +22,7 @@ LAYERS = [
     ["dispatch"],
     ["detours", "out"],
     ["tensor"],
-    ["composite", "api", "random", "registration", "explanation", "local_functions"],
+    ["composite", "api", "random", "registration", "explanation", "local_functions", "linear_loss"],
     ["parallel"],
     ["testing"],
     ["demo", "calibration"],

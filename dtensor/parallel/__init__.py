@@ -2,6 +2,7 @@
 
 from .api import parallelize_module
 from .colwise import ColwiseParallel
+from .loss import linear_cross_entropy, loss_parallel
 from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
 from .rowwise import RowwiseParallel
 from .sequence import SequenceParallel
@@ -15,5 +16,7 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "linear_cross_entropy",
+    "loss_parallel",
     "parallelize_module",
 ]
