@@ -4,6 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import composite as composite  # registers what is caught whole
 from . import hooks as hooks  # registers the backend and the passes
+from . import interop as interop
 from . import linear_loss as linear_loss  # registers the loss of a linear layer
 from . import random as random
 from ._torch import optim_foreach_types, utils_foreach_types

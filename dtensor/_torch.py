@@ -133,6 +133,25 @@ def operator_database() -> dict[str, Any]:
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
 
 
+def shard_order(x: Any) -> dict[int, tuple[int, ...]] | None:
+    """Of a DTensor of torch, for each dimension that is cut the mesh axes that cut it, outermost cut first.
+
+    None where its strided shards are no order of cuts.
+    """
+    spec = x._spec
+    found = spec.shard_order
+    if found is None:
+        found = type(spec)._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh)
+    return None if found is None else {entry.tensor_dim: tuple(entry.mesh_dims) for entry in found}
+
+
+def strided_shard(dim: int, strides: int) -> Any:
+    """What torch calls an axis that cuts a dimension after later axes have cut it into `strides`; imported on call."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=strides)
+
+
 @contextlib.contextmanager
 def threaded_process_group():
     """Context in which the threads of this process can be ranks of a process group with backend "threaded".
@@ -430,7 +449,9 @@ __all__ = [
     "same_size",
     "schema",
     "set_thread_state",
+    "shard_order",
     "static_placeholders",
+    "strided_shard",
     "thread_state",
     "threaded_process_group",
     "traced_into_backward",
