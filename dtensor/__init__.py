@@ -7,6 +7,7 @@ from . import hooks as hooks  # registers the backend and the passes
 from . import interop as interop
 from . import linear_loss as linear_loss  # registers the loss of a linear layer
 from . import random as random
+from . import scaling as scaling  # registers what GradScaler does to gradients
 from ._torch import optim_foreach_types, utils_foreach_types
 from .api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
 from .errors import (

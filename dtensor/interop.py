@@ -13,7 +13,7 @@ from torch import nn
 from ._torch import shard_order, strided_shard, tree_map
 from .errors import PlacementError
 from .layout import Layout
-from .placements import Partial, Shard, as_placement, as_placements
+from .placements import Partial, Shard, as_placements
 from .tensor import DTensor, move
 
 TORCH = "torch.distributed.tensor"
@@ -83,7 +83,7 @@ def _layout_of(x: Any) -> Layout:
     order = shard_order(x)
     if order is None:
         raise _unknown(x)
-    partial = [(a, as_placement(p).reduce_op) for a, p in enumerate(x.placements) if p.is_partial()]
+    partial = [(a, p.reduce_op) for a, p in enumerate(x.placements) if p.is_partial()]
     return Layout.make(len(x.placements), tuple([order.get(d, ()) for d in range(x.dim())]), tuple(partial))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api import distribute_tensor
+from ..api import distribute_parameter
 from ..placements import Placement, as_placement
 from ..tensor import DTensor
 
@@ -34,11 +34,11 @@ class ParallelStyle(ABC):
 
     def distribute_parameter(self, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
         """Replace parameter `name` of `module` (nothing happens if it is None) by a DTensor placed as
-        `placement`."""
+        `placement`; modules that share it go on sharing it."""
         parameter = getattr(module, name)
         if parameter is not None:
-            value = distribute_tensor(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(value, requires_grad=parameter.requires_grad))
+            made = distribute_parameter(parameter, mesh, [placement], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, made)
 
     def refuse(self, module: nn.Module) -> NoReturn:
         """Raise the error for a module that a style for nn.Linear and nn.Embedding cannot shard."""

@@ -42,7 +42,8 @@ def _local_log_softmax(call: LocalCall):
     largest = all_reduce(x.amax(dim, keepdim=True) if x.shape[dim] else lowest, "max", call, {factor})
     shifted = x - largest
     total = all_reduce(shifted.exp().sum(dim, keepdim=True), "sum", call, {factor})
-    return (shifted - total.log()).to(call.call.outputs[0].dtype)
+    out = shifted - total.log()
+    return out if call["half_to_float"] else out.to(call["self"].dtype)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
