@@ -21,6 +21,7 @@ from . import (
     reduction,
     spatial,
     views,
+    weight_norm,
 )
 from .advanced import MASKS
 from .call import RULES, Call, LocalCall, Output, base_name, is_in_place
@@ -50,6 +51,7 @@ FAMILIES = (
     reduction,
     spatial,
     views,
+    weight_norm,
 )
 """The modules whose import fills `RULES`."""
 
