@@ -48,6 +48,17 @@ class ParallelStyle(ABC):
         )
 
 
+def linear_dims(module: nn.Module) -> tuple[int, int] | None:
+    """The dimensions of a linear layer's weight that count output and input features; None for another module.
+
+    Known are nn.Linear and its transpose, which transformers call Conv1D.
+    """
+    if isinstance(module, nn.Linear):
+        return 0, 1
+    named = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    return (1, 0) if named else None
+
+
 def as_layout(argument: str, given: Any) -> Placement | None:
     """The placement given for `argument` of a style; None stays None.
 
@@ -96,4 +107,4 @@ def output_to_layout(
     return output.to_local() if use_local_output else output
 
 
-__all__ = ["ParallelStyle", "as_layout", "first_to_layout", "output_to_layout", "to_layout"]
+__all__ = ["ParallelStyle", "as_layout", "first_to_layout", "linear_dims", "output_to_layout", "to_layout"]
