@@ -10,8 +10,10 @@ from . import random as random
 from . import scaling as scaling  # registers what GradScaler does to gradients
 from ._torch import optim_foreach_types, utils_foreach_types
 from .api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+from .checkpoints import Checkpoints
 from .errors import (
     AgreementError,
+    CheckpointError,
     InvalidInputError,
     MeshError,
     MixedTensorError,
@@ -40,6 +42,8 @@ for _types in (optim_foreach_types, utils_foreach_types):
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
+    "Checkpoints",
     "DTensor",
     "DeviceMesh",
     "InvalidInputError",
