@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .errors import CheckpointError
 
@@ -45,7 +46,7 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep = keep
         # Saves in the background communicate while the program does: on a group of their own.
-        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._first = self._group is None or dist.get_rank(self._group) == 0
 
     def save(self, state: dict[str, Any], step: int) -> None:
@@ -57,7 +58,7 @@ class Checkpoints:
         partial = self._begin(step)
         try:
             dcp.save(state, checkpoint_id=partial, process_group=self._group)
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise self._failed(step, error) from error
         self._together(lambda: self._finish(partial, step))
 
@@ -69,7 +70,7 @@ class Checkpoints:
             the next save.
         """
         partial = self._begin(step)
-        started = dcp.async_save(state, checkpoint_id=partial, process_group=self._group)
+        started: Any = dcp.async_save(state, checkpoint_id=partial, process_group=self._group)
         done: Future[None] = Future()
 
         def finish(written: Any) -> None:
@@ -91,10 +92,14 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on all ranks, if there is no checkpoint, or a file of it is not as long as when it was
-                written; the message names the steps that can be read.
+                written, or it does not hold what `state` does.
         """
         chosen = self._together(lambda: self._checked(step))
-        dcp.load(state, checkpoint_id=self._path(chosen), process_group=self._group)
+        try:
+            dcp.load(state, checkpoint_id=self._path(chosen), process_group=self._group)
+        except CheckpointException as error:
+            text = f"the checkpoint of step {chosen} does not hold what the state does: {_said(error)}"
+            raise CheckpointError(text) from error
         return chosen
 
     def steps(self) -> list[int]:
@@ -162,8 +167,18 @@ class Checkpoints:
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {error}{_which(self.steps())}"
+            f"the checkpoint of step {step} could not be written to {self.folder}: {_said(error)}{_which(self.steps())}"
         )
+
+
+def _said(error: BaseException) -> str:
+    """What went wrong, in a line; torch shows the stacks of all ranks."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    lines: dict[str, list[int]] = {}
+    for rank, (found, _) in error.failures.items():
+        lines.setdefault(str(found), []).append(rank)
+    return "; ".join(f"{line} (rank {', '.join(map(str, ranks))})" for line, ranks in lines.items())
 
 
 def _torn(path: Path) -> str:

@@ -66,7 +66,8 @@ def export(
     if writer is not None:
         writer.write(header)
     for x in state.values():
-        whole = x.detach().full_tensor() if isinstance(x, DTensor) else x.detach()
+        kept: Any = x.detach()
+        whole = kept.full_tensor() if isinstance(x, DTensor) else kept
         if writer is not None:
             writer.write(_bytes(whole))
     said = [None if writer is None else writer.close()]
@@ -128,7 +129,8 @@ def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | Non
 
 def _bytes(x: torch.Tensor) -> memoryview:
     flat = x.cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(raw)
 
 
 def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, strict: bool = True) -> list[str]:
