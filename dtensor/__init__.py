@@ -4,11 +4,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import composite as composite  # registers what is caught whole
 from . import hooks as hooks  # registers the backend and the passes
+from . import interop as interop
+from . import linear_loss as linear_loss  # registers the loss of a linear layer
 from . import random as random
+from . import scaling as scaling  # registers what GradScaler does to gradients
 from ._torch import optim_foreach_types, utils_foreach_types
 from .api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+from .checkpoints import Checkpoints
 from .errors import (
     AgreementError,
+    CheckpointError,
     InvalidInputError,
     MeshError,
     MixedTensorError,
@@ -21,6 +26,7 @@ from .errors import (
 from .explanation import explain
 from .fallback import fallbacks
 from .invariance import implicit_replication
+from .local_functions import local_map
 from .mesh import init_device_mesh, prepare
 from .notation import Rule
 from .placements import Partial, Placement, Replicate, Shard
@@ -36,6 +42,8 @@ for _types in (optim_foreach_types, utils_foreach_types):
 
 __all__ = [
     "AgreementError",
+    "CheckpointError",
+    "Checkpoints",
     "DTensor",
     "DeviceMesh",
     "InvalidInputError",
@@ -59,6 +67,7 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "local_map",
     "ones",
     "prepare",
     "rand",

@@ -68,7 +68,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
@@ -131,6 +131,25 @@ def operator_database() -> dict[str, Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
+
+
+def shard_order(x: Any) -> dict[int, tuple[int, ...]] | None:
+    """Of a DTensor of torch, for each dimension that is cut the mesh axes that cut it, outermost cut first.
+
+    None where its strided shards are no order of cuts.
+    """
+    spec = x._spec
+    found = spec.shard_order
+    if found is None:
+        found = type(spec)._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh)
+    return None if found is None else {entry.tensor_dim: tuple(entry.mesh_dims) for entry in found}
+
+
+def strided_shard(dim: int, strides: int) -> Any:
+    """What torch calls an axis that cuts a dimension after later axes have cut it into `strides`; imported on call."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=strides)
 
 
 @contextlib.contextmanager
@@ -471,12 +490,16 @@ __all__ = [
     "same_size",
     "schema",
     "set_thread_state",
+    "shard_order",
     "static_placeholders",
+    "strided_shard",
     "thread_state",
     "threaded_process_group",
     "traced_into_backward",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
     "utils_foreach_types",
     "without_compile_caches",
     "without_own_key",

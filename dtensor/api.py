@@ -96,6 +96,34 @@ def _xla(tensor, mesh, placements):
     return xla_distribute_tensor(tensor, mesh, placements)
 
 
+DISTRIBUTED_AS = "_dtensor_distributed_as"
+"""The attribute of a plain parameter under which that lies which has taken its place, for modules that share it."""
+
+
+def distribute_parameter(
+    parameter: nn.Parameter, mesh: Any, placements: Sequence[Placement], *, src_data_rank: int | None = 0
+) -> nn.Parameter:
+    """A parameter distributed for a module: the same one for all modules that share it, so that tied weights stay tied.
+
+    Raises:
+        PlacementError: another module that shares it has it on another mesh, or in other placements.
+    """
+    before = vars(parameter).get(DISTRIBUTED_AS)
+    if before is None:
+        value = distribute_tensor(parameter, mesh, placements, src_data_rank=src_data_rank)
+        made = nn.Parameter(value, requires_grad=parameter.requires_grad) if value is not parameter else parameter
+        vars(parameter)[DISTRIBUTED_AS] = made
+        return made
+    if before.device_mesh != mesh or before.placements != as_placements(placements, mesh.ndim, parameter.dim()):
+        raise PlacementError(
+            f"a parameter of shape {list(parameter.shape)} is shared by several modules, of which one has it placed as "
+            f"{list(before.placements)} on {before.device_mesh}, and this one is to have it as {list(placements)} on "
+            f"{mesh}; give both the same (RowwiseParallel shards an nn.Embedding as ColwiseParallel shards the "
+            "nn.Linear tied to it)"
+        )
+    return before
+
+
 PartitionFn = Callable[[str, nn.Module, Any], None]
 
 
@@ -149,7 +177,7 @@ def _replicate_rest(module: nn.Module, mesh: Any) -> None:
     replicate = [Replicate()] * mesh.ndim
     for name, p in module.named_parameters(recurse=False):
         if not isinstance(p, DTensor):
-            module.register_parameter(name, distribute_tensor(p, mesh, replicate))  # pyright: ignore[reportArgumentType]
+            module.register_parameter(name, distribute_parameter(p, mesh, replicate))
     for name, b in module.named_buffers(recurse=False):
         if not isinstance(b, DTensor):
             module._buffers[name] = distribute_tensor(b, mesh, replicate)
@@ -232,6 +260,7 @@ def randn(*size, dtype=None, layout=torch.strided, requires_grad=False, device_m
 
 __all__ = [
     "distribute_module",
+    "distribute_parameter",
     "distribute_tensor",
     "empty",
     "full",

@@ -277,16 +277,6 @@ for _operator in [*_overloads(IN_REGION), *filter(has_out, _overloads(OUT))]:
     intercept(str(_operator).removeprefix("aten.").removesuffix(".default"), _whole(_operator))
 
 
-def linear_cross_entropy(x, weight, target, bias, class_weight, ignore_index, *chunking):
-    """Loss of each sample: in chunks, to save memory, torch's own backward writes to plain buffers."""
-    with without_own_key():
-        logits = torch.nn.functional.linear(x, weight, bias)
-        return torch.nn.functional.cross_entropy(
-            logits, target, class_weight, reduction="none", ignore_index=ignore_index
-        )
-
-
-intercept("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", linear_cross_entropy)
 intercept("rms_norm", rms_norm)
 intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)

@@ -56,8 +56,13 @@ class AgreementError(ShardingError):
     """Ranks that share a process group are about to run different collectives on it."""
 
 
+class CheckpointError(ShardingError):
+    """A checkpoint is missing, damaged, or holds something else than was asked for."""
+
+
 __all__ = [
     "AgreementError",
+    "CheckpointError",
     "InvalidInputError",
     "MeshError",
     "MixedTensorError",

@@ -1,9 +1,11 @@
 """Tensor parallelism by plan (`parallelize_module` and the styles it applies) and full sharding over data axes
-(`fully_shard`). Stands on `dtensor.api`."""
+(`fully_shard`); losses and clipping on what they shard. Stands on `dtensor.api`."""
 
 from .api import parallelize_module
+from .clipping import clip_grad_norm_
 from .colwise import ColwiseParallel
 from .fully_shard import fully_shard
+from .loss import linear_cross_entropy, loss_parallel
 from .materialize import materialize
 from .mixed_precision import MixedPrecisionPolicy
 from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
@@ -22,7 +24,10 @@ __all__ = [
     "PrepareModuleOutput",
     "RowwiseParallel",
     "SequenceParallel",
+    "clip_grad_norm_",
     "fully_shard",
+    "linear_cross_entropy",
+    "loss_parallel",
     "materialize",
     "parallelize_module",
 ]

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..api import distribute_module
 from ..placements import Placement, Replicate, Shard
-from .style import ParallelStyle, as_layout, first_to_layout, output_to_layout
+from .style import ParallelStyle, as_layout, first_to_layout, linear_dims, output_to_layout
 
 
 class ColwiseParallel(ParallelStyle):
     """Shard the output features: nn.Linear weight (out, in) and bias on dim 0, nn.Embedding weight (num,
-    features) on 1.
+    features) on 1; of transformers' Conv1D the weight (in, out) on 1.
 
     Args:
         input_layouts: layout of a plain tensor that arrives as first input, Replicate() by default. Whatever
@@ -40,8 +40,9 @@ class ColwiseParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Linear):
-            placements = {"weight": Shard(0), "bias": Shard(0)}
+        dims = linear_dims(module)
+        if dims is not None:
+            placements = {"weight": Shard(dims[0]), "bias": Shard(0)}
         elif isinstance(module, nn.Embedding):
             placements = {"weight": Shard(1)}
         else:

@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..api import distribute_module
 from ..placements import Placement, Replicate, Shard
-from .style import ParallelStyle, as_layout, first_to_layout, output_to_layout
+from .style import ParallelStyle, as_layout, first_to_layout, linear_dims, output_to_layout
 
 
 class RowwiseParallel(ParallelStyle):
     """Shard the input features: nn.Linear weight (out, in) on dim 1, its bias replicated; nn.Embedding weight
-    on dim 0.
+    on dim 0, that of transformers' Conv1D (in, out) too.
 
     Args:
         input_layouts: layout of a plain tensor that arrives as first input; by default the layout the
@@ -42,8 +42,9 @@ class RowwiseParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if isinstance(module, nn.Linear):
-            placements, needed = {"weight": Shard(1), "bias": Replicate()}, Shard(-1)
+        dims = linear_dims(module)
+        if dims is not None:
+            placements, needed = {"weight": Shard(dims[1]), "bias": Replicate()}, Shard(-1)
         elif isinstance(module, nn.Embedding):
             placements, needed = {"weight": Shard(0)}, Replicate()
         else:

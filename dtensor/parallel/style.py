@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api import distribute_tensor
+from ..api import distribute_parameter
 from ..placements import Placement, as_placement
 from ..tensor import DTensor
 from .sharded_module import FullyShardedModule
@@ -35,12 +35,11 @@ class ParallelStyle(ABC):
 
     def distribute_parameter(self, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
         """Replace parameter `name` of `module` (nothing happens if it is None) by a DTensor placed as
-        `placement`."""
+        `placement`; modules that share it go on sharing it."""
         parameter = getattr(module, name)
 
         def distribute(whole: nn.Parameter) -> nn.Parameter:
-            value = distribute_tensor(whole, mesh, [placement], src_data_rank=self.src_data_rank)
-            return nn.Parameter(value, requires_grad=whole.requires_grad)
+            return distribute_parameter(whole, mesh, [placement], src_data_rank=self.src_data_rank)
 
         if isinstance(module, FullyShardedModule) and parameter is not None:
             module.redistribute_parameter(name, distribute)
@@ -53,6 +52,17 @@ class ParallelStyle(ABC):
             f"{type(self).__name__} shards nn.Linear and nn.Embedding, not {type(module).__name__}; apply it to the "
             "linear layers and embeddings inside, or write a ParallelStyle of your own for this module"
         )
+
+
+def linear_dims(module: nn.Module) -> tuple[int, int] | None:
+    """The dimensions of a linear layer's weight that count output and input features; None for another module.
+
+    Known are nn.Linear and its transpose, which transformers call Conv1D.
+    """
+    if isinstance(module, nn.Linear):
+        return 0, 1
+    named = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    return (1, 0) if named else None
 
 
 def as_layout(argument: str, given: Any) -> Placement | None:
@@ -103,4 +113,4 @@ def output_to_layout(
     return output.to_local() if use_local_output else output
 
 
-__all__ = ["ParallelStyle", "as_layout", "first_to_layout", "output_to_layout", "to_layout"]
+__all__ = ["ParallelStyle", "as_layout", "first_to_layout", "linear_dims", "output_to_layout", "to_layout"]

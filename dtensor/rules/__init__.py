@@ -8,8 +8,11 @@ from . import (
     conv,
     indexing,
     linalg,
+    linear_lse,
+    log_softmax,
     loss,
     matmul,
+    nll,
     norm,
     optimizer,
     parts,
@@ -18,6 +21,7 @@ from . import (
     reduction,
     spatial,
     views,
+    weight_norm,
 )
 from .advanced import MASKS
 from .call import RULES, Call, LocalCall, Output, base_name, is_in_place
@@ -34,8 +38,11 @@ FAMILIES = (
     conv,
     indexing,
     linalg,
+    linear_lse,
+    log_softmax,
     loss,
     matmul,
+    nll,
     norm,
     optimizer,
     parts,
@@ -44,6 +51,7 @@ FAMILIES = (
     reduction,
     spatial,
     views,
+    weight_norm,
 )
 """The modules whose import fills `RULES`."""
 

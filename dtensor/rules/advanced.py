@@ -51,6 +51,12 @@ def _has_mask(call: Call) -> bool:
     return any(i is not None and i.dtype in MASKS for i in call["indices"])
 
 
+def _fills_by_mask(call: Call) -> bool:
+    """Whether one value is written wherever a mask says so: then each element stands for itself."""
+    indices = call["indices"]
+    return len(indices) == 1 and _has_mask(call) and not call["values"].ndim and not call["accumulate"]
+
+
 @rule_for("index", "_unsafe_index")
 def index(call: Call) -> Rule:
     """Read; with one index tensor the dimension it looks up may be sharded, as in `index_select`."""
@@ -88,6 +94,10 @@ def index_put(call: Call) -> Rule:
     last = len(call.operands) - 1
     linear = (frozenset({0, last}),)
     index_factors = [f for f in sizes if f.startswith("i")]
+    if _fills_by_mask(call):
+        own = tuple((f"d{d}",) for d in range(target.ndim))
+        mask = own[: call["indices"][0].ndim]
+        return Rule((own, mask, ()), (own,), {f"d{d}": n for d, n in enumerate(target.shape)}, linear=linear)
     if _has_mask(call) or missing < 0:
         nothing = tuple(((),) * o.ndim for o in call.operands)
         return Rule(nothing, (((),) * target.ndim,), {}, linear=linear)

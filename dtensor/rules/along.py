@@ -8,10 +8,8 @@ from .rule import Dims, Rule
 
 ALONG: dict[str, tuple[str, tuple[set[int], ...]]] = {
     "_softmax": ("dim", ()),
-    "_log_softmax": ("dim", ()),
     "_safe_softmax": ("dim", ()),
     "_softmax_backward_data": ("dim", ({0},)),
-    "_log_softmax_backward_data": ("dim", ({0},)),
     "cumsum": ("dim", ({0},)),
     "cumprod": ("dim", ()),
     "cummax": ("dim", ()),

@@ -1,60 +1,14 @@
-"""Losses: elements and samples may be sharded, classes not; a mean divides by the count of the whole.
-
-The mean of a negative log likelihood divides by the weight of all targets, so on a sharded batch that weight is reduced
-over the ranks first.
-"""
+"""Losses that are a sum or mean over elements, which may be sharded; a mean divides by the count of the whole."""
 
 from math import prod
 
 from .call import Call, LocalCall, rule_for
-from .local import all_reduce, guarded, is_sharded
+from .local import guarded, is_sharded
 from .pattern import Pattern, bind
 from .pointwise import broadcast
-from .rule import Dims, Rule
+from .rule import Rule
 
 MEAN, SUM = 1, 2
-_BATCH = ("n", "y", "x")
-
-
-def _factors(call: Call, scores) -> tuple[Dims, Dims, dict]:
-    """Factors of the scores and of the target; sizes."""
-    if scores.ndim == 1:
-        return ((),), ((),) * call["target"].ndim, {}
-    batch = [("n",), *((f,) for f in _BATCH[1 : scores.ndim - 1])]
-    full: Dims = (batch[0], (), *batch[1:])
-    shape = (scores.shape[0], *scores.shape[2:])
-    return full, tuple(batch), dict(zip(_BATCH, shape))
-
-
-@rule_for("nll_loss_forward", "nll_loss2d_forward")
-def nll_loss(call: Call) -> Rule:
-    full, batch, sizes = _factors(call, call.operands[0])
-    ins = (full, batch, *([((),)] * (len(call.operands) - 2)))
-    if call["reduction"] not in (MEAN, SUM):
-        out = batch if call.operands[0].ndim > 1 else ()
-        return Rule(ins, (out, ()), sizes, whole=frozenset({1}))
-    whole = frozenset({1}) if call["reduction"] == MEAN else frozenset()
-    return Rule(ins, ((), ()), sizes, reduce=dict.fromkeys(sizes, "sum"), whole=whole, local=_local_loss)
-
-
-def _local_loss(call: LocalCall):
-    if call["reduction"] != MEAN or not is_sharded(call):
-        return call.run()
-    total, weight = call.run(reduction=SUM)
-    weight = all_reduce(weight, "sum", call)
-    return total / weight, weight
-
-
-@rule_for("nll_loss_backward", "nll_loss2d_backward")
-def nll_loss_backward(call: Call) -> Rule:
-    scores = call["self"]
-    full, batch, sizes = _factors(call, scores)
-    grad = batch if call["reduction"] not in (MEAN, SUM) and scores.ndim > 1 else ()
-    weight = [((),)] if call["weight"] is not None else []
-    ins = (grad, full, batch, *weight, ())
-    unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})
-    return Rule(ins, (full,), sizes, linear=(frozenset({0}),), unread=unread)
-
 
 ELEMENTWISE = (
     "mse_loss",

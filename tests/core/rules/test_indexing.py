@@ -85,7 +85,9 @@ def writing_cases():
         yield c(op, x, [i, None, j], f(4, 1), True, at_least=6)
         yield c(op, x, [i], f(), True, at_least=7)
         yield c(op, x, [torch.randperm(5)[:3], None, torch.tensor(2)], f(3, 6), False, at_least=4)
-    yield c(aten.index_put_.default, x, [mask(5, 6)], f(), at_least=3)
+    yield c(aten.index_put_.default, x, [mask(5, 6)], f(), at_least=5)
+    yield c(aten.index_put.default, x, [mask(5)], f(), at_least=5)
+    yield c(aten.index_put.default, f(5, 6), [mask(5)], f(6), at_least=3)
     for op in (aten.index_add.default, aten.index_copy.default):
         adds = int(op is aten.index_add.default)
         yield c(op, x, 1, torch.randperm(6)[:3], f(5, 3, 4), at_least=5 + adds)

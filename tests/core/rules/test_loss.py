@@ -40,8 +40,34 @@ def margin_cases():
     yield c(aten.multi_margin_loss.default, f(4), torch.tensor(2), 1, 1.0, None, 1)
 
 
+def class_cases():
+    x = f(5, 4)
+    for dim in (0, 1):
+        yield c(aten._log_softmax.default, x, dim, False, at_least=3)
+        yield c(aten._log_softmax_backward_data.default, x, x.log_softmax(dim), dim, x.dtype, at_least=5)
+    yield c(aten._log_softmax.default, f(), 0, False)
+    target = torch.tensor([0, 3, 1, -100, 2])
+    for reduction in (0, 1, 2):
+        grad, total = (f(5) if reduction == 0 else f()), torch.tensor(3.5, dtype=torch.float64)
+        for weight in (None, f(4)):
+            space = grad[:, None, None].expand(5, 2, 3).contiguous() if reduction == 0 else grad
+            wide, many = f(5, 4, 2, 3), target[:, None, None].expand(5, 2, 3).contiguous()
+            backward = aten.nll_loss2d_backward.default
+            yield c(backward, space, wide, many, weight, reduction, -100, total, at_least=7)
+            yield c(aten.nll_loss_forward.default, f(4), torch.tensor(2), weight, reduction, -100, at_least=2)
+
+
+def linear_cases():
+    x, w, rows = f(5, 3), f(4, 3), torch.tensor([0, 3, 1, -1, 2])
+    forward, backward = torch.ops.dtensor.linear_lse.default, torch.ops.dtensor.linear_lse_backward.default
+    for bias in (None, f(4)):
+        yield c(forward, x, w, bias, rows, 2, at_least=3)
+        lse, _ = forward(x, w, bias, rows, 2)
+        yield c(backward, f(5), f(5), x, w, bias, rows, lse, 2, at_least=5)
+
+
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("group", [elementwise_cases, margin_cases])
+@pytest.mark.parametrize("group", [elementwise_cases, margin_cases, class_cases, linear_cases])
 def test_every_candidate_is_right(group, n):
     torch.manual_seed(0)
     wrong = wrong_candidates(list(group()), n)

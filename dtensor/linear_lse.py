@@ -1,0 +1,104 @@
+"""The logsumexp of logits that are never whole: `dtensor::linear_lse` and its backward, on one rank.
+
+    linear_lse(x, weight, bias, row, chunk) -> (lse, picked)
+    linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk) -> (grad_x, grad_weight, grad_bias)
+
+x is (..., d), weight (v, d), bias (v) or none; row (...) is the class picked of each sample, negative for none. lse and
+picked (...) are the logsumexp over the classes of `x @ weight.T + bias` and the logit of the picked class, or 0. Logits
+live for `chunk` samples at a time; the backward makes them again. Numbers of half precision are widened. What ranks
+that hold some of the classes each do together is the rule's business (`rules/linear_lse.py`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from .collectives import library
+
+library.define(
+    "linear_lse(Tensor x, Tensor weight, Tensor? bias, Tensor row, int chunk) -> (Tensor lse, Tensor picked)",
+)
+library.define(
+    "linear_lse_backward(Tensor grad_lse, Tensor grad_picked, Tensor x, Tensor weight, Tensor? bias, Tensor row, "
+    "Tensor lse, int chunk) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+)
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits are exponentiated and summed."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def _chunks(x: torch.Tensor, row: torch.Tensor, chunk: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    flat, rows = x.reshape(-1, x.shape[-1]), row.reshape(-1)
+    for begin in range(0, flat.shape[0], chunk):
+        part = slice(begin, begin + chunk)
+        yield part, flat[part], rows[part]
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
+
+
+def linear_lse(x, weight, bias, row, chunk: int):
+    if chunk < 1:
+        raise ValueError(f"chunk is a number of samples, at least 1; got {chunk}")
+    lse = x.new_full((row.numel(),), -torch.inf, dtype=accumulated(x.dtype))
+    picked = torch.zeros_like(lse)
+    if weight.shape[0]:
+        for part, rows, classes in _chunks(x, row, chunk):
+            logits = _logits(rows, weight, bias)
+            lse[part] = logits.logsumexp(-1)
+            found = logits.gather(-1, classes.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            picked[part] = torch.where(classes >= 0, found, torch.zeros_like(found))
+    return lse.view(row.shape), picked.view(row.shape)
+
+
+def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk: int):
+    wide = accumulated(x.dtype)
+    grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    grad_weight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
+    grad_bias = torch.zeros(0 if bias is None else bias.shape[0], dtype=wide, device=x.device)
+    into, of_lse, of_picked, sums = (t.reshape(-1, *t.shape[row.dim() :]) for t in (grad_x, grad_lse, grad_picked, lse))
+    if weight.shape[0]:
+        for part, rows, classes in _chunks(x, row, chunk):
+            grad = (_logits(rows, weight, bias) - sums[part].unsqueeze(-1)).exp() * of_lse[part].unsqueeze(-1)
+            mine = torch.where(classes >= 0, of_picked[part], torch.zeros_like(of_picked[part]))
+            grad.scatter_add_(-1, classes.clamp(min=0).unsqueeze(-1), mine.unsqueeze(-1))
+            into[part] = grad.to(x.dtype) @ weight
+            grad_weight += (grad.to(x.dtype).t() @ rows).to(wide)
+            if bias is not None:
+                grad_bias += grad.sum(0)
+    return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
+
+
+def _fake(x, weight, bias, row, chunk):
+    made = x.new_empty(row.shape, dtype=accumulated(x.dtype))
+    return made, torch.empty_like(made)
+
+
+def _fake_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape[0])
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, bias, row, chunk = inputs
+    ctx.save_for_backward(x, weight, bias, row, output[0])
+    ctx.chunk = chunk
+
+
+def _backward(ctx, grad_lse, grad_picked):
+    x, weight, bias, row, lse = ctx.saved_tensors
+    grads = torch.ops.dtensor.linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, ctx.chunk)
+    return grads[0], grads[1], None if bias is None else grads[2], None, None
+
+
+library.impl("linear_lse", linear_lse, "CompositeExplicitAutograd")
+library.impl("linear_lse_backward", linear_lse_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::linear_lse", _fake, lib=library)
+torch.library.register_fake("dtensor::linear_lse_backward", _fake_backward, lib=library)
+torch.library.register_autograd("dtensor::linear_lse", _backward, setup_context=_save, lib=library)
+
+__all__ = ["accumulated", "linear_lse", "linear_lse_backward"]

@@ -1,0 +1,211 @@
+"""Checkpoints: saved on one mesh, read on another, alone or in the background; what is torn is found; torch's too."""
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor as theirs
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from dtensor import CheckpointError, Checkpoints, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from dtensor.testing import MLPModule, RankError, run_ranks, with_ranks
+
+FULL = {"w": torch.arange(35.0).view(7, 5), "b": torch.arange(6), "s": torch.tensor(3.0)}
+FLAT = {"w": [Shard(0)], "b": [Shard(0)], "s": [Replicate()]}
+GRID = {"w": [Shard(1), Shard(0)], "b": [Shard(0), Shard(0)], "s": [Replicate(), Replicate()]}
+
+
+def placed(mesh, placements, factor=1):
+    return {k: distribute_tensor(v * factor, mesh, placements[k]) for k, v in FULL.items()}
+
+
+def empty(mesh, placements):
+    return {
+        k: zeros(tuple(v.shape), dtype=v.dtype, device_mesh=mesh, placements=placements[k]) for k, v in FULL.items()
+    }
+
+
+def holds(state, factor=1):
+    for name, value in FULL.items():
+        assert torch.equal(state[name].full_tensor(), value * factor), name
+
+
+def steps_on(folder):
+    return sorted(p for p in os.listdir(folder) if not p.startswith("."))
+
+
+@with_ranks(4, timeout=120)
+def test_saved_in_both_ways_and_read_on_another_mesh(rank, tmp_path):
+    flat, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save({"model": placed(flat, FLAT, step), "epoch": step}, step)
+    values = placed(flat, FLAT, 3)
+    future = checkpoints.save_async({"model": values, "epoch": 3}, 3)
+    for x in values.values():
+        x.zero_()
+    future.result(60)
+    state = {"model": empty(grid, GRID), "epoch": 0}
+    assert checkpoints.load(state) == 3
+    assert checkpoints.steps() == [2, 3]
+    holds(state["model"], 3)
+    assert state["epoch"] == 3
+    assert checkpoints.load(state, 2) == 2
+    holds(state["model"], 2)
+    checkpoints.save({"model": placed(grid, GRID, 5)}, 3)
+    state = {"model": empty(flat, FLAT)}
+    checkpoints.load(state, 3)
+    holds(state["model"], 5)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in .*load\(state, step=…\) can read 2, 3"):
+        checkpoints.load(state, 7)
+    with pytest.raises(CheckpointError, match=r"of step 3 does not hold what the state does: .*other"):
+        checkpoints.load({"model": {"other": torch.zeros(2)}})
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        Checkpoints(tmp_path / "none").load(state)
+    with pytest.raises(ValueError, match="at least 1; got 0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+@with_ranks(2, timeout=120)
+def test_torn_files_are_found(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    checkpoints = Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(placed(mesh, FLAT, step), step)
+    state = empty(mesh, FLAT)
+    dist.barrier()
+    if rank == 0:
+        with open(tmp_path / "step-00000002" / "__1_0.distcp", "rb+") as file:
+            file.truncate(100)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"of step 2 is damaged: __1_0.distcp has 100 bytes of .* can read 1"):
+        checkpoints.load(state)
+    assert checkpoints.load(state, 1) == 1
+    holds(state, 1)
+    dist.barrier()
+    if rank == 0:
+        os.remove(tmp_path / "step-00000001" / "manifest.json")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"of step 1 is damaged: manifest.json is missing or cut short"):
+        checkpoints.load(state, 1)
+
+
+def dies_while_saving(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(placed(mesh, FLAT, 1), 1)
+    if rank == 1:
+        dcp.FileSystemWriter.write_data = lambda *args, **kwargs: os._exit(1)
+    checkpoints.save(placed(mesh, FLAT, 2), 2)
+
+
+def reads(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    checkpoints = Checkpoints(folder)
+    state = empty(mesh, FLAT)
+    step = checkpoints.load(state)
+    holds(state, step)
+    checkpoints.save(placed(mesh, FLAT, 2), 2)
+    return step
+
+
+def test_a_rank_that_dies_while_saving_loses_nothing_earlier(tmp_path):
+    with pytest.raises(RankError):
+        run_ranks(dies_while_saving, 2, tmp_path)
+    assert steps_on(tmp_path) == ["step-00000001"]
+    assert run_ranks(reads, 2, tmp_path) == [1, 1]
+    assert steps_on(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@with_ranks(2, timeout=120)
+def test_a_rank_that_cannot_write_is_an_error_on_all(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(placed(mesh, FLAT, 1), 1)
+
+    def full(*args, **kwargs):
+        raise OSError("no space left")
+
+    write = dcp.FileSystemWriter.write_data
+    if rank == 1:
+        dcp.FileSystemWriter.write_data = full
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written .*no space left.*can read 1"):
+        checkpoints.save(placed(mesh, FLAT, 2), 2)
+    with pytest.raises(CheckpointError, match=r"step 3 could not be written .*no space left"):
+        checkpoints.save_async(placed(mesh, FLAT, 3), 3).result(60)
+    dcp.FileSystemWriter.write_data = write
+    assert checkpoints.steps() == [1]
+    checkpoints.save(placed(mesh, FLAT, 2), 2)
+    assert checkpoints.steps() == [1, 2]
+
+
+def as_theirs(placements):
+    return [theirs.Shard(p.dim) if isinstance(p, Shard) else theirs.Replicate() for p in placements]
+
+
+@with_ranks(4, timeout=120)
+def test_checkpoints_of_torch_are_read_and_the_other_way(rank, tmp_path):
+    flat, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    dcp.save(
+        {k: theirs.distribute_tensor(v, grid, as_theirs(GRID[k])) for k, v in FULL.items()},
+        checkpoint_id=tmp_path / "a",
+    )
+    mine = empty(flat, FLAT)
+    dcp.load(mine, checkpoint_id=tmp_path / "a")
+    holds(mine)
+    dcp.save(placed(grid, GRID, 2), checkpoint_id=tmp_path / "b")
+    other = {
+        k: theirs.zeros(*v.shape, dtype=v.dtype, device_mesh=flat, placements=as_theirs(FLAT[k]))
+        for k, v in FULL.items()
+    }
+    dcp.load(other, checkpoint_id=tmp_path / "b")
+    holds(other, 2)
+
+
+def started(mesh):
+    torch.manual_seed(0)
+    model = MLPModule("cpu")
+    if mesh is not None:
+        model = parallelize_module(model, mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model, optimizer, steps):
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(torch.sin(torch.arange(80.0) + step).view(8, 10)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@with_ranks(2, timeout=120)
+def test_training_goes_on_where_it_was(rank, tmp_path):
+    """Model and optimizer by name: saved sharded on two ranks, read into one device's model, and sharded again."""
+    mesh = init_device_mesh("cpu", (2,))
+    wanted = train(*started(None), range(6))
+    model, optimizer = started(mesh)
+    checkpoints = Checkpoints(tmp_path)
+    losses = train(model, optimizer, range(3))
+    names, state = get_state_dict(model, optimizer)
+    checkpoints.save({"model": names, "optimizer": state}, 3)
+    for target in (None, mesh):
+        model, optimizer = started(target)
+        names, state = get_state_dict(model, optimizer)
+        checkpoints.load({"model": names, "optimizer": state})
+        set_state_dict(model, optimizer, model_state_dict=names, optim_state_dict=state)
+        assert losses + train(model, optimizer, range(3, 6)) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_one_process_without_groups(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(copy.deepcopy(FULL), 4)
+    state = {k: torch.zeros_like(v) for k, v in FULL.items()}
+    assert checkpoints.load(state) == 4
+    assert all(torch.equal(state[k], FULL[k]) for k in FULL)

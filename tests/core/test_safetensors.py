@@ -1,0 +1,106 @@
+"""Safetensors files: written whole from shards, read shard by shard; against the library of the format."""
+
+import json
+
+import pytest
+import torch
+
+from dtensor import CheckpointError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
+from dtensor.safetensors import DTYPES, export, load
+from dtensor.tensor import DTensor
+from dtensor.testing import with_ranks, with_threads
+
+FULL = {
+    "w": torch.arange(35.0).view(7, 5),
+    "half": torch.arange(6).to(torch.bfloat16),
+    "flag": torch.tensor([True, False, True]),
+    "scalar": torch.tensor(3, dtype=torch.int64),
+    "none": torch.zeros(0, 4),
+}
+PLACED = {"w": [Shard(0), Shard(1)], "half": [Shard(0), Shard(0)], "flag": [Replicate(), Shard(0)]}
+
+
+def sharded(mesh):
+    return {k: distribute_tensor(v, mesh, PLACED.get(k, [Replicate()] * 2)) for k, v in FULL.items()}
+
+
+@with_threads(4)
+def test_written_and_read_on_another_mesh(rank, tmp_path):
+    grid, flat = init_device_mesh("cpu", (2, 2)), init_device_mesh("cpu", (4,))
+    path = tmp_path / "model.safetensors"
+    export({**sharded(grid), "plain": torch.ones(2)}, path, metadata={"format": "pt"})
+    state = {
+        k: zeros(
+            tuple(v.shape), dtype=v.dtype, device_mesh=flat, placements=[Shard(v.dim() - 1) if v.dim() else Replicate()]
+        )
+        for k, v in FULL.items()
+    }
+    state["plain"] = torch.zeros(2, dtype=torch.float64)
+    assert load(state, path) == []
+    for name, value in FULL.items():
+        assert torch.equal(state[name].full_tensor(), value), name
+    assert torch.equal(state["plain"], torch.ones(2, dtype=torch.float64))
+    assert not path.with_name("model.safetensors.partial").exists()
+
+
+def test_it_is_the_format_of_the_library(tmp_path):
+    library = pytest.importorskip("safetensors.torch", reason="not installed; write: pip install safetensors")
+    every = {str(d): torch.arange(3).to(d) for d in DTYPES.values()}
+    export({**FULL, **every}, tmp_path / "ours", metadata={"format": "pt"})
+    read = library.load_file(tmp_path / "ours")
+    assert set(read) == {*FULL, *every}
+    for name, value in {**FULL, **every}.items():
+        assert read[name].dtype == value.dtype
+        assert torch.equal(read[name].to(torch.complex128), value.to(torch.complex128)), name
+    library.save_file(FULL, tmp_path / "theirs")
+    state = {k: torch.zeros_like(v) for k, v in FULL.items()}
+    load(state, tmp_path / "theirs")
+    assert all(torch.equal(state[k], v) for k, v in FULL.items())
+
+
+def test_several_files_and_what_does_not_fit(tmp_path):
+    export({"a": torch.ones(2)}, tmp_path / "1.safetensors")
+    export({"b": torch.zeros(3)}, tmp_path / "2.safetensors")
+    with pytest.raises(CheckpointError, match=r"no folder with one file or model.safetensors.index.json"):
+        load({}, tmp_path)
+    names = {"a": "1.safetensors", "b": "2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    state = {"a": torch.zeros(2), "b": torch.ones(3)}
+    load(state, tmp_path)
+    assert state["a"].tolist() == [1, 1]
+    assert state["b"].tolist() == [0, 0, 0]
+    with pytest.raises(CheckpointError, match=r"lacks \['c'\], and has \['b'\] beside; write strict=False"):
+        load({"a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path)
+    assert load({"a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path, strict=False) == ["c"]
+    with pytest.raises(CheckpointError, match=r"'a' has shape \[2\] in .*, and \[3\] in the state"):
+        load({"a": torch.zeros(3), "b": torch.zeros(3)}, tmp_path)
+
+
+def test_what_is_torn_or_cannot_be_written(tmp_path):
+    path = tmp_path / "model.safetensors"
+    export(FULL, path)
+    whole = path.read_bytes()
+    for length, message in (
+        (4, "less than its header"),
+        (100, "less than its header"),
+        (len(whole) - 1, "was cut short"),
+    ):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=message):
+            load({k: torch.zeros_like(v) for k, v in FULL.items()}, path)
+    with pytest.raises(TypeError, match="'step' is int, leave it out"):
+        export({"step": 3}, path)
+    with pytest.raises(ValueError, match=r"cannot hold torch.complex128, which 'z' is of"):
+        export({"z": torch.zeros(1, dtype=torch.complex128)}, path)
+
+
+@with_ranks(2, timeout=60)
+def test_an_error_while_writing_is_one_on_all_ranks(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    x = {"x": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}
+    with pytest.raises(CheckpointError, match=r"could not be written: .*No such file or directory"):
+        export(x, tmp_path / "missing" / "model.safetensors")
+    export({"p": DTensor.from_local(torch.ones(2), mesh, [Partial()])}, tmp_path / "p.safetensors")
+    read = {"p": torch.zeros(2)}
+    load(read, tmp_path / "p.safetensors")
+    assert read["p"].tolist() == [2, 2]
