@@ -43,7 +43,7 @@ def test_grad_scaler_and_clipping(rank):
             scaler.scale(model(X).square().mean()).backward()
             if step == 1:
                 grad = model.net1.weight.grad
-                part = grad.to_local() if isinstance(grad, DTensor) else grad
+                part: torch.Tensor = grad.to_local() if isinstance(grad, DTensor) else grad
                 if rank == 0 or part is grad:
                     part[0] = torch.inf
             scaler.unscale_(optimizer)
@@ -180,7 +180,7 @@ def test_optimizer_state_by_name(rank):
     for model, optimizer in zip((dense, sharded), optimizers):
         model(X).square().mean().backward()
         optimizer.step()
-    state = get_optimizer_state_dict(sharded, optimizers[1])
+    state: dict = get_optimizer_state_dict(sharded, optimizers[1])  # pyright: ignore[reportAssignmentType]
     assert isinstance(state["state"]["net1.weight"]["exp_avg"], DTensor)
     again = torch.optim.AdamW(sharded.parameters(), lr=0.1)
     set_optimizer_state_dict(sharded, again, state)
