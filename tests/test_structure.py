@@ -32,11 +32,13 @@ LAYERS = [
         "linear_loss",
         "interop",
         "scaling",
+        "checkpoints",
+        "safetensors",
     ],
     ["parallel"],
     ["testing"],
-    ["demo_plan", "calibration"],
-    ["demo"],
+    ["demo_plan"],
+    ["demo", "calibration"],
     ["cli", "__main__"],
 ]
 """Modules of dtensor/, lowest first; each imports from its own layer and those below. `__init__` is above `api`."""
