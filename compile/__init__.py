@@ -10,6 +10,7 @@ from .backend import backend
 from .inductor import STAGES, Partition, source_hash, trace_key
 from .options import Options
 from .statistics import GraphRecord, Statistics, statistics
+from .watch import dump
 
 __all__ = [
     "STAGES",
@@ -18,6 +19,7 @@ __all__ = [
     "Partition",
     "Statistics",
     "backend",
+    "dump",
     "source_hash",
     "statistics",
     "trace_key",

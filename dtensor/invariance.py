@@ -33,6 +33,7 @@ from ._torch import (
     schema,
 )
 from .errors import MixedTensorError
+from .provenance import LAYOUT
 
 MARK = "rank_invariant"
 """Attribute of a storage: the tensor's version when it was recorded; the `_Recorder` where versions are not counted."""
@@ -152,6 +153,7 @@ def mark_local(out: Any) -> None:
         node = graph_node(local) if isinstance(local, (FakeTensor, FunctionalTensor)) else None
         if node is not None:
             node.meta[LOCAL] = True
+            node.meta.setdefault(LAYOUT, x._spec.layout.text)
 
 
 class _Recorder(TorchDispatchMode):
