@@ -53,7 +53,7 @@ def is_wanted(frame: Frame) -> bool:
 
 def rank_folder(root: Path) -> Path:
     """The folder of this rank."""
-    return root / f"rank{dist.get_rank() if dist.is_initialized() else 0}"
+    return root / f"rank{dist.get_rank() if dist.is_initialized() else os.environ.get('RANK', '0')}"
 
 
 def write(frame: Frame, name: str, content: str) -> None:

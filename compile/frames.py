@@ -193,6 +193,8 @@ class Follower:
 
     def __call__(self, stage: int, name: str, graph: fx.Graph) -> None:
         self.frame.identify(graph)
+        if stage == 0:
+            tell_modules(graph)
         now = {node: info for node in graph.nodes if (info := describe(node)) is not None and info.group_size > 1}
         new = [node for node in now if node not in self.before]
         if stage:
@@ -211,6 +213,16 @@ class Follower:
         removed = [n for node in gone for n in node.meta.get(TRACED, ()) if n not in left]
         before, after = (sum([i.bytes for i in infos.values()]) for infos in (self.before, now))
         return Change(name, self.direction, stage, len(new), len(gone), before, after, tuple(dict.fromkeys(removed)))
+
+
+def tell_modules(graph: fx.Graph) -> None:
+    """Note on nodes of the backward the module of the forward node that they are the gradient of, where torch did not:
+    both have one number."""
+    forward = {node.meta.get("seq_nr"): node for node in graph.nodes if node.meta.get("nn_module_stack")}
+    for node in graph.nodes:
+        found = forward.get(node.meta.get("seq_nr", -1))
+        if found is not None and not node.meta.get("nn_module_stack"):
+            node.meta.setdefault("fwd_nn_module_stack", found.meta["nn_module_stack"])
 
 
 def _is_backward(node: fx.Node) -> bool:

@@ -434,6 +434,11 @@ def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable
         OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call, stage
 
 
+def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
+    """Context in which sizes of tensors are symbols from the first compilation on, if that is wanted."""
+    return torch._dynamo.config.patch(assume_static_by_default=not wanted)
+
+
 def dynamo_counters() -> dict:
     """Dynamo's counters: group -> name -> count."""
     from torch._dynamo.utils import counters
@@ -504,6 +509,7 @@ __all__ = [
     "set_thread_state",
     "size_formula",
     "static_placeholders",
+    "symbolic_sizes",
     "thread_state",
     "threaded_process_group",
     "trace_artifact",
