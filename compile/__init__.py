@@ -9,6 +9,7 @@ if not __name__.startswith("dtensor."):
 from .backend import backend
 from .inductor import STAGES, Partition, source_hash, trace_key
 from .options import Options
+from .report import Report, report
 from .statistics import GraphRecord, Statistics, statistics
 from .watch import dump
 
@@ -17,9 +18,11 @@ __all__ = [
     "GraphRecord",
     "Options",
     "Partition",
+    "Report",
     "Statistics",
     "backend",
     "dump",
+    "report",
     "source_hash",
     "statistics",
     "trace_key",

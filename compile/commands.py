@@ -1,4 +1,4 @@
-"""The commands that look into compiled programs: `dtensor inspect`, `dtensor diff`, `dtensor check`.
+"""The commands that look into compiled programs: `dtensor inspect`, `report`, `diff` and `check`.
 
 They run the program or read a dump, print, and set the exit code: 0 where all is well, 1 where a program fails,
 dumps differ or communicate more than the lock says, 2 on wrong arguments.
@@ -84,10 +84,12 @@ def show(folder: Path, most: int, mesh: dict[str, int] | None = None) -> None:
     """Write the page of a dump, and print its summary."""
     if mesh is None and not wait_for_others(folder, int(os.environ.get("WORLD_SIZE", "1"))):
         click.echo("Some ranks have not ended; the page lacks them.", err=True)
+    _reported(folder, most, step_line(folder, mesh) if mesh is not None else "")
+
+
+def _reported(folder: Path, most: int, more: str = "") -> None:
     try:
-        click.echo(summary(folder, most))
-        if mesh is not None:
-            click.echo(step_line(folder, mesh))
+        click.echo(summary(folder, most) + more)
         click.echo(f"\nThe page with all of it: {write_page(folder)}")
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
@@ -98,6 +100,14 @@ def _start(nproc: int, arguments: list[str]) -> None:
     done = subprocess.run([*run, "-m", "dtensor", *arguments], check=False)
     if done.returncode:
         raise SystemExit(1)
+
+
+@click.command("report")
+@click.option("--most", type=click.IntRange(min=1), default=MOST, show_default=True, help="Collectives to name.")
+@click.argument("folder", type=click.Path(path_type=Path))
+def report_command(folder: Path, most: int) -> None:
+    """Show what is in a dump that options={"dump": FOLDER} or DTENSOR_DUMP=FOLDER left, and write its page."""
+    _reported(folder, most)
 
 
 @click.command("diff")
@@ -158,7 +168,7 @@ def _compare(lock: Path, root: Path, write: bool) -> None:
     click.echo(f"Nothing is sent that {lock} does not have.")
 
 
-COMMANDS = (inspect_command, diff_command, check_command)
+COMMANDS = (inspect_command, report_command, diff_command, check_command)
 """What the `dtensor` command takes in."""
 
 __all__ = ["COMMANDS", "show"]

@@ -21,7 +21,7 @@ const COLUMNS = [
   ["Exposed", (c) => c.exposed, time, true], ["Takes", (c) => c.seconds, time, true],
   ["Operator", (c) => c.op + (c.reduce_op ? " " + c.reduce_op : "")], ["Axis", (c) => c.axis],
   ["Graph", (c) => c.frame + " " + c.direction], ["Bytes", (c) => c.bytes, (n) => n.toLocaleString("en"), true],
-  ["Move", (c) => c.move], ["Asked for", (c) => c.how], ["Module", (c) => c.module],
+  ["Move", (c) => c.move.replace("->", "→")], ["Asked for", (c) => c.how], ["Module", (c) => c.module],
   ["Line", (c) => (c.file ? c.file.split("/").pop() + ":" + c.line : "")], ["Code", (c) => c.code],
   ["Type", (c) => c.dtype + " " + JSON.stringify(c.shapes)], ["Passes", (c) => c.passes.join(", ")],
   ["Ranks", (c) => (c.ranks.length > 8 ? c.ranks.length + " ranks" : c.ranks.join(" "))],
@@ -39,7 +39,7 @@ function fill() {
   found.sort((a, b) => (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0) * (falling ? -1 : 1));
   const body = document.createDocumentFragment();
   for (const c of found.slice(0, MOST)) {
-    const tr = element("tr", undefined, c.exposed > 0 ? "hot" : "");
+    const tr = element("tr", undefined, c.exposed > 0 ? "waits" : "");
     for (const [, value, shown, number] of COLUMNS)
       tr.append(element("td", shown ? shown(value(c)) : value(c), number ? "n" + (value === COLUMNS[0][1] ? " heat" : "") : ""));
     body.append(tr);
@@ -118,11 +118,18 @@ function drawMemory(x) {
   pen.globalAlpha = 0.5;
   pen.beginPath();
   pen.moveTo(x(0), height);
-  let y = height;
-  for (const [s, bytes] of graph.memory) {
-    pen.lineTo(x(s), y);
-    y = height - (bytes / most) * (height - 18);
-    pen.lineTo(x(s), y);
+  let y = height, column = -1, top = height;
+  for (const [s, bytes] of graph.memory) { // of what shares a pixel the most is drawn
+    const now = height - (bytes / most) * (height - 18), at = Math.floor(x(s));
+    if (at !== column) {
+      pen.lineTo(at, y);
+      [column, top] = [at, now];
+    }
+    top = Math.min(top, now);
+    pen.lineTo(at, top);
+    pen.lineTo(at + 1, top);
+    pen.lineTo(at + 1, now);
+    y = now;
   }
   pen.lineTo(x(graph.seconds), y);
   pen.lineTo(x(graph.seconds), height);
@@ -241,4 +248,4 @@ $("previous").addEventListener("click", () => step(-1));
 $("next").addEventListener("click", () => step(1));
 $("code").addEventListener("scroll", () => requestAnimationFrame(sight));
 frameChosen();
-document.documentElement.dataset.ready = "1";
+document.documentElement.dataset.ready = String(Math.round(performance.now()));

@@ -103,6 +103,7 @@ def _graph_row(f: Dumped, direction: str) -> dict[str, Any]:
         "count": counted,
         "bytes": t.get("bytes", 0),
         "peak": g["peak_bytes"],
+        "waits": g["exposed"] > 0,
         **times,
     }
 

@@ -19,6 +19,7 @@ from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, R
 
 from .agreement import seal
 from .frames import current_frame
+from .logs import log_passes
 from .meshes import mesh_groups
 from .options import Options
 from .pin import pin
@@ -85,6 +86,7 @@ def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> No
         )
         done = run(graph, verify=False)
     record(where, traced, graph, done)
+    log_passes(frame, where, done)
     if where != "joint":
         finished(frame, where, graph)
 

@@ -13,12 +13,16 @@ UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def summary(root: Path, most: int = MOST) -> str:
-    """The text of a dump, as its first rank sees it.
+    """The text of a dump; see `described`.
 
     Raises:
         ValueError: there is no dump.
     """
-    frames = read(root)
+    return described(read(root), most)
+
+
+def described(frames: list[Dumped], most: int = MOST) -> str:
+    """The text of some frames, as their first rank sees them."""
     first = min([f.rank for f in frames], default=0)
     mine = [f for f in frames if f.rank == first]
     manifests = [f.manifest for f in mine if f.manifest]
@@ -81,7 +85,7 @@ def step_line(root: Path, mesh: dict[str, int]) -> str:
     peak = max([g["peak_bytes"] for g in graphs], default=0)
     sizes = " x ".join([f"{name}={n}" for name, n in mesh.items()])
     return (
-        f"\nOn {sizes} one step takes about {seconds(took)}, of which "
+        f"\n\nOn {sizes} one step takes about {seconds(took)}, of which "
         f"{seconds(waited)} are exposed communication; its graphs hold at most {peak:,} bytes on a rank "
         "(optimizer state not counted)."
     )
@@ -101,7 +105,9 @@ def _plural(word: str, n: int) -> str:
 
 
 def _graphs(graphs: list[tuple[Dumped, str, dict[str, Any]]]) -> list[str]:
-    rows = [("", "collectives", "bytes", "step", "computing", "communicating", "exposed", "peak memory")]
+    rows: list[tuple[str, ...]] = [
+        ("", "collectives", "bytes", "step", "computing", "communicating", "exposed", "peak memory")
+    ]
     for f, direction, g in graphs:
         assert f.manifest is not None
         t = f.manifest["totals"].get(direction, {"count": {}, "bytes": 0})
@@ -123,4 +129,4 @@ def _passes(manifests: list[dict[str, Any]]) -> list[str]:
     return ["", "What the passes removed, of the joint graph and of its parts:", *lines] if lines else []
 
 
-__all__ = ["changed", "exposed_lines", "seconds", "step_line", "summary", "what", "who"]
+__all__ = ["changed", "described", "exposed_lines", "seconds", "step_line", "summary", "what", "who"]

@@ -26,6 +26,7 @@ from .bytecode import decompiled
 from .folder import ORDER, is_wanted, write, writing_to
 from .frames import UNNAMED, Follower, Frame, current_frame
 from .labels import labels
+from .logs import log_manifest
 from .manifest import write_manifest
 from .meshes import mesh_groups
 from .remark import place, remark
@@ -80,6 +81,7 @@ def finished(frame: Frame, direction: str, graph: fx.Graph) -> None:
     with known(mesh_groups()):
         frame.finish(direction, graph)
     write_manifest(frame)
+    log_manifest(frame)
 
 
 def dynamo_graph(gm: fx.GraphModule) -> None:

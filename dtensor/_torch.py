@@ -387,11 +387,12 @@ TRACE_LOG = "torch.__trace"
 """The logger to which torch writes what TORCH_TRACE collects: records with `metadata` and `payload`."""
 
 
-def trace_artifact(name: str, payload: str) -> None:
-    """Put a text among the artefacts of what is being compiled, for TORCH_TRACE and tlparse."""
-    torch._logging.trace_structured(
-        "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=lambda: payload
-    )
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a text among the artefacts of what is being compiled, for TORCH_TRACE and tlparse; it is made if one asks."""
+    if CompileContext.try_get() is not None:
+        torch._logging.trace_structured(
+            "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
+        )
 
 
 def on_bytecode(hook: Callable[[Any, Any], None]) -> Any:
