@@ -19,7 +19,7 @@ KEYS = ("direction", "op", "reduce_op", "axis", "dtype", "shapes", "bytes", "how
 LEFT_OUT = ("trace.json", "index.html")
 """Files that say nothing that others do not."""
 
-_VOLATILE = re.compile(r"0x[0-9a-f]+|\b\d{9,}\b|__compiled_fn_\w+|Guard latency = .*")
+_VOLATILE = re.compile(r"0x[0-9a-f]+|\d{6,}\w*|__(?:compiled_fn|temp)_\w+|Guard latency = .*")
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:
