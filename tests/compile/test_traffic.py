@@ -60,17 +60,18 @@ class CountedGroup(dist.ProcessGroup):
     def group_name(self):
         return _world.pg_names[self]
 
-    allreduce = counted("all_reduce", "allreduce")
-    broadcast = counted("broadcast", "broadcast")
-    all_gather_single = counted("all_gather", "_allgather_base")
-    all_gather_single_coalesced = one_of(all_gather_single)
-    reduce_scatter_single = counted("reduce_scatter", "_reduce_scatter_base")
-    reduce_scatter_single_coalesced = one_of(reduce_scatter_single)
-    all_to_all_single = counted("all_to_all", "alltoall_base")
+    allreduce = counted("all_reduce", "allreduce")  # pyright: ignore
+    broadcast = counted("broadcast", "broadcast")  # pyright: ignore
+    all_gather_single = counted("all_gather", "_allgather_base")  # pyright: ignore
+    all_gather_single_coalesced = one_of(all_gather_single)  # pyright: ignore
+    reduce_scatter_single = counted("reduce_scatter", "_reduce_scatter_base")  # pyright: ignore
+    reduce_scatter_single_coalesced = one_of(reduce_scatter_single)  # pyright: ignore
+    all_to_all_single = counted("all_to_all", "alltoall_base")  # pyright: ignore
 
 
 def counted_world(rank, size, folder):
-    """A default process group that counts."""
+    """A default process group that counts, in place of the one that is there, once all ranks have that."""
+    dist.barrier()
     dist.destroy_process_group()
     dist.Backend.register_backend(
         "counted",
