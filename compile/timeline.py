@@ -183,6 +183,9 @@ def _stays(node: fx.Node, is_backward: bool) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
+    """Bytes that a node makes; what the output hands over was made before."""
+    if node.op == "output":
+        return 0
     return sum([bytes_of(x) for x in tree_leaves(ir.value(node)) if isinstance(x, torch.Tensor)])
 
 
