@@ -26,6 +26,7 @@ PARTS = {
     "list collectives": "dtensor.passes.collectives",
     "seal agreement": "dtensor.compile.pipeline.seal",
     "know meshes": "dtensor.compile.pipeline.mesh_groups",
+    "take down what is sent": "dtensor.compile.pipeline.finished",
 }
 """What is timed beside the passes -> the name under which it is called."""
 

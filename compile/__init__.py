@@ -9,15 +9,20 @@ if not __name__.startswith("dtensor."):
 from .backend import backend
 from .inductor import STAGES, Partition, source_hash, trace_key
 from .options import Options
+from .report import Report, report
 from .statistics import GraphRecord, Statistics, statistics
+from .watch import dump
 
 __all__ = [
     "STAGES",
     "GraphRecord",
     "Options",
     "Partition",
+    "Report",
     "Statistics",
     "backend",
+    "dump",
+    "report",
     "source_hash",
     "statistics",
     "trace_key",

@@ -5,6 +5,7 @@ cannot take where it traced a DTensor, arrives in the right form.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from dtensor.tensor import DTensor, with_tangent_border
 from .inductor import STAGES, Partition
 from .options import Options
 from .pipeline import choose_saved, optimise, simplify_joint
+from .watch import dumped
 
 
 def backend(
@@ -43,11 +45,13 @@ def backend(
     chosen = Options.of(options)
     if mode is not None:
         raise ValueError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
-    if not chosen.strict:
-        return _compiled(gm, example_inputs, chosen)
-    if chosen.inner == "eager":
+    if chosen.strict and chosen.inner == "eager":
         return strict()(gm.forward)
-    with strict():  # joint graph and all are traced in here
+    with ExitStack() as stack:
+        if chosen.strict:  # joint graph and all are traced in here
+            stack.enter_context(strict())
+        if chosen.dump is not None:
+            stack.enter_context(dumped(gm, chosen.dump))
         return _compiled(gm, example_inputs, chosen)
 
 

@@ -16,8 +16,9 @@ from dtensor._torch import (
     process_groups,
 )
 
+from .meshes import mesh_groups
 from .options import Options
-from .pipeline import choose_saved, mesh_groups, optimise, simplify_joint
+from .pipeline import choose_saved, optimise, simplify_joint
 
 
 class JointPasses(CustomInferenceAwareGraphPass):

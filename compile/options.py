@@ -26,8 +26,8 @@ class Options:
         disable: names of passes to leave out.
         strict: compile as under `dtensor.strict()`: an implicit redistribution that communicates, in forward or
             backward, fails the compilation. With inner="eager" the graph runs as under it.
-        dump: the folder to write graphs to, as text: each as it was traced, and after each pass that changed it
-            (`dtensor.compile.dump`); None for none. What is dumped is compiled anew, not taken from a cache.
+        dump: the folder to write all to that is made of a program: graphs as text, guards, the manifest
+            (`dtensor.compile.folder`); None for none. What is dumped is compiled anew, not taken from a cache.
         verify: replay each graph before and after every pass on simulated ranks, with random inputs
             (`dtensor.compile.replay`), and raise if it computes something else. Slow, and not taken from a cache.
         memory_budget: bytes of gathered tensors that may be saved for the backward; what is over is gathered again.

@@ -8,22 +8,24 @@ Simplifying the joint graph comes first: what is saved for the backward is then 
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from torch import fx
 
 from dtensor import passes
-from dtensor._torch import disable_current_modes, static_placeholders
-from dtensor.collectives import group_ranks
+from dtensor._torch import static_placeholders
 from dtensor.errors import InvalidInputError
-from dtensor.mesh import MeshFacts, known_meshes
-from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, MeshGroups, Raise, Regather, Schedule
+from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, Raise, Regather, Schedule
 
 from .agreement import seal
-from .dump import observer
+from .frames import current_frame
+from .logs import log_passes
+from .meshes import mesh_groups
 from .options import Options
 from .pin import pin
 from .replay import simulation
 from .statistics import record
+from .watch import finished, stage_written
 
 # One value for forward and backward would undo what activation checkpointing recomputes.
 NOT_JOINT = (CommonSubexpressions.name,)
@@ -70,7 +72,10 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
 def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
     traced = passes.collectives(graph)
     simulate = simulation(graph, where) if options.verify else None
-    observe = observer(options.dump, where) if options.dump else None
+    frame = current_frame()
+    if options.dump and Path(options.dump) not in frame.roots:
+        frame.roots.append(Path(options.dump))
+    observe = stage_written(frame, where)
     run = partial(passes.run, passes=chosen, meshes=mesh_groups(), simulate=simulate, observe=observe)
     try:
         done = run(graph)
@@ -81,30 +86,9 @@ def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> No
         )
         done = run(graph, verify=False)
     record(where, traced, graph, done)
-
-
-def mesh_groups() -> tuple[MeshGroups, ...]:
-    """What is known of the meshes that tensors live on.
-
-    Facts outlive process groups, whose names are given again: a mesh of groups that were destroyed is left out.
-    """
-    with disable_current_modes():
-        facts = [f for f in known_meshes() if f.groups and _is_alive(f)]
-    return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network) for f in facts]))
-
-
-def _is_alive(facts: MeshFacts) -> bool:
-    """Whether the names of the mesh's groups stand for the ranks that the mesh has there."""
-    assert facts.coordinate is not None, "a mesh has groups on its own ranks only"
-    for axes, name in facts.groups.items():
-        place = tuple([slice(None) if a in axes else at for a, at in enumerate(facts.coordinate)])
-        try:
-            ranks = group_ranks(name)
-        except (RuntimeError, ValueError, KeyError):  # torch's, for a name that no group has
-            return False
-        if ranks != tuple(facts.mesh.mesh[place].flatten().tolist()):
-            return False
-    return True
+    log_passes(frame, where, done)
+    if where != "joint":
+        finished(frame, where, graph)
 
 
 def direction(graph: fx.Graph, inference: bool) -> str:
@@ -120,4 +104,4 @@ def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
     return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 
 
-__all__ = ["choose_saved", "concerns", "direction", "mesh_groups", "optimise", "simplify_joint"]
+__all__ = ["choose_saved", "concerns", "direction", "optimise", "simplify_joint"]

@@ -40,6 +40,8 @@ for _types in (optim_foreach_types, utils_foreach_types):
     if DTensor not in _types:
         _types.append(DTensor)
 
+hooks.dump_from_now_on()
+
 __all__ = [
     "AgreementError",
     "CheckpointError",

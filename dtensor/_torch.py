@@ -6,7 +6,8 @@ Importing this module checks the torch version and raises `ImportError` outside 
 
 import contextlib
 import functools
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +35,7 @@ check_version(torch.__version__)
 # Only now what another release may not have.
 from torch._decomp import decomposition_table as decompositions
 from torch._dynamo import register_backend
-from torch._guards import TracingContext, detect_fake_mode
+from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
@@ -238,11 +239,6 @@ def resolve_process_group(name: str) -> ProcessGroup:
     return _resolve_process_group(GroupName(name))
 
 
-def current_trace() -> object | None:
-    """What torch.compile works on in this thread: one object for all graphs of one trace; None outside."""
-    return TracingContext.try_get()
-
-
 def is_being_compiled() -> bool:
     """Whether torch.compile works on this thread: Dynamo's look at shapes, or a trace of AOTAutograd."""
     return TracingContext.try_get() is not None
@@ -300,6 +296,22 @@ def hint(size) -> int:
     if isinstance(size, torch.SymInt):
         return int(size.node.hint if size.node.hint is not None else 8192)
     return int(size)
+
+
+def size_formula(size) -> Any:
+    """A size as a sympy expression; of a SymInt, in symbols that are called as the inputs they come from."""
+    import sympy
+
+    if not isinstance(size, torch.SymInt):
+        return sympy.Integer(int(size))
+    sources = size.node.shape_env.var_to_sources
+    named = {s: str(sources[s][0].name) if sources.get(s) else str(s) for s in size.node.expr.free_symbols}
+    found = {s: re.sub(r"^L\['(\w+)'\]|\.size\(\)\[(\d+)\]$", _tidied, name) for s, name in named.items()}
+    return size.node.expr.xreplace({s: sympy.Symbol(n, positive=True, integer=True) for s, n in found.items()})
+
+
+def _tidied(m: re.Match) -> str:
+    return m[1] if m[1] is not None else f".size({m[2]})"
 
 
 def has_hint(size) -> bool:
@@ -425,6 +437,69 @@ def without_compile_caches():
         yield
 
 
+def compile_context() -> Any:
+    """What torch.compile works on in this thread: one object, with a `compile_id`, for all that is made of one frame,
+    its backward included; None outside."""
+    return CompileContext.try_get()
+
+
+TRACE_LOG = "torch.__trace"
+"""The logger to which torch writes what TORCH_TRACE collects: records with `metadata` and `payload`."""
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a text among the artefacts of what is being compiled, for TORCH_TRACE and tlparse; it is made if one asks."""
+    if CompileContext.try_get() is not None:
+        torch._logging.trace_structured(
+            "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
+        )
+
+
+def on_bytecode(hook: Callable[[Any, Any], None]) -> Any:
+    """Have `hook` called with the code of each function that Dynamo rewrites, and the new code; gives a handle with
+    `remove()`."""
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    return register_bytecode_hook(lambda code, new_code: hook(code, new_code))
+
+
+@contextlib.contextmanager
+def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable], Callable]):
+    """Context in which all that torch.compile makes is shown, whatever the backend.
+
+    Args:
+        dynamo: called with each graph module that Dynamo hands to a backend.
+        wrap: gives what stands for a function that AOTAutograd calls with a graph module: "joint" (the partitioner),
+            "forward", "backward" and "inference" (the compilers of these graphs).
+    """
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._functorch import aot_autograd
+
+    call, stage = OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile
+
+    @functools.wraps(call)
+    def call_user_compiler(self, gm, example_inputs):
+        dynamo(gm)
+        return call(self, gm, example_inputs)
+
+    @functools.wraps(stage)
+    def stage2(state, capture, partition_fn, fw_compiler, bw_compiler=None, inference_compiler=None):
+        given = (partition_fn, fw_compiler, bw_compiler or fw_compiler, inference_compiler or fw_compiler)
+        wrapped = map(wrap, ("joint", "forward", "backward", "inference"), given)
+        return stage(state, capture, *wrapped)
+
+    OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call_user_compiler, stage2
+    try:
+        yield
+    finally:
+        OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call, stage
+
+
+def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
+    """Context in which sizes of tensors are symbols from the first compilation on, if that is wanted."""
+    return torch._dynamo.config.patch(assume_static_by_default=not wanted)
+
+
 def dynamo_counters() -> dict:
     """Dynamo's counters: group -> name -> count."""
     from torch._dynamo.utils import counters
@@ -434,6 +509,7 @@ def dynamo_counters() -> dict:
 
 __all__ = [
     "OWN_KEYSET",
+    "TRACE_LOG",
     "CustomInferenceAwareGraphPass",
     "CustomPartitionerFn",
     "FakeTensor",
@@ -447,8 +523,8 @@ __all__ = [
     "boxed",
     "c10d",
     "check_version",
+    "compile_context",
     "current_device_mesh",
-    "current_trace",
     "decompositions",
     "default_group_timeout",
     "default_store",
@@ -476,6 +552,8 @@ __all__ = [
     "mesh_resources",
     "min_cut_partition",
     "never_traced",
+    "observed_graphs",
+    "on_bytecode",
     "operator_database",
     "optim_foreach_types",
     "order_after",
@@ -491,10 +569,13 @@ __all__ = [
     "schema",
     "set_thread_state",
     "shard_order",
+    "size_formula",
     "static_placeholders",
     "strided_shard",
+    "symbolic_sizes",
     "thread_state",
     "threaded_process_group",
+    "trace_artifact",
     "traced_into_backward",
     "tree_flatten",
     "tree_leaves",

@@ -1,12 +1,12 @@
 """The environment variables that say for plain `torch.compile` what `backend="dtensor"` is told by its options.
 
-Read when something is compiled (DTENSOR_AGREEMENT also when a compiled graph first runs), never at import. One that is
+Read when something is compiled (DTENSOR_AGREEMENT also when a compiled graph first runs). One that is
 unset, or empty, says nothing. Switches are 0 or 1, lists are separated by commas.
 
     DTENSOR_PASSES=0                 no passes at all; or the names of those to run
     DTENSOR_DISABLE=sink,scale       leave these passes out
     DTENSOR_STRICT=1                 whatever is compiled, by any backend, is traced as under `dtensor.strict()`
-    DTENSOR_DUMP=folder              write the graphs there, as text
+    DTENSOR_DUMP=folder              write there all that is made of a program (read at import, too)
     DTENSOR_VERIFY=1                 replay each graph on simulated ranks before and after every pass
     DTENSOR_MEMORY_BUDGET=1000000    bytes of gathered tensors that may be saved for the backward
     DTENSOR_AGREEMENT=0              graphs run without comparing with the other ranks what they communicate

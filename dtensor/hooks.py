@@ -6,6 +6,7 @@ Both only forward to `dtensor.compile`, which is imported when something is comp
 """
 
 import importlib
+from contextlib import ExitStack
 from typing import Any
 
 from . import environment
@@ -23,6 +24,9 @@ STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
 
 PARTITIONER = "custom_partitioner_fn"
 """Inductor's name for the partitioner, of which there is one."""
+
+
+_forever = ExitStack()
 
 
 class PlainPasses(CustomInferenceAwareGraphPass):
@@ -89,6 +93,13 @@ def install() -> None:
     setattr(inductor_config, PARTITIONER, PlainPartition(others_partitioner()))
 
 
+def dump_from_now_on() -> None:
+    """Dump all that is compiled in this process, if the environment asks for it."""
+    folder = environment.text("dump")
+    if folder:
+        _forever.enter_context(importlib.import_module("dtensor.compile").dump(folder))
+
+
 def uninstall() -> None:
     """Take the passes out of plain `torch.compile` again."""
     for stage in STAGES:
@@ -104,4 +115,4 @@ def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
 register_backend(backend, name="dtensor")
 install()
 
-__all__ = ["STAGES", "PlainPasses", "backend", "chained", "install", "uninstall"]
+__all__ = ["STAGES", "PlainPasses", "backend", "chained", "dump_from_now_on", "install", "uninstall"]

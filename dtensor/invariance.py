@@ -34,7 +34,7 @@ from ._torch import (
     tree_leaves,
 )
 from .errors import MixedTensorError
-from .marks import LOCAL, OPERATOR
+from .provenance import LAYOUT, LOCAL, OPERATOR
 
 MARK = "rank_invariant"
 """Attribute of a storage: the tensor's version when it was recorded; the `_Recorder` where versions are not counted."""
@@ -153,6 +153,7 @@ def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None
         node = graph_node(local) if isinstance(local, (FakeTensor, FunctionalTensor)) else None
         if node is not None:
             node.meta[LOCAL] = True
+            node.meta.setdefault(LAYOUT, x._spec.layout.text)
             if node.target is func and _numbers(node.args, node.kwargs) == _numbers(args, kwargs):
                 node.meta[OPERATOR] = True
 

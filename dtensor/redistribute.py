@@ -13,6 +13,7 @@ from .mesh import MeshFacts, facts
 from .pending import Pending
 from .placements import Placement
 from .plan import Plan, Prefer, Step, plan
+from .provenance import note_layout, note_move
 from .spec import Spec
 from .steps import senders
 
@@ -27,18 +28,25 @@ def plan_of(spec: Spec, dst: Layout, prefer: Prefer = "time") -> Plan:
 
 
 def redistribute_local(
-    local: torch.Tensor, spec: Spec, dst: Layout, *, async_op: bool = False, prefer: Prefer = "time"
+    local: torch.Tensor,
+    spec: Spec,
+    dst: Layout,
+    *,
+    async_op: bool = False,
+    prefer: Prefer = "time",
+    asked: bool = False,
 ) -> torch.Tensor:
     """This rank's local tensor after moving a tensor of `spec` from its layout to `dst`.
 
     With `async_op` the last collective is only started, and what is to be done after it is left for the first use of
     the result: nothing is ever started later than here, so that all ranks start their collectives in one order.
+    `asked` says that the program asks for it in so many words; a traced graph keeps that with its collectives.
     """
     if spec.layout is dst or spec.coordinate is None:
         return local
     steps = plan_of(spec, dst, prefer).steps
     if not async_op:
-        return _all_of(steps, local, spec)
+        return _all_of(steps, local, spec, asked)
     last = max([i for i, s in enumerate(steps) if s.op in COMMUNICATING], default=-1)
     if last < 0:
         return _all_of(steps, local, spec)
@@ -48,12 +56,14 @@ def redistribute_local(
     return Pending(local, shape, lambda: _all_of(steps[last + 1 :], finish(), spec))
 
 
-def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec) -> torch.Tensor:
+def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec, asked: bool = False) -> torch.Tensor:
     for step in steps:
+        note_layout(local, step.src.text)
         if step.op == "partial":
             local = _partial(local, step, facts(spec.mesh))
         else:
             local = getattr(emit, step.op)(local, *_arguments(step, spec))
+        note_move(local, step, spec, asked)
     return local
 
 

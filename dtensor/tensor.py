@@ -318,8 +318,10 @@ def move(x: DTensor, layout: Layout) -> DTensor:
         return _redistribute(x, layout)
 
 
-def _redistribute(x: DTensor, layout: Layout, async_op: bool = False, prefer: Prefer = "time") -> DTensor:
-    local = redistribute_local(x._local_tensor, x._spec, layout, async_op=async_op, prefer=prefer)
+def _redistribute(
+    x: DTensor, layout: Layout, async_op: bool = False, prefer: Prefer = "time", asked: bool = False
+) -> DTensor:
+    local = redistribute_local(x._local_tensor, x._spec, layout, async_op=async_op, prefer=prefer, asked=asked)
     return _wrap(local, x._spec.with_layout(layout))
 
 
@@ -333,7 +335,7 @@ def _redistribute_operator(
 ) -> DTensor:
     """`dtensor::redistribute` on a DTensor: what dispatch runs."""
     layout = Layout.parse(text, x.dim())
-    return _redistribute(x, layout, async_op and not is_tracing(x), prefer)
+    return _redistribute(x, layout, async_op and not is_tracing(x), prefer, asked=True)
 
 
 def _save_layout(ctx, inputs, output) -> None:

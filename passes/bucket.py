@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from dtensor.collectives import group_size
+from dtensor.provenance import TRACED
 
 from . import groups, ir
 from .count import CollectiveInfo, describe
@@ -186,6 +187,7 @@ def _write(bucket: list[_Start]) -> None:
     start = ir.insert(here, first.target, (buffer, *first.args[1:]), like=first)
     start.meta[ir.RECORD] = _record(bucket)
     start.meta[ir.PARTS] = [ir.value(s.x) for s in bucket]
+    start.meta[TRACED] = ir.traced([s.node for s in bucket])
     wait = ir.insert(here, ir.WAIT, (start,), like=bucket[0].wait)
     pieces = part(here, wait, n, lengths, first)
     for k, s in enumerate(bucket):

@@ -124,6 +124,11 @@ def seconds(op: str, size: float, group: str) -> float:
     return cost.seconds(op, size, group_size(group))
 
 
+def link(group: str) -> cost.Link:
+    """The link of a group; the default one if none is known."""
+    return next((mesh.network.link(axes) for mesh, (axes,) in _places(group)), cost.DEFAULT)
+
+
 def falls(before: float, after: float) -> bool:
     """Whether a cost is less afterwards, rounding aside."""
     return after < before * (1 - 1e-9)
@@ -134,4 +139,16 @@ def grows(before: float, after: float) -> bool:
     return falls(after, before)
 
 
-__all__ = ["MeshGroups", "Product", "disjoint", "falls", "grows", "known", "product", "quotient", "seconds", "within"]
+__all__ = [
+    "MeshGroups",
+    "Product",
+    "disjoint",
+    "falls",
+    "grows",
+    "known",
+    "link",
+    "product",
+    "quotient",
+    "seconds",
+    "within",
+]

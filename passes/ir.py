@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from dtensor._torch import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves
 from dtensor.collectives import ops
-from dtensor.marks import OPERATOR
+from dtensor.provenance import LAYOUT, OPERATOR, TRACED
 
 aten = torch.ops.aten
 
@@ -64,7 +64,7 @@ PARTS = "dtensor_parts"
 
 # The value of a node, and what is true of it alone: everything else in `meta` tells where the node came from.
 _OWN_META = frozenset(
-    ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value", RECORD, ORIGIN, PARTS)
+    ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value", RECORD, ORIGIN, PARTS, LAYOUT)
 )
 
 # Share memory with their argument though the schema does not say so.
@@ -207,6 +207,11 @@ def likeness(x: Any) -> Hashable:
 
 def _strides(x: torch.Tensor) -> Hashable:
     return (likeness(x.stride()), likeness(x.storage_offset())) if x.layout is torch.strided else None
+
+
+def traced(nodes: list[fx.Node]) -> tuple[int, ...]:
+    """Numbers of the collectives that the program asked for and `nodes` stand for, where a dump numbered them."""
+    return tuple(dict.fromkeys([number for node in nodes for number in node.meta.get(TRACED, ())]))
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:

@@ -6,15 +6,23 @@
 
 Names are given anew by order of appearance, so that two equal graphs print equally whatever was rewritten on the way.
 Placeholders keep theirs. A symbolic size prints as its expression; a group prints as its label, where one is given.
+Sizes are local ones; what is known of the placements stands behind them, one for each mesh axis: `f32[4,8]{S(0)R}`.
+What `remark` has to say of a node follows its line:
+
+    %h: f32[8,8]{R} = dtensor.all_gather(%x, 0, 8, tp)  # 128 bytes over tp, S(0)->R, asked for; train.py:12
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from dtensor._torch import OpOverload
+from dtensor.provenance import LAYOUT
+
+REMARK = "  # "
+"""Between the line of a node and what is remarked on it."""
 
 DTYPES = {
     torch.float64: "f64",
@@ -32,16 +40,27 @@ DTYPES = {
 }
 
 
-def text(graph: fx.Graph | fx.GraphModule, labels: Mapping[str, str] | None = None) -> str:
+def text(
+    graph: fx.Graph | fx.GraphModule,
+    labels: Mapping[str, str] | None = None,
+    remark: Callable[[fx.Node], str] | None = None,
+) -> str:
     """The lines of `graph`; `labels` maps the names of process groups to what is printed for them."""
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     printer = _Printer(graph, labels or {})
-    return "\n".join([printer.line(node) for node in graph.nodes])
+    lines = [printer.line(node) for node in graph.nodes]
+    if remark is not None:
+        said = [remark(node) for node in graph.nodes]
+        lines = [f"{line}{REMARK}{words}" if words else line for line, words in zip(lines, said, strict=True)]
+    return "\n".join(lines)
 
 
 def kind(val: Any) -> str:
-    """The short type of a traced value, such as `f32[4,8]`."""
+    """The short type of a traced value, such as `f32[4,8]`; of a distributed tensor that of its local tensor."""
     if isinstance(val, torch.Tensor):
+        local = getattr(val, "_local_tensor", None)
+        if isinstance(local, torch.Tensor):
+            return kind(local)
         name = DTYPES.get(val.dtype, str(val.dtype).removeprefix("torch."))
         return f"{name}[{','.join(str(n).replace(' ', '') for n in val.shape)}]"
     if isinstance(val, (tuple, list)):
@@ -49,6 +68,20 @@ def kind(val: Any) -> str:
     if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return f"sym[{val}]".replace(" ", "")
     return "none" if val is None else type(val).__name__
+
+
+def layout(node: fx.Node) -> str:
+    """The placements of what a node gives, such as `S(0)R`; "" where they are not known."""
+    noted = node.meta.get(LAYOUT)
+    if noted is None:
+        placements = getattr(_traced(node), "placements", None) or ()
+        noted = "".join([str(p).replace("P(sum)", "P") for p in placements])
+    return noted
+
+
+def _traced(node: fx.Node) -> Any:
+    """The value of a node as AOTAutograd has it, else as Dynamo has it."""
+    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
 
 
 def target_name(target: Any) -> str:
@@ -77,7 +110,9 @@ class _Printer:
             out = node.args[0]
             leaves = out if isinstance(out, (tuple, list)) else (out,)
             return "return " + ", ".join([self.arg(leaf) for leaf in leaves])
-        head = f"{self.names[node]}: {kind(node.meta.get('val'))} = "
+        placements = layout(node)
+        known = kind(_traced(node)) + (f"{{{placements}}}" if placements else "")
+        head = f"{self.names[node]}: {known} = "
         if node.op == "placeholder":
             return head + "placeholder"
         if node.op == "get_attr":

@@ -12,8 +12,8 @@ FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dt
 LINKS = ("compile", "passes")
 
 LAYERS = [
-    ["errors", "marks", "_torch", "caches", "environment", "fallback"],
-    ["placements", "cost", "links", "collectives", "hooks", "invariance"],
+    ["errors", "_torch", "caches", "environment", "fallback"],
+    ["placements", "cost", "links", "collectives", "hooks", "invariance", "provenance"],
     ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
@@ -93,7 +93,7 @@ def test_core_imports_downwards_and_never_compile_or_passes(name):
 
 @pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("dtensor.passes")])
 def test_passes_know_the_graph_and_the_collectives(name):
-    allowed = tuple([f"dtensor.{name}" for name in ("collectives", "cost", "errors", "marks", "_torch", "passes")])
+    allowed = tuple(f"dtensor.{m}" for m in ("collectives", "cost", "errors", "_torch", "passes", "provenance"))
     for found in imports(name, MODULES[name]):
         if found.startswith("dtensor."):
             assert found.startswith(allowed), f"{name} imports {found}"

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor._torch import make_fx
 from dtensor.cost import Link, Network
-from dtensor.marks import OPERATOR
 from dtensor.mesh import facts, prepare
 from dtensor.passes import MeshGroups, Simulation, groups, mesh_groups, text, verify
 from dtensor.passes.pipeline import copy_graph
+from dtensor.provenance import OPERATOR
 from dtensor.testing import fake_ranks
 
 

@@ -1,0 +1,100 @@
+"""The folder of a dump: which files there are, and how they get there.
+
+    folder/rank0/000_forward/                a frame: a function that Dynamo compiled, by order and name
+        01_dynamo.txt                        Dynamo's graph
+        02_joint.00_input.txt                the joint graph as AOTAutograd traced it
+        03_forward.00_input.txt              the forward (or `03_inference`) as it came to the passes
+        03_forward.04_bucket.txt             after the fourth change, which the pass `bucket` made
+        03_forward.inner.txt                 what the inner compiler made of it
+        04_backward....                      the same of the backward
+        guards.txt, recompiled.txt, graph_breaks.txt, bytecode.py
+        manifest.json, trace.json            what it communicates; the timeline, for chrome://tracing or Perfetto
+
+Nothing is overwritten: counting of frames goes on after what the folder holds. A file is there as a whole or not at
+all. What cannot be written is left out with one warning for each folder: a dump stops no training.
+"""
+
+import contextlib
+import os
+import re
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .frames import Frame
+
+NUMBERED = re.compile(r"(\d+)_\w+")
+ORDER = {"dynamo": "01_dynamo", "joint": "02_joint", "forward": "03_forward", "inference": "03_inference"} | {
+    "backward": "04_backward"
+}
+"""Graph -> how the names of its files begin."""
+
+_active: list[Path] = []
+_failed: set[Path] = set()
+
+
+@contextlib.contextmanager
+def writing_to(root: Path):
+    """Context in which all that is compiled is written under `root`."""
+    _active.append(root)
+    _failed.discard(root)
+    try:
+        yield
+    finally:
+        _active.remove(root)
+
+
+def is_wanted(frame: Frame) -> bool:
+    """Whether anything is to be written of a frame."""
+    return bool(_active or frame.roots)
+
+
+def rank_folder(root: Path) -> Path:
+    """The folder of this rank."""
+    return root / f"rank{dist.get_rank() if dist.is_initialized() else os.environ.get('RANK', '0')}"
+
+
+def write(frame: Frame, name: str, content: str) -> None:
+    """Write a file of a frame, wherever it is to be written; one that is there is replaced."""
+    for root in dict.fromkeys([*_active, *frame.roots]):
+        if root in _failed:
+            continue
+        try:
+            write_whole(_folder(frame, root) / name, content)
+        except OSError as error:
+            _failed.add(root)
+            warnings.warn(f"nothing more is dumped to {root}: {error}", stacklevel=2)
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a file so that it is never seen in part.
+
+    Raises:
+        OSError: it cannot be written; then nothing is left behind.
+    """
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(content if content.endswith("\n") else content + "\n")
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _folder(frame: Frame, root: Path) -> Path:
+    """The folder of a frame, which is made when its first file is written."""
+    if root not in frame.folders:
+        own = rank_folder(root)
+        own.mkdir(parents=True, exist_ok=True)
+        taken = [int(m[1]) for path in own.iterdir() if (m := NUMBERED.fullmatch(path.name))]
+        name = re.sub(r"\W+", "_", frame.name).strip("_") or "graph"
+        frame.folders[root] = own / f"{max(taken, default=-1) + 1:03}_{name}"
+        frame.folders[root].mkdir()
+    return frame.folders[root]
+
+
+__all__ = ["ORDER", "is_wanted", "rank_folder", "write", "write_whole", "writing_to"]

@@ -1,0 +1,51 @@
+"""Reading a dump: its ranks, and the manifests of their frames."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RANK = re.compile(r"rank(\d+)")
+
+
+@dataclass(frozen=True)
+class Dumped:
+    """A frame that was dumped.
+
+    Attributes:
+        rank: the rank.
+        name: its folder's name, such as `000_forward`.
+        folder: where its files are.
+        manifest: see `dtensor.compile.manifest`; None if no graph was made of it.
+    """
+
+    rank: int
+    name: str
+    folder: Path
+    manifest: dict[str, Any] | None
+
+
+def read(root: Path) -> list[Dumped]:
+    """The frames of a dump, by rank and in the order in which they were compiled.
+
+    Raises:
+        ValueError: there is no dump.
+    """
+    ranks = {int(m[1]): path for path in root.glob("rank*") if (m := RANK.fullmatch(path.name))}
+    if not ranks:
+        raise ValueError(f"{root} holds no dump; write one with `dtensor inspect SCRIPT` or options={{'dump': folder}}")
+    return [_frame(rank, path) for rank in sorted(ranks) for path in sorted(ranks[rank].iterdir()) if path.is_dir()]
+
+
+def _frame(rank: int, path: Path) -> Dumped:
+    file = path / "manifest.json"
+    return Dumped(rank, path.name, path, json.loads(file.read_text()) if file.exists() else None)
+
+
+def communicating(frames: list[Dumped], rank: int) -> list[tuple[Dumped, dict[str, Any]]]:
+    """The collectives of a rank, each with the frame it is in."""
+    return [(f, c) for f in frames if f.rank == rank and f.manifest for c in f.manifest["collectives"]]
+
+
+__all__ = ["Dumped", "communicating", "read"]

@@ -1,0 +1,88 @@
+"""What the nodes of a traced graph know of the DTensors they were traced from: notes in `node.meta`.
+
+`LOCAL` and `OPERATOR` tell tracing and the passes what they may take for granted. Of the others nothing depends: they
+are for texts, manifests and reports. A rewrite hands `MOVE` and `TRACED` on to what it makes; `LAYOUT` is true of one
+value alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ._torch import FakeTensor, FunctionalTensor, graph_node
+
+LOCAL = "dtensor_local"
+"""The node is the local tensor of a computed DTensor: this rank's part, whatever it was computed from."""
+
+OPERATOR = "dtensor_operator"
+"""The node is an operator that was called on DTensors, with its numbers as they were given: the same on all ranks."""
+
+LAYOUT = "dtensor_layout"
+"""The layout of the DTensor whose local tensor the node is, as text such as `S(0)R`."""
+
+MOVE = "dtensor_move"
+"""The `Moved` that made a collective."""
+
+TRACED = "dtensor_traced"
+"""Numbers of the collectives that the program asked for, and a collective stands for (`dtensor.compile.frames`)."""
+
+PASSES = "dtensor_passes"
+"""Names of the passes that made a collective what it is, in order."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One step of a redistribution.
+
+    Attributes:
+        src, dst: placements along the axes of the step, such as `P` and `S(0)`.
+        asked: whether the program says `redistribute`; otherwise an operator needed its operand elsewhere.
+        lengths: of each dimension of the buffer that the step is priced by, its global length (a SymInt where sizes are
+            symbolic) and the mesh axes that cut it.
+        count: how many times that buffer, in sizes of the axes: all of `axes` for a gather, else nothing.
+        axes: the mesh axes of the step.
+        itemsize: bytes per element.
+        names, sizes: of the mesh's axes.
+    """
+
+    src: str
+    dst: str
+    asked: bool
+    lengths: tuple[tuple[Any, tuple[int, ...]], ...]
+    count: tuple[int, ...]
+    axes: tuple[int, ...]
+    itemsize: int
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.src}->{self.dst}"
+
+
+def note_layout(local: Any, layout: str) -> None:
+    """While a graph is traced: note the layout of the DTensor whose local tensor is `local`."""
+    node = _node(local)
+    if node is not None:
+        node.meta.setdefault(LAYOUT, layout)
+
+
+def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:
+    """While a graph is traced: note that `step` of a plan (`dtensor.plan.Step`) for a tensor of `spec` gave `local`."""
+    node = _node(local)
+    if node is None:
+        return
+    src, dst = ("".join([str(layout.placements[a]) for a in step.axes]) for layout in (step.src, step.dst))
+    names = spec.mesh.mesh_dim_names or [f"axis{a}" for a in range(spec.mesh.ndim)]
+    lengths = tuple(zip(spec.shape, step.pieces, strict=True))
+    count = step.axes if step.count > 1 else ()
+    moved = Moved(src, dst, asked, lengths, count, step.axes, spec.dtype.itemsize, tuple(names), tuple(spec.mesh.shape))
+    node.meta.setdefault(MOVE, moved)
+    node.meta[LAYOUT] = step.dst.text
+
+
+def _node(local: Any) -> Any:
+    return graph_node(local) if isinstance(local, (FakeTensor, FunctionalTensor)) else None
+
+
+__all__ = ["LAYOUT", "LOCAL", "MOVE", "OPERATOR", "PASSES", "TRACED", "Moved", "note_layout", "note_move"]

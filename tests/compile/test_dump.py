@@ -1,0 +1,188 @@
+"""What a dump holds, for the option, the environment and the block; and that it changes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch._inductor.utils import fresh_cache
+
+import dtensor.compile
+from dtensor import Replicate, Shard, distribute_tensor
+from dtensor._torch import dynamo_counters
+from dtensor.compile import bytecode, statistics
+from dtensor.compile.bytecode import decompiled
+from dtensor.compile.folder import write_whole
+
+R, S0 = Replicate(), Shard(0)
+ALWAYS = {"01_dynamo.txt", "bytecode.py", "guards.txt", "manifest.json", "trace.json"}
+TRAINED = {
+    "02_joint.00_input.txt",
+    "02_joint.01_gather_shard.txt",
+    "03_forward.00_input.txt",
+    "03_forward.01_lower.txt",
+    "03_forward.inner.txt",
+    "04_backward.00_input.txt",
+    "04_backward.inner.txt",
+}
+
+
+@pytest.fixture
+def mesh(fake_mesh):
+    return fake_mesh(2, names=("tp",))
+
+
+def whole(x):
+    return x.redistribute(placements=[R])
+
+
+def there_and_back(x):
+    return whole(whole(x).redistribute(placements=[S0]) * 2)
+
+
+def compiled(f, inner="aot_eager", **options):
+    return torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": inner, **options})
+
+
+def frames(folder):
+    return {path.name: {file.name for file in path.iterdir()} for path in sorted((folder / "rank0").iterdir())}
+
+
+def calls(path):
+    return [line for line in path.read_text().splitlines() if " = placeholder" not in line]
+
+
+def test_option(mesh, tmp_path):
+    """One folder for each frame; counting goes on."""
+    x = distribute_tensor(torch.ones(4), mesh, [S0]).requires_grad_()
+    for _ in range(2):
+        torch.compiler.reset()
+        compiled(there_and_back, dump=tmp_path)(x).sum().backward()
+    with torch.no_grad():
+        compiled(there_and_back, dump=str(tmp_path), disable=["gather_shard"])(x)
+    found = frames(tmp_path)
+    assert list(found) == ["000_there_and_back", "001_there_and_back", "002_there_and_back"]
+    assert found["000_there_and_back"] == found["001_there_and_back"] == ALWAYS | TRAINED
+    inference = {"03_inference.00_input.txt", "03_inference.01_lower.txt", "03_inference.inner.txt"}
+    assert found["002_there_and_back"] == ALWAYS | inference | {"recompiled.txt"}
+    first = tmp_path / "rank0" / "000_there_and_back"
+    lines = calls(first / "02_joint.00_input.txt")
+    here = "test_dump.py:"
+    assert lines[0].startswith(
+        "%all_gather: f32[4]{R} = dtensor.all_gather(%primals_1, 0, 4, tp)  # 8 bytes over tp, S(0)->R, explicit; "
+        + here
+    )
+    assert lines[1].startswith("%shard: f32[2]{S(0)} = dtensor.shard(%all_gather, 0, tp)  # " + here)
+    assert calls(first / "02_joint.01_gather_shard.txt")[0].startswith(
+        "%mul: f32[2]{S(0)} = aten.mul.Tensor(%primals_1, 2)"
+    )
+    assert "f32[2]{S(0)} = placeholder" in (first / "01_dynamo.txt").read_text()
+    assert "grad_mode" in (tmp_path / "rank0" / "002_there_and_back" / "recompiled.txt").read_text().lower()
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_a_dump_changes_neither_results_nor_caches(mesh, tmp_path, inner):
+    x = distribute_tensor(torch.arange(4.0), mesh, [S0])
+    with fresh_cache():
+        plain = compiled(there_and_back, inner)(x).to_local()
+        before = dict(dynamo_counters()["inductor"])
+        for _ in range(2):
+            torch.compiler.reset()
+            with dtensor.compile.dump(tmp_path):
+                dumped = compiled(there_and_back, inner)(x).to_local()
+            assert dumped.equal(plain)
+        hits = "fxgraph_cache_hit"
+        assert dynamo_counters()["inductor"].get(hits, 0) == before.get(hits, 0)
+        torch.compiler.reset()
+        assert compiled(there_and_back, inner)(x).to_local().equal(plain)
+        if inner == "inductor":
+            assert dynamo_counters()["inductor"][hits] > before.get(hits, 0)
+    assert list(frames(tmp_path)) == ["000_there_and_back", "001_there_and_back"]
+
+
+def test_any_backend_and_graph_breaks(tmp_path):
+    """Nothing of this library in the program: plain tensors, a break, another size."""
+
+    def f(x):
+        y = x.sin()
+        print("break")
+        return (y * 2).sum()
+
+    torch.compiler.reset()
+    with dtensor.compile.dump(tmp_path):
+        run = torch.compile(f, backend="aot_eager")
+        for n in (3, 4):
+            run(torch.ones(n, requires_grad=True)).backward()
+    names = sorted(frames(tmp_path))
+    assert [n[4:] for n in names if "resume" not in n] == ["f", "f"]
+    assert len(names) == 4
+    first = tmp_path / "rank0" / names[0]
+    text = (first / "graph_breaks.txt").read_text()
+    assert "test_dump.py" in text
+    assert 'print("break")' in text
+    assert "expected 3, actual 4" in (tmp_path / "rank0" / names[2] / "recompiled.txt").read_text()
+    assert "%sin: f32[3] = aten.sin(%primals_1)  # test_dump.py:" in (first / "03_forward.inner.txt").read_text()
+    assert json.loads((first / "manifest.json").read_text())["totals"] == {}
+
+
+def test_environment(tmp_path):
+    """Read at import: the first frame is written as a whole, plain tensors too."""
+    code = "import torch, dtensor; torch.compile(lambda x: x + 1, backend='aot_eager')(torch.ones(2))"
+    env = dict(os.environ, DTENSOR_DUMP=str(tmp_path))
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True)
+    (files,) = frames(tmp_path).values()
+    assert files == ALWAYS | {"03_inference.00_input.txt", "03_inference.inner.txt"}
+
+
+def test_an_unwritable_folder_is_one_warning(mesh, tmp_path):
+    (tmp_path / "rank0").write_text("in the way")
+    x = distribute_tensor(torch.ones(4), mesh, [S0])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with dtensor.compile.dump(tmp_path):
+            assert compiled(there_and_back)(x).to_local().tolist() == [2.0] * 4
+    assert [str(w.message).split(":")[0] for w in caught if "dumped" in str(w.message)] == [
+        f"nothing more is dumped to {tmp_path}"
+    ]
+
+
+def test_files_are_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    write_whole(path, "first")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "second")
+    assert path.read_text() == "first\n"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_bytecode_that_cannot_be_decompiled_is_disassembled(monkeypatch):
+    def f(x):
+        return x + 1
+
+    name, text = decompiled(f.__code__, f.__code__)
+    assert name == "bytecode.py"
+    assert "return x + 1" in text
+
+    def fails(_):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(bytecode, "_decompiler", lambda: fails)
+    name, text = decompiled(f.__code__, f.__code__)
+    assert name == "bytecode.txt"
+    assert "RuntimeError: no" in text
+    assert "BINARY_OP" in text
+
+
+def test_statistics_count_as_before(mesh, tmp_path):
+    x = distribute_tensor(torch.ones(4), mesh, [S0])
+    with dtensor.compile.dump(tmp_path), statistics() as s:
+        compiled(there_and_back)(x)
+    assert [c.op for c in s.forward] == ["all_gather"]

@@ -1,0 +1,347 @@
+"""The manifest and what is made of it: the timeline, the lock, the diff, the summary, the formula, the report."""
+
+import json
+
+import pytest
+import torch
+
+import dtensor.compile
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from dtensor._torch import c10d, make_fx
+from dtensor.collectives import ops
+from dtensor.compile import estimate, frames, lock
+from dtensor.compile.differences import differences
+from dtensor.compile.logs import LOG
+from dtensor.compile.reading import read
+from dtensor.compile.summary import seconds, summary
+from dtensor.compile.timeline import timeline
+from dtensor.compile.traffic import sent, traffic
+from dtensor.cost import DEFAULT, terms
+from dtensor.mesh import facts
+from dtensor.passes.source import module, source
+
+R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
+
+
+@pytest.fixture
+def mesh(fake_mesh):
+    return fake_mesh(2, names=("tp",))
+
+
+@pytest.fixture
+def group(mesh):
+    return facts(mesh).groups[0,]
+
+
+def traced(f, *shapes):
+    return make_fx(f, tracing_mode="fake")(*[torch.zeros(s) for s in shapes]).graph
+
+
+def compiled(f, **options):
+    return torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": "aot_eager", **options})
+
+
+class Net(torch.nn.Module):
+    """An implicit gather, and a redistribution that is asked for."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8, bias=False)
+        self.inner.weight = torch.nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [S0]))
+
+    def forward(self, x):
+        h = self.inner(x)
+        h = h.softmax(-1)
+        return h.redistribute(placements=[S0]).redistribute(placements=[R])
+
+
+class Moves(torch.nn.Module):
+    def forward(self, x):
+        return x.redistribute(placements=[S0]) * 2
+
+
+def dumped(model, x, folder):
+    torch.compiler.reset()
+    with dtensor.compile.dump(folder):
+        out = compiled(model)(x)
+        if out.requires_grad:
+            out.sum().backward()
+    return read(folder)[-1].manifest
+
+
+def test_entries(mesh, tmp_path):
+    """Operator, group, bytes, placements, who asked and where, for forward and backward."""
+    model, x = Net(mesh), distribute_tensor(torch.ones(4, 8), mesh, [R])
+    made = dumped(model, x, tmp_path)
+    (implicit, explicit), rest = made["collectives"][:2], made["collectives"][2:]
+    assert [implicit[k] for k in ("op", "axis", "ranks", "dtype", "direction")] == [
+        "all_to_all",
+        "tp",
+        [0, 1],
+        "float32",
+        "forward",
+    ]
+    assert (implicit["how"], implicit["move"], implicit["bytes"], implicit["sent"]) == (
+        "implicit",
+        "S(1)->S(0)",
+        32,
+        64,
+    )
+    assert implicit["code"] == "h = h.softmax(-1)"
+    assert implicit["file"].endswith("test_manifest.py")
+    assert (explicit["op"], explicit["how"], explicit["move"]) == ("all_gather", "explicit", "S(0)->R")
+    assert explicit["code"].startswith("return h.redistribute")
+    assert explicit["bytes"] == 64
+    assert rest == []
+    assert made["totals"]["forward"]["bytes"] == 96
+    assert made["totals"]["forward"]["count"] == {"all_to_all": 1, "all_gather": 1}
+
+
+def test_the_backward_knows_its_forward(mesh, tmp_path):
+    """The gradient of what was asked for was asked for, at the same line, in the same module."""
+    model = torch.nn.Sequential(Moves())
+    made = dumped(model, distribute_tensor(torch.ones(4, 4), mesh, [S1]).requires_grad_(), tmp_path)
+    there, back = made["collectives"]
+    assert [(c["direction"], c["op"], c["move"]) for c in (there, back)] == [
+        ("forward", "all_to_all", "S(1)->S(0)"),
+        ("backward", "all_to_all", "S(0)->S(1)"),
+    ]
+    assert there["module"] == back["module"] == "0"
+    assert there["line"] == back["line"] > 0
+    assert (there["how"], back["how"]) == ("explicit", "explicit")
+
+
+def test_what_a_pass_removed_is_told(mesh, tmp_path):
+    def f(x):
+        return x.redistribute(placements=[R]).redistribute(placements=[S0]).redistribute(placements=[R]) * 2
+
+    made = dumped(f, distribute_tensor(torch.ones(4), mesh, [S0]), tmp_path)
+    (gone,) = made["removed"]
+    assert (gone["pass"], gone["op"], gone["bytes"], gone["how"], gone["move"]) == (
+        "gather_shard",
+        "all_gather",
+        8,
+        "explicit",
+        "S(0)->R",
+    )
+    (left,) = made["collectives"]
+    assert (left["bytes"], left["passes"]) == (8, ["lower"])
+    assert [(p["bytes_saved"], p["removed"]) for p in made["passes"] if p["pass"] == "gather_shard"] == [
+        (8, [gone["asked"]])
+    ]
+
+
+def test_a_collective_knows_the_passes_that_made_it(mesh, tmp_path):
+    def f(x):
+        return x.redistribute(placements=[R]).redistribute(placements=[S0])
+
+    made = dumped(f, DTensor.from_local(torch.ones(4), mesh, [P]), tmp_path)
+    (c,) = made["collectives"]
+    assert (c["op"], c["passes"], c["move"]) == ("reduce_scatter", ["reduce_scatter", "lower"], "P->R")
+
+
+def test_buckets_stand_for_all_that_is_in_them(mesh, tmp_path):
+    def f(x, y):
+        return x.redistribute(placements=[R]), y.redistribute(placements=[R])
+
+    x, y = (distribute_tensor(torch.ones(n, 4), mesh, [S0]) for n in (4, 8))
+    torch.compiler.reset()
+    with dtensor.compile.dump(tmp_path):
+        compiled(f)(x, y)
+    (c,) = read(tmp_path)[0].manifest["collectives"]
+    assert (c["asked"], c["passes"], c["bytes"]) == ([0, 1], ["lower", "bucket"], 96)
+    assert c["formula"]["bytes"] == "192*(tp - 1)/tp"
+
+
+def test_formulas_in_symbolic_sizes(mesh):
+    torch.compiler.reset()
+    f = torch.compile(
+        lambda x: x.redistribute(placements=[R]) * 2, backend="dtensor", options={"inner": "aot_eager"}, dynamic=True
+    )
+    f(distribute_tensor(torch.ones(6, 10), mesh, [S0]))
+    (c,) = dtensor.compile.report(f).collectives
+    assert c["formula"]["bytes"] == "4*x.size(0)*x.size(1)*(tp - 1)/tp"
+    assert c["bytes"] == 4 * 6 * 10 // 2
+
+
+def test_timeline_of_a_start_and_a_wait(group):
+    """What is computed in between is not exposed."""
+
+    def f(x, y, n=1):
+        started = c10d.all_reduce(x, "sum", group)
+        for _ in range(n):
+            y = y @ y
+        return c10d.wait_tensor(started) + 1, y
+
+    took = sum(terms("all_reduce", 2)[k] * (1, 4096)[k] for k in range(2))
+    assert took == pytest.approx(DEFAULT.start + 2 * DEFAULT.alpha + 4096 / DEFAULT.bandwidth)
+    short = timeline(traced(lambda x, y: f(x, y), (1024,), (4, 4)))
+    (c,) = [s for s in short.spans if s.communicates]
+    (mm,) = [s for s in short.spans if s.name == "aten.mm"]
+    assert c.end - c.start == pytest.approx(took)
+    assert c.exposed == pytest.approx(took - (mm.end - mm.start))
+    assert short.exposed == pytest.approx(c.exposed)
+    machine = estimate.MACHINES["cpu"]
+    assert mm.end - mm.start == pytest.approx(machine.launch + 3 * 64 / machine.memory, rel=0.5)
+    long = timeline(traced(lambda x, y: f(x, y, 3), (1024,), (256, 256)))
+    assert long.exposed == 0
+    assert long.seconds == pytest.approx(long.computing)
+
+
+def test_two_collectives_queue(group):
+    def f(x, y):
+        first, second = (c10d.all_reduce(z, "sum", group) for z in (x, y))
+        return c10d.wait_tensor(second), c10d.wait_tensor(first)
+
+    a, b = [s for s in timeline(traced(f, (1024,), (1024,))).spans if s.communicates]
+    assert (a.start, b.start) == (0, a.end)
+    assert (a.exposed, b.exposed) == (0, pytest.approx(b.end))
+
+
+def test_memory_of_a_timeline(group):
+    """Inputs stay; an intermediate goes after its last use; a view holds nothing of its own."""
+    graph = traced(lambda x: (x * 2).view(2, 2).sum(), (4,))
+    (output,) = graph.find_nodes(op="output")
+    output.meta["val"] = (torch.zeros(100),)  # as AOTAutograd leaves it
+    t = timeline(graph)
+    assert [held for _, held in t.memory] == [16, 32, 32, 36, 20]
+    assert t.peak == 36
+
+
+def test_traffic_of_others(group):
+    """Torch's variants, in place and into buffers, and what Inductor wraps."""
+
+    def f(x):
+        out = x.new_empty(8)
+        gathered = c10d.all_gather_into_tensor_out(x, 2, group, out=out)
+        return c10d.wait_tensor(gathered), c10d.wait_tensor(c10d.broadcast(x, 0, group))
+
+    found = [s for _, s in traffic(traced(f, (4,)))]
+    assert [(s.op, s.buffer, s.bytes) for s in found] == [("all_gather", 16, 16), ("broadcast", 16, 16)]
+    graph = traced(lambda x: ops.shard(x, 0, group), (4,))
+    assert [sent(node) for node in graph.nodes] == [None] * 3
+
+
+def extra(x):
+    return x.redistribute(placements=[R]) * 2
+
+
+def there_and_back(x):
+    return extra(x.redistribute(placements=[R]).redistribute(placements=[S0]))
+
+
+def test_lock(mesh, tmp_path):
+    """What is added is named with its line; moved lines and other files' order break nothing."""
+    x = distribute_tensor(torch.ones(4, 8), mesh, [R])
+    dumped(Net(mesh), x, tmp_path / "a")
+    path = tmp_path / "manifest.lock"
+    path.write_text(lock.locked(tmp_path / "a"))
+    dumped(Net(mesh), x, tmp_path / "b")
+    assert lock.check(path, tmp_path / "b") == lock.Checked((), ())
+    torch.compiler.reset()
+    with dtensor.compile.dump(tmp_path / "b"):
+        compiled(extra)(distribute_tensor(torch.ones(16, 4), mesh, [S0]))
+    found = lock.check(path, tmp_path / "b")
+    assert found.gone == ()
+    (added,) = found.added
+    assert added.startswith(
+        "inference all_gather over tp, float32 [[8, 4]], 128 bytes, explicit S(0)->R (1 instead of 0)\n"
+    )
+    assert "test_manifest.py" in added
+    assert added.endswith("return x.redistribute(placements=[R]) * 2")
+    path.write_text("something else")
+    with pytest.raises(ValueError, match="is no lock of communication; write one with `dtensor check"):
+        lock.check(path, tmp_path / "b")
+    with pytest.raises(ValueError, match="holds no dump; write one with `dtensor inspect SCRIPT`"):
+        lock.locked(tmp_path / "c")
+
+
+def test_differences(mesh, tmp_path):
+    x = distribute_tensor(torch.ones(4), mesh, [S0])
+    for name, options in (("a", {}), ("b", {}), ("c", {"disable": ["gather_shard"]})):
+        torch.compiler.reset()
+        with dtensor.compile.dump(tmp_path / name):
+            compiled(there_and_back, **options)(x)
+    assert list(differences(tmp_path / "a", tmp_path / "b")) == []
+    found = list(differences(tmp_path / "a", tmp_path / "c"))
+    assert any(line.startswith("only in ") and "gather_shard.txt" in line for line in found)
+    assert any(line.startswith("+") and "dtensor.shard" in line for line in found)
+    assert any(line.startswith("+direction=inference, op=all_gather") for line in found)
+    with pytest.raises(FileNotFoundError, match="there is no"):
+        list(differences(tmp_path / "a", tmp_path / "d"))
+
+
+def test_summary_and_report(mesh, tmp_path):
+    x, model = distribute_tensor(torch.ones(4, 8), mesh, [R]), Net(mesh)
+    dumped(model, x, tmp_path)
+    said = summary(tmp_path)
+    assert said.startswith("1 rank, 1 compiled frame, 0 graph breaks")
+    assert "exposed: all_to_all over tp in forward, 32 bytes, S(1)->S(0)\n     not asked for (implicit) at " in said
+    assert "h = h.softmax(-1)\n     changed by lower\n" in said
+    torch.compiler.reset()
+    frames._recent.clear()
+    run = compiled(model)
+    with pytest.raises(
+        ValueError, match=r"no graph of OptimizedModule went through the passes .* compiled were: nothing"
+    ):
+        dtensor.compile.report(run)
+    run(x)
+    made = dtensor.compile.report(run)
+    assert (made.bytes, len(made.collectives), made.names) == (96, 2, ("000_forward",))
+    assert made.most_exposed(1)[0]["exposed"] == max(c["exposed"] for c in made.collectives)
+    assert str(made).startswith("1 rank, 1 compiled frame")
+    assert dtensor.compile.report().names == made.names
+    with pytest.raises(ValueError, match=r"no graph of extra .* compiled were: forward \(test_manifest.py"):
+        dtensor.compile.report(extra)
+
+
+def test_logs_and_trace(mesh, caplog):
+    x = distribute_tensor(torch.ones(4), mesh, [S0])
+    torch.compiler.reset()
+    with caplog.at_level("DEBUG", LOG.name):
+        compiled(there_and_back)(x)
+    said = [r.message for r in caplog.records if r.name == LOG.name]
+    assert any(
+        "inference graph of" in m and ": gather_shard: 1 rewrites" in m and "all_gather 2 -> 1" in m for m in said
+    )
+    artefacts = [r.metadata["artifact"]["name"] for r in caplog.records if "artifact" in getattr(r, "metadata", {})]
+    assert {"dtensor_inference_passes", "dtensor_manifest"} <= set(artefacts)
+
+
+@pytest.mark.parametrize(
+    ("s", "text"), [(0, "0 µs"), (1.5e-6, "1.5 µs"), (2.5e-3, "2.5 ms"), (3.25, "3.25 s"), (1e-9, "0.001 µs")]
+)
+def test_times_have_units(s, text):
+    assert seconds(s) == text
+
+
+def test_source_and_module():
+    """The user's line, not that of a library; a path of modules however Dynamo writes it."""
+    node = torch.fx.Graph().placeholder("x")
+    assert (source(node), module(node)) == (None, "")
+    inner = torch.nn.__file__
+    node.meta["stack_trace"] = (
+        '  File "/home/u/train.py", line 7, in forward\n    h = self.layer(x)\n'
+        f'  File "{inner}", line 3, in forward\n    return y\n'
+    )
+    node.meta["nn_module_stack"] = {"1": ("L['self']", torch.nn.Module), "2": ("L['self']._modules['a'].b.0", int)}
+    found = source(node)
+    assert (found.file, found.line, found.code, str(found)) == (
+        "/home/u/train.py",
+        7,
+        "h = self.layer(x)",
+        "train.py:7",
+    )
+    assert module(node) == "a.b.0"
+
+
+def test_manifests_are_json_and_name_their_frame(mesh, tmp_path):
+    dumped(extra, distribute_tensor(torch.ones(4), mesh, [S0]), tmp_path)
+    made = json.loads((tmp_path / "rank0" / "000_extra" / "manifest.json").read_text())
+    assert made["format"] == "dtensor manifest 1"
+    assert made["frame"]["name"] == "extra"
+    trace = json.loads((tmp_path / "rank0" / "000_extra" / "trace.json").read_text())["traceEvents"]
+    (c,) = made["collectives"]
+    (event,) = [e for e in trace if e["ph"] == "X" and e["name"] == "all_gather"]
+    assert event["dur"] == pytest.approx(c["seconds"] * 1e6)
+    assert event["args"]["bytes"] == c["bytes"]

@@ -1,0 +1,199 @@
+"""The page of a dump: what is in it, and how it behaves in a browser, with a graph of 10,000 nodes."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from dtensor.compile import page as pages
+from dtensor.compile.manifest import FORMAT, totals
+
+EVIL = "</script><img src=x onerror=document.title='broken'>"
+NODES = 10_000
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine; write: apt-get install chromium")
+
+
+def collective(k, **changes):
+    return {
+        "number": k,
+        "direction": "forward",
+        "op": "all_gather" if k % 3 else "all_reduce",
+        "reduce_op": None,
+        "axis": "tp",
+        "group": "0",
+        "ranks": [0, 1],
+        "dtype": "float32",
+        "shapes": [[4, 8]],
+        "bytes": 100 + k,
+        "sent": 128,
+        "how": "implicit",
+        "move": "S(0)->R",
+        "file": "/home/u/train.py",
+        "line": k + 1,
+        "code": EVIL,
+        "module": f"layers.{k}",
+        "asked": [k],
+        "passes": ["lower"],
+        "start": k * 1e-5,
+        "end": k * 1e-5 + 5e-6,
+        "seconds": 5e-6,
+        "exposed": k * 1e-9,
+        "formula": None,
+    } | changes
+
+
+def manifest(collectives):
+    spans = [
+        {
+            "name": "aten.mm",
+            "communicates": False,
+            "start": k * 1e-6,
+            "end": (k + 1) * 1e-6,
+            "exposed": 0.0,
+            "number": -1,
+        }
+        for k in range(NODES)
+    ]
+    spans += [
+        {"name": c["op"], "communicates": True, **{key: c[key] for key in ("start", "end", "exposed", "number")}}
+        for c in collectives
+    ]
+    graph = {"nodes": NODES, "stages": ["input"], "seconds": NODES * 1e-6, "computing": 0.01, "communicating": 1e-3}
+    graph |= {"exposed": 1e-4, "peak_bytes": 4096, "memory": [[k * 1e-6, k] for k in range(4000)], "spans": spans}
+    return {
+        "format": FORMAT,
+        "frame": {"name": "step", "file": "/home/u/train.py", "line": 1, "compile_id": "0/0"},
+        "graphs": {"forward": graph},
+        "collectives": collectives,
+        "removed": [],
+        "passes": [],
+        "graph_breaks": [],
+        "recompiled": [],
+        "totals": totals(collectives),
+    }
+
+
+@pytest.fixture
+def dump(tmp_path):
+    """Two ranks, of which the second sends one collective more."""
+    lines = [f"%mm_{k}: f32[4,8]{{S(0)}} = aten.mm(%x, %y)  # train.py:{k} in layers.{k % 7}" for k in range(NODES)]
+    for rank, n in ((0, 30), (1, 31)):
+        folder = tmp_path / f"rank{rank}" / "000_step"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text(json.dumps(manifest([collective(k) for k in range(n)])))
+        (folder / "03_forward.00_input.txt").write_text("\n".join(lines))
+        (folder / "03_forward.01_lower.txt").write_text("\n".join([*lines[:5000], f"%new {EVIL}", *lines[5001:]]))
+        (folder / "graph_breaks.txt").write_text(f"Graph break at {EVIL}")
+    return tmp_path
+
+
+def test_the_page_is_one_file_and_escapes(dump):
+    path = pages.write_page(dump)
+    text = path.read_text()
+    assert path == dump / "index.html"
+    assert not re.search(r"<img|<link|<script src|<iframe|href=\"(?!#)|@import|url\(|https?:", text)
+    assert text.count("</script>") == 2
+    assert html.escape(EVIL, quote=False).replace("'", "&#39;") in text
+    assert EVIL not in text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    assert data["frames"][0]["collectives"][0]["code"] == EVIL
+
+
+def test_what_the_page_shows(dump):
+    text = html.unescape(pages.page(dump))
+    assert "0.029 µs of 5 µs exposed: all_gather over tp in forward, 129 bytes, S(0)->R" in text
+    assert "not asked for (implicit) at /home/u/train.py:30 in module layers.29" in text
+    assert "rank1, 000_step" in text
+    assert "+direction=forward, op=all_reduce" in text
+    data = json.loads(re.search(r'id="data">(.*?)</script>', pages.page(dump), re.DOTALL)[1])
+    stages = data["frames"][0]["stages"]
+    assert [(s["title"], s["diff"]) for s in stages] == [("03_forward.00_input", False), ("03_forward.01_lower", True)]
+    assert [line for line in stages[1]["lines"] if line[0] in "+-"] == [
+        "-%mm_5000: f32[4,8]{S(0)} = aten.mm(%x, %y)  # train.py:5000 in layers.2",
+        f"+%new {EVIL}",
+    ]
+    assert [row["module"] for row in data["frames"][0]["layers"]] == [f"layers.{k}" for k in range(7)]
+    assert data["frames"][0]["layers"][0]["gives"] == "mm_9996: f32[4,8]{S(0)}"
+
+
+def test_long_graphs_are_compared_without_their_order(monkeypatch):
+    monkeypatch.setattr(pages, "LONGEST", 2)
+    assert pages.compared(["a", "b", "c"], ["c", "a", "d"]) == ["-b", "+d"]
+
+
+SCRIPT = """
+const said = {};
+const rows = () => document.querySelectorAll("#table tbody tr").length;
+const first = () => document.querySelector("#table tbody tr").textContent;
+const type = (id, value, kind) => { $(id).value = value; $(id).dispatchEvent(new Event(kind)); };
+const press = (key) => $("lanes").dispatchEvent(new KeyboardEvent("keydown", { key }));
+said.rows = rows();
+said.first = first();
+type("filter", "all_reduce layers.2", "input");
+said.filtered = rows();
+type("filter", "", "input");
+document.querySelectorAll("#table th button")[5].click();
+said.bytes = first();
+document.querySelectorAll("#table th button")[5].click();
+said.rising = first();
+said.sort = document.querySelectorAll("#table th")[5].getAttribute("aria-sort");
+said.high = $("space").style.height;
+$("code").scrollTop = 5000 * 18;
+sight();
+said.line = $("lines").textContent.includes("%mm_5000:");
+said.inSight = $("lines").children.length;
+$("next").click();
+said.stage = $("stage").selectedOptions[0].text;
+said.plus = document.querySelector("#lines .plus").textContent;
+press("n");
+said.about = $("about").textContent;
+for (let k = 0; k < 50; k++) { press("+"); press("ArrowRight"); press("-"); }
+said.focusable = [...document.querySelectorAll("button, input, select, canvas[tabindex], [tabindex]")].length;
+said.title = document.title;
+said.images = document.images.length;
+said.background = getComputedStyle(document.body).backgroundColor;
+said.ready = Number(document.documentElement.dataset.ready);
+said.took = performance.now();
+const out = document.createElement("output");
+out.id = "said";
+out.textContent = JSON.stringify(said);
+document.body.append(out);
+"""
+
+
+def opened(folder, *options):
+    """What the page says of itself in a browser, after some clicks and keys."""
+    path = folder / "tried.html"
+    path.write_text(pages.page(folder).replace("</body>", f"<script>{{{SCRIPT}}}</script></body>"))
+    run = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", *options, path.as_uri()]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<output id="said">(.*?)</output>', done.stdout, re.DOTALL)
+    assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(html.unescape(found[1]))
+
+
+@in_browser
+def test_in_a_browser(dump):
+    said = opened(dump)
+    assert (said["rows"], said["filtered"]) == (30, 3)
+    assert "layers.29" in said["first"]
+    assert "129" in said["bytes"]
+    assert "100" in said["rising"]
+    assert said["sort"] == "ascending"
+    assert (said["high"], said["line"], said["stage"]) == ("180000px", True, "03_forward.01_lower (changes)")
+    assert said["inSight"] < 200
+    assert said["plus"] == f"+%new {EVIL}"
+    assert said["about"].startswith("all_reduce: 5.00 µs from 0.00 µs, 100 bytes over tp, S(0)->R, implicit, layers.0 ")
+    assert (said["title"].endswith("what was compiled"), said["images"]) == (True, 0)
+    assert said["focusable"] > 20
+    assert said["took"] < 10_000
+
+
+@in_browser
+def test_light_and_dark(dump):
+    light, dark = (opened(dump, f"--blink-settings=preferredColorScheme={k}")["background"] for k in (1, 0))
+    assert (light, dark) == ("rgb(255, 255, 255)", "rgb(18, 22, 27)")

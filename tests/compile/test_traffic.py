@@ -1,0 +1,115 @@
+"""The manifest against what really goes through the process group: a gloo group that writes down what it is handed."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+import dtensor.compile
+from dtensor import demo
+from dtensor.compile.folder import rank_folder
+from dtensor.testing import run_ranks
+
+SENT: list[tuple[str, int]] = []
+"""Collective and bytes that this rank handed over, in order."""
+
+
+def counted(op, name):
+    """A method of a process group that writes down its input and calls gloo's of that name."""
+
+    def method(self, *args):
+        given = args[0] if op in ("all_reduce", "broadcast") else args[1]
+        SENT.append((op, sum(t.nbytes for t in (given if isinstance(given, (list, tuple)) else [given]))))
+        return getattr(self.inner, name)(*args)
+
+    return method
+
+
+def one_of(method):
+    """`method` for lists of one tensor, as functional collectives give them."""
+
+    def coalesced(self, outputs, inputs, *args):
+        (output,), (given,) = outputs, inputs
+        return method(self, output, given)
+
+    return coalesced
+
+
+class CountedGroup(dist.ProcessGroup):
+    """Gloo, and a note of all that passes."""
+
+    def __init__(self, inner, rank, size):
+        super().__init__(rank, size)
+        self.inner = inner
+
+    def getBackendName(self):
+        return "counted"
+
+    def barrier(self, *args):
+        return self.inner.barrier(*args)
+
+    @property
+    def pg_name(self):
+        return _world.pg_names[self]
+
+    @property
+    def group_name(self):
+        return _world.pg_names[self]
+
+    allreduce = counted("all_reduce", "allreduce")  # pyright: ignore
+    broadcast = counted("broadcast", "broadcast")  # pyright: ignore
+    all_gather_single = counted("all_gather", "_allgather_base")  # pyright: ignore
+    all_gather_single_coalesced = one_of(all_gather_single)  # pyright: ignore
+    reduce_scatter_single = counted("reduce_scatter", "_reduce_scatter_base")  # pyright: ignore
+    reduce_scatter_single_coalesced = one_of(reduce_scatter_single)  # pyright: ignore
+    all_to_all_single = counted("all_to_all", "alltoall_base")  # pyright: ignore
+
+
+def counted_world(rank, size, folder):
+    """A default process group that counts, in place of the one that is there, once all ranks have that."""
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.Backend.register_backend(
+        "counted",
+        lambda store, rank, size, timeout: CountedGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size),
+        devices=["cpu"],
+    )
+    dist.init_process_group("counted", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+
+
+def train(rank, plan, folder):
+    """Compile one step of the demo, and run another one: what the second sends, and the manifest."""
+    counted_world(rank, 2, folder)
+    mesh = demo.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    args = demo.ModelArgs(1, demo.VOCAB, demo.SEQ, demo.DIM, demo.HEADS, dropout_p=0.0, weight_tying=False)
+    model = demo.Transformer.parallelize(demo.Transformer(args), mesh, plan == "sp")
+    options = {"inner": "aot_eager", "agreement": False}  # the agreement asks gloo how long it may take
+    step = demo.loss_of(model, lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options=options))
+    batch = torch.zeros(demo.BATCH, demo.SEQ, dtype=torch.long)
+    with dtensor.compile.dump(f"{folder}/dump"):
+        step.loss(batch, batch).backward()
+    SENT.clear()
+    loss = step.loss(batch, batch)
+    forward = list(SENT)
+    loss.backward()
+    (path,) = rank_folder(Path(f"{folder}/dump")).glob("*/manifest.json")
+    return forward, SENT[len(forward) :], json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("plan", demo.PLANS)
+def test_the_manifest_of_the_demo_is_what_goes_through_the_process_group(plan, tmp_path):
+    for forward, backward, manifest in run_ranks(train, 2, plan, str(tmp_path), timeout=200):
+        for direction, found in (("forward", forward), ("backward", backward)):
+            said = [(c["op"], c["sent"]) for c in manifest["collectives"] if c["direction"] == direction]
+            assert found == said
+            total = manifest["totals"][direction]
+            assert total["count"] == dict(Counter(op for op, _ in found))
+            assert total["sent"] == sum(n for _, n in found)
+            # On two ranks a ring sends half of a gathered or scattered tensor, and a reduced one as a whole.
+            wire = {"all_gather": 1, "reduce_scatter": 0.5, "all_reduce": 1}
+            assert total["bytes"] == sum(n * wire[op] for op, n in found)
