@@ -43,8 +43,8 @@ def test_grad_scaler_and_clipping(rank):
             optimizer.zero_grad()
             scaler.scale(model(X).square().mean()).backward()
             if step == 1:
-                grad: Any = model.net1.weight.grad
-                part = grad.to_local() if isinstance(grad, DTensor) else grad
+                grad = model.net1.weight.grad
+                part: Any = grad.to_local() if isinstance(grad, DTensor) else grad
                 if rank == 0 or part is grad:
                     part[0] = torch.inf
             scaler.unscale_(optimizer)
