@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from .compile import statistics
-from .demo_plan import PLANS, clip_gradients, computing_in
+from .demo_plan import PLANS, computing_in
 from .mesh import init_device_mesh
+from .parallel import clip_grad_norm_
 from .testing import CountCollectives, ModelArgs, Transformer, run_ranks
 
 BATCH, SEQ, VOCAB, DIM, HEADS = 8, 64, 256, 64, 4
@@ -201,7 +202,7 @@ def train(
         optimizer.zero_grad()
         loss = step.loss(inputs, targets)
         loss.backward()
-        clip_gradients(parameters, CLIP)
+        clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)

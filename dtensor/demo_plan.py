@@ -3,7 +3,7 @@
 Beside `demo`, which trains what this gives.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from .parallel import MixedPrecisionPolicy, fully_shard
-from .tensor import DTensor
 from .testing import Transformer
 
 TENSOR = "tp"
@@ -94,18 +93,4 @@ def computing_in(model: nn.Module, dtype: torch.dtype) -> Callable[..., torch.Te
     return run
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], most: float) -> None:
-    """Scale the gradients so that the norm of all of them is at most `most`; they may lie on several meshes."""
-    meshes: dict[Any, list[torch.Tensor]] = {}
-    for p in parameters:
-        if p.grad is not None:
-            meshes.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p.grad)
-    norms = [torch.nn.utils.get_total_norm(grads) for grads in meshes.values()]
-    total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
-    scale = (most / (total + 1e-6)).clamp(max=1.0)
-    for grads in meshes.values():
-        for grad in grads:
-            grad.mul_(scale)
-
-
-__all__ = ["PLANS", "TENSOR", "DemoPlan", "clip_gradients", "computing_in"]
+__all__ = ["PLANS", "TENSOR", "DemoPlan", "computing_in"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dtensor import Shard, cli, distribute_tensor, init_device_mesh
+from dtensor import cli, init_device_mesh
 from dtensor.demo import Options, Outcome, Run, Traffic, default_text, largest_difference
-from dtensor.demo_plan import PLANS, clip_gradients
+from dtensor.demo_plan import PLANS
 from dtensor.testing import RankError, with_threads
 
 
@@ -140,23 +140,6 @@ def test_each_rank_takes_its_part_of_a_batch(rank):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=PLANS["3d"].axes)
     batch = torch.arange(8).view(8, 1)
     assert PLANS["3d"].own_part(batch, mesh).flatten().tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
-
-
-@with_threads(4)
-def test_gradients_on_several_meshes_are_clipped_together(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    values = [torch.full((4,), x) for x in (1.0, 2.0, 3.0)]
-    plain, one, two = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
-    one = torch.nn.Parameter(distribute_tensor(one, mesh["dp"], [Shard(0)]))
-    two = torch.nn.Parameter(distribute_tensor(two, mesh, [Shard(0), Shard(0)]))
-    plain.grad = values[0].clone()
-    one.grad, two.grad = (distribute_tensor(v, p.device_mesh, p.placements) for v, p in zip(values[1:], (one, two)))
-    clip_gradients([plain, one, two], 2.0)
-    norm = torch.cat(values).norm()
-    found = [plain.grad, one.grad.full_tensor(), two.grad.full_tensor()]
-    torch.testing.assert_close(torch.cat(found), torch.cat(values) * 2 / norm)
-    clip_gradients([plain], 100.0)
-    torch.testing.assert_close(plain.grad, values[0] * 2 / norm)
 
 
 FULL = [pytest.param(p, 4, "dtensor", d, marks=pytest.mark.nightly) for p in PLANS for d in ("fp32", "bf16")]
