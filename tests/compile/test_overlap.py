@@ -9,7 +9,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from dtensor import Replicate, Shard, distribute_tensor
-from dtensor.compile import statistics
+from dtensor.compile import report, statistics
 from dtensor.testing import ModelArgs, Transformer
 
 WIDTH, LAYERS = 64, 3
@@ -72,6 +72,31 @@ def test_a_schedule_can_be_left_out(fake_mesh):
     x = distribute_tensor(torch.randn(8, WIDTH), mesh, [Shard(0)])
     _, (forward, _) = train(Deep(mesh, [Shard(0)]), x, disable=["bucket", "schedule"])
     assert forward == "SWm" * (2 * LAYERS)
+
+
+def peaks(model, x, **options):
+    """Most bytes that the forward and the backward hold, by `report`."""
+    train(model, x, inner="aot_eager", **options)
+    *_, newest = report(model).manifests
+    return [newest["graphs"][direction]["peak_bytes"] for direction in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("disable", [["bucket"], []], ids=["apart", "in buckets"])
+def test_memory_stays_within_the_bound(fake_mesh, shape, disable):
+    """Over what the order of the program holds: one buffer in flight, and what it is made of."""
+    mesh = fake_mesh(*shape)
+    model = Deep(mesh, [Replicate()] * (len(shape) - 1) + [Shard(0)], width=512)
+    x = distribute_tensor(torch.randn(8, 512), mesh, [Shard(0)] * len(shape))
+    weight = 512 * 512 * 4
+    in_order = peaks(model, x, disable=[*disable, "schedule"])
+    scheduled = peaks(model, x, disable=disable)
+    parts = weight + weight // shape[-1]  # a gathered weight with its shard, or a gradient with its part
+    for found, before in zip(scheduled, in_order, strict=True):
+        assert found <= before + parts
+    # The forward never holds all weights, but two of them: one in use, and one on its way.
+    shards = 2 * LAYERS * weight // shape[-1]
+    assert scheduled[0] < shards + 2.5 * weight
 
 
 def transformer(mesh, sequence):
