@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from dtensor._torch import OpOverload, tree_leaves
+from dtensor._torch import OpOverload, hint, tree_leaves
 from dtensor.passes import ir
 
 from .traffic import bytes_of, called
@@ -101,11 +101,20 @@ def _flops(node: fx.Node) -> float:
     count: Any = flop_registry.get(getattr(target, "overloadpacket", None))
     if count is None:
         return 0.0
-    given, named = map_arg((args, node.kwargs), ir.value)
+    given, named = map_arg((args, node.kwargs), lambda x: _plain(ir.value(x)))
     try:
-        return float(count(*given, **named, out_val=ir.value(node)))
+        return float(count(*_plain(given), **named, out_val=_plain(ir.value(node))))
     except (TypeError, ValueError, AssertionError, RuntimeError):  # a formula that does not know this call
         return 0.0
+
+
+def _plain(val: Any) -> Any:
+    """A value as formulas take it, of tensors the shape: numbers only, for to compute with symbols would add guards."""
+    if isinstance(val, torch.Tensor):
+        return torch.Size([hint(n) for n in val.shape])
+    if isinstance(val, (tuple, list)) and not isinstance(val, torch.Size):
+        return [_plain(item) for item in val]
+    return hint(val) if isinstance(val, torch.SymInt) else val
 
 
 __all__ = ["MACHINES", "Machine", "is_free", "machine_of", "seconds"]

@@ -164,6 +164,28 @@ def test_formulas_in_symbolic_sizes(mesh):
     assert c["bytes"] == 4 * 6 * 10 // 2
 
 
+def test_estimates_add_no_guards(mesh):
+    """A symbolic size stays one, though the operations of a product are counted by it."""
+    torch.compiler.reset()
+    w = distribute_tensor(torch.ones(8, 8), mesh, [R])
+    f = torch.compile(lambda x: (x @ w).redistribute(placements=[R]), backend="dtensor", options={"inner": "aot_eager"})
+    with dtensor.compile.statistics() as s:
+        for n in (6, 10, 14, 22):
+            x = distribute_tensor(torch.ones(n, 8), mesh, [S0])
+            torch._dynamo.mark_dynamic(x, 0)
+            f(x)
+    assert s.graphs == 1
+    frame = frames.recent_frames()[-1]
+    (mm,) = [span for span in frame.stories["inference"].timeline.spans if span.name == "aten.mm"]
+    assert mm.end > mm.start
+
+
+def test_products_are_counted(group):
+    graph = traced(lambda x, y: x @ y, (4, 8), (8, 2))
+    (mm,) = [node for node in graph.nodes if node.op == "call_function"]
+    assert estimate._flops(mm) == 2 * 4 * 8 * 2
+
+
 def test_timeline_of_a_start_and_a_wait(group):
     """What is computed in between is not exposed."""
 
