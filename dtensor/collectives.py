@@ -95,7 +95,7 @@ def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
 
 def _split(x: torch.Tensor, dim: int, parts: int) -> list[torch.Tensor]:
     """`x` cut along `dim` into `parts` chunks of equal length, the last ones padded with zeros."""
-    step = -(-x.shape[dim] // parts)
+    step = chunk_length(x.shape[dim], parts, 0)
     return list(torch.split(_padded(x, dim, step * parts), step, dim)) if step else [x] * parts
 
 
@@ -115,7 +115,7 @@ Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     n = group_size(group)
-    x = _padded(x, dim, -(-size // n)).contiguous()
+    x = _padded(x, dim, chunk_length(size, n, 0)).contiguous()
     if x.numel() == 0:
         return _resized(x, dim, size)
     y = yield c10d.all_gather_into_tensor(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
@@ -152,7 +152,7 @@ def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
 
 def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group: str) -> Kernel:
     n, length = group_size(group), x.shape[scatter_dim]
-    x = _padded(x, gather_dim, -(-size // n))
+    x = _padded(x, gather_dim, chunk_length(size, n, 0))
     chunks = _split(x, scatter_dim, n)
     mine = length // n if length % n == 0 else chunk_length(length, n, group_rank(group))
     if chunks[0].numel() == 0:

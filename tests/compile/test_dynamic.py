@@ -6,7 +6,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from dtensor import DTensor, Replicate, Shard, distribute_tensor
+from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.compile import statistics
+from dtensor.testing import ModelArgs, Transformer, with_ranks
 
 
 @pytest.fixture
@@ -67,3 +69,19 @@ def test_a_graph_from_the_cache_serves_the_sizes_it_was_made_for(fake_mesh, back
                 x = distribute_tensor(torch.arange(float(n)), mesh, [Shard(0), Shard(0)])
                 assert compiled(x).to_local().shape == gathered(x).to_local().shape
             assert counters["inductor"]["fxgraph_cache_hit"] == hits
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@with_ranks(2, timeout=200)
+def test_sequence_of_any_even_length(rank, inner):
+    """Shards of a length that is a symbol: half of it is the same expression in whatever made them."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = Transformer(ModelArgs(dropout_p=0.0, vocab_size=32, max_seq_len=32, n_layers=1))
+    model = Transformer.parallelize(model, mesh, True)
+    compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": inner})
+    with statistics() as s:
+        for length in (16, 12, 24):
+            tokens = torch.arange(2 * length).view(2, length) % 32
+            torch.testing.assert_close(compiled(tokens), model(tokens))
+    assert s.graphs == 2
