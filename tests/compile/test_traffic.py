@@ -81,15 +81,16 @@ def counted_world(rank, size, folder):
     dist.init_process_group("counted", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
 
 
-def train(rank, plan, folder):
+def train(rank, plan, nproc, folder):
     """Compile one step of the demo, and run another one: what the second sends, and the manifest."""
-    counted_world(rank, 2, folder)
-    mesh = demo.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    counted_world(rank, nproc, folder)
+    chosen = demo.PLANS[plan]
+    mesh = demo.init_device_mesh("cpu", chosen.mesh_shape(nproc), mesh_dim_names=chosen.axes)
     torch.manual_seed(0)
     args = demo.ModelArgs(1, demo.VOCAB, demo.SEQ, demo.DIM, demo.HEADS, dropout_p=0.0, weight_tying=False)
-    model = demo.Transformer.parallelize(demo.Transformer(args), mesh, plan == "sp")
+    model = chosen.apply(demo.Transformer(args), mesh, torch.float32)
     options = {"inner": "aot_eager", "agreement": False}  # the agreement asks gloo how long it may take
-    step = demo.loss_of(model, lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options=options))
+    step = demo.loss_of(model, wrap=lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options=options))
     batch = torch.zeros(demo.BATCH, demo.SEQ, dtype=torch.long)
     with dtensor.compile.dump(f"{folder}/dump"):
         step.loss(batch, batch).backward()
@@ -103,7 +104,8 @@ def train(rank, plan, folder):
 
 @pytest.mark.parametrize("plan", demo.PLANS)
 def test_the_manifest_of_the_demo_is_what_goes_through_the_process_group(plan, tmp_path):
-    for forward, backward, manifest in run_ranks(train, 2, plan, str(tmp_path), timeout=200):
+    nproc = 2 if len(demo.PLANS[plan].axes) == 1 else 4
+    for forward, backward, manifest in run_ranks(train, nproc, plan, nproc, str(tmp_path), timeout=250):
         for direction, found in (("forward", forward), ("backward", backward)):
             said = [(c["op"], c["sent"]) for c in manifest["collectives"] if c["direction"] == direction]
             assert found == said

@@ -18,9 +18,12 @@ from dtensor.testing import MLPModule, with_threads
 X = torch.sin(torch.arange(80.0)).view(8, 10)
 
 
+torch.manual_seed(0)
+MLP = MLPModule("cpu")  # made once: threads that drew at the same time would share one generator
+
+
 def pair(mesh):
-    torch.manual_seed(0)
-    dense = MLPModule("cpu")
+    dense = copy.deepcopy(MLP)
     plan = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
     return dense, parallelize_module(copy.deepcopy(dense), mesh, plan)
 
@@ -154,11 +157,13 @@ class Tied(nn.Module):
         return self.head(self.table(tokens))
 
 
+TIED = Tied()
+
+
 @with_threads(2)
 def test_tied_weights_stay_tied(rank):
     mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    dense = Tied()
+    dense = copy.deepcopy(TIED)
     tokens = torch.arange(10) % 12
     plans = {"table": RowwiseParallel(), "head": ColwiseParallel(use_local_output=False)}
     sharded = parallelize_module(copy.deepcopy(dense), mesh, plans)
