@@ -11,9 +11,7 @@ from dtensor import DTensor, Replicate, init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, parallelize_module
 from dtensor.testing import run_threads, with_ranks
 
-transformers = pytest.importorskip(
-    "transformers", reason="needs transformers; write: pip install 'dtensor[transformers]'"
-)
+transformers = pytest.importorskip("transformers", reason="needs transformers; write: pip install 'dtensor[test]'")
 
 V = 64
 SIZES = {"attn_implementation": "sdpa", "vocab_size": V}
