@@ -41,10 +41,12 @@ def seal(graph: fx.Graph, *, scheduled: bool) -> None:
 
 def entry(node: fx.Node) -> str:
     """A collective as ranks compare it: operator, reduction, dtype and sizes of what is sent; "?" for symbols."""
-    c = ir.collective(node)
-    op = ir.STARTS.get(node.target) if c is None else c.op
+    c, record = ir.collective(node), node.meta.get(ir.RECORD)
+    op = c.op if c is not None else record.op if record is not None else ir.STARTS.get(node.target)
     assert op in COMMUNICATING, f"{node.format_node()} does not communicate"
     reduce_op = node.args[1] if op in ("all_reduce", "reduce_scatter") else None
+    if record is not None:
+        reduce_op = record.reduce_op  # where parts are exchanged to be reduced, the call does not name it
     sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
     # Of what travels together every part counts, in its place: the sum of their sizes would hide another order.
     parts = node.meta.get(ir.PARTS) or [ir.value(x) for x in sent if isinstance(x, fx.Node)]

@@ -17,7 +17,7 @@ def labels() -> dict[str, str]:
         dims = facts.mesh.mesh_dim_names
         for axes, name in facts.groups.items() if dims else ():
             found.setdefault(name, ",".join([dims[a] for a in axes]))
-    for name, _ in process_groups()[1] if dist.is_initialized() else ():
+    for name, *_ in process_groups()[1] if dist.is_initialized() else ():
         found.setdefault(name, _described(name))
     called = list(found.values())
     return {name: label for name, label in found.items() if label and called.count(label) == 1}

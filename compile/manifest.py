@@ -82,6 +82,7 @@ def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> d
         "number": k,
         "direction": story.direction,
         "op": s.op,
+        "carried": s.carried,
         "reduce_op": s.reduce_op,
         "axis": names.get(s.group, s.group),
         "group": s.group,

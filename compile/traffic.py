@@ -43,6 +43,7 @@ class Sent:
 
     Attributes:
         op: a collective of `dtensor.cost.WORK`, or "broadcast".
+        carried: the collective that is called for it, which is another where parts are exchanged to be reduced.
         group: name of the process group.
         ranks: its ranks; empty if the group is not known here.
         reduce_op: of the reducing ones.
@@ -55,6 +56,7 @@ class Sent:
     """
 
     op: str
+    carried: str
     group: str
     ranks: tuple[int, ...]
     reduce_op: str | None
@@ -97,8 +99,9 @@ def sent(node: fx.Node) -> Sent | None:
     if node.op != "call_function":
         return None
     target, args = called(node)
-    op = operator(target)
-    group = next((a for a in reversed(args) if isinstance(a, str)), None) if op else None
+    carried, record = operator(target), node.meta.get(ir.RECORD)
+    op = record.op if record is not None else carried
+    group = next((a for a in reversed(args) if isinstance(a, str)), None) if carried else None
     if group is None:
         return None
     ranks = _ranks(group)
@@ -106,11 +109,11 @@ def sent(node: fx.Node) -> Sent | None:
     buffer = sum(map(bytes_of, given))
     size = buffer * len(ranks) if op == "all_gather" else buffer
     wire = size if op == "broadcast" else cost.wire_bytes(op, size, len(ranks) or 1)
-    reduce_op = str(args[1]) if op in ("all_reduce", "reduce_scatter") else None
+    reduce_op = str(args[1]) if carried in ("all_reduce", "reduce_scatter") else record.reduce_op if record else None
     shapes = tuple([tuple([hint(n) for n in x.shape]) for x in given])
     dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
     starts = target.namespace == "_c10d_functional"
-    return Sent(op, group, ranks, reduce_op, dtype, shapes, buffer, round(wire), size, starts)
+    return Sent(op, carried, group, ranks, reduce_op, dtype, shapes, buffer, round(wire), size, starts)
 
 
 def traffic(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sent]]:

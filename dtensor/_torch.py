@@ -227,10 +227,13 @@ def default_group_timeout() -> timedelta:
 
 
 def process_groups() -> tuple:
-    """This rank, and the name and ranks of each process group it is in; empty without any."""
+    """This rank, and the name, ranks and backends of each process group it is in; empty without any."""
     if not dist.is_initialized():
         return ()
-    groups = [(name, tuple(_world.pg_group_ranks[group])) for group, name in _world.pg_names.items()]
+    groups = [
+        (name, tuple(_world.pg_group_ranks[group]), str(_world.pg_backend_config[group]))
+        for group, name in _world.pg_names.items()
+    ]
     return dist.get_rank(), tuple(sorted(groups))
 
 

@@ -15,6 +15,9 @@ where sizes divide, every rank traces the same graph. The kernels are written ov
 
 A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
 be left for later (`start`).
+
+Gloo has no reduce_scatter of its own: it reduces the whole tensor on every rank, which sends twice the bytes. There the
+ranks exchange the parts, and each adds up what it is sent.
 """
 
 import functools
@@ -125,6 +128,21 @@ def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     return _joined(list(torch.split(y, x.shape[0], 0)), dim, size)
 
 
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda rows: torch.sum(rows, 0, dtype=rows.dtype),
+    "max": lambda rows: torch.amax(rows, 0),
+    "min": lambda rows: torch.amin(rows, 0),
+    "product": lambda rows: torch.prod(rows, 0, dtype=rows.dtype),
+}
+"""Reduction -> what it makes of the ranks' parts, which lie along the first dim."""
+
+
+def exchanges_to_reduce(group: str, device: torch.device) -> bool:
+    """Whether a reduce_scatter in the group is an all_to_all and a local reduction: where its backend is gloo."""
+    backends = str(torch.distributed.get_backend_config(resolve_process_group(group)))
+    return f"{device.type}:gloo" in backends.split(",")
+
+
 def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Kernel:
     n, size = group_size(group), x.shape[dim]
     if x.numel() == 0:
@@ -135,7 +153,12 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
     elif dim or size % n:
         x = torch.cat(_split(x, dim, n), 0)
     op = "sum" if reduce_op == "avg" else reduce_op
-    y = yield c10d.reduce_scatter_tensor(x.contiguous(), op, n, group)
+    x = x.contiguous()
+    if exchanges_to_reduce(group, x.device):
+        y = yield c10d.all_to_all_single(x.view(n, x.shape[0] // n, *x.shape[1:]), [1] * n, [1] * n, group)
+        y = REDUCTIONS[op](y)
+    else:
+        y = yield c10d.reduce_scatter_tensor(x, op, n, group)
     y = y.view(*ones, *y.shape) if ones else y
     y = y / n if reduce_op == "avg" else y
     return y if size % n == 0 else y.narrow(dim, 0, chunk_length(size, n, group_rank(group))).contiguous()

@@ -70,7 +70,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Start:
-    """A start that may share: `size` is what `cost.wire_bytes` calls it, `fixed` the seconds whatever the size."""
+    """A start that may share: calls `op`; `size` as in `cost.wire_bytes`, `fixed` seconds whatever the size."""
 
     node: fx.Node
     wait: fx.Node
@@ -88,7 +88,7 @@ class _Start:
 
 
 def _read(node: fx.Node) -> _Start | None:
-    if node.target not in MEMBERS or ir.RECORD not in node.meta:
+    if node.target not in MEMBERS or ir.RECORD not in node.meta or not _is_even(node):
         return None
     x, wait = node.args[0], ir.only_user(node)
     if not isinstance(x, fx.Node) or wait is None or wait.target is not ir.WAIT:
@@ -104,7 +104,13 @@ def _read(node: fx.Node) -> _Start | None:
     fixed = groups.seconds(op, 0, group)
     per_byte = groups.seconds(op, 1, group) - fixed
     copied = groups.seconds("shard", size, group) - groups.seconds("shard", 0, group)
-    return _Start(node, wait, op, (node.target, val.dtype, *node.args[1:]), size, fixed, per_byte, 2 * copied)
+    key = (node.target, info.op, info.reduce_op, val.dtype, *map(str, node.args[1:]))
+    return _Start(node, wait, op, key, size, fixed, per_byte, 2 * copied)
+
+
+def _is_even(node: fx.Node) -> bool:
+    """Whether an exchange sends one row to each rank."""
+    return MEMBERS[node.target] != "all_to_all" or {*node.args[1], *node.args[2]} == {1}  # pyright: ignore
 
 
 class _Windows:
@@ -182,7 +188,7 @@ def _write(bucket: list[_Start]) -> None:
     here, first = max([s.node for s in bucket]), bucket[0].node
     join, part = LAYOUTS[bucket[0].op]
     n = group_size(str(first.args[-1]))
-    lengths = [ir.value(s.x).numel() // (n if bucket[0].op == "reduce_scatter" else 1) for s in bucket]
+    lengths = [ir.value(s.x).numel() // (n if join is _rows else 1) for s in bucket]
     buffer = join(here, [s.x for s in bucket], n, first)
     start = ir.insert(here, first.target, (buffer, *first.args[1:]), like=first)
     start.meta[ir.RECORD] = _record(bucket)
@@ -232,6 +238,7 @@ def _pieces_of_rows(here: fx.Node, y: fx.Node, n: int, lengths: list[int], like:
 LAYOUTS: dict[str, tuple[Callable[..., fx.Node], Callable[..., fx.Node]]] = {
     "all_gather": (_flat, _pieces_of_rows),
     "reduce_scatter": (_rows, _pieces),
+    "all_to_all": (_rows, _pieces),
     "all_reduce": (_flat, _pieces),
 }
 """Collective -> how operands are put into a buffer, and results are cut out of one."""
@@ -240,6 +247,7 @@ MEMBERS: dict[Any, str] = {
     ir.c10d.all_gather_into_tensor.default: "all_gather",
     ir.c10d.reduce_scatter_tensor.default: "reduce_scatter",
     ir.c10d.all_reduce.default: "all_reduce",
+    ir.c10d.all_to_all_single.default: "all_to_all",
 }
 """The starts that can share a buffer."""
 

@@ -62,9 +62,23 @@ ORIGIN = "dtensor_lowered"
 PARTS = "dtensor_parts"
 """The key in a start's `meta` under which `bucket` leaves the values of what travels together."""
 
+ARRIVAL = "dtensor_arrival"
+"""The key in the `meta` of what `lower` puts after a wait to reduce what arrived: it belongs to the collective."""
+
 # The value of a node, and what is true of it alone: everything else in `meta` tells where the node came from.
 _OWN_META = frozenset(
-    ("val", "tensor_meta", "eager_input_vals", "unbacked_bindings", "example_value", RECORD, ORIGIN, PARTS, LAYOUT)
+    (
+        "val",
+        "tensor_meta",
+        "eager_input_vals",
+        "unbacked_bindings",
+        "example_value",
+        RECORD,
+        ORIGIN,
+        PARTS,
+        ARRIVAL,
+        LAYOUT,
+    )
 )
 
 # Share memory with their argument though the schema does not say so.

@@ -13,6 +13,14 @@ from dtensor.collectives import KERNELS, LOWERED
 from . import ir
 from .count import describe
 
+aten = ir.aten
+
+
+REDUCTIONS = frozenset(
+    (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.prod.dim_int),
+)
+"""What kernels reduce with, where they exchange parts instead (`collectives.exchanges_to_reduce`)."""
+
 
 class Lower:
     """Each communicating operator whose kernel is the same on every rank is replaced by that kernel, traced.
@@ -29,6 +37,8 @@ class Lower:
         %getitem: f32[4,4] = getitem(%split, 0)
         %getitem_1: f32[4,4] = getitem(%split, 1)
         %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
+
+    Where the backend is gloo, a reduce_scatter becomes an all_to_all of the parts and a local reduction of them.
 
     `shard` and `collective_permute` stay: their rank is looked up when the graph runs, so that all ranks have one
     graph. Each start carries the `CollectiveInfo` of what it was lowered from, under `meta["dtensor_collective"]`, and
@@ -78,6 +88,8 @@ def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
                 new.meta["val"] = ir.propagate(new)
             if new.target in ir.STARTS:
                 new.meta |= {ir.RECORD: info, ir.ORIGIN: (c.op, args)}
+            elif new.target in REDUCTIONS:
+                new.meta[ir.ARRIVAL] = True
             known[step] = new
 
 

@@ -98,7 +98,8 @@ def sort(graph: fx.Graph, before: Before) -> None:
 
 
 def floats(node: fx.Node) -> bool:
-    """Whether `node` goes where the computations around it want it: collectives, what carries or scales elements."""
+    """Whether `node` goes where the computations around it want it: collectives, what carries, scales or adds up what
+    they send."""
     if node.op != "call_function":
         return node.op in ("placeholder", "get_attr")
     if node.target in ir.STARTS or node.target is ir.WAIT:
@@ -106,7 +107,7 @@ def floats(node: fx.Node) -> bool:
     if not ir.is_local_pure(node):
         return False
     scales = node.target in SCALES and len(node.all_input_nodes) == 1
-    return scales or node.target in CARRIERS or ir.aliases(node) or _is_number(node)
+    return scales or node.target in CARRIERS or ir.ARRIVAL in node.meta or ir.aliases(node) or _is_number(node)
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,6 +63,10 @@ class Bench:
     def over(self, label: str) -> str:
         """Name of the group that prints as `label`."""
         return next(name for name, found in self.labels.items() if found == label)
+
+    def exchanging(self, yes: bool = True):
+        """Context in which reduce_scatters exchange parts and add them up, as over gloo, or do not."""
+        return patch("dtensor.collectives.exchanges_to_reduce", lambda group, device: yes)
 
     def links(self, *links: Link):
         """Context in which the passes take the axes of the mesh to have these links."""

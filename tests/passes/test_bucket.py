@@ -7,7 +7,8 @@ from expecttest import assert_expected_inline
 from dtensor._torch import c10d
 from dtensor.collectives import ops
 from dtensor.cost import Link
-from dtensor.passes import Bucket, Lower, count, run, wire_bytes
+from dtensor.passes import Bucket, Lower, count, ir, run, wire_bytes
+from dtensor.passes.count import describe
 
 
 def lowered(bench, f, *shapes, **kwargs):
@@ -65,6 +66,35 @@ def test_gathers_and_scatters(bench):
     gm = lowered(bench, f, (4, 2), (2,), (6, 3))
     assert bench.apply(Bucket(), gm) == 2
     assert count(gm) == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def test_exchanges(bench):
+    """Rows for each rank lie side by side; what is reduced by other reductions is apart, for its count."""
+
+    def f(x, y, z):
+        scattered = [ops.reduce_scatter(a.exp(), "avg", 0, bench.tp) for a in (x, y)]
+        return scattered, [ops.reduce_scatter(a.exp(), "max", 0, bench.tp) for a in (y, z)]
+
+    with bench.exchanging():
+        gm = lowered(bench, f, (4, 2), (2,), (6, 3))
+    before = wire_bytes(gm)
+    assert bench.apply(Bucket(), gm) == 2
+    assert (count(gm), wire_bytes(gm)) == ({"reduce_scatter": 2}, before)
+    gm = lowered(bench, lambda x, y: [ops.all_to_all(a.exp(), 0, 1, 4, bench.tp) for a in (x, y)], (2, 4), (2, 6))
+    before = wire_bytes(gm)
+    assert bench.apply(Bucket(), gm) == 1
+    assert (count(gm), wire_bytes(gm)) == ({"all_to_all": 1}, before)
+
+
+def test_uneven_exchanges_of_others_stay_apart(bench):
+    def f(x, y):
+        return [c10d.wait_tensor(c10d.all_to_all_single(a, [1, 3], [3, 1], bench.tp)) for a in (x, y)]
+
+    gm = bench.trace(f, (4, 2), (4,))
+    for node in gm.graph.nodes:
+        if node.target is c10d.all_to_all_single.default:
+            node.meta[ir.RECORD] = describe(node)  # as if lowered, but for the splits
+    assert bench.keeps(Bucket(), gm)
 
 
 def test_dims_other_than_the_first(bench):

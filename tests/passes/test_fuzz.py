@@ -254,25 +254,27 @@ def test_each_pass(bench, p, program):
 
 
 @QUIET
-@given(program=programs, ahead=st.sampled_from([None, 0, 10**6]), share=st.booleans())
-def test_lowered_graphs(bench, program, ahead, share):
+@given(program=programs, ahead=st.sampled_from([None, 0, 10**6]), share=st.booleans(), exchange=st.booleans())
+def test_lowered_graphs(bench, program, ahead, share, exchange):
     gm = build(bench, program)
-    run(gm, passes=["lower"])
+    with bench.exchanging(exchange):
+        run(gm, passes=["lower"])
     for p in (*([Bucket()] if share else []), Schedule(ahead)):
         bench.apply(p, gm)
 
 
-def check_pipeline(bench, program):
+def check_pipeline(bench, program, exchange):
     gm = build(bench, program)
     run(gm, simulate=bench.simulation, meshes=bench.meshes, disable=["lower"])
     assert sum(r.rewrites for r in run(gm, meshes=bench.meshes, disable=["lower"])) == 0
-    run(gm, simulate=bench.simulation, meshes=bench.meshes, passes=["lower", "bucket", "schedule"])
+    with bench.exchanging(exchange):
+        run(gm, simulate=bench.simulation, meshes=bench.meshes, passes=["lower", "bucket", "schedule"])
 
 
 @QUIET
-@given(program=programs)
-def test_pipeline(bench, program):
-    check_pipeline(bench, program)
+@given(program=programs, exchange=st.booleans())
+def test_pipeline(bench, program, exchange):
+    check_pipeline(bench, program, exchange)
 
 
 PARTS = 10
@@ -287,8 +289,8 @@ def test_pipeline_on_many(bench, part):
 
     @seed(part)
     @settings(QUIET, max_examples=GRAPHS // PARTS, derandomize=False, database=None)
-    @given(program=programs)
-    def check(program):
-        check_pipeline(bench, program)
+    @given(program=programs, exchange=st.booleans())
+    def check(program, exchange):
+        check_pipeline(bench, program, exchange)
 
     check()

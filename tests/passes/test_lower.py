@@ -41,6 +41,49 @@ def test_computes_the_same(bench, case, axis):
     assert collectives(gm) == ([] if case == "empty" else want)
 
 
+@pytest.mark.parametrize("reduce_op", ["sum", "avg", "max", "min", "product"])
+@pytest.mark.parametrize(("shape", "dim"), [((4, 8), 0), ((4, 8), 1), ((1, 8), 1), ((8,), 0)])
+@pytest.mark.parametrize("axis", ["tp", "world"])
+def test_parts_are_exchanged_and_reduced(bench, reduce_op, shape, dim, axis):
+    """Where the backend is gloo. Of the same bytes, and counted as what it is."""
+    gm = bench.trace(lambda x: ops.reduce_scatter(x, reduce_op, dim, getattr(bench, axis)) * 2, shape)
+    want = collectives(gm)
+    with bench.exchanging():
+        assert bench.apply(Lower(), gm) == 1
+    assert [n.target for n in gm.graph.nodes if n.target in ir.STARTS] == [c10d.all_to_all_single.default]
+    assert collectives(gm) == want
+    assert [c.reduce_op for c in want] == [reduce_op]
+
+
+def test_golden_exchange(bench):
+    gm = bench.trace(lambda x: ops.reduce_scatter(x, "sum", 1, bench.tp), (4, 4))
+    with bench.exchanging():
+        bench.apply(Lower(), gm)
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%x_1: f32[4,4] = placeholder
+%split: (f32[4,2], f32[4,2]) = aten.split.Tensor(%x_1, 2, 1)
+%getitem: f32[4,2] = getitem(%split, 0)
+%getitem_1: f32[4,2] = getitem(%split, 1)
+%cat: f32[8,2] = aten.cat([%getitem, %getitem_1])
+%view: f32[2,4,2] = aten.view(%cat, [2, 4, 2])
+%all_to_all_single: f32[2,4,2] = _c10d_functional.all_to_all_single(%view, [1, 1], [1, 1], tp)
+%wait_tensor: f32[2,4,2] = _c10d_functional.wait_tensor(%all_to_all_single)
+%sum: f32[4,2] = aten.sum.dim_IntList(%wait_tensor, [0], dtype=f32)
+return %sum""",
+    )
+
+
+def test_integers_stay_what_they_are(bench):
+    """A sum of int32 would be int64."""
+    gm = bench.trace(lambda x: ops.reduce_scatter(x, "sum", 0, bench.tp), (4,), dtype=torch.int32)
+    with bench.exchanging():
+        bench.apply(Lower(), gm)
+    (out,) = [n for n in gm.graph.nodes if n.op == "output"]
+    assert out.all_input_nodes[0].meta["val"].dtype is torch.int32
+
+
 def test_permutations_stay_and_are_counted(bench):
     """Which rank a permutation sends to differs from rank to rank, so its kernel may not be in a graph."""
     gm = bench.trace(lambda x: ops.collective_permute(x * 2, [0, 2, 1, 3], bench.world) + 1, (4, 4))
