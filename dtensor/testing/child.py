@@ -1,4 +1,4 @@
-"""What runs in a process that `processes.run_ranks` spawns: one rank.
+"""What runs in a process that `processes.run_ranks` starts: one rank.
 
 It takes a `Job`, joins the process group, calls the function, and says through a pipe how that went: pickled
 pairs ("started", None), ("returned", pickled value) or ("raised", `Failure`).
@@ -37,6 +37,7 @@ class Job:
         backend: backend of the process group.
         timeout: seconds a collective may take.
         folder: folder for the rendezvous and for stacks.
+        environment: variables of the parent.
     """
 
     function: FunctionReference
@@ -45,6 +46,7 @@ class Job:
     backend: str
     timeout: float
     folder: str
+    environment: dict[str, str]
 
     def stacks_file(self, rank: int) -> Path:
         """Where `rank` writes its stacks."""
@@ -89,6 +91,8 @@ def rank_main(pipe: Connection, rank: int, job: Job) -> None:
 
 
 def _value(rank: int, job: Job) -> bytes:
+    os.environ.clear()
+    os.environ.update(job.environment)
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

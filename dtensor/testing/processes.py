@@ -1,8 +1,9 @@
 """`run_ranks`: a function on several real processes that form one process group on this machine.
 
-The parent spawns one process for each rank (`child`), waits for what each says, and ends the ones it spawned.
-Whatever goes wrong is one exception in the parent: a rank's traceback, the exit code of a rank that died, or,
-when time is up, the Python stacks of all ranks.
+The parent starts one process for each rank (`child`), waits for what each says, and ends the ones it started. On Linux
+they are copies of a process that has imported torch and this library and done nothing else, which saves each of them
+some seconds; it ends with the parent. Whatever goes wrong is one exception in the parent: a rank's traceback, the exit
+code of a rank that died, or, when time is up, the Python stacks of all ranks.
 """
 
 import multiprocessing
@@ -13,12 +14,22 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from .child import STACKS_SIGNAL, Failure, Job, rank_main
 from .references import FunctionReference
+
+PRELOADED = ["dtensor.compile", "dtensor.testing.child", "torch._inductor.compile_fx"]
+"""What the process has imported of which ranks are copies."""
+
+READ_AT_IMPORT = ("TORCH", "PYTORCH", "DTENSOR", "OMP_", "MKL_", "PYTHON")
+"""How variables begin that the imported may have read; if one has changed since, ranks import for themselves."""
+
+READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Those that are not read at import, and that Inductor sets."""
 
 GRACE = 1.0
 """Seconds left to the other ranks to report after the first failure, and to all to write their stacks."""
@@ -59,7 +70,7 @@ def run_ranks(
         raise ValueError(f"nproc is the number of ranks, at least 1; got {nproc}")
     function = FunctionReference.of(fn)
     with tempfile.TemporaryDirectory(prefix="dtensor-ranks-") as folder:
-        job = Job(function, pickle.dumps(args), nproc, backend, timeout, folder)
+        job = Job(function, pickle.dumps(args), nproc, backend, timeout, folder, dict(os.environ))
         ranks: list[_Rank] = []
         try:
             ranks.extend(_Rank.spawn(rank, job) for rank in range(nproc))
@@ -67,6 +78,20 @@ def run_ranks(
             return [pickle.loads(r.result) for r in ranks]
         finally:
             _end(ranks)
+
+
+def _read_at_import() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k.startswith(READ_AT_IMPORT) and k not in READ_LATER}
+
+
+_when_preloaded = cache(_read_at_import)
+"""The variables as they were when the first ranks started, and with them the process of which they are copies."""
+
+
+def _start_method(backend: str) -> str:
+    """How ranks start: "forkserver" as copies, or "spawn"; with GPUs the latter, as CUDA allows no copies."""
+    copies = _when_preloaded() == _read_at_import() and sys.platform == "linux" and "nccl" not in backend
+    return "forkserver" if copies else "spawn"
 
 
 @dataclass
@@ -82,7 +107,8 @@ class _Rank:
 
     @classmethod
     def spawn(cls, rank: int, job: Job) -> "_Rank":
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(_start_method(job.backend))
+        context.set_forkserver_preload(PRELOADED)
         here, there = context.Pipe()
         process = context.Process(target=rank_main, args=(there, rank, job), name=f"rank {rank}")
         process.start()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor.collectives import ops
@@ -66,6 +67,22 @@ def test_values_come_back_in_order_of_ranks():
     answers = run_ranks(total, 2, torch.tensor([1.0, 2.0]))
     assert [a.rank for a in answers] == [0, 1]
     assert all(torch.equal(a.total, torch.tensor([3.0, 6.0])) for a in answers)
+
+
+def said(rank, *names):
+    return [os.environ.get(name) for name in names], inductor_config.triton.unique_kernel_names
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("A_VARIABLE", "1"), ("DTENSOR_LINKS", "/nowhere"), ("TORCHINDUCTOR_UNIQUE_KERNEL_NAMES", "0")]
+)
+def test_variables_are_those_of_the_parent(monkeypatch, name, value):
+    """Those set after the first ranks started, too; and what torch reads when it is imported is read anew."""
+    assert run_ranks(said, 1, "A_VARIABLE") == [([None], True)]
+    monkeypatch.setenv(name, value)
+    assert run_ranks(said, 1, name) == [([value], name != "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES")]
+    monkeypatch.delenv("DTENSOR_LINKS")
+    assert run_ranks(said, 1, "DTENSOR_LINKS")[0][0] == [None]
 
 
 def test_a_failure_names_its_rank():
