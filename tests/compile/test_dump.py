@@ -163,6 +163,41 @@ def test_files_are_whole_or_not_there(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
+FULL = """
+import json, resource, signal, sys, warnings
+from pathlib import Path
+import torch, dtensor.compile
+from dtensor import Shard, distribute_tensor, init_device_mesh
+from dtensor.testing import fake_ranks
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an OSError, as on a full disk
+with fake_ranks(2), warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)]).requires_grad_()
+    f = torch.compile(lambda x: (x * 2).sin().cos().sum(), backend="dtensor", options={"inner": "aot_eager"})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+    with dtensor.compile.dump(sys.argv[1]):
+        f(x).backward()
+    text = [str(w.message) for w in caught if "dumped" in str(w.message)]
+    sizes = {p.name: p.stat().st_size for p in Path(sys.argv[1]).rglob("*") if p.is_file()}
+    print(json.dumps([x.grad.to_local().tolist(), text, sizes]))
+"""
+
+
+def test_a_full_disk_is_one_warning(tmp_path):
+    """Files of at most 300 bytes: what fits is there, what does not has left nothing, and the program goes on."""
+    done = subprocess.run([sys.executable, "-c", FULL, tmp_path], check=True, capture_output=True, text=True)
+    grad, text, sizes = json.loads(done.stdout)
+    expected = torch.ones(2, requires_grad=True)
+    (expected * 2).sin().cos().sum().backward()
+    assert expected.grad is not None
+    assert grad == pytest.approx(expected.grad.tolist())
+    assert [line.split(":")[0] for line in text] == [f"nothing more is dumped to {tmp_path}"]
+    assert "File too large" in text[0]
+    assert 0 < len(sizes) < 5
+    assert all(0 < n <= 300 and not name.startswith(".") for name, n in sizes.items())
+
+
 def test_bytecode_that_cannot_be_decompiled_is_disassembled(monkeypatch):
     def f(x):
         return x + 1
