@@ -1,7 +1,8 @@
 """Train, save now and then, and go on after a crash, on as many ranks as there are then and sharded as they are then.
 
-    torchrun --nproc-per-node 4 --max-restarts 3 examples/train.py --tp 2 --folder checkpoints
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/train.py --tp 1 --folder checkpoints --steps 40
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see docs/examples.md
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/train.py --tp 2 --folder checkpoints
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train.py --folder checkpoints --steps 40
 
 torchrun starts all ranks anew when one of them dies. Each then reads the newest whole checkpoint; what a rank had begun
 to write when it died is no checkpoint. Batches follow from the number of the step, so that the loss curve is that of a
