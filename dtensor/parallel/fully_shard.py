@@ -8,6 +8,7 @@ a parameter a gather, `sharding` cuts it, and what is gathered when and what tra
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
@@ -64,7 +65,7 @@ def fully_shard(
         `module`, whose class is now also a `FullyShardedModule`.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong kind, or a scripted module.
         ValueError: a mesh of more than two axes, a module that is fully sharded already or has no forward of its own, a
             parameter without a shape yet, an option that comes too late for parameters sharded already, no such
             `src_data_rank`.
@@ -110,7 +111,7 @@ class _Parts:
             self._check_moved(part, member)
 
     def shard(self, src_data_rank: int | None) -> None:
-        """Do it."""
+        """Shard what is planned, and put modules into the unit."""
         for _, member in self.moved:
             member.unit = self.unit
         for part, how in self.new.items():
@@ -130,6 +131,11 @@ class _Parts:
             if parameter is not None and name not in done and id(parameter) not in self.ignored
         }
         if found or any(part is module for module in self.modules):
+            if isinstance(part, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"{prefix or 'the module itself'} is a scripted module, which reads its parameters by itself; give "
+                    "fully_shard the module it was made from, or these parameters as ignored_params"
+                )
             sharded_class(plain_class(part), tuple(sorted({*done, *found})))
             self.new[part] = found
 

@@ -498,6 +498,11 @@ def refusals(mesh):
         (lambda: MixedPrecisionPolicy("bf16"), TypeError, "param_dtype is a torch.dtype or None; got 'bf16'"),
         (lambda: MixedPrecisionPolicy(reduce_dtype=torch.int8), ValueError, "reduce_dtype is a dtype of floating"),
         (
+            lambda: fully_shard(nn.Sequential(torch.jit.script(linear)), mesh),
+            TypeError,
+            "0 is a scripted module, which reads its parameters by itself",
+        ),
+        (
             lambda: fully_shard(nn.Sequential(nn.LayerNorm(2), by_hand(linear, mesh)), mesh),
             MeshError,
             "not made of axes of one mesh",
@@ -520,8 +525,10 @@ def snapshot(module):
 @with_threads(1)
 def test_what_is_refused_is_as_it_was(rank):
     mesh = init_device_mesh("cpu", (1,))
-    last = {"lazy": nn.LazyLinear(2), "elsewhere": by_hand(nn.Linear(2, 2), mesh)}
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    last = {"lazy": nn.LazyLinear(2), "elsewhere": by_hand(nn.Linear(2, 2), mesh), "scripted": scripted}
     calls = {
+        "scripted": {},
         "lazy": {},
         "elsewhere": {},
         "dim": {"shard_placement_fn": lambda p: Shard(int(p.shape == (3,)) * 2)},
@@ -571,7 +578,7 @@ def test_what_comes_too_late_for_an_inner_module(rank):
         fully_shard(model[0], other)
 
 
-@pytest.mark.parametrize("case", range(13))
+@pytest.mark.parametrize("case", range(14))
 @with_threads(1)
 def test_refusals(rank, case):
     call, error, message = refusals(init_device_mesh("cpu", (1,)))[case]

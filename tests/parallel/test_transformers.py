@@ -2,6 +2,7 @@
 
 import copy
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -108,7 +109,8 @@ def two_dimensional(name, model):
     """Fully sharded, layer by layer, beside the plan; and this rank's part of a batch."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     found = parallelize_module(copy.deepcopy(model), mesh["tp"], MODELS[name][1])
-    for layer in found.model.layers if name == "llama" else found.transformer.h:
+    layers: Any = found.model.layers if name == "llama" else found.transformer.h
+    for layer in layers:
         fully_shard(layer, mesh["dp"])
     dp = mesh["dp"]
     return fully_shard(found, dp), dp, lambda tokens: tokens.chunk(2)[dp.get_local_rank()]
