@@ -252,6 +252,11 @@ def is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have `callback` called when the backward that runs on this thread is done."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 @contextlib.contextmanager
 def traced_into_backward():
     """Context in which what is traced during a backward stays in the backward graph; no effect elsewhere."""

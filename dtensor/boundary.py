@@ -73,16 +73,21 @@ def check_replicas(
     return local
 
 
+def check_source(mesh: Any, src_data_rank: int | None) -> None:
+    """Raise ValueError if some mesh axis has no such rank."""
+    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
+        raise ValueError(
+            f"src_data_rank is a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank}"
+        )
+
+
 def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:
     """The global tensor that rank `src_data_rank` (of each mesh axis) holds, on every rank of the mesh.
 
     Raises:
         ValueError: some mesh axis has no such rank.
     """
-    if not 0 <= src_data_rank < min(mesh.shape):
-        raise ValueError(
-            f"src_data_rank is a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank}"
-        )
+    check_source(mesh, src_data_rank)
     data = tensor.detach().contiguous().clone()
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
@@ -90,4 +95,4 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
     return data
 
 
-__all__ = ["check_replicas", "current_mesh", "from_source", "is_tracing", "of_all_ranks"]
+__all__ = ["check_replicas", "check_source", "current_mesh", "from_source", "is_tracing", "of_all_ranks"]

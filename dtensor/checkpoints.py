@@ -2,16 +2,17 @@
 
 torch.distributed.checkpoint writes the tensors (`checkpoint` tells it which part is whose) into a folder that nobody
 takes for a checkpoint; only when all ranks have written, and the sizes of all files are noted, it gets its name. A rank
-that dies on the way leaves all earlier checkpoints as they were. Loading checks the sizes, and brings tensors into
-whatever mesh and placements they have now.
+that dies on the way, wherever that is, leaves all earlier checkpoints as they were. Loading checks the sizes, passes
+over what is damaged, and brings tensors into whatever mesh and placements they have now.
 """
 
 import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,27 @@ from .errors import CheckpointError
 MANIFEST = "manifest.json"
 """The file of a checkpoint with the sizes of the others, in bytes."""
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
+
+
+class Saving(futures.Future):
+    """A save in the background. `result()` waits until the checkpoint is there, and raises what went wrong."""
+
+    told = False
+    """Whether somebody has asked how it went."""
+
+    def result(self, timeout: float | None = None) -> None:
+        try:
+            return super().result(timeout)
+        finally:
+            self.told = self.told or self.done()
 
 
 class Checkpoints:
     """Checkpoints in one folder, which all ranks see.
 
-    Collective: every rank makes it, and calls its methods in the same order.
+    Collective: every rank makes it, and calls its methods in the same order. One job at a time writes to a folder;
+    others may read.
 
     Args:
         folder: where they lie, each in a folder `step-00000100` of its own.
@@ -48,55 +63,84 @@ class Checkpoints:
         # Saves in the background communicate while the program does: on a group of their own.
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._first = self._group is None or dist.get_rank(self._group) == 0
+        self._saving: Saving | None = None
 
     def save(self, state: dict[str, Any], step: int) -> None:
         """Write `state`, a state dict that may be nested, as the checkpoint of `step`; done when it returns.
 
         Raises:
-            CheckpointError: on all ranks, if one of them could not write. Earlier checkpoints are as they were.
+            CheckpointError: on all ranks, if one of them could not write, or the save before this one, in the
+                background, failed and nobody has asked. Earlier checkpoints are as they were.
         """
         partial = self._begin(step)
         try:
             dcp.save(state, checkpoint_id=partial, process_group=self._group)
+            self._together(lambda: self._finish(partial, step))
         except (Exception, CheckpointException) as error:
             raise self._failed(step, error) from error
-        self._together(lambda: self._finish(partial, step))
 
-    def save_async(self, state: dict[str, Any], step: int) -> "Future[None]":
+    def save_async(self, state: dict[str, Any], step: int) -> Saving:
         """As `save`, in the background: it returns when the values are copied, and they may change then.
 
         Returns:
-            A future, which is done when the checkpoint is there; `result()` raises what went wrong. Wait for it before
-            the next save.
+            A future, which is done when the checkpoint is there; `result()` raises what went wrong. All other methods
+            wait for it; write `wait()` before the process groups are destroyed.
         """
         partial = self._begin(step)
         started: Any = dcp.async_save(state, checkpoint_id=partial, process_group=self._group)
-        done: Future[None] = Future()
+        saving = self._saving = Saving()
 
         def finish(written: Any) -> None:
             try:
                 written.result()
-                if self._first:
-                    self._finish(partial, step)
-                done.set_result(None)
+                self._together(lambda: self._finish(partial, step))
+                saving.set_result(None)
             except BaseException as error:
-                done.set_exception(self._failed(step, error))
+                saving.set_exception(self._failed(step, error))
 
         getattr(started, "upload_completion", started).add_done_callback(finish)
-        return done
+        return saving
+
+    def wait(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed and nobody has asked its future.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            futures.wait([saving])
+            if not saving.told:
+                saving.result()
+
+    def newest(self) -> int | None:
+        """The step of the newest whole checkpoint, which `load` reads; None if there is none.
+
+        A newer one that is damaged is passed over, with a warning on the first rank.
+        """
+        self.wait()
+        return self._newest()[0]
 
     def load(self, state: dict[str, Any], step: int | None = None) -> int:
-        """Read the checkpoint of `step`, the newest by default, into `state`; the step that was read.
+        """Read the checkpoint of `step`, by default the newest that is whole, into `state`; the step that was read.
 
         Tensors of `state` are written to, whatever their mesh and placements; other values are replaced in the dict.
 
         Raises:
-            CheckpointError: on all ranks, if there is no checkpoint, or a file of it is not as long as when it was
-                written, or it does not hold what `state` does.
+            CheckpointError: on all ranks, if there is no checkpoint, or a file of that of `step` is not as long as when
+                it was written, or it does not hold what `state` does.
         """
-        chosen = self._together(lambda: self._checked(step))
+        self.wait()
+        if step is None:
+            chosen, damaged = self._newest()
+            if chosen is None:
+                raise CheckpointError(f"there is no {'whole ' if damaged else ''}checkpoint in {self.folder}{damaged}")
+        else:
+            chosen = step
+            self._together(lambda: self._check(step))
+        path = self._together(lambda: self._found()[chosen])
         try:
-            dcp.load(state, checkpoint_id=self._path(chosen), process_group=self._group)
+            dcp.load(state, checkpoint_id=path, process_group=self._group)
         except CheckpointException as error:
             text = f"the checkpoint of step {chosen} does not hold what the state does: {_said(error)}"
             raise CheckpointError(text) from error
@@ -104,21 +148,32 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, ascending."""
-        found = [_NAME.fullmatch(p.name) for p in self.folder.iterdir()] if self.folder.is_dir() else []
-        return sorted(int(m[1]) for m in found if m)
+        return sorted(self._found())
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+    def _found(self) -> dict[int, Path]:
+        """Step -> its checkpoint: under its own name, or, where a rank died between the two, the one for the while in
+        which it is replaced."""
+        paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else []  # names that begin with a dot first
+        matches = [(_NAME.fullmatch(path.name), path) for path in paths]
+        return {int(match[1] or match[2]): path for match, path in matches if match}
+
+    def _path(self, step: int, state: str = "") -> Path:
+        """The folder of a checkpoint; of one that is "partial", "replaced" or "removed"."""
+        name = f"step-{step:08d}"
+        return self.folder / (f".{name}.{state}" if state else name)
 
     def _begin(self, step: int) -> Path:
         """The folder to write to, empty."""
         if step < 0:
             raise ValueError(f"step counts from 0; got {step}")
-        partial = self.folder / f".{self._path(step).name}.partial"
+        self.wait()
+        partial = self._path(step, "partial")
 
         def make() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for left in (*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.removed")):
+                shutil.rmtree(left)
+            partial.mkdir()
 
         self._together(make)
         return partial
@@ -130,26 +185,42 @@ class Checkpoints:
             json.dump(sizes, file)
             file.flush()
             os.fsync(file.fileno())
-        target, before = self._path(step), self.folder / f".{self._path(step).name}.replaced"
+        target, before = self._path(step), self._path(step, "replaced")
         if target.exists():
             shutil.rmtree(before, ignore_errors=True)
             target.rename(before)
         partial.rename(target)
         shutil.rmtree(before, ignore_errors=True)
         for old in self.steps()[: -self.keep] if self.keep is not None else ():
-            shutil.rmtree(self._path(old))
+            # One that is half removed must not have the name of a whole one.
+            removed = self._found()[old].rename(self._path(old, "removed"))
+            shutil.rmtree(removed)
 
-    def _checked(self, step: int | None) -> int:
-        steps = self.steps()
-        if not steps or (step is not None and step not in steps):
-            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise CheckpointError(f"there is {wanted} in {self.folder}{_which(steps)}")
-        chosen = steps[-1] if step is None else step
-        torn = _torn(self._path(chosen))
+    def _check(self, step: int) -> None:
+        found = self._found()
+        if step not in found:
+            raise CheckpointError(f"there is no checkpoint of step {step} in {self.folder}{_which(sorted(found))}")
+        torn = _torn(found[step])
         if torn:
-            whole = [s for s in steps if s != chosen and not _torn(self._path(s))]
-            raise CheckpointError(f"the checkpoint of step {chosen} is damaged: {torn}{_which(whole)}")
-        return chosen
+            whole = [s for s in sorted(found) if not _torn(found[s])]
+            raise CheckpointError(f"the checkpoint of step {step} is damaged: {torn}{_which(whole)}")
+
+    def _newest(self) -> tuple[int | None, str]:
+        """The newest step whose checkpoint is whole, and what is wrong with those that are newer, in words."""
+
+        def look() -> tuple[int | None, str]:
+            damaged = ""
+            for step, path in sorted(self._found().items(), reverse=True):
+                torn = _torn(path)
+                if not torn:
+                    return step, damaged
+                damaged += f"; that of step {step} is damaged: {torn}"
+            return None, damaged
+
+        step, damaged = self._together(look)
+        if step is not None and damaged and self._first:
+            warnings.warn(f"reading the checkpoint of step {step} in {self.folder}{damaged}", stacklevel=3)
+        return step, damaged
 
     def _together(self, act: Callable[[], Any]) -> Any:
         """What `act` gives on the first rank, on all; all raise if it does."""

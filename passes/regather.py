@@ -36,9 +36,11 @@ class Regather:
     are marked. Bytes of a symbolic size are those of its example.
 
     What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers
-    that the program annotates as kept (`dtensor.collectives.KEPT`). A gather that the backward does not read is not
-    marked. A budget compares bytes, and where lengths do not divide ranks may hold more or fewer: then they may decide
-    differently, which `dtensor.agreement` finds before anything hangs.
+    that the program annotates as kept (`dtensor.collectives.KEPT`). But what leaves a region is saved if the backward
+    of what comes after reads it, as in eager mode: for it alone the partitioner would do the region's last collectives
+    again. A gather that the backward does not read is not marked. A budget compares bytes, and where lengths do not
+    divide ranks may hold more or fewer: then they may decide differently, which `dtensor.agreement` finds before
+    anything hangs.
     """
 
     name = "regather"
@@ -56,7 +58,28 @@ class Regather:
         for node in [*again, *_twins(again, graph)]:
             for member in _chain(node):
                 member.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-        return len(again)
+        leaving = _leaving(graph)
+        for node in leaving:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return len(again) + len(leaving)
+
+
+def _leaving(graph: fx.Graph) -> list[fx.Node]:
+    """What regions of activation checkpointing that communicate hand to a forward that is in none."""
+    sent = {node.meta.get("ac_graph_id") for node in graph.nodes if ir.is_collective(node)}
+    return [
+        node
+        for node in graph.nodes
+        if node.meta.get("ac_graph_id") in sent - {None}
+        and _is_marked(node)
+        and not ir.in_backward(node)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and any(_is_outside(user) for user in node.users)
+    ]
+
+
+def _is_outside(node: fx.Node) -> bool:
+    return node.op == "call_function" and "ac_graph_id" not in node.meta and not ir.in_backward(node)
 
 
 def _is_open(node: fx.Node) -> bool:

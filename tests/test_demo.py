@@ -142,14 +142,16 @@ def test_each_rank_takes_its_part_of_a_batch(rank):
     assert PLANS["3d"].own_part(batch, mesh).flatten().tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
-FULL = [pytest.param(p, 4, "dtensor", d, marks=pytest.mark.nightly) for p in PLANS for d in ("fp32", "bf16")]
+PAIRS = [(p, 4) for p in PLANS] + [(p, 8) for p in ("fsdp", "hsdp", "2d", "3d")]
+FULL = [pytest.param(p, n, "dtensor", d, 30, marks=pytest.mark.nightly) for p, n in PAIRS for d in ("fp32", "bf16")]
 
 
-@pytest.mark.parametrize(("plan", "nproc", "backend", "dtype"), [("fsdp", 2, "eager", "bf16"), *FULL])
-def test_a_real_run_of_each_plan(plan, nproc, backend, dtype):
-    options = ["--nproc", nproc, "--steps", 2, "--plan", plan, "--backend", backend, "--dtype", dtype]
-    command = [sys.executable, "-m", "dtensor", "demo", *map(str, options)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=290)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("plan", "nproc", "backend", "dtype", "steps"), [("fsdp", 2, "eager", "bf16", 2), *FULL])
+def test_a_real_run_of_each_plan(plan, nproc, backend, dtype, steps):
+    options = ["--nproc", nproc, "--steps", steps, "--plan", plan, "--backend", backend, "--dtype", dtype]
+    command = [sys.executable, "-m", "dtensor", "demo", "--timeout", "850", *map(str, options)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=880)
     assert result.returncode == 0, result.stderr
     assert "The losses agree" in result.stdout
     assert "Graphs of the compiled step: 1; graph breaks: 0." in result.stdout

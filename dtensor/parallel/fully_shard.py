@@ -8,16 +8,19 @@ a parameter a gather, `sharding` cuts it, and what is gathered when and what tra
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
+from ..boundary import check_source
 from ..errors import MeshError
 from ..mesh import one_object
 from ..placements import Shard, as_placements
 from .mixed_precision import MixedPrecisionPolicy
-from .sharded_module import FullyShardedModule, Unit, join, members
-from .sharding import SHARDED_AS, sharded
+from .sharded_module import join, plain_class, sharded_class
+from .sharding import SHARDED_AS, planned, sharded
+from .unit import MEMBER, Member, Unit, members
 from .unshard import Unshard
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -37,10 +40,10 @@ def fully_shard(
     """Shard the parameters of `module`, in place, over a data axis.
 
     Parameters become DTensors; names in `named_parameters` and `state_dict` stay. While a forward runs, a parameter
-    that is read is gathered; gradients are averaged over the data axes and arrive as the parameters are sharded. Call
-    it bottom-up to give parts of a model policies of their own; modules that are fully sharded already are left alone.
-    Parameters that tensor parallel styles have sharded over other axes of the same mesh are sharded further; styles may
-    also come after.
+    that is read is gathered; gradients are averaged over the data axes and arrive as the parameters are sharded. Parts
+    of a model that get a call of their own have a policy of their own, whether that comes before or after the call on
+    the module around them. Parameters that tensor parallel styles have sharded over other axes of the same mesh are
+    sharded further; styles may also come after. If it raises, `module` is as it was.
 
     Args:
         module: the module, or several that make one unit.
@@ -62,9 +65,10 @@ def fully_shard(
         `module`, whose class is now also a `FullyShardedModule`.
 
     Raises:
-        TypeError: an argument of the wrong kind.
+        TypeError: an argument of the wrong kind, or a scripted module.
         ValueError: a mesh of more than two axes, a module that is fully sharded already or has no forward of its own, a
-            parameter without a shape yet.
+            parameter without a shape yet, an option that comes too late for parameters sharded already, no such
+            `src_data_rank`.
         MeshError: this rank is not in the mesh, or a parameter is on a mesh that does not go with it.
         PlacementError: `shard_placement_fn` gives a dimension that is not there.
     """
@@ -78,50 +82,94 @@ def fully_shard(
         )
     if activations not in ("local", "global"):
         raise ValueError(f"activations is 'local' or 'global'; got {activations!r}")
+    check_source(mesh, src_data_rank)
     ignored = {id(p) for p in ignored_params}
     unit = Unit(one_object(mesh), _policy(mp_policy), not reshard_after_forward, activations == "local")
-    for given in modules:
-        for name, part in given.named_modules():
-            how = _shard_parameters(part, name, unit, ignored, shard_placement_fn, src_data_rank)
-            if how or part is given:
-                join(part, unit, how, part is given)
+    parts = _Parts(modules, unit, ignored, shard_placement_fn)
+    parts.shard(src_data_rank)
     return module
 
 
-def _shard_parameters(
-    module: nn.Module,
-    name: str,
-    unit: Unit,
-    ignored: set[int],
-    placement_fn: PlacementFn | None,
-    src_data_rank: int | None,
-) -> dict[str, Unshard]:
-    """Replace the parameters of `module` itself; those that are sharded already stay."""
-    done = {} if not isinstance(module, FullyShardedModule) else next(members(module))[1].how
-    found = {}
-    for key, parameter in list(module._parameters.items()):
-        if parameter is None or key in done or id(parameter) in ignored:
-            continue
-        module._parameters[key], found[key] = _shard(
-            parameter, f"{name}.{key}".lstrip("."), unit.mesh, placement_fn, src_data_rank
-        )
-    return found
+class _Parts:
+    """What `fully_shard` is to do, found out and checked before anything is changed.
 
+    Attributes:
+        new: for each module that joins the unit, its parameters that are sharded now, and how.
+        moved: what was sharded before, by a call on a module around these.
+    """
 
-def _shard(
-    parameter: nn.Parameter, name: str, mesh: Any, placement_fn: PlacementFn | None, src_data_rank: int | None
-) -> tuple[nn.Parameter, Unshard]:
-    if is_lazy(parameter):
-        raise ValueError(f"parameter {name} has no shape yet (a lazy module); run the module once before fully_shard")
-    made, how, before = vars(parameter).get(SHARDED_AS, (None, None, mesh))
-    if before != mesh:
-        raise MeshError(
-            f"parameter {name} is shared with a module that was fully sharded over {before}; give this module the same "
-            f"mesh, not {mesh}"
-        )
-    if how is not None:
-        return parameter if made is None else made, how
-    return sharded(parameter, mesh, _dim(parameter, name, placement_fn), src_data_rank)
+    def __init__(self, modules: list[nn.Module], unit: Unit, ignored: set[int], placement_fn: PlacementFn | None):
+        self.modules, self.unit, self.ignored, self.placement_fn = modules, unit, ignored, placement_fn
+        self.planned: dict[int, Unshard] = {}
+        self.new: dict[nn.Module, dict[str, Unshard]] = {}
+        for module in modules:
+            for name, part in module.named_modules():
+                self._add(part, name)
+        own = {id(member.unit) for module in modules for _, member in members(module) if member.given}
+        self.moved = [found for module in modules for found in members(module) if id(found[1].unit) not in own]
+        for part, member in self.moved:
+            self._check_moved(part, member)
+
+    def shard(self, src_data_rank: int | None) -> None:
+        """Shard what is planned, and put modules into the unit."""
+        for _, member in self.moved:
+            member.unit = self.unit
+        for part, how in self.new.items():
+            for name in how:
+                parameter: Any = part._parameters[name]
+                if SHARDED_AS not in vars(parameter):
+                    sharded(parameter, how[name], src_data_rank)
+                made, how[name], _ = vars(parameter)[SHARDED_AS]
+                part._parameters[name] = parameter if made is None else made
+            join(part, self.unit, how, any(part is module for module in self.modules))
+
+    def _add(self, part: nn.Module, prefix: str) -> None:
+        done = vars(part)[MEMBER].how if MEMBER in vars(part) else {}
+        found = {
+            name: self._planned(parameter, f"{prefix}.{name}".lstrip("."))
+            for name, parameter in part._parameters.items()
+            if parameter is not None and name not in done and id(parameter) not in self.ignored
+        }
+        if found or any(part is module for module in self.modules):
+            if isinstance(part, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"{prefix or 'the module itself'} is a scripted module, which reads its parameters by itself; give "
+                    "fully_shard the module it was made from, or these parameters as ignored_params"
+                )
+            sharded_class(plain_class(part), tuple(sorted({*done, *found})))
+            self.new[part] = found
+
+    def _planned(self, parameter: nn.Parameter, name: str) -> Unshard:
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name} has no shape yet (a lazy module); run the module once before fully_shard"
+            )
+        _, how, before = vars(parameter).get(SHARDED_AS, (None, None, self.unit.mesh))
+        if before != self.unit.mesh:
+            raise MeshError(
+                f"parameter {name} is shared with a module that was fully sharded over {before}; give this module the "
+                f"same mesh, not {self.unit.mesh}"
+            )
+        if how is not None:
+            return how
+        if id(parameter) not in self.planned:
+            self.planned[id(parameter)] = planned(parameter, self.unit.mesh, _dim(parameter, name, self.placement_fn))
+        return self.planned[id(parameter)]
+
+    def _check_moved(self, part: nn.Module, member: Member) -> None:
+        kind = type(part).__name__.removeprefix("FullySharded")
+        if member.unit.mesh != self.unit.mesh:
+            raise MeshError(
+                f"the parameters of this {kind} are fully sharded over {member.unit.mesh} already, by a call on a "
+                f"module around it; give the same mesh, not {self.unit.mesh}, or call fully_shard on this module first"
+            )
+        ignored = [name for name, p in part._parameters.items() if id(p) in self.ignored and name in member.how]
+        if self.placement_fn is not None or ignored:
+            given = "shard_placement_fn" if self.placement_fn is not None else f"ignored_params ({ignored[0]})"
+            raise ValueError(
+                f"{given} comes too late: the parameters of this {kind} are sharded already, by a call on a module "
+                "around it; call fully_shard on this module first"
+            )
 
 
 def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int | None:

@@ -7,8 +7,7 @@ and reduce is in the graph.
 """
 
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,46 +15,10 @@ from torch import nn
 
 from .._torch import tree_map
 from ..tensor import DTensor
-from .mixed_precision import MixedPrecisionPolicy
+from .accumulation import set_reduced
 from .sharding import SHARDED_AS, sharded_otherwise
+from .unit import MEMBER, Member, Unit, members
 from .unshard import Unshard, unsharded
-
-MEMBER = "_fully_sharded"
-"""The attribute of a module under which its `Member` lies."""
-
-
-@dataclass(eq=False)
-class Unit:
-    """What the modules of one `fully_shard` have in common.
-
-    Attributes:
-        mesh: the data mesh.
-        policy: of mixed precision.
-        keep: whether what the forward gathers is kept for the backward.
-        local: whether activations are this rank's part of the batch, rather than DTensors over the data mesh.
-        reduce: over which axes gradients are reduced, as in `unsharded`.
-        running: how many forwards of the unit's modules are running; a compiled one is not counted.
-    """
-
-    mesh: Any
-    policy: MixedPrecisionPolicy
-    keep: bool
-    local: bool
-    reduce: str = "all"
-    running: int = 0
-
-    def __deepcopy__(self, memo) -> "Unit":
-        made = memo[id(self)] = Unit(self.mesh, self.policy, self.keep, self.local, self.reduce)
-        return made
-
-
-@dataclass(eq=False)
-class Member:
-    """One module of a unit: how each parameter is unsharded, and whether the module was given to `fully_shard`."""
-
-    unit: Unit
-    how: dict[str, Unshard] = field(default_factory=dict)
-    given: bool = False
 
 
 class FullyShardedModule(nn.Module):
@@ -71,17 +34,21 @@ class FullyShardedModule(nn.Module):
         """Whether backward reduces gradients over the data axes, to accumulate them over several backwards without.
 
         Unreduced gradients are whole on each rank: DTensors that are Partial("avg") over the data axes. Turned on
-        again, this reduces what has been accumulated; all ranks call it then.
+        again, the next backward reduces them together with its own, once.
         """
-        _set_reduced(self, "all" if requires_gradient_sync else "none", recurse)
+        self._set_reduced("all" if requires_gradient_sync else "none", recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward also reduces over the axis that replicates, of a mesh (replicate, shard).
 
-        Gradients that are only scattered are Partial("avg") over that axis. Turned on again, this reduces what has
-        been accumulated; all ranks call it then.
+        Gradients that are only scattered are Partial("avg") over that axis. Turned on again, the next backward reduces
+        them together with its own, once.
         """
-        _set_reduced(self, "all" if requires_all_reduce else "scatter", recurse)
+        self._set_reduced("all" if requires_all_reduce else "scatter", recurse)
+
+    def _set_reduced(self, reduce: str, recurse: bool) -> None:
+        own = vars(self)[MEMBER].unit
+        set_reduced([found for found in members(self) if recurse or found[1].unit is own], reduce)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As `nn.Module.register_parameter`; what takes the place of a sharded parameter is sharded too.
@@ -119,23 +86,18 @@ def _new(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     return made.__new__(made)
 
 
-def members(module: nn.Module) -> Iterator[tuple[nn.Module, Member]]:
-    """The fully sharded modules in `module`, itself included."""
-    for found in module.modules():
-        member = vars(found).get(MEMBER)
-        if member is not None:
-            yield found, member
-
-
 def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) -> None:
     """Make `module` one of a unit, with parameters that are sharded already."""
     member = vars(module).setdefault(MEMBER, Member(unit))
     member.how.update(how)
     member.given = member.given or given
+    module.__class__ = sharded_class(plain_class(module), tuple(sorted(member.how)))
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before it was fully sharded."""
     cls = type(module)
-    if issubclass(cls, FullyShardedModule):
-        cls = cls._plain_class
-    module.__class__ = sharded_class(cls, tuple(sorted(member.how)))
+    return cls._plain_class if issubclass(cls, FullyShardedModule) else cls
 
 
 @functools.cache
@@ -199,26 +161,4 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, values)
 
 
-def _set_reduced(module: Any, reduce: str, recurse: bool) -> None:
-    own = vars(module)[MEMBER].unit
-    for found, member in members(module):
-        if not recurse and member.unit is not own:
-            continue
-        member.unit.reduce = reduce
-        if reduce != "none":
-            _reduce_accumulated(found, member, reduce)
-
-
-def _reduce_accumulated(module: nn.Module, member: Member, reduce: str) -> None:
-    for name, how in member.how.items():
-        parameter = module._parameters.get(name)
-        if parameter is None or not isinstance(parameter.grad, DTensor):
-            continue
-        target = how.layout if reduce == "all" else how.scattered
-        partial = [axis for axis, _ in parameter.grad._spec.layout.partial]
-        if any(axis not in dict(target.partial) for axis in partial):
-            with torch.no_grad():
-                parameter.grad = torch.ops.dtensor.redistribute(parameter.grad, target.text, False)
-
-
-__all__ = ["FullyShardedModule", "Member", "Unit", "join", "members", "sharded_class"]
+__all__ = ["FullyShardedModule", "join", "plain_class", "sharded_class"]

@@ -25,16 +25,13 @@ SHARDED_AS = "_dtensor_fully_sharded"
 that is unsharded, and over which mesh."""
 
 
-def sharded(
-    parameter: nn.Parameter, mesh: Any, dim: int | None, src_data_rank: int | None
-) -> tuple[nn.Parameter, Unshard]:
-    """A parameter cut over the last axis of the data mesh, and how to get from it to what the forward computes with.
+def planned(parameter: nn.Parameter, mesh: Any, dim: int | None) -> Unshard:
+    """How a parameter would be cut over the last axis of the data mesh, and gathered again. Nothing is changed.
 
     Args:
         parameter: a plain one, or a DTensor on other axes of the mesh that `mesh` was sliced from.
         mesh: the data mesh: (shard,) or (replicate, shard).
         dim: the dimension that is cut; None replicates, and so does an axis of a single rank.
-        src_data_rank: the rank of each data axis whose values count; None takes each rank's own.
 
     Raises:
         MeshError: the axes of the parameter and of `mesh` do not make one mesh.
@@ -42,17 +39,27 @@ def sharded(
     dim = dim if mesh.size(mesh.ndim - 1) > 1 else None  # operators lie replicated where both are free
     inner = parameter if isinstance(parameter, DTensor) else None
     whole = mesh if inner is None else joint_mesh(mesh, inner.device_mesh)
-    how = _how(whole, mesh, parameter.dim(), dim, inner)
-    values: Any = parameter.detach()
-    values = values if inner is None else values.to_local()
+    return _how(whole, mesh, parameter.dim(), dim, inner)
+
+
+def sharded(parameter: nn.Parameter, how: Unshard, src_data_rank: int | None) -> nn.Parameter:
+    """The parameter that takes the place of `parameter`, cut as planned; all modules that share the latter find it.
+
+    Args:
+        parameter: the one that `how` was planned for.
+        how: the plan.
+        src_data_rank: the rank of each data axis whose values count; None takes each rank's own.
+    """
+    mesh, values = how.data_mesh, parameter.detach()
+    values = values.to_local() if isinstance(values, DTensor) else values
     data: list[Placement] = [Replicate()] * (mesh.ndim - 1)
-    last = Replicate() if dim is None else Shard(dim)
+    last = Replicate() if how.dim is None else Shard(how.dim)
     local = distribute_tensor(values, mesh, [*data, last], src_data_rank=src_data_rank).to_local()
-    value = DTensor(local, whole, how.layout, tuple(parameter.shape), tuple(parameter.stride()))
+    value = DTensor(local, how.mesh, how.layout, tuple(parameter.shape), tuple(parameter.stride()))
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)
     vars(made)[SHARDED_AS] = None, how, mesh
     vars(parameter)[SHARDED_AS] = made, how, mesh
-    return made, how
+    return made
 
 
 def sharded_otherwise(
@@ -67,7 +74,9 @@ def sharded_otherwise(
         )
     shards: Any = parameter.detach()
     values = torch.empty(shards.shape, dtype=shards.dtype, device="meta") if shards.is_meta else shards.full_tensor()
-    return sharded(distribute(nn.Parameter(values, requires_grad=parameter.requires_grad)), mesh, how.dim, None)
+    whole = distribute(nn.Parameter(values, requires_grad=parameter.requires_grad))
+    how = planned(whole, mesh, how.dim)
+    return sharded(whole, how, None), how
 
 
 def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor | None) -> Unshard:
@@ -122,4 +131,4 @@ def joint_mesh(one: Any, other: Any) -> Any:
     return root if wanted == names else one_object(root[wanted])
 
 
-__all__ = ["SHARDED_AS", "joint_mesh", "sharded", "sharded_otherwise"]
+__all__ = ["SHARDED_AS", "joint_mesh", "planned", "sharded", "sharded_otherwise"]

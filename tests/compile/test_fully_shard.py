@@ -9,7 +9,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtensor import DTensor, init_device_mesh
+from dtensor import DTensor, Shard, init_device_mesh
 from dtensor.compile import statistics
 from dtensor.parallel import (
     ColwiseParallel,
@@ -18,7 +18,7 @@ from dtensor.parallel import (
     fully_shard,
     parallelize_module,
 )
-from dtensor.testing import with_ranks
+from dtensor.testing import CountCollectives, with_ranks
 
 LAYERS, WIDTH = 3, 16
 
@@ -147,6 +147,24 @@ def test_no_reduction_while_gradients_accumulate(fake_mesh):
     model.set_requires_all_reduce(False)
     model.zero_grad()
     assert ops(train(model, data()).backward) == {"all_gather": 1, "reduce_scatter": 1}
+
+
+def test_a_cycle_of_backwards_takes_one_graph_and_one_reduction(fake_mesh):
+    model = by_layer(fake_mesh(4))
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+    with statistics() as s:
+        for _ in range(2):
+            model.zero_grad()
+            for last in (False, False, True):
+                model.set_requires_gradient_sync(last)
+                loss = compiled(data()).square().sum()
+                with CountCollectives() as counted:
+                    loss.backward()
+                assert ops(counted.collectives).get("reduce_scatter", 0) == last * WEIGHTS
+            assert {p.grad.placements for p in model.parameters()} == {(Shard(0),)}
+    assert s.graphs == 1
+    assert ops(s.backward) == {"all_gather": 1}
 
 
 def test_a_tied_weight_is_gathered_once(fake_mesh):
@@ -302,3 +320,19 @@ def test_numbers_on_real_ranks(rank):
             want = single.get_parameter(n).grad
             for grad in (found[n], p.grad):
                 torch.testing.assert_close(grad.full_tensor(), want, **loose)
+
+
+@with_ranks(2, timeout=200)
+def test_numbers_of_a_cycle_of_backwards(rank):
+    model, single = by_layer(init_device_mesh("cpu", (2,))), Deep()
+    compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+    for _ in range(2):
+        model.zero_grad()
+        single.zero_grad()
+        for step in range(3):
+            model.set_requires_gradient_sync(step == 2)
+            compiled(data(2 * step + rank)).square().mean().backward()
+            torch.stack([single(data(2 * step + r)).square().mean() for r in range(2)]).mean().backward()
+        for name, p in model.named_parameters():
+            assert p.grad.placements == p.placements
+            torch.testing.assert_close(p.grad.full_tensor(), single.get_parameter(name).grad)

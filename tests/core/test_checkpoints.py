@@ -1,7 +1,10 @@
 """Checkpoints: saved on one mesh, read on another, alone or in the background; what is torn is found; torch's too."""
 
+import contextlib
 import copy
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,15 +86,26 @@ def test_torn_files_are_found(rank, tmp_path):
             file.truncate(100)
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"of step 2 is damaged: __1_0.distcp has 100 bytes of .* can read 1"):
-        checkpoints.load(state)
-    assert checkpoints.load(state, 1) == 1
+        checkpoints.load(state, 2)
+    with passed_over(rank, r"reading the checkpoint of step 1 in .*; that of step 2 is damaged: __1_0.distcp has 100"):
+        assert checkpoints.load(state) == 1
     holds(state, 1)
+    with passed_over(rank, "that of step 2"):
+        assert checkpoints.newest() == 1
     dist.barrier()
     if rank == 0:
         os.remove(tmp_path / "step-00000001" / "manifest.json")
     dist.barrier()
     with pytest.raises(CheckpointError, match=r"of step 1 is damaged: manifest.json is missing or cut short"):
         checkpoints.load(state, 1)
+    assert checkpoints.newest() is None
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*step 2 .*; that of step 1 is damaged"):
+        checkpoints.load(state)
+
+
+def passed_over(rank, message):
+    """The first rank says what is passed over."""
+    return pytest.warns(UserWarning, match=message) if rank == 0 else contextlib.nullcontext()
 
 
 def dies_while_saving(rank, folder):
@@ -119,6 +133,93 @@ def test_a_rank_that_dies_while_saving_loses_nothing_earlier(tmp_path):
     assert steps_on(tmp_path) == ["step-00000001"]
     assert run_ranks(reads, 2, tmp_path) == [1, 1]
     assert steps_on(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def interrupted(monkeypatch, folder, method, call):
+    """Call number `call` of `method` of Path or shutil on something in `folder` does not happen any more."""
+    owner, name = method
+    kept, calls = getattr(owner, name), []
+
+    def die(*args, **kwargs):
+        calls.extend([args] if args[0].parent == folder else [])
+        if len(calls) >= call:
+            raise KeyboardInterrupt
+        return kept(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, die)
+
+
+@pytest.mark.parametrize(
+    ("method", "call", "left"),
+    [((Path, "rename"), 1, 5), ((Path, "rename"), 2, 5), ((shutil, "rmtree"), 1, 5), ((shutil, "rmtree"), 2, 6)],
+)
+def test_a_checkpoint_that_is_replaced_is_there_at_any_moment(monkeypatch, tmp_path, method, call, left):
+    """Whether it is the one before or the one after, it is whole."""
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save({"x": torch.full((3,), step)}, step)
+    checkpoints.save({"x": torch.full((3,), 5)}, 2)
+    with monkeypatch.context() as patch:
+        interrupted(patch, tmp_path, method, call)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save({"x": torch.full((3,), 6)}, 2)
+    again = Checkpoints(tmp_path, keep=2)
+    assert again.steps() == [1, 2]
+    state = {"x": torch.zeros(3, dtype=torch.long)}
+    assert again.load(state) == 2
+    assert state["x"].tolist() == [left] * 3
+    again.save({"x": torch.full((3,), 7)}, 2)
+    assert again.load(state) == 2
+    assert state["x"].tolist() == [7] * 3
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
+
+
+def test_what_is_half_removed_is_no_checkpoint(monkeypatch, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save({"x": torch.ones(3)}, 1)
+    with monkeypatch.context() as patch:
+        interrupted(patch, tmp_path, (shutil, "rmtree"), 2)  # the first is for what is replaced
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save({"x": torch.ones(3)}, 2)
+    assert checkpoints.steps() == [2]
+    checkpoints.save({"x": torch.ones(3)}, 3)
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+@with_ranks(2, timeout=120)
+def test_a_save_waits_for_the_one_in_the_background(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    checkpoints, state = Checkpoints(tmp_path), empty(mesh, FLAT)
+    for step in (1, 2, 3):
+        checkpoints.save_async(placed(mesh, FLAT, step), step)
+    assert checkpoints.load(state) == 3
+    holds(state, 3)
+    checkpoints.save_async(placed(mesh, FLAT, 4), 4)
+    checkpoints.wait()
+    # On every rank, however far the first is.
+    assert checkpoints.steps() == [1, 2, 3, 4]
+
+
+@with_ranks(2, timeout=120)
+def test_a_failure_in_the_background_is_told_once(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    checkpoints, finish = Checkpoints(tmp_path), Checkpoints._finish
+
+    def full(*args):
+        raise OSError("no space left")
+
+    Checkpoints._finish = full  # which only the first rank does
+    with pytest.raises(CheckpointError, match=r"step 0 could not be written to .*no space left"):
+        checkpoints.save(placed(mesh, FLAT), 0)
+    checkpoints.save_async(placed(mesh, FLAT), 1)
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*no space left"):
+        checkpoints.save(placed(mesh, FLAT), 2)
+    asked = checkpoints.save_async(placed(mesh, FLAT), 2)
+    with pytest.raises(CheckpointError, match="step 2 could not be written"):
+        asked.result(60)
+    Checkpoints._finish = finish
+    checkpoints.save(placed(mesh, FLAT), 3)
+    assert checkpoints.steps() == [3]
 
 
 @with_ranks(2, timeout=120)

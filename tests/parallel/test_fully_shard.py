@@ -248,21 +248,92 @@ def test_inputs_are_left_alone_if_asked(rank):
     assert model(torch.ones(2, 4)).dtype == torch.float32
 
 
+REDUCTIONS = ("reduce_scatter", "all_reduce")
+
+
+def reductions(counted):
+    return sum(c.op in REDUCTIONS for c in counted.collectives)
+
+
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @with_threads(4)
-def test_accumulation_without_reduction(rank, shape):
+def test_a_cycle_of_backwards_is_reduced_once(rank, shape):
     model = by_parts(make(), init_device_mesh("cpu", shape))
     steps = [tokens(seed).chunk(4)[rank] for seed in (1, 2, 3)]
-    model.set_requires_gradient_sync(False)
-    with CountCollectives() as counted:
-        for t in steps[:2]:
-            loss(model, t).backward()
-    assert {c.op for c in counted.collectives} == {"all_gather"}
-    assert model.emb.weight.grad.placements == (Partial("avg"),) * len(shape)
-    model.set_requires_gradient_sync(True)
-    loss(model, steps[2]).backward()
     found = [gradients(seed) for seed in (1, 2, 3)]
+    with CountCollectives() as alone:
+        loss(model, steps[0]).backward()
+    for _ in range(2):
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        with CountCollectives() as counted:
+            for t in steps[:2]:
+                loss(model, t).backward()
+        assert {c.op for c in counted.collectives} == {"all_gather"}
+        assert model.emb.weight.grad.placements == (Partial("avg"),) * len(shape)
+        with CountCollectives() as counted:
+            model.set_requires_gradient_sync(True)
+        assert not counted.collectives
+        with CountCollectives() as counted:
+            loss(model, steps[2]).backward()
+        # Two parameters are used twice; of ten, one without dimensions is replicated: one reduction for all axes.
+        assert reductions(alone) == 10 * len(shape) + 2
+        assert reductions(counted) == 9 * len(shape) + 1
+        check_gradients(model, {name: sum(g[name] for g in found) for name in found[0]})
+    # And each backward reduces its own again.
+    with CountCollectives() as counted:
+        loss(model, steps[0]).backward()
+    assert reductions(counted) == reductions(alone)
+    check_gradients(model, {name: sum(g[name] for g in (*found, found[0])) for name in found[0]})
+
+
+@with_threads(2)
+def test_what_the_last_backward_does_not_use_is_reduced_too(rank):
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    for part in model.values():
+        fully_shard(part, init_device_mesh("cpu", (2,)))
+        part.set_requires_gradient_sync(False)
+    both = fully_shard(nn.Sequential(*model.values()), init_device_mesh("cpu", (2,)))
+    x = torch.ones(1, 2) + rank
+    both(x).sum().backward()
+    wanted = model["b"].weight.grad.full_tensor()
+    both.set_requires_gradient_sync(True)
+    model["a"](x).sum().backward()
+    assert model["b"].weight.grad.placements == model["a"].weight.grad.placements == (Shard(0),)
+    assert torch.equal(model["b"].weight.grad.full_tensor(), wanted)
+
+
+@with_threads(2)
+def test_the_switch_is_turned_back_before_a_backward(rank):
+    model = by_parts(make(), init_device_mesh("cpu", (2,)))
+    steps = [tokens(seed).chunk(2)[rank] for seed in (1, 2, 3)]
+    found = [gradients(seed) for seed in (1, 2, 3)]
+    model.set_requires_gradient_sync(False)
+    loss(model, steps[0]).backward()
+    model.set_requires_gradient_sync(True)
+    model.set_requires_gradient_sync(False)
+    loss(model, steps[1]).backward()
+    assert model.emb.weight.grad.placements == (Partial("avg"),)
+    model.set_requires_gradient_sync(True)
+    again = copy.deepcopy(model)
+    for m in (model, pickle.loads(pickle.dumps(model)), again):
+        loss(m, steps[2]).backward()
     check_gradients(model, {name: sum(g[name] for g in found) for name in found[0]})
+    check_gradients(again, found[2])
+
+
+@with_threads(2)
+def test_optimizers_take_what_was_not_reduced(rank):
+    """Where a cycle ends without a last backward."""
+    single, model = make(), fully_shard(make(), init_device_mesh("cpu", (2,)))
+    model.set_requires_gradient_sync(False)
+    loss(model, tokens().chunk(2)[rank]).backward()
+    model.set_requires_gradient_sync(True)
+    loss(single, tokens()).backward()
+    for m in (single, model):
+        torch.optim.AdamW(m.parameters(), lr=0.1).step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), single.get_parameter(name))
 
 
 @with_threads(4)
@@ -274,7 +345,11 @@ def test_gradients_scattered_and_not_reduced_over_replicas(rank):
     assert "all_reduce" not in {c.op for c in counted.collectives if c.bytes > 8}
     assert model.emb.weight.grad.placements == (Partial("avg"), Shard(0))
     model.set_requires_all_reduce(True)
-    check_gradients(model, gradients())
+    with CountCollectives() as counted:
+        loss(model, tokens(2).chunk(4)[rank]).backward()
+    used = len(list(model.parameters()))
+    assert [c.op for c in counted.collectives][-used:] == ["all_reduce"] * used
+    check_gradients(model, {name: sum(gradients(seed)[name] for seed in (1, 2)) for name in gradients()})
 
 
 @with_threads(2)
@@ -423,6 +498,11 @@ def refusals(mesh):
         (lambda: MixedPrecisionPolicy("bf16"), TypeError, "param_dtype is a torch.dtype or None; got 'bf16'"),
         (lambda: MixedPrecisionPolicy(reduce_dtype=torch.int8), ValueError, "reduce_dtype is a dtype of floating"),
         (
+            lambda: fully_shard(nn.Sequential(torch.jit.script(linear)), mesh),
+            TypeError,
+            "0 is a scripted module, which reads its parameters by itself",
+        ),
+        (
             lambda: fully_shard(nn.Sequential(nn.LayerNorm(2), by_hand(linear, mesh)), mesh),
             MeshError,
             "not made of axes of one mesh",
@@ -436,7 +516,69 @@ def by_hand(linear, mesh):
     return linear
 
 
-@pytest.mark.parametrize("case", range(13))
+def snapshot(module):
+    return [
+        (type(part), dict(part._parameters), {k: id(v) for k, v in vars(part).items()}) for part in module.modules()
+    ]
+
+
+@with_threads(1)
+def test_what_is_refused_is_as_it_was(rank):
+    mesh = init_device_mesh("cpu", (1,))
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    last = {"lazy": nn.LazyLinear(2), "elsewhere": by_hand(nn.Linear(2, 2), mesh), "scripted": scripted}
+    calls = {
+        "scripted": {},
+        "lazy": {},
+        "elsewhere": {},
+        "dim": {"shard_placement_fn": lambda p: Shard(int(p.shape == (3,)) * 2)},
+        "rank": {"src_data_rank": 7},
+    }
+    for name, options in calls.items():
+        model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 3), last.get(name, nn.Identity()))
+        before, marks = snapshot(model), [dict(vars(p)) for p in model.parameters()]
+        with pytest.raises((ValueError, TypeError, MeshError)):
+            fully_shard(model, mesh, **options)
+        assert snapshot(model) == before, name
+        assert [dict(vars(p)) for p in model.parameters()] == marks, name
+        if name not in last:
+            assert isinstance(fully_shard(model, mesh)[1].weight, DTensor)
+
+
+@with_threads(2)
+def test_the_outer_module_first(rank):
+    """In either order of calls each layer has the policy of its own call."""
+    mesh, models = init_device_mesh("cpu", (2,)), []
+    for outer_first in (False, True):
+        model = make()
+        calls = [lambda m=model: fully_shard(m, mesh)]
+        calls += [lambda layer=layer: fully_shard(layer, mesh, mp_policy=BF16) for layer in model.layers]
+        for call in calls if outer_first else reversed(calls):
+            call()
+        models.append(model)
+    units = [[vars(part)["_fully_sharded"].unit.policy for part in m.modules() if part._parameters] for m in models]
+    assert units[0] == units[1]
+    assert {policy.param_dtype for policy in units[0]} == {None, torch.bfloat16}
+    t = tokens().chunk(2)[rank]
+    assert torch.equal(models[0](t), models[1](t))
+    for model in models:
+        with pytest.raises(ValueError, match="fully sharded already; call fully_shard once"):
+            fully_shard(model.layers[0], mesh)
+
+
+@with_threads(2)
+def test_what_comes_too_late_for_an_inner_module(rank):
+    mesh, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh)
+    with pytest.raises(ValueError, match="shard_placement_fn comes too late: the parameters of this Linear"):
+        fully_shard(model[0], mesh, shard_placement_fn=lambda p: Shard(0))
+    with pytest.raises(ValueError, match=r"ignored_params \(bias\) comes too late"):
+        fully_shard(model[0], mesh, ignored_params=[model[0].bias])
+    with pytest.raises(MeshError, match=r"over .* already, by a call on a module around it; give the same mesh"):
+        fully_shard(model[0], other)
+
+
+@pytest.mark.parametrize("case", range(14))
 @with_threads(1)
 def test_refusals(rank, case):
     call, error, message = refusals(init_device_mesh("cpu", (1,)))[case]

@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.nn.utils import parametrizations, parametrize
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dtensor import DTensor, PlacementError, Shard, distribute_module, distribute_tensor, init_device_mesh
-from dtensor.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, parallelize_module
-from dtensor.testing import MLPModule, with_threads
+from dtensor import DTensor, Partial, PlacementError, Shard, distribute_module, distribute_tensor, init_device_mesh
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, fully_shard, parallelize_module
+from dtensor.testing import MLPModule, with_ranks, with_threads
 
 X = torch.sin(torch.arange(80.0)).view(8, 10)
 
@@ -121,6 +121,96 @@ def test_moving_averages(rank):
         same(d, s)
         torch.testing.assert_close(s(X), d(X))
         assert s.module.net1.weight.placements == (Shard(0),)
+
+
+def two_dimensional():
+    """The dense model, it fully sharded over one axis and tensor parallel over the other, and the data axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    dense, sharded = pair(mesh["tp"])
+    return dense, fully_shard(sharded, mesh["dp"]), mesh["dp"]
+
+
+@with_threads(4)
+def test_grad_scaler_on_two_axes(rank):
+    """Gradients of one rank alone are infinite in one step: no rank takes it."""
+    dense, sharded, dp = two_dimensional()
+    found = []
+    for model, x in ((dense, X), (sharded, X.chunk(2)[dp.get_local_rank()])):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            grad: Any = model.net1.weight.grad
+            if step == 1 and (model is dense or rank == 3):
+                (grad.to_local() if isinstance(grad, DTensor) else grad)[0] = torch.inf
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(scaler.get_scale())
+    assert found == [4.0, 4.0]
+    same(dense, sharded)
+
+
+@with_threads(4)
+def test_moving_averages_on_two_axes(rank):
+    dense, sharded, dp = two_dimensional()
+    averages = []
+    for model, x in ((dense, X), (sharded, X.chunk(2)[dp.get_local_rank()])):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            ema.update_parameters(model)
+        averages.append(ema)
+    same(*averages)
+    assert averages[1].module.net1.weight._spec.layout is sharded.net1.weight._spec.layout
+    torch.testing.assert_close(averages[1](X), averages[0](X))
+
+
+@with_threads(4)
+def test_autocast_on_two_axes(rank):
+    dense, sharded, dp = two_dimensional()
+    for model, x in ((dense, X), (sharded, X.chunk(2)[dp.get_local_rank()])):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x)
+            loss = F.mse_loss(out, torch.zeros_like(out))
+        assert out.dtype == torch.bfloat16
+        loss.backward()
+    for d, s in zip(dense.parameters(), sharded.parameters()):
+        assert s.grad.dtype == torch.float32
+        torch.testing.assert_close(s.grad.full_tensor(), d.grad, rtol=0.05, atol=0.01)
+
+
+@with_ranks(2, timeout=200)
+def test_autocast_and_scaling_compiled(rank):
+    """The step of a loop: the model compiled under autocast, its gradients scaled, clipped, and taken."""
+    mesh, losses = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), []
+    dense, tensor_parallel = pair(mesh)
+    for model, x in ((dense, X), (tensor_parallel, X), (fully_shard(pair(mesh)[0], mesh), X.chunk(2)[rank])):
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+        run = dense if model is dense else compiled
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        losses.append([])
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.mse_loss(run(x), torch.zeros_like(x))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            mean = DTensor.from_local(loss.detach().float(), mesh, [Partial("avg")])
+            losses[-1].append(mean.full_tensor().item())
+    assert losses[0][0] > losses[0][2]
+    for found in losses[1:]:
+        assert found == pytest.approx(losses[0], rel=0.02)
 
 
 class Doubled(nn.Module):

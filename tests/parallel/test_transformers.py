@@ -2,13 +2,14 @@
 
 import copy
 import os
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from dtensor import DTensor, Replicate, init_device_mesh
-from dtensor.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, parallelize_module
+from dtensor import DTensor, Partial, Replicate, init_device_mesh
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, fully_shard, parallelize_module
 from dtensor.testing import run_threads, with_ranks
 
 transformers = pytest.importorskip("transformers", reason="needs transformers; write: pip install 'dtensor[test]'")
@@ -70,12 +71,12 @@ def made(name):
     return MODELS[name][0]()
 
 
-def trained(model, run):
-    """Logits before, and the losses of three steps."""
+def trained(model, run, part=lambda tokens: tokens):
+    """The losses of three steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):
-        tokens = (torch.arange(32).view(2, 16) * 7 + step) % V
+        tokens = part((torch.arange(32).view(2, 16) * 7 + step) % V)
         logits = run(input_ids=tokens, use_cache=False).logits
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
@@ -102,6 +103,45 @@ def compared(rank, name, model):
 @pytest.mark.parametrize("name", MODELS)
 def test_eager_is_unsharded(name):
     run_threads(compared, 2, name, made(name))
+
+
+def two_dimensional(name, model):
+    """Fully sharded, layer by layer, beside the plan; and this rank's part of a batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = parallelize_module(copy.deepcopy(model), mesh["tp"], MODELS[name][1])
+    layers: Any = found.model.layers if name == "llama" else found.transformer.h
+    for layer in layers:
+        fully_shard(layer, mesh["dp"])
+    dp = mesh["dp"]
+    return fully_shard(found, dp), dp, lambda tokens: tokens.chunk(2)[dp.get_local_rank()]
+
+
+def mean(losses, dp):
+    return DTensor.from_local(torch.tensor(losses), dp, [Partial("avg")]).full_tensor().tolist()
+
+
+def compared_on_two_axes(rank, name, model):
+    found, dp, part = two_dimensional(name, model)
+    assert {p.device_mesh.ndim for p in found.parameters()} == {1, 2}
+    assert mean(trained(found, found, part), dp) == pytest.approx(trained(*[copy.deepcopy(model)] * 2), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_two_axes(name):
+    run_threads(compared_on_two_axes, 4, name, made(name))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", MODELS)
+@with_ranks(4, timeout=850)
+def test_compiled_on_two_axes(rank, name):
+    """By Inductor."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    model = made(name)
+    found, dp, part = two_dimensional(name, model)
+    run = torch.compile(found, backend="dtensor", fullgraph=True)
+    assert mean(trained(found, run, part), dp) == pytest.approx(trained(model, model), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -88,6 +88,35 @@ def test_regions_of_checkpointing_are_left_alone(bench):
     assert gather.meta["recompute"] is CheckpointPolicy.MUST_SAVE
 
 
+def region(bench, communicates, then):
+    """A region of checkpointing, of which the last value goes on to `then` and to the backward."""
+
+    def f(w, x):
+        inside = ops.all_reduce(x @ w, "sum", bench.tp) if communicates else x @ w
+        last = inside + x
+        return then(last).sin() @ last
+
+    gm = joint(bench, f, (4, 4), (4, 4))
+    for node in gm.graph.nodes:
+        if node.name in ("mm", "all_reduce", "add"):
+            node.meta.update(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=1)
+    return gm
+
+
+def test_what_leaves_a_region_is_saved(bench):
+    gm = region(bench, True, lambda last: last * 2)
+    assert Regather()(gm.graph) == 1
+    saved = [n.name for n in gm.graph.nodes if n.meta.get("recompute") is CheckpointPolicy.MUST_SAVE]
+    assert saved == ["add"]
+    assert Regather()(gm.graph) == 0
+
+
+def test_what_leaves_a_region_that_sends_nothing_is_left_alone(bench):
+    assert Regather()(region(bench, False, lambda last: last * 2).graph) == 0
+    # And what the backward alone reads.
+    assert Regather()(region(bench, True, lambda last: last).graph) == 0
+
+
 def test_what_the_program_keeps_is_left_alone(bench):
     gm = joint(bench, layer(bench), (4, 4), (4, 4), parameters=[0])
     (gather,) = [n for n in gm.graph.nodes if n.name == "all_gather"]

@@ -1,0 +1,81 @@
+"""examples/train.py under torchrun: a rank dies while saving, the run goes on, on fewer ranks too, as if nothing had
+happened."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parent.parent / "examples"
+EVERY = 4
+
+
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""With the launcher's store, ranks that are started anew find the addresses of those that are no more."""
+
+
+def torchrun(nproc, *command, restarts=0):
+    """What the ranks print; the command has to succeed."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    words += ["--nproc-per-node", str(nproc), "--max-restarts", str(restarts), *map(str, command)]
+    inside = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env={**os.environ, **OWN_STORE, **inside}, text=True, **pipes) as process:
+        try:
+            out, errors = process.communicate(timeout=250)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # by which the launcher ends the ranks
+            raise
+    assert process.returncode == 0, errors
+    return out
+
+
+def curve(*texts):
+    """Step -> loss; a step that is done again counts as it was the last time."""
+    lines = [line for text in texts for line in re.findall(r"step (\d+) loss (\S+)", text)]
+    return {int(step): float(loss) for step, loss in lines}
+
+
+def uninterrupted(steps):
+    """The curve of one device."""
+    parts, losses = runpy.run_path(str(EXAMPLES / "model.py")), {}
+    torch.manual_seed(0)
+    model, batch = parts["Model"](), parts["batch"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(1, steps + 1):
+        tokens, targets = batch(step)
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.item()
+    return losses
+
+
+CASES = [
+    pytest.param(1, [], id="saved in the foreground"),
+    pytest.param(1, ["--background"], id="in the background", marks=pytest.mark.nightly),
+    pytest.param(0, ["--background", "--compile"], id="the first rank, compiled", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("rank", "options"), CASES)
+def test_the_curve_is_that_of_a_run_that_nothing_has_interrupted(tmp_path, rank, options):
+    """Four ranks, two-dimensional; one dies in the second save; then two ranks, fully sharded."""
+    train = [EXAMPLES / "train.py", "--folder", tmp_path, "--every", EVERY, *options]
+    dying = [HERE / "dying.py", rank, 2 * EVERY, *train]
+    first = torchrun(4, *dying, "--tp", 2, "--steps", 3 * EVERY, restarts=1)
+    assert f"goes on after step {EVERY}\n" in first
+    assert sorted(os.listdir(tmp_path)) == [f"step-{n * EVERY:08d}" for n in (1, 2, 3)]
+    second = torchrun(2, *train, "--tp", 1, "--steps", 4 * EVERY)
+    assert f"goes on after step {3 * EVERY}\n" in second
+    wanted = uninterrupted(4 * EVERY)
+    assert curve(first, second) == pytest.approx(wanted, abs=2e-5)
+    assert wanted[4 * EVERY] < 0.7 * wanted[1]
