@@ -153,6 +153,94 @@ def strided_shard(dim: int, strides: int) -> Any:
     return _StridedShard(dim, split_factor=strides)
 
 
+def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: Callable[[Any], Any]) -> None:
+    """Have FullyShardedDataParallel (FSDP1), made from now on over a slice of a mesh, ask `extensions`.
+
+    FSDP1 knows torch's DTensor by name where it registers parameters anew, compares their memory, and takes optimizer
+    states apart and puts them together. There it is told that tensors of other classes may come, too. Imported on call.
+
+    Args:
+        extensions: called with the extensions that FSDP1 would have, the data mesh, and whether FSDP1 replicates and
+            keeps the user's parameters; what it makes answers for tensors of which its `owns(tensor)` is true.
+        gathered: called with each value of an optimizer's state dict, and a process group; gives what FSDP1 flattens.
+        local: gives the plain tensor whose memory a tensor uses.
+    """
+    from torch.distributed.fsdp import _flat_param as flat_param
+    from torch.distributed.fsdp import _optim_utils as optim
+    from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp1
+
+    FlatParamHandle = flat_param.FlatParamHandle
+
+    make, register = fsdp1._init_extension, FlatParamHandle._use_unsharded_views
+    view_gradients, same_storage = FlatParamHandle._use_unsharded_grad_views, flat_param._same_storage
+    unflatten, gather = optim._unflatten_orig_param_states, optim._gather_state_dict
+    if getattr(make, "_asks", None) is extensions:
+        return
+
+    @functools.wraps(make)
+    def _init_extension(state, device_mesh=None):
+        make(state, device_mesh)
+        if state._fsdp_extension is not None:
+            kept = state.sharding_strategy is fsdp1.ShardingStrategy.NO_SHARD and state._use_orig_params
+            state._fsdp_extension = extensions(state._fsdp_extension, device_mesh, kept)
+        return state
+
+    @functools.wraps(register)
+    def _use_unsharded_views(self, as_params):
+        # A parameter's data cannot become a tensor of another class: new parameters take its place for a while.
+        known = self.flat_param._param_extensions if isinstance(self._fsdp_extension, extensions) else ()
+        before = self._use_orig_params
+        self._use_orig_params = before and not (as_params and any(found is not None for found in known))
+        try:
+            return register(self, as_params)
+        finally:
+            self._use_orig_params = before
+
+    @functools.wraps(view_gradients)
+    def _use_unsharded_grad_views(self):
+        # Without reduction, gradients stand beside parameters that are plain: views of the flat one.
+        found, known = self.flat_param, self.flat_param._param_extensions
+        owners = [getattr(module, name) for name, module, _ in found._param_infos]
+        found._param_extensions = [None if local(p) is p else ext for p, ext in zip(owners, known)]
+        try:
+            view_gradients(self)
+        finally:
+            found._param_extensions = known
+
+    @functools.wraps(unflatten)
+    def _unflatten_orig_param_states(info, output_states, state_name, shard_state, to_save, cpu_offload):
+        state, found = info.state, info.state._fsdp_extension
+        mine = {}
+        if isinstance(found, extensions):
+            mine = {name: values for name, values in output_states.items() if found.owns(values[state_name])}
+        for values in mine.values() if to_save else ():
+            x = values[state_name]
+            x = found.chunk_dtensor(x, state.rank, state._device_mesh) if shard_state else x.detach().clone()
+            values[state_name] = x.cpu() if cpu_offload else x
+        rest = {name: values for name, values in output_states.items() if name not in mine}
+        unflatten(info, rest, state_name, shard_state, to_save, cpu_offload)
+
+    @functools.wraps(gather)
+    def _gather_state_dict(state_dict, *, pg=None, **options):
+        return gather(tree_map(lambda x: gathered(x, pg), state_dict), pg=pg, **options)
+
+    @functools.wraps(same_storage)
+    def _same_storage(a, b):
+        return same_storage(local(a), local(b))
+
+    vars(_init_extension)["_asks"] = extensions
+    FlatParamHandle._use_unsharded_grad_views, flat_param._same_storage = _use_unsharded_grad_views, _same_storage
+    fsdp1._init_extension, FlatParamHandle._use_unsharded_views = _init_extension, _use_unsharded_views
+    optim._unflatten_orig_param_states, optim._gather_state_dict = _unflatten_orig_param_states, _gather_state_dict
+
+
+def mark_flattened(x: torch.Tensor) -> None:
+    """Let FSDP1 know that it has flattened this parameter already."""
+    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    _set_fsdp_flattened(x)
+
+
 @contextlib.contextmanager
 def threaded_process_group():
     """Context in which the threads of this process can be ranks of a process group with backend "threaded".
@@ -534,6 +622,7 @@ __all__ = [
     "disable_dynamo",
     "disabled_torch_function",
     "dynamo_counters",
+    "extend_fsdp1",
     "fake_store",
     "functional_collectives",
     "get_hash_for_files",
@@ -549,6 +638,7 @@ __all__ = [
     "is_in_graph",
     "make_fx",
     "make_wrapper_subclass",
+    "mark_flattened",
     "mesh_resources",
     "min_cut_partition",
     "never_traced",

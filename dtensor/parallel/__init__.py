@@ -4,6 +4,7 @@
 from .api import parallelize_module
 from .clipping import clip_grad_norm_
 from .colwise import ColwiseParallel
+from .fsdp1 import DTensorExtensions, enable_fsdp1
 from .fully_shard import fully_shard
 from .loss import linear_cross_entropy, loss_parallel
 from .materialize import materialize
@@ -16,6 +17,7 @@ from .style import ParallelStyle
 
 __all__ = [
     "ColwiseParallel",
+    "DTensorExtensions",
     "FullyShardedModule",
     "MixedPrecisionPolicy",
     "ParallelStyle",
@@ -25,6 +27,7 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "clip_grad_norm_",
+    "enable_fsdp1",
     "fully_shard",
     "linear_cross_entropy",
     "loss_parallel",
