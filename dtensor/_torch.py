@@ -7,7 +7,9 @@ Importing this module checks the torch version and raises `ImportError` outside 
 import contextlib
 import functools
 import re
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -232,6 +234,129 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
     FlatParamHandle._use_unsharded_grad_views, flat_param._same_storage = _use_unsharded_grad_views, _same_storage
     fsdp1._init_extension, FlatParamHandle._use_unsharded_views = _init_extension, _use_unsharded_views
     optim._unflatten_orig_param_states, optim._gather_state_dict = _unflatten_orig_param_states, _gather_state_dict
+
+
+@dataclass(frozen=True, eq=False)
+class FSDP2Parameter:
+    """A parameter that torch's FSDP2 has sharded.
+
+    Attributes:
+        parameter: torch's DTensor.
+        places: the modules that have it, and its name there.
+        dim: the dimension that is cut.
+        inner: mesh and placements of torch's DTensor that the forward gets; None where that is a plain tensor.
+    """
+
+    parameter: Any
+    places: list[tuple[Any, str]]
+    dim: int
+    inner: tuple[Any, Sequence[Any]] | None
+
+
+@dataclass(frozen=True, eq=False)
+class FSDP2Unit:
+    """What one call of FSDP2's `fully_shard` has sharded.
+
+    Attributes:
+        modules: the modules that it was given.
+        parameters: their parameters.
+        mesh: the data mesh.
+        policy: torch's MixedPrecisionPolicy.
+        reshard: whether the backward gathers again.
+        reduce: over which data axes gradients are reduced: "all", "scatter" or "none".
+    """
+
+    modules: tuple
+    parameters: list[FSDP2Parameter]
+    mesh: Any
+    policy: Any
+    reshard: bool
+    reduce: str
+
+
+def fsdp2_units(module: Any) -> list[FSDP2Unit]:
+    """What FSDP2 has sharded in `module`; none if it was never imported.
+
+    Raises:
+        NotImplementedError: what dtensor has no equivalent of.
+        ValueError: a parameter in `module` belongs to a unit of a module around it.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed._composable_state import _module_state_mapping
+
+    inside = set(module.modules())
+    for owner in [m for m in _module_state_mapping if m not in inside]:
+        for group in getattr(_module_state_mapping[owner](), "_fsdp_param_groups", ()):
+            if any(p._module_info.module in inside for p in group.fsdp_params):
+                raise ValueError(
+                    f"parameters of this {type(module).__name__} were sharded by a fully_shard on the "
+                    f"{type(owner).__name__} around it; convert that one as a whole"
+                )
+    return [
+        _fsdp2_unit(state, group) for state in _fsdp2_states(module) for group in state._fsdp_param_groups or [None]
+    ]
+
+
+def _fsdp2_states(module: Any) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    states = {id(s): s for s in (m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule))}
+    return list(states.values())
+
+
+def _fsdp2_unit(state: Any, group: Any) -> FSDP2Unit:
+    if group is None:  # a module whose parameters are all in other units
+        return FSDP2Unit(state._modules, [], None, state._mp_policy, True, "all")
+    for given, kind in ((group.offload_policy, "CPUOffloadPolicy"), (group.mesh_info, "DDPMeshInfo")):
+        if type(given).__name__ == kind:
+            raise NotImplementedError(f"torch's FSDP2 with {kind} has no equivalent here; write fully_shard without it")
+    if group.mesh_info.is_spmd_mesh:
+        raise NotImplementedError(
+            "torch's FSDP2 with dp_mesh_dims cannot be converted; give fully_shard the data axes alone, mesh['dp']"
+        )
+    found = []
+    for p in group.fsdp_params:
+        unsharded = getattr(p, "_unsharded_param", None)
+        if p.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
+            raise ValueError(
+                "FSDP2 holds gradients that it has not reduced; convert the model after a backward with "
+                "set_requires_gradient_sync(True), or after optimizer.zero_grad()"
+            )
+        known = p._module_info
+        places = [(known.module, known.param_name), *zip(known.shared_modules, known.shared_param_names)]
+        spec = p._unsharded_dtensor_spec
+        inner = None if spec is None else (spec.mesh, spec.placements)
+        found.append(FSDP2Parameter(p.sharded_param, places, p.fsdp_placement.dim, inner))
+    reduce = "none" if not group.reduce_grads else "all" if group.all_reduce_grads else "scatter"
+    reshard = group.post_forward_mesh_info is not None
+    return FSDP2Unit(state._modules, found, group.mesh_info.mesh, group.mp_policy, reshard, reduce)
+
+
+def remove_fsdp2(module: Any) -> None:
+    """Take FSDP2 off `module` and all in it: its hooks, classes and states; parameters stay as they are."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for state in _fsdp2_states(module):
+        handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+        for group in state._fsdp_param_groups:
+            handles += [p._post_load_hook_handle for p in group.fsdp_params]
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        for handle in handles:
+            handle.remove()
+        for found in state._modules:
+            found.__class__ = type(found).__mro__[FSDPModule._orig_cls_mro_index]
+            _module_state_mapping.pop(found, None)
+            for key in (STATE_KEY, REGISTRY_KEY):
+                vars(found).pop(key, None)
+    for found in module.modules():
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(found).pop(key, None)
 
 
 def mark_flattened(x: torch.Tensor) -> None:
@@ -600,6 +725,8 @@ __all__ = [
     "TRACE_LOG",
     "CustomInferenceAwareGraphPass",
     "CustomPartitionerFn",
+    "FSDP2Parameter",
+    "FSDP2Unit",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
@@ -624,6 +751,7 @@ __all__ = [
     "dynamo_counters",
     "extend_fsdp1",
     "fake_store",
+    "fsdp2_units",
     "functional_collectives",
     "get_hash_for_files",
     "graph_node",
@@ -652,6 +780,7 @@ __all__ = [
     "real_object",
     "register_backend",
     "register_value_type",
+    "remove_fsdp2",
     "resolve_process_group",
     "return_and_correct_aliasing",
     "root_mesh",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .._torch import disable_dynamo, extend_fsdp1, mark_flattened
-from ..interop import from_torch, is_torch_dtensor
+from ..foreign import from_torch, is_torch_dtensor
 from ..layout import Layout
 from ..mesh import group_name
 from ..spec import Spec

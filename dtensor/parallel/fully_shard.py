@@ -79,7 +79,7 @@ def fully_shard(
     if activations not in ("local", "global"):
         raise ValueError(f"activations is 'local' or 'global'; got {activations!r}")
     ignored = {id(p) for p in ignored_params}
-    unit = Unit(one_object(mesh), _policy(mp_policy), not reshard_after_forward, activations == "local")
+    unit = Unit(one_object(mesh), policy_of(mp_policy), not reshard_after_forward, activations == "local")
     for given in modules:
         for name, part in given.named_modules():
             how = _shard_parameters(part, name, unit, ignored, shard_placement_fn, src_data_rank)
@@ -159,7 +159,8 @@ def _check_mesh(mesh: Any) -> None:
         raise MeshError(f"this rank is not in {mesh}; call fully_shard on the ranks of the mesh only")
 
 
-def _policy(given: Any) -> MixedPrecisionPolicy:
+def policy_of(given: Any) -> MixedPrecisionPolicy:
+    """Our policy for `given`: ours, that of FSDP2, or None."""
     if given is None:
         return MixedPrecisionPolicy()
     if isinstance(given, MixedPrecisionPolicy):
@@ -171,4 +172,4 @@ def _policy(given: Any) -> MixedPrecisionPolicy:
     raise TypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {given!r}")
 
 
-__all__ = ["fully_shard"]
+__all__ = ["fully_shard", "policy_of"]

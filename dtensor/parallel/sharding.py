@@ -39,19 +39,38 @@ def sharded(
     Raises:
         MeshError: the axes of the parameter and of `mesh` do not make one mesh.
     """
-    dim = dim if mesh.size(mesh.ndim - 1) > 1 else None  # operators lie replicated where both are free
     inner = parameter if isinstance(parameter, DTensor) else None
-    whole = mesh if inner is None else joint_mesh(mesh, inner.device_mesh)
-    how = _how(whole, mesh, parameter.dim(), dim, inner)
+    dim = dim if mesh.size(mesh.ndim - 1) > 1 else None
     values: Any = parameter.detach()
     values = values if inner is None else values.to_local()
     data: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     last = Replicate() if dim is None else Shard(dim)
     local = distribute_tensor(values, mesh, [*data, last], src_data_rank=src_data_rank).to_local()
-    value = DTensor(local, whole, how.layout, tuple(parameter.shape), tuple(parameter.stride()))
-    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    vars(made)[SHARDED_AS] = None, how, mesh
+    made, how = sharded_already(parameter, local, mesh, dim, inner)
     vars(parameter)[SHARDED_AS] = made, how, mesh
+    return made, how
+
+
+def sharded_already(
+    whole: torch.Tensor, local: torch.Tensor, mesh: Any, dim: int | None, inner: DTensor | None
+) -> tuple[nn.Parameter, Unshard]:
+    """A parameter of which each rank holds its part already, and how to get from it to what the forward computes with.
+
+    Args:
+        whole: a tensor of its shape, strides and `requires_grad`.
+        local: this rank's part.
+        mesh, dim: as in `sharded`.
+        inner: a DTensor that lies as the parameter does when it is gathered over the data axes; None if that is plain.
+
+    Raises:
+        MeshError: the axes of `inner` and of `mesh` do not make one mesh.
+    """
+    dim = dim if mesh.size(mesh.ndim - 1) > 1 else None  # operators lie replicated where both are free
+    joint = mesh if inner is None else joint_mesh(mesh, inner.device_mesh)
+    how = _how(joint, mesh, whole.dim(), dim, inner)
+    value = DTensor(local, joint, how.layout, tuple(whole.shape), tuple(whole.stride()))
+    made = nn.Parameter(value, requires_grad=whole.requires_grad)
+    vars(made)[SHARDED_AS] = None, how, mesh
     return made, how
 
 
@@ -122,4 +141,4 @@ def joint_mesh(one: Any, other: Any) -> Any:
     return root if wanted == names else one_object(root[wanted])
 
 
-__all__ = ["SHARDED_AS", "joint_mesh", "sharded", "sharded_otherwise"]
+__all__ = ["SHARDED_AS", "joint_mesh", "sharded", "sharded_already", "sharded_otherwise"]
