@@ -23,7 +23,7 @@ LAYERS = [
     ["detours", "out"],
     ["tensor"],
     ["composite", "api", "random", "registration", "explanation"],
-    ["local_functions", "linear_loss", "foreign", "scaling", "checkpoints", "safetensors"],
+    ["local_functions", "linear_loss", "exporting", "foreign", "scaling", "checkpoints", "safetensors"],
     ["parallel"],
     ["interop"],
     ["testing"],
