@@ -6,6 +6,7 @@ from .clipping import clip_grad_norm_
 from .colwise import ColwiseParallel
 from .fsdp1 import DTensorExtensions, enable_fsdp1
 from .fully_shard import fully_shard
+from .input_reshard import input_reshard
 from .loss import linear_cross_entropy, loss_parallel
 from .materialize import materialize
 from .mixed_precision import MixedPrecisionPolicy
@@ -29,6 +30,7 @@ __all__ = [
     "clip_grad_norm_",
     "enable_fsdp1",
     "fully_shard",
+    "input_reshard",
     "linear_cross_entropy",
     "loss_parallel",
     "materialize",
