@@ -99,7 +99,7 @@ class _Resharding:
         if axis is None or not 0 <= dim < x.dim() or x.shape[dim] < self.mesh.size():
             return whole
         layout = spec.layout.moved(axis, dim)
-        local = move(x.detach(), layout).to_local()
+        local = move(x, layout).to_local().detach()
         if local.untyped_storage().nbytes() > local.numel() * local.element_size():
             local = local.clone()
         return _Saved(local, spec, layout, plain)

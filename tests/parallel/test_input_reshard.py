@@ -13,6 +13,11 @@ from dtensor.testing import CountCollectives, MLPModule, with_threads
 
 PLAN = {"net1": ColwiseParallel(), "net2": RowwiseParallel()}
 X = torch.sin(torch.arange(90.0)).view(9, 10)
+MLP = MLPModule("cpu")  # one for all threads, which share a random generator
+
+
+def mlp():
+    return copy.deepcopy(MLP)
 
 
 def saved(mesh):
@@ -33,9 +38,9 @@ def expected(model, x):
 @with_threads(2)
 def test_a_part_is_saved_and_the_gradients_stay(rank):
     mesh = init_device_mesh("cpu", (2,))
-    y, grad, grads = expected(MLPModule("cpu"), X)
+    y, grad, grads = expected(mlp(), X)
     for dim, part in ((0, (5 - rank, 10)), (1, (9, 5)), (-1, (9, 5))):
-        model = input_reshard(parallelize_module(MLPModule("cpu"), mesh, PLAN), mesh, dim)
+        model = input_reshard(parallelize_module(mlp(), mesh, PLAN), mesh, dim)
         for _ in range(2):
             model.zero_grad()
             x = X.clone().requires_grad_()
@@ -58,7 +63,7 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm = nn.LayerNorm(10)
-        self.mlp = MLPModule("cpu")
+        self.mlp = mlp()
 
     def forward(self, x, mask=None):
         x = x if mask is None else x * mask
@@ -143,7 +148,7 @@ def test_arguments(fake_mesh):
 
 def test_a_compiled_graph_saves_what_the_partitioner_says(fake_mesh):
     mesh = fake_mesh(2)
-    model = input_reshard(parallelize_module(MLPModule("cpu"), mesh, PLAN), mesh, 0)
+    model = input_reshard(parallelize_module(mlp(), mesh, PLAN), mesh, 0)
     x = X.clone().requires_grad_()
     out = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
     assert saved(mesh) == []
