@@ -6,6 +6,7 @@ Importing this module checks the torch version and raises `ImportError` outside 
 
 import contextlib
 import functools
+import operator
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -36,7 +37,9 @@ check_version(torch.__version__)
 
 # Only now what another release may not have.
 from torch._decomp import decomposition_table as decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import register_backend
+from torch._dynamo.source import ConstantSource
 from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
@@ -64,7 +67,7 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, guard_or_false
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
@@ -499,6 +502,45 @@ def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def symbolic_mode() -> FakeTensorMode:
+    """A mode for tracing with sizes that may be symbols; tensors that are no stand-ins become constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def stand_in(mode: FakeTensorMode, x: torch.Tensor, name: str, symbols: bool) -> torch.Tensor:
+    """A fake tensor like `x`, an input called `name`; of which sizes above 1 are symbols, if that is wanted."""
+    if not symbols:
+        return mode.from_tensor(x, static_shapes=True)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * x.dim())
+    return mode.from_tensor(x, symbolic_context=context, source=ConstantSource(name))
+
+
+def trace_with(mode: FakeTensorMode, function: Callable, *args: Any) -> torch.fx.GraphModule:
+    """The graph of `function` on stand-ins of `mode`: what is left below autograd and dispatch."""
+    with enable_python_dispatcher(), mode:
+        gm = make_fx(function, tracing_mode="real")(*args)
+    # Torch writes a product of three sizes as one operator.mul, of which the code for the graph has the first two.
+    for node in gm.graph.find_nodes(op="call_function", target=operator.mul):
+        first, second, *others = node.args
+        for other in others:
+            with gm.graph.inserting_before(node):
+                first, second = gm.graph.call_function(operator.mul, (first, second)), other
+        node.args = first, second
+    gm.recompile()
+    return gm
+
+
+def guards_on(mode: FakeTensorMode, sizes: Sequence[Any]) -> str:
+    """What a trace took for granted of the symbols among `sizes`: code for `assert_guards`."""
+    symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
+    return (mode.shape_env.produce_guards_expression(symbols) or "") if symbols and mode.shape_env else ""
+
+
+def guards_hold(mode: FakeTensorMode, code: str, sizes: Sequence[Any]) -> bool:
+    """Whether other sizes in the place of the symbols are as the trace took for granted; another trace guards that."""
+    return not code or mode.shape_env is None or bool(mode.shape_env.evaluate_guards_expression(code, sizes))
+
+
 def same_size(a, b) -> bool:
     """Whether two sizes are equal: of sizes that only the data tell, whether that is known anyhow."""
     return a is b or bool(guard_or_false(a == b))
@@ -755,6 +797,8 @@ __all__ = [
     "functional_collectives",
     "get_hash_for_files",
     "graph_node",
+    "guards_hold",
+    "guards_on",
     "has_hint",
     "hint",
     "inductor_compile",
@@ -789,12 +833,15 @@ __all__ = [
     "set_thread_state",
     "shard_order",
     "size_formula",
+    "stand_in",
     "static_placeholders",
     "strided_shard",
+    "symbolic_mode",
     "symbolic_sizes",
     "thread_state",
     "threaded_process_group",
     "trace_artifact",
+    "trace_with",
     "traced_into_backward",
     "tree_flatten",
     "tree_leaves",

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import UserError
 
 import dtensor
 from dtensor import Replicate, Shard, ShardingError, distribute_tensor, init_device_mesh
@@ -52,6 +53,21 @@ def test_a_program_is_the_model(rank, tmp_path):
     torch.testing.assert_close(program.module()(tokens=TOKENS.flip(0)), expected.flip(0))
 
 
+@with_ranks(2, timeout=200)
+def test_sizes_may_vary(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = Transformer(ARGS).eval()
+    four = torch.cat([TOKENS, TOKENS.flip(1)])
+    eight = torch.cat([four, four.flip(0)])
+    expected = model(four), model(eight)
+    model = Transformer.parallelize(model, mesh, True)
+    shapes = {"tokens": {0: 2 * torch.export.Dim("half", max=32)}}
+    program = dtensor.export(model, (four,), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(program(four), expected[0])
+    torch.testing.assert_close(program(eight), expected[1])
+
+
 class Counting(nn.Module):
     """Parts of several kinds: a parameter, a buffer that is written to, one that is not saved, a nested output."""
 
@@ -74,6 +90,7 @@ def test_buffers_and_nested_outputs(fake_mesh):
     assert sorted(program.state_dict) == ["calls", "linear.bias", "linear.weight"]
     assert float(model.calls) == 0
     runs = program.module()
+    assert program.graph_signature.user_inputs == ("x", 3)
     found = runs(torch.ones(2, 4), times=3)
     assert found["out"][0].shape == (2, 4)
     assert float(found["out"][1]) == 1
@@ -92,3 +109,10 @@ def test_what_is_refused(fake_mesh):
             torch.export.export(given, (X,))
     with pytest.raises(Exception, match=r"write dtensor.export\(model, args\)"):
         torch.export.export(parallelize_module(MLPModule("cpu"), mesh, PLAN), (X,), strict=True)
+
+
+def test_sizes_that_may_not_vary(fake_mesh):
+    model = Transformer.parallelize(Transformer(ARGS).eval(), fake_mesh(2), True)
+    sequence = torch.export.Dim("sequence", max=8)  # of which each rank has a half
+    with pytest.raises(UserError, match=r"Constraints violated \(sequence\)"):
+        dtensor.export(model, (TOKENS,), dynamic_shapes={"tokens": {1: sequence}})
