@@ -24,6 +24,7 @@ from .errors import (
     StrictError,
 )
 from .explanation import explain
+from .exporting import export
 from .fallback import fallbacks
 from .invariance import implicit_replication
 from .local_functions import local_map
@@ -65,6 +66,7 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explain",
+    "export",
     "fallbacks",
     "full",
     "implicit_replication",

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ._torch import FakeTensor, FunctionalTensor, current_device_mesh
-from .errors import MeshError, PlacementError
+from .errors import MeshError, PlacementError, ShardingError
 from .placements import Placement
 
 
@@ -30,6 +30,19 @@ def is_tracing(out) -> bool:
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     local = getattr(first, "_local_tensor", None)
     return isinstance(local, (FakeTensor, FunctionalTensor))
+
+
+def refuse_export() -> None:
+    """Raise where torch.export.export traces: it records operators before DTensors see them, and fails later, darkly.
+
+    Raises:
+        ShardingError: it does.
+    """
+    if torch.compiler.is_exporting():
+        raise ShardingError(
+            "torch.export.export cannot trace through DTensors: it records operators above the point where they are "
+            "taken apart; write dtensor.export(model, args), which gives the same kind of program"
+        )
 
 
 def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
@@ -95,4 +108,12 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
     return data
 
 
-__all__ = ["check_replicas", "check_source", "current_mesh", "from_source", "is_tracing", "of_all_ranks"]
+__all__ = [
+    "check_replicas",
+    "check_source",
+    "current_mesh",
+    "from_source",
+    "is_tracing",
+    "of_all_ranks",
+    "refuse_export",
+]

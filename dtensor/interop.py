@@ -1,166 +1,72 @@
-"""Between dtensor and torch.distributed.tensor: tensors without a copy, and whole models.
+"""Models of torch.distributed.tensor and FSDP2 become models of dtensor, and tensors go over and back (`foreign`).
 
-Both kinds of tensor hold the same local tensor on the same DeviceMesh; only what is said of it differs. The order in
-which axes cut one dimension, which torch writes as strided shards, is kept. This is the only module that knows torch's
-DTensor, and imports it when it is first needed.
+Nothing is copied or sent. What torch has put on modules is taken off where it would do the work of what takes its place
+(FSDP2), and given torch's tensors where it still has work to do (the hooks of tensor parallel styles).
 """
 
 from typing import Any
 
-import torch
 from torch import nn
 
-from ._torch import shard_order, strided_shard, tree_map
-from .errors import PlacementError
-from .layout import Layout
-from .placements import Partial, Shard, as_placements
-from .tensor import DTensor, move
+from ._torch import fsdp2_units, remove_fsdp2, tree_map
+from .foreign import TORCH, as_ours, as_torchs, from_torch, is_torch_dtensor, to_torch
+from .parallel.taking_over import take_over, taken_over
 
-TORCH = "torch.distributed.tensor"
-FSDP = "torch.distributed.fsdp"
-
-
-def _theirs() -> Any:
-    """The module torch.distributed.tensor."""
-    import torch.distributed.tensor as theirs
-
-    return theirs
-
-
-def is_torch_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor of torch.distributed.tensor; imports nothing."""
-    return any(c.__name__ == "DTensor" and c.__module__.startswith(TORCH) for c in type(x).__mro__)
-
-
-def from_torch(x: Any) -> DTensor:
-    """A DTensor that shares the memory of `x`, a torch.distributed.tensor.DTensor; gradients flow back to it.
-
-    Mesh, placements, and the order of axes that cut one dimension stay. A gradient arrives at `x` as `x` is placed,
-    with Replicate for Partial.
-
-    Raises:
-        TypeError: `x` is no DTensor of torch.
-        PlacementError: one of its placements is a private one of torch that has no meaning outside it.
-    """
-    if not is_torch_dtensor(x):
-        raise TypeError(
-            f"from_torch takes a torch.distributed.tensor.DTensor, got {type(x).__name__}; write distribute_tensor or "
-            "DTensor.from_local for a plain tensor"
-        )
-    layout = _layout_of(x)
-    if layout is Layout.of(layout.placements, x.dim()):
-        local = x.to_local(grad_placements=_torch_placements(layout.without_partial(), x.device_mesh))
-        return DTensor.from_local(
-            local, x.device_mesh, layout.placements, shape=tuple(x.shape), stride=tuple(x.stride())
-        )
-    return _FromTorch.apply(x, layout)
-
-
-def to_torch(x: DTensor) -> Any:
-    """A torch.distributed.tensor.DTensor that shares the memory of `x`; gradients flow back to it.
-
-    Raises:
-        TypeError: `x` is no DTensor of dtensor.
-    """
-    if not isinstance(x, DTensor):
-        raise TypeError(f"to_torch takes a dtensor.DTensor, got {type(x).__name__}")
-    local = x.to_local()
-    mesh = x.device_mesh
-    layout = Layout.of(x.placements, x.dim()) if torch.compiler.is_dynamo_compiling() else x._spec.layout
-    placements = _torch_placements(layout, mesh)
-    return _theirs().DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=x.size(), stride=tuple(x.stride())
-    )
-
-
-def _layout_of(x: Any) -> Layout:
-    for p in x.placements:
-        if type(p).__name__ not in ("Shard", "Replicate", "Partial", "_StridedShard"):
-            raise _unknown(x)
-    if torch.compiler.is_dynamo_compiling():
-        # The spec cannot be read in a trace; hooks and from_local make tensors that are cut in mesh order.
-        return Layout.of(as_placements(x.placements, x.device_mesh.ndim, x.dim()), x.dim())
-    order = shard_order(x)
-    if order is None:
-        raise _unknown(x)
-    partial = [(a, p.reduce_op) for a, p in enumerate(x.placements) if p.is_partial()]
-    return Layout.make(len(x.placements), tuple([order.get(d, ()) for d in range(x.dim())]), tuple(partial))
-
-
-def _unknown(x: Any) -> PlacementError:
-    return PlacementError(
-        f"a tensor placed as {x.placements!r} is what an operator of torch leaves between two others; write "
-        "x.redistribute(placements=…) with Shard, Replicate and Partial first"
-    )
-
-
-def _torch_placements(layout: Layout, mesh: Any) -> list[Any]:
-    """What torch calls a layout: an axis cut after a later one is a strided shard of as many strides."""
-    theirs = _theirs()
-    made: list[Any] = []
-    for axis, p in enumerate(layout.placements):
-        if isinstance(p, Shard):
-            axes = layout.dims[p.dim]
-            strides = 1
-            for before in axes[: axes.index(axis)]:
-                strides *= mesh.size(before) if before > axis else 1
-            made.append(theirs.Shard(p.dim) if strides == 1 else strided_shard(p.dim, strides))
-        else:
-            made.append(theirs.Partial(p.reduce_op) if isinstance(p, Partial) else theirs.Replicate())
-    return made
-
-
-class _FromTorch(torch.autograd.Function):
-    """A tensor whose axes cut a dimension in another order than the mesh's, which placements cannot say."""
-
-    @staticmethod
-    def forward(ctx, x, layout):
-        ctx.layout, ctx.mesh = layout.without_partial(), x.device_mesh
-        ctx.placements = _torch_placements(ctx.layout, x.device_mesh)
-        local = x.to_local()
-        return DTensor(local.view_as(local), x.device_mesh, layout, tuple(x.shape), tuple(x.stride()))
-
-    @staticmethod
-    def backward(ctx, grad):
-        local = move(grad, ctx.layout).to_local()
-        theirs = _theirs().DTensor
-        made = theirs.from_local(
-            local, ctx.mesh, ctx.placements, run_check=False, shape=grad.size(), stride=tuple(grad.stride())
-        )
-        return made, None
+FSDP1 = "FullyShardedDataParallel"
 
 
 def convert_module(module: nn.Module) -> nn.Module:
-    """Turn a model that torch.distributed.tensor.parallel has sharded into one of dtensor, in place, without a copy.
+    """Turn a model that torch.distributed.tensor.parallel or FSDP2 has sharded into one of dtensor, in place.
 
     Parameters, buffers and gradients become DTensors that share the memory of torch's; parameters that modules share
     stay shared. The hooks that torch's styles have put on modules go on working: they are given torch's DTensors, and
-    what they give is turned back. Plain parameters and everything else stay as they are. Make optimizers afterwards:
-    one made before holds the old parameters.
+    what they give is turned back. FSDP2 is taken off, and `dtensor.parallel.fully_shard` is what the modules have
+    instead, over the same mesh and dimensions, with the same mixed precision, resharding and shared units. Plain
+    parameters and everything else stay as they are. Make optimizers afterwards: one made before holds the old
+    parameters.
 
     Returns:
         `module`.
 
     Raises:
-        PlacementError: a parameter has a placement that dtensor does not know; nothing is changed then.
-        NotImplementedError: a module inside is sharded by FSDP.
+        PlacementError: a parameter has a placement that dtensor does not know.
+        MeshError: FSDP2 and a style have used meshes that are no slices of one.
+        NotImplementedError: a module is sharded by FSDP1 or `replicate`, offloaded, or has torch's `input_reshard`.
+        ValueError: `module` is a part of what one call of FSDP2 has sharded, or FSDP2 holds unreduced gradients.
+
+        Nothing is changed then.
     """
-    made: dict[int, Any] = {}
     for name, found in module.named_modules():
-        if any(_home(hook).startswith(FSDP) for hooks in _hooks(found) for hook in hooks.values()):
-            raise NotImplementedError(
-                f"module {name!r} is sharded by torch's FSDP, which gathers its parameters in hooks of its own; "
-                "convert the model before fully_shard, and write dtensor.parallel.fully_shard"
-            )
+        _check(found, name)
+    units = fsdp2_units(module)
+    sharded = {id(p.parameter) for unit in units for p in unit.parameters}
+    made: dict[int, Any] = {}
+    for found in module.modules():
         for x in [*found._parameters.values(), *found._buffers.values()]:
-            if is_torch_dtensor(x) and id(x) not in made:
+            if is_torch_dtensor(x) and id(x) not in made and id(x) not in sharded:
                 made[id(x)] = _converted(x)
+    taken = taken_over(units)
+    remove_fsdp2(module)
+    take_over(units, taken)
     for found in module.modules():
         for tensors in (found._parameters, found._buffers):
             tensors.update({name: made[id(x)] for name, x in tensors.items() if id(x) in made})
         for hooks in _hooks(found):
             hooks.update({key: _bridged(hook) for key, hook in hooks.items() if _home(hook).startswith(TORCH)})
     return module
+
+
+def _check(module: nn.Module, name: str) -> None:
+    if type(module).__name__ == FSDP1 and type(module).__module__.startswith("torch.distributed"):
+        raise NotImplementedError(
+            f"module {name!r} is a {FSDP1} (FSDP1), whose flat parameters hold no tensors to convert; convert the "
+            "model before it is wrapped, and write dtensor.parallel.fully_shard, or dtensor.parallel.enable_fsdp1()"
+        )
+    if any(_home(hook).endswith(".input_reshard") for hooks in _hooks(module) for hook in hooks.values()):
+        raise NotImplementedError(
+            f"module {name!r} has torch's input_reshard, which knows only torch's DTensors; convert the model before, "
+            "and write dtensor.parallel.input_reshard"
+        )
 
 
 def _converted(x: Any) -> Any:
@@ -187,17 +93,9 @@ def _bridged(hook: Any) -> Any:
     """A hook of torch's styles, which gets and gives torch's DTensors, among ours."""
 
     def bridged(module, *given):
-        return tree_map(_ours, hook(module, *tree_map(_torchs, given)))
+        return tree_map(as_ours, hook(module, *tree_map(as_torchs, given)))
 
     return bridged
-
-
-def _ours(x: Any) -> Any:
-    return from_torch(x) if is_torch_dtensor(x) else x
-
-
-def _torchs(x: Any) -> Any:
-    return to_torch(x) if isinstance(x, DTensor) else x
 
 
 __all__ = ["convert_module", "from_torch", "is_torch_dtensor", "to_torch"]

@@ -23,7 +23,7 @@ from ._torch import (
     never_traced,
 )
 from .aliasing import remember
-from .boundary import check_replicas, current_mesh, is_tracing
+from .boundary import check_replicas, current_mesh, is_tracing, refuse_export
 from .collectives import library
 from .decision import COMPOSITES
 from .dispatch import dispatch, install
@@ -145,6 +145,7 @@ class DTensor(torch.Tensor):
             ValueError: only one of shape and stride was given.
             TypeError: `local_tensor` is no plain tensor.
         """
+        refuse_export()
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
         mesh = device_mesh if device_mesh is not None else current_mesh()
@@ -200,6 +201,7 @@ class DTensor(torch.Tensor):
             MeshError: there is no process group over both meshes.
             ValueError: `prefer` is neither of the two.
         """
+        refuse_export()
         if device_mesh is not None and device_mesh != self.device_mesh:
             return _to_mesh(self, device_mesh, placements, grad_placements)
         target = as_placements(placements, self.device_mesh.ndim, self.dim())

@@ -23,8 +23,9 @@ LAYERS = [
     ["detours", "out"],
     ["tensor"],
     ["composite", "api", "random", "registration", "explanation"],
-    ["local_functions", "linear_loss", "interop", "scaling", "checkpoints", "safetensors"],
+    ["local_functions", "linear_loss", "exporting", "foreign", "scaling", "checkpoints", "safetensors"],
     ["parallel"],
+    ["interop"],
     ["testing"],
     ["demo_plan"],
     ["demo", "calibration"],
@@ -103,7 +104,7 @@ def test_private_torch_stays_in_one_file(name):
     for found in imports(name, MODULES[name]):
         private = found.startswith("torch.") and any(p.startswith("_") and p != "__init__" for p in found.split("."))
         assert not private, f"{name} imports {found}"
-        if name != "dtensor.interop" or found in imports(name, MODULES[name], top_level_only=True):
+        if name != "dtensor.foreign" or found in imports(name, MODULES[name], top_level_only=True):
             assert not found.startswith("torch.distributed.tensor"), f"{name} imports {found}"
 
 

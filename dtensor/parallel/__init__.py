@@ -4,7 +4,9 @@
 from .api import parallelize_module
 from .clipping import clip_grad_norm_
 from .colwise import ColwiseParallel
+from .fsdp1 import DTensorExtensions, enable_fsdp1
 from .fully_shard import fully_shard
+from .input_reshard import input_reshard
 from .loss import linear_cross_entropy, loss_parallel
 from .materialize import materialize
 from .mixed_precision import MixedPrecisionPolicy
@@ -16,6 +18,7 @@ from .style import ParallelStyle
 
 __all__ = [
     "ColwiseParallel",
+    "DTensorExtensions",
     "FullyShardedModule",
     "MixedPrecisionPolicy",
     "ParallelStyle",
@@ -25,7 +28,9 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "clip_grad_norm_",
+    "enable_fsdp1",
     "fully_shard",
+    "input_reshard",
     "linear_cross_entropy",
     "loss_parallel",
     "materialize",

@@ -84,7 +84,7 @@ def fully_shard(
         raise ValueError(f"activations is 'local' or 'global'; got {activations!r}")
     check_source(mesh, src_data_rank)
     ignored = {id(p) for p in ignored_params}
-    unit = Unit(one_object(mesh), _policy(mp_policy), not reshard_after_forward, activations == "local")
+    unit = Unit(one_object(mesh), policy_of(mp_policy), not reshard_after_forward, activations == "local")
     parts = _Parts(modules, unit, ignored, shard_placement_fn)
     parts.shard(src_data_rank)
     return module
@@ -207,7 +207,8 @@ def _check_mesh(mesh: Any) -> None:
         raise MeshError(f"this rank is not in {mesh}; call fully_shard on the ranks of the mesh only")
 
 
-def _policy(given: Any) -> MixedPrecisionPolicy:
+def policy_of(given: Any) -> MixedPrecisionPolicy:
+    """Our policy for `given`: ours, that of FSDP2, or None."""
     if given is None:
         return MixedPrecisionPolicy()
     if isinstance(given, MixedPrecisionPolicy):
@@ -219,4 +220,4 @@ def _policy(given: Any) -> MixedPrecisionPolicy:
     raise TypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {given!r}")
 
 
-__all__ = ["fully_shard"]
+__all__ = ["fully_shard", "policy_of"]

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .._torch import tree_map
+from ..boundary import refuse_export
 from ..tensor import DTensor
 from .accumulation import set_reduced
 from .sharding import SHARDED_AS, sharded_otherwise
@@ -139,6 +140,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
 
 def _run(module: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The forward of a fully sharded module."""
+    refuse_export()
     member: Member = getattr(module, MEMBER)
     unit, policy = member.unit, member.unit.policy
     if member.given and policy.cast_forward_inputs and policy.param_dtype is not None:

@@ -25,7 +25,7 @@ SHARDED_AS = "_dtensor_fully_sharded"
 that is unsharded, and over which mesh."""
 
 
-def planned(parameter: nn.Parameter, mesh: Any, dim: int | None) -> Unshard:
+def planned(parameter: torch.Tensor, mesh: Any, dim: int | None) -> Unshard:
     """How a parameter would be cut over the last axis of the data mesh, and gathered again. Nothing is changed.
 
     Args:
@@ -55,10 +55,16 @@ def sharded(parameter: nn.Parameter, how: Unshard, src_data_rank: int | None) ->
     data: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     last = Replicate() if how.dim is None else Shard(how.dim)
     local = distribute_tensor(values, mesh, [*data, last], src_data_rank=src_data_rank).to_local()
-    value = DTensor(local, how.mesh, how.layout, tuple(parameter.shape), tuple(parameter.stride()))
-    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    vars(made)[SHARDED_AS] = None, how, mesh
+    made = of_part(parameter, local, how)
     vars(parameter)[SHARDED_AS] = made, how, mesh
+    return made
+
+
+def of_part(whole: torch.Tensor, local: torch.Tensor, how: Unshard) -> nn.Parameter:
+    """A parameter of which this rank's part is `local`, of the shape, strides and `requires_grad` of `whole`."""
+    value = DTensor(local, how.mesh, how.layout, tuple(whole.shape), tuple(whole.stride()))
+    made = nn.Parameter(value, requires_grad=whole.requires_grad)
+    vars(made)[SHARDED_AS] = None, how, how.data_mesh
     return made
 
 
@@ -131,4 +137,4 @@ def joint_mesh(one: Any, other: Any) -> Any:
     return root if wanted == names else one_object(root[wanted])
 
 
-__all__ = ["SHARDED_AS", "joint_mesh", "planned", "sharded", "sharded_otherwise"]
+__all__ = ["SHARDED_AS", "joint_mesh", "of_part", "planned", "sharded", "sharded_otherwise"]
