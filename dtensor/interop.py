@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from ._torch import fsdp2_units, remove_fsdp2, tree_map
+from ._torch import tree_map
+from ._torch_fsdp import fsdp2_units, remove_fsdp2
 from .foreign import TORCH, as_ours, as_torchs, from_torch, is_torch_dtensor, to_torch
 from .parallel.taking_over import take_over, taken_over
 

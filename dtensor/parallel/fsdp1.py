@@ -14,7 +14,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from .._torch import disable_dynamo, extend_fsdp1, mark_flattened
+from .._torch import disable_dynamo
+from .._torch_fsdp import extend_fsdp1, mark_flattened
 from ..foreign import from_torch, is_torch_dtensor
 from ..layout import Layout
 from ..mesh import group_name

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import FSDP2Parameter, FSDP2Unit
+from .._torch_fsdp import FSDP2Parameter, FSDP2Unit
 from ..foreign import is_torch_dtensor
 from ..mesh import one_object
 from ..placements import as_placements
