@@ -1,6 +1,7 @@
 """What is not public in torch's FSDP1 and FSDP2, beside `_torch`. FSDP is imported on call.
 
-FSDP1 is told of tensors that are not torch's DTensors; what FSDP2 has sharded is read out of its states, and it is taken off.
+FSDP1 is told of tensors that are not torch's DTensors. What FSDP2 has sharded is read out of its states, and it is
+taken off.
 """
 
 import functools
