@@ -29,7 +29,7 @@ def enable_fsdp1() -> None:
 
     Call it before the wrapper is made, with a slice of a mesh that holds the axes of the styles too. Sharded and full
     state dicts of model and optimizer then hold DTensors: sharded ones over all axes, full ones over those of the
-    styles. What torch's own DTensors need stays as it was.
+    styles. Torch's own DTensors go their way as before; plain parameters are in sharded state dicts as ours.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     >>> parallelize_module(model, mesh["tp"], plan)

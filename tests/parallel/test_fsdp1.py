@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -80,7 +81,7 @@ def mean_over_dp(mesh, losses):
 
 
 @with_ranks(4, timeout=200)
-def test_trains_and_its_states_go_out_and_in(rank):
+def test_trains_and_its_states_go_out_and_in(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     enable_fsdp1()
     enable_fsdp1()  # the second call changes nothing
@@ -112,6 +113,8 @@ def test_trains_and_its_states_go_out_and_in(rank):
                     p.zero_()
             again = torch.optim.AdamW(fresh.parameters(), lr=0.05)
             with FSDP.state_dict_type(fresh, kind):
+                if kind is StateDictType.SHARDED_STATE_DICT:
+                    state = through_a_file(state, fresh.state_dict(), tmp_path / str(use_orig_params))
                 fresh.load_state_dict(state)
                 again.load_state_dict(FSDP.optim_state_dict_to_load(fresh, again, states))
             losses, _ = trained(fresh, part, range(3, 6), again)
@@ -124,6 +127,14 @@ def test_trains_and_its_states_go_out_and_in(rank):
     with pytest.raises(ValueError, match=r"with NO_SHARD \(which it also takes on an axis of one rank\) and use_orig"):
         wrapped(mesh, use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
     check_accumulated(wrapped(mesh, use_orig_params=True), part)
+
+
+def through_a_file(state, other, file):
+    """`state`, written by all ranks, and read into tensors of other values."""
+    dcp.save(state, checkpoint_id=file)
+    assert not torch.equal(other["mlp.net2.bias"].full_tensor(), state["mlp.net2.bias"].full_tensor())
+    dcp.load(other, checkpoint_id=file)
+    return other
 
 
 def check_accumulated(model, part):
