@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import fx
 
 from dtensor import passes
-from dtensor._torch import static_placeholders
+from dtensor._torch import binary_products, static_placeholders
 from dtensor.errors import InvalidInputError
 from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, Raise, Regather, Schedule
 
@@ -70,6 +70,7 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
 
 
 def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
+    binary_products(graph)
     traced = passes.collectives(graph)
     simulate = simulation(graph, where) if options.verify else None
     frame = current_frame()

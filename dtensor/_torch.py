@@ -314,15 +314,25 @@ def trace_with(mode: FakeTensorMode, function: Callable, *args: Any) -> torch.fx
     """The graph of `function` on stand-ins of `mode`: what is left below autograd and dispatch."""
     with enable_python_dispatcher(), mode:
         gm = make_fx(function, tracing_mode="real")(*args)
-    # Torch writes a product of three sizes as one operator.mul, of which the code for the graph has the first two.
-    for node in gm.graph.find_nodes(op="call_function", target=operator.mul):
-        first, second, *others = node.args
-        for other in others:
-            with gm.graph.inserting_before(node):
-                first, second = gm.graph.call_function(operator.mul, (first, second)), other
-        node.args = first, second
+    binary_products(gm.graph)
     gm.recompile()
     return gm
+
+
+def binary_products(graph: torch.fx.Graph) -> None:
+    """Write products of sizes as products of two, in place.
+
+    Torch writes one of three as one operator.mul of three: interpreters refuse it, and code for it has the first two.
+    """
+    for node in graph.find_nodes(op="call_function", target=operator.mul):
+        first, second, *others = node.args
+        for other in others:
+            values = [x.meta.get("val") if isinstance(x, torch.fx.Node) else x for x in (first, second)]
+            with graph.inserting_before(node):
+                part = graph.call_function(operator.mul, (first, second))
+            part.meta.update(node.meta, val=None if None in values else operator.mul(*values))
+            first, second = part, other
+        node.args = first, second
 
 
 def guards_on(mode: FakeTensorMode, sizes: Sequence[Any]) -> str:
@@ -570,6 +580,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnknownValue",
     "aot_backend",
+    "binary_products",
     "boxed",
     "c10d",
     "check_version",

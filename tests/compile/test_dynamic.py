@@ -1,5 +1,7 @@
 """Symbolic sizes: a view keeps its shard under a guard on divisibility, and one graph serves all sizes that pass it."""
 
+import operator
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -7,6 +9,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor._torch import binary_products
 from dtensor.compile import statistics
 from dtensor.testing import ModelArgs, Transformer, with_ranks
 
@@ -85,3 +88,24 @@ def test_sequence_of_any_even_length(rank, inner):
             tokens = torch.arange(2 * length).view(2, length) % 32
             torch.testing.assert_close(compiled(tokens), model(tokens))
     assert s.graphs == 2
+
+
+def test_a_product_of_three_sizes_is_a_product_of_two_products():
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    a.meta["val"], b.meta["val"] = 3, 5
+    graph.output(graph.call_function(operator.mul, (2, a, b)))
+    binary_products(graph)
+    made = graph.find_nodes(op="call_function", target=operator.mul)
+    assert [len(node.args) for node in made] == [2, 2]
+    assert made[0].meta["val"] == 6
+    gm = torch.fx.GraphModule({}, graph)
+    assert gm(3, 5) == torch.fx.Interpreter(gm).run(3, 5) == 30
+
+
+def test_sequence_parallel_in_any_batch(mesh):
+    args = ModelArgs(dropout_p=0.0, vocab_size=13, max_seq_len=8, n_layers=1, dim=12, n_heads=2, weight_tying=False)
+    model = Transformer.parallelize(Transformer(args).eval(), mesh, True)
+    compiled = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        assert compiled(torch.zeros(4, 8, dtype=torch.int64)).shape == (4, 8, 13)
