@@ -327,7 +327,7 @@ def binary_products(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=operator.mul):
         first, second, *others = node.args
         for other in others:
-            values = [x.meta.get("val") if isinstance(x, torch.fx.Node) else x for x in (first, second)]
+            values: list[Any] = [x.meta.get("val") if isinstance(x, torch.fx.Node) else x for x in (first, second)]
             with graph.inserting_before(node):
                 part = graph.call_function(operator.mul, (first, second))
             part.meta.update(node.meta, val=None if None in values else operator.mul(*values))
