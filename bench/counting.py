@@ -3,8 +3,8 @@
 It stands where gloo or NCCL would, below whatever asks it to communicate: DTensors of either library, compiled or not,
 FSDP2, DDP, hand-written collectives. So what it sees is what is sent. Alone (`counting_ranks`) it is one rank of many
 of which the others are not there, and results are this rank's own data. Over gloo (`over_gloo`) it hands on what it is
-asked; inside `silent()` it does not, and what is then timed is computation; `replayed` sends what was counted again, and
-nothing else, which is communication alone.
+asked; inside `silent()` it does not, and what is then timed is computation; `replayed` sends what was counted, again,
+and nothing else, which is communication alone.
 """
 
 import contextlib

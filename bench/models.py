@@ -4,6 +4,7 @@ A model maps inputs to outputs, `loss` those to a number: cross entropy of the n
 perceptron. `named` takes "mlp", "transformer-8" (its layers), "llama-2".
 """
 
+import threading
 from dataclasses import dataclass, replace
 
 import torch
@@ -137,6 +138,10 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
+_one_at_a_time = threading.Lock()
+"""Ranks may be threads, which share the random numbers."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A model by name: its family, its sizes."""
@@ -150,12 +155,16 @@ class Model:
 
     def dense(self, device: str = "cpu") -> nn.Module:
         """The model on one device, the same values each time."""
-        torch.manual_seed(0)
+        with _one_at_a_time:
+            torch.manual_seed(0)
+            return self._made().to(device)
+
+    def _made(self) -> nn.Module:
         s = self.sizes
         if self.family == "transformer":
             args = ModelArgs(s.layers, s.vocab, s.seq, s.dim, s.heads, dropout_p=0.0, weight_tying=False)
-            return Transformer(args).to(device)
-        return {"mlp": MLP, "llama": Llama}[self.family](s).to(device)
+            return Transformer(args)
+        return {"mlp": MLP, "llama": Llama}[self.family](s)
 
     def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of a step; the same on every rank."""

@@ -1,8 +1,9 @@
 """The sides: who trains a model by a plan, and how. `made` gives a `Trainer`; all train from the same values.
 
-Attention of a model that is cut by heads takes the math path on all sides: torch has no rule for the one that CPUs
-take by default. The plain causal mask that this path makes stops torch's DTensor too, so its calls run under
-`implicit_replication`.
+Attention of a model that is cut by heads takes the math path on both libraries' sides: torch has no rule for the one
+that CPUs take by default. (Inductor recognises the math path and puts a fused one in its place, on both sides.) The
+plain causal mask that the path makes stops torch's DTensor too, so its calls run under `implicit_replication`. By hand
+attention is what plain tensors get.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -141,9 +143,9 @@ def _by_hand(model: Model, plan: str, mesh: Any, wrap: Wrap) -> tuple[nn.Module,
 
 def around(library: str, plan: str) -> Callable[[], Any]:
     """What a step runs in."""
-    if TENSOR not in PLANS[plan].axes:
+    if TENSOR not in PLANS[plan].axes or library == "hand":
         return contextlib.nullcontext
-    if library != "torch":
+    if library == "dtensor":
         return lambda: sdpa_kernel(SDPBackend.MATH)
 
     @contextlib.contextmanager
@@ -154,10 +156,22 @@ def around(library: str, plan: str) -> Callable[[], Any]:
     return both
 
 
+def forget() -> None:
+    """Forget what was compiled, and what torch's DTensor keeps of it, which after a failure breaks other traces."""
+    torch.compiler.reset()
+    _clear_sharding_prop_cache()
+
+
+def reason(side: str, error: BaseException) -> str:
+    """Why a side does not run, in a line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{side}: {type(error).__name__}: {' '.join(lines[:3])}"[:400]
+
+
 def batch(model: Model, plan: str, mesh: Any, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's inputs and targets of a step."""
     inputs, targets = (own_part(x, model.family, plan, mesh) for x in model.batch(index))
     return inputs, targets
 
 
-__all__ = ["SIDES", "SWITCHES", "Side", "Trainer", "Wrap", "around", "batch", "made"]
+__all__ = ["SIDES", "SWITCHES", "Side", "Trainer", "Wrap", "around", "batch", "forget", "made", "reason"]

@@ -1,9 +1,9 @@
-"""Inductor's passes without its code: a backend that runs the graph Inductor would make code of, operator by operator.
+"""The sides without Inductor's code: the graphs that it would make code of, run operator by operator.
 
-For counting: what is sent is decided by then, and a C++ compiler takes most of the time of the rest.
+For counting: what is sent is decided by then, and a C++ compiler takes most of the time of the rest. All of Inductor's
+passes on graphs have run.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ from torch._inductor.virtualized import V
 
 from dtensor._torch import boxed
 
+from .record import OURS
+from .sides import SWITCHES, Wrap
 
-def inductor_passes(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+
+def inductor_passes(**options: Any) -> Wrap:
     """What `torch.compile(fn, options=options)` is to Inductor, up to where code is made."""
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -32,4 +35,16 @@ def inductor_passes(**options: Any) -> Callable[[Callable[..., Any]], Callable[.
     return lambda fn: torch.compile(fn, backend=backend)
 
 
-__all__ = ["inductor_passes"]
+ALONE = {"inner": "aot_eager", "agreement": False}
+"""Options of ours where there are no other ranks to agree with."""
+
+UNCODED: dict[str, Wrap | None] = {
+    OURS: lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options=ALONE),
+    "by hand": lambda fn: fn,
+    "torch eager": None,
+    "torch compiled": inductor_passes(),
+    "torch tuned": inductor_passes(**SWITCHES),
+}
+"""Side -> what takes the place of Inductor; None for what is not compiled."""
+
+__all__ = ["ALONE", "UNCODED", "inductor_passes"]

@@ -20,12 +20,13 @@ from ..effort import Effort
 from ..models import Model, Sizes, named
 from ..plans import RANKS
 from ..record import OURS, Record, Setting
-from ..sides import Trainer, Wrap, batch, made
+from ..sides import Trainer, Wrap, batch, forget, made, reason
+from ..uncoded import UNCODED
 from .step import PEERS, REAL
 
 MODELS = {
     "tiny": (("mlp", "tp"),),
-    "quick": tuple([("transformer-2", plan) for plan in ("tp", "sp", "fsdp")]),
+    "quick": tuple([("transformer-2", plan) for plan in ("tp", "fsdp")]),
     "full": tuple([(name, plan) for name in ("mlp", "transformer-2", "transformer-8", "llama-2") for plan in RANKS]),
 }
 SIDES = {"tiny": ("torch eager", "by hand"), "quick": PEERS, "full": PEERS}
@@ -68,7 +69,7 @@ def persistent(trainer: Trainer) -> int:
 
 def measured(side: str, model: Model, plan: str, device: str, wrap: Wrap | None = None) -> tuple[int, int, int]:
     """Bytes at the peak of the third step, what of them persists, and of ours the bound; 0 for others."""
-    torch.compiler.reset()
+    forget()
     world = RANKS[plan]
     with counting_ranks(world):
         mesh = init_device_mesh(device, PLANS[plan].mesh_shape(world), mesh_dim_names=PLANS[plan].axes)
@@ -87,13 +88,14 @@ def run(effort: Effort) -> Iterator[Record]:
     for name, plan in effort.progress(effort.of(MODELS), "memory"):
         model = named(name, effort.of(SIZES))
         at = Setting("memory", model.name, plan, RANKS[plan])
-        most, base, bound = measured(OURS, model, plan, effort.device)
+        code = effort.level != "tiny"
+        most, base, bound = measured(OURS, model, plan, effort.device, None if code else UNCODED[OURS])
         yield at.counted("peak", "bytes", most, BOUND, bound)
         for peer in effort.of(SIDES):
             try:
-                theirs, their_base, _ = measured(peer, model, plan, effort.device)
+                theirs, their_base, _ = measured(peer, model, plan, effort.device, None if code else UNCODED[peer])
             except Exception as error:  # a finding about the peer
-                yield at.missing("peak", f"{peer}: {type(error).__name__}: {error}".split("\n")[0][:300], peer)
+                yield at.missing("peak", reason(peer, error), peer)
                 continue
             yield at.counted("peak", "bytes", most, peer, theirs)
             yield at.counted("between steps", "bytes", base, peer, their_base)

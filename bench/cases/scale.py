@@ -29,15 +29,14 @@ from ..ranks import on_ranks
 from ..record import OURS, Record, Setting
 from ..sides import batch, made
 from ..timing import Ratio, quartiles, seconds
+from ..uncoded import UNCODED
 
 SIZES = {"tiny": Sizes(dim=16, seq=8, batch=4), "quick": Sizes(dim=256, seq=128), "full": Sizes(dim=256, seq=128)}
 MESHES = {
-    "tiny": {"hsdp": ((2, 2), (4, 2))},
+    "tiny": {"hsdp": ((1, 2), (2, 2))},
     "quick": {
-        "tp": ((2,), (4,)),
-        "sp": ((2,), (4,)),
-        "hsdp": ((1, 8), (8, 8), (64, 8), (512, 8)),
-        "3d": ((1, 2, 4), (8, 2, 4), (64, 2, 4), (512, 2, 4)),
+        "hsdp": ((1, 8), (32, 8), (512, 8)),
+        "3d": ((1, 2, 4), (32, 2, 4), (512, 2, 4)),
     },
 }
 MESHES["full"] = {
@@ -51,7 +50,6 @@ MESHES["full"] = {
 
 MEASURED = {"tiny": (), "quick": ("tp", "sp", "fsdp"), "full": ("tp", "sp", "fsdp")}
 ROUNDS = 9
-ALONE = {"inner": "aot_eager", "agreement": False}
 LOOPBACK = "loopback"
 
 
@@ -72,8 +70,7 @@ def predicted(model: Model, plan: str, shape: tuple[int, ...], link: Link) -> di
     with fake_ranks(math.prod(shape)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=PLANS[plan].axes)
         prepare(mesh, links=[link] * len(shape))
-        wrap = lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options=ALONE)  # noqa: E731
-        trainer = made(OURS, model, plan, mesh, wrap)
+        trainer = made(OURS, model, plan, mesh, UNCODED[OURS])
         given = model.batch(0)  # each rank's part, whatever the mesh
         trainer.backward(trainer.forward(*given))
         graphs = report().manifests[-1]["graphs"].values()
@@ -83,8 +80,7 @@ def predicted(model: Model, plan: str, shape: tuple[int, ...], link: Link) -> di
 def on_rank(rank: int, model: Model, plan: str, end: End | None) -> list[float]:
     """Seconds of forward and backward, in rounds."""
     mesh = init_device_mesh("cpu", PLANS[plan].mesh_shape(dist.get_world_size()), mesh_dim_names=PLANS[plan].axes)
-    wrap = lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})  # noqa: E731
-    trainer, given = made(OURS, model, plan, mesh, wrap), batch(model, plan, mesh, 0)
+    trainer, given = made(OURS, model, plan, mesh, UNCODED[OURS]), batch(model, plan, mesh, 0)
     found = []
     for _ in range(ROUNDS + 2):
         dist.barrier()

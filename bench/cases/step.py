@@ -27,8 +27,9 @@ from ..namespaces import End
 from ..plans import RANKS
 from ..ranks import RanksFailed, on_ranks
 from ..record import OURS, Record, Setting
-from ..sides import SIDES, batch, made
+from ..sides import batch, made, reason
 from ..timing import compared, interleaved, quartiles
+from ..uncoded import UNCODED
 
 LOOPBACK = "loopback"
 RATES = ("1gbit", "100mbit")
@@ -40,37 +41,58 @@ TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Amount:
-    """What is measured at a level."""
+class Job:
+    """What is trained where."""
 
-    jobs: tuple[tuple[str, str, int], ...]
+    model: str
+    plan: str
+    ranks: int
+    links: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Amount:
+    """What is measured at a level, and how often; `code` says whether compiled sides are made code of."""
+
+    jobs: tuple[Job, ...]
     sides: tuple[str, ...]
-    rates: tuple[str, ...]
     sizes: Sizes
     rounds: int
     steps: int
+    code: bool = True
 
 
 REAL = Sizes(dim=256, seq=128, batch=8)
 PEERS = ("torch eager", "torch compiled", "torch tuned", "by hand")
+EVERYWHERE = (LOOPBACK, *RATES)
 AMOUNTS = {
-    "tiny": Amount((("mlp", "tp", 2),), (OURS, "torch eager", "by hand"), (), Sizes(dim=16, seq=4, batch=2), 2, 1),
+    "tiny": Amount(
+        (Job("mlp", "tp", 2, (LOOPBACK,)),), (OURS, "torch eager"), Sizes(dim=16, seq=4, batch=2), 2, 1, False
+    ),
     "quick": Amount(
-        tuple([("transformer-2", plan, n) for plan, n in RANKS.items()]), (OURS, *PEERS), RATES, REAL, 7, 2
+        (
+            *[Job("transformer-2", plan, 2, EVERYWHERE) for plan in ("tp", "sp", "fsdp")],
+            *[Job("transformer-2", plan, 4, RATES[:1]) for plan in ("hsdp", "2d")],
+        ),
+        (OURS, *PEERS),
+        REAL,
+        5,
+        2,
     ),
     "full": Amount(
         (
-            *[(name, plan, n) for name in ("mlp", "transformer-2", "llama-2") for plan, n in RANKS.items()],
-            *[("transformer-2", plan, 4) for plan in ("tp", "sp", "fsdp")],
-            *[("transformer-8", plan, 2) for plan in ("tp", "sp", "fsdp")],
+            *[Job(m, plan, n, EVERYWHERE) for m in ("mlp", "transformer-2", "llama-2") for plan, n in RANKS.items()],
+            *[Job("transformer-2", plan, 4, EVERYWHERE) for plan in ("tp", "sp", "fsdp")],
+            *[Job("transformer-8", plan, 2, EVERYWHERE) for plan in ("tp", "sp", "fsdp")],
         ),
         (OURS, "dtensor eager", *PEERS),
-        RATES,
         REAL,
         15,
         3,
     ),
 }
+NO_COLLECTIVES = ("fsdp", "hsdp")
+"""Plans by which torch communicates outside of the graphs that it compiles: options on them change nothing."""
 
 
 @dataclass
@@ -94,13 +116,13 @@ def on_rank(
     found, trainers = Found(), {}
     for side in sides:
         try:
-            trainers[side] = made(side, model, plan, mesh)
+            trainers[side] = made(side, model, plan, mesh, None if amount.code else UNCODED[side])
             found.losses[side] = [_mean(trainers[side].step(*b)) for b in batches]
         except Exception as error:
             if side == OURS:
                 raise
             trainers.pop(side, None)
-            found.errors[side] = f"{side}: {type(error).__name__}: {error}".split("\n")[0][:300]
+            found.errors[side] = reason(side, error)
     runs = {side: _steps(t, batches[0], amount.steps) for side, t in trainers.items()}
     counts = {}
     for side, t in trainers.items():
@@ -150,25 +172,30 @@ def _mean(value: float) -> float:
 def run(effort: Effort) -> Iterator[Record]:
     """Records of all jobs of the level, on loopback and on the slow links."""
     amount, without = effort.of(AMOUNTS), namespaces.why_not()
-    for name, plan, ranks in effort.progress(amount.jobs, "step"):
-        model = named(name, amount.sizes)
-        yield from _job(amount, model, plan, ranks, (LOOPBACK,))
-        if amount.rates and without:
-            yield Setting("step", model.name, plan, ranks, amount.rates[0]).missing("step", without)
-        elif amount.rates:
-            yield from _job(amount, model, plan, ranks, amount.rates)
+    jobs = {(j.model, j.plan, j.ranks): j for j in amount.jobs}
+    for key in effort.progress(jobs, "step"):
+        job = jobs[key]
+        slow = tuple([link for link in job.links if link != LOOPBACK])
+        if LOOPBACK in job.links:
+            yield from _job(amount, job, (LOOPBACK,))
+        if slow and without:
+            yield Setting("step", *key, slow[0]).missing("step", without)
+        elif slow:
+            yield from _job(amount, job, slow)
 
 
-def _job(amount: Amount, model: Model, plan: str, ranks: int, links: tuple[str, ...]) -> Iterator[Record]:
-    given = (model, plan, amount.sides, links, amount)
+def _job(amount: Amount, job: Job, links: tuple[str, ...]) -> Iterator[Record]:
+    model = named(job.model, amount.sizes)
+    sides = tuple([s for s in amount.sides if s != "torch tuned" or job.plan not in NO_COLLECTIVES])
+    given = (model, job.plan, sides, links, amount)
     if links == (LOOPBACK,):
-        found = on_ranks(on_rank, ranks, *given)
+        found = on_ranks(on_rank, job.ranks, *given)
     else:
         with namespaces.joined() as ends:
-            found = on_ranks(on_rank, ranks, *given, ends=ends)
-    _check(found, model, plan)
+            found = on_ranks(on_rank, job.ranks, *given, ends=ends)
+    _check(found, model, job.plan)
     for link in links:
-        yield from _records(Setting("step", model.name, plan, ranks, link), found, link)
+        yield from _records(Setting("step", model.name, job.plan, job.ranks, link), found, link)
 
 
 def _check(found: Found, model: Model, plan: str) -> None:
@@ -197,4 +224,4 @@ def _records(at: Setting, found: Found, link: str) -> Iterator[Record]:
         yield at.alone("overlap", overlap, "of 1", side, note=f"communication alone {1e3 * communication:.2f} ms")
 
 
-__all__ = ["SIDES", "on_rank", "run"]
+__all__ = ["PEERS", "REAL", "on_rank", "run"]

@@ -9,8 +9,6 @@ Compiled sides go through all passes; only Inductor's generation of code is left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from dtensor import init_device_mesh
 from dtensor.demo_plan import PLANS
 
@@ -19,22 +17,10 @@ from ..effort import Effort
 from ..models import Model, Sizes, named
 from ..plans import RANKS
 from ..record import OURS, Record, Setting
-from ..sides import SWITCHES, Wrap, batch, made
-from ..uncoded import inductor_passes
+from ..sides import Wrap, batch, forget, made, reason
+from ..uncoded import UNCODED
 
 DIRECTIONS = ("forward", "backward", "optimizer")
-ALONE = {"inner": "aot_eager", "agreement": False}
-"""Options of ours: there are no other ranks to agree with."""
-
-WRAPS: dict[str, Wrap | None] = {
-    "dtensor": lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options=ALONE),
-    "by hand": lambda fn: fn,
-    "torch eager": None,
-    "torch compiled": inductor_passes(),
-    "torch tuned": inductor_passes(**SWITCHES),
-}
-"""Side -> what takes the place of Inductor; None for what is not compiled."""
-
 MODELS = {
     "tiny": ("mlp",),
     "quick": ("mlp", "transformer-2", "llama-2"),
@@ -62,11 +48,10 @@ class Step:
 
 def count(side: str, model: Model, plan: str, world: int, wrap: Wrap | None = None) -> Step:
     """Count the second step of a side."""
-    torch.compiler.reset()
-    torch._dynamo.reset()
+    forget()
     with counting_ranks(world):
         mesh = init_device_mesh("cpu", PLANS[plan].mesh_shape(world), mesh_dim_names=PLANS[plan].axes)
-        trainer = made(side, model, plan, mesh, wrap or WRAPS[side])
+        trainer = made(side, model, plan, mesh, wrap or UNCODED[side])
         given = batch(model, plan, mesh, 0)
         trainer.step(*given)
         with counted() as forward:
@@ -85,7 +70,7 @@ def tried(side: str, model: Model, plan: str, world: int) -> Step:
     except Exception as error:  # whatever a peer raises is a finding, not ours to handle
         if side == OURS:
             raise
-        return Step({}, f"{side}: {type(error).__name__}: {error}".split("\n")[0][:300])
+        return Step({}, reason(side, error))
 
 
 def run(effort: Effort) -> Iterator[Record]:
@@ -94,7 +79,7 @@ def run(effort: Effort) -> Iterator[Record]:
     for name, plan in effort.progress(jobs, "wire"):
         model, world = named(name, SIZES), RANKS[plan]
         ours = tried(OURS, model, plan, world)
-        for peer in WRAPS:
+        for peer in UNCODED:
             if peer != OURS:
                 yield from compared(
                     Setting("wire", model.name, plan, world), ours, peer, tried(peer, model, plan, world)
