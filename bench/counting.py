@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
+from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportAttributeAccessIssue]
 from torch.futures import Future
 
 from dtensor._torch import fake_store
@@ -105,7 +105,7 @@ class CountingGroup(dist.ProcessGroup):
     """The process group; its methods are those that torch calls. `inner` is gloo's, or None."""
 
     def __init__(self, rank: int, size: int, inner: Any = None):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._size, self._inner = size, inner
 
     def _run(self, op: str, size: int, name: str, given: tuple, local: Callable[[], Any]) -> Any:

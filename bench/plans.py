@@ -20,6 +20,9 @@ from dtensor.demo_plan import PLANS, TENSOR
 RANKS = {"tp": 2, "sp": 2, "fsdp": 2, "hsdp": 4, "2d": 4}
 """Plans that are compared -> the ranks each takes at least."""
 
+NO_COLLECTIVES = ("fsdp", "hsdp")
+"""Plans by which torch communicates outside of the graphs that it compiles: options on them change nothing."""
+
 STYLES: dict[str, ModuleType] = {"dtensor": our_styles, "torch": their_styles}
 FULLY_SHARD: dict[str, Callable[..., Any]] = {"dtensor": our_styles.fully_shard, "torch": their_fully_shard}
 
@@ -86,13 +89,12 @@ def applied(model: nn.Module, family: str, library: str, plan: str, mesh: Any) -
     if TENSOR in chosen.axes:
         given = styles(family, library, chosen.sequence)
         model = STYLES[library].parallelize_module(model, mesh[TENSOR], given)
-    data = chosen.data_axes
-    if data:
-        axes = mesh[data] if len(data) > 1 else mesh[data[0]]
+    if chosen.data_axes:
+        axes = mesh[chosen.data_axes]
         for layer in model.get_submodule("layers").children():
             FULLY_SHARD[library](layer, mesh=axes)
         FULLY_SHARD[library](model, mesh=axes)
     return model
 
 
-__all__ = ["RANKS", "applied", "own_part", "styles"]
+__all__ = ["NO_COLLECTIVES", "RANKS", "applied", "own_part", "styles"]

@@ -58,7 +58,7 @@ def compared(ours: Sequence[float], theirs: Sequence[float], scale: float = 1.0)
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median, third; of one value, that value."""
     if len(values) == 1:
-        return (values[0],) * 3
+        return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, middle, high
 

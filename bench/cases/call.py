@@ -2,7 +2,7 @@
 
 The model adds its parameters to its input, tensors of four elements, under AOTAutograd with graphs that run operator
 by operator: all sides then do the same local work, and what is left over the plain side is the overhead. One process
-on a fake process group. "overhead" is of a forward that autograd records, "guards" what Dynamo takes of it: the same
+on a fake process group. "call" is a forward that autograd records, "guards" what Dynamo takes of it: the same
 call without grad, with a backend whose compiled code does nothing.
 """
 
@@ -81,7 +81,7 @@ def run(effort: Effort) -> Iterator[Record]:
         torch.compiler.reset()
         with fake_ranks(2):
             made = {side: calls(side, count, effort.device) for side in BACKENDS}
-            for index, figure in enumerate(("overhead", "guards")):
+            for index, figure in enumerate(("call", "guards")):
                 runs = {side: pair[index] for side, pair in made.items()}
                 interleaved(runs, 2)
                 times = interleaved(runs, rounds, turns)
@@ -91,8 +91,8 @@ def run(effort: Effort) -> Iterator[Record]:
                 yield at.timed(
                     f"{figure} over plain tensors", "µs", compared(over[OURS], over[TORCH], 1e6), TORCH, note=note
                 )
-                yield at.timed(f"{figure}, whole", "µs", compared(times[OURS], times[TORCH], 1e6), TORCH)
-                yield at.timed(f"{figure}, whole", "µs", compared(times[OURS], times[PLAIN], 1e6), PLAIN)
+                yield at.timed(f"{figure} in all", "µs", compared(times[OURS], times[TORCH], 1e6), TORCH)
+                yield at.timed(f"{figure} in all", "µs", compared(times[OURS], times[PLAIN], 1e6), PLAIN)
 
 
 __all__ = ["run"]

@@ -18,7 +18,7 @@ from dtensor.demo_plan import PLANS
 from ..counting import counting_ranks
 from ..effort import Effort
 from ..models import Model, Sizes, named
-from ..plans import RANKS
+from ..plans import NO_COLLECTIVES, RANKS
 from ..record import OURS, Record, Setting
 from ..sides import Trainer, Wrap, batch, forget, made, reason
 from ..uncoded import UNCODED
@@ -92,6 +92,8 @@ def run(effort: Effort) -> Iterator[Record]:
         most, base, bound = measured(OURS, model, plan, effort.device, None if code else UNCODED[OURS])
         yield at.counted("peak", "bytes", most, BOUND, bound)
         for peer in effort.of(SIDES):
+            if peer == "torch tuned" and plan in NO_COLLECTIVES:
+                continue
             try:
                 theirs, their_base, _ = measured(peer, model, plan, effort.device, None if code else UNCODED[peer])
             except Exception as error:  # a finding about the peer

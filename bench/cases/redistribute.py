@@ -33,8 +33,9 @@ from ..timing import quartiles, seconds
 
 TORCH = "torch eager"
 SHAPES = ((1024, 4096), (16, 16))
-AMOUNTS = {"tiny": (5, 20, SHAPES[1:]), "quick": (100, 500, SHAPES), "full": (400, 2000, SHAPES)}
-"""Pairs of layouts whose planning is timed, calls of what is quick, shapes whose bytes are counted."""
+AMOUNTS = {"tiny": (5, 20, SHAPES[1:], 2), "quick": (100, 500, SHAPES, 8), "full": (400, 2000, SHAPES, 8)}
+"""Pairs of layouts whose planning is timed, calls of what is quick, shapes whose bytes are counted, on how many meshes.
+"""
 
 MESHES = ((2,), (1, 2), (2, 1), (2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2))
 REPEATS = 5
@@ -150,8 +151,8 @@ def _planned(picked: list, shape: tuple[int, ...], network: Any, before: Callabl
 
 def run(effort: Effort) -> Iterator[Record]:
     """Records of all meshes, and of planning."""
-    pairs, calls, shapes = effort.of(AMOUNTS)
-    jobs = ["plan", *[(sizes, merged, shape) for shape in shapes for sizes in MESHES for merged in (False, True)]]
+    pairs, calls, shapes, meshes = effort.of(AMOUNTS)
+    jobs = ["plan", *[(sizes, merged, shape) for shape in shapes for sizes in MESHES[:meshes] for merged in (False, True)]]
     with fake_ranks(8):
         for job in effort.progress(jobs, "redistribute"):
             yield from _times(pairs, calls) if isinstance(job, str) else _bytes(*job)

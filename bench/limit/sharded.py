@@ -25,7 +25,7 @@ class Flat(nn.Module):
         super().__init__()
         self.group, self.size = group, size
         named = list(stage.named_parameters())
-        self.shapes = {name: p.shape for name, p in named}
+        self.shapes: dict[str, torch.Size] = {name: p.shape for name, p in named}
         flat = torch.cat([p.detach().flatten() for _, p in named])
         self.length = -(-len(flat) // size) * size
         flat = torch.cat([flat, flat.new_zeros(self.length - len(flat))])
@@ -41,9 +41,9 @@ class Flat(nn.Module):
     def gathered(self) -> torch.Tensor:
         """The flat parameters, whole."""
         self.start()
-        assert self.whole is not None
         if self.started:
             self.whole, self.started = wait(self.whole), False
+        assert isinstance(self.whole, torch.Tensor)
         return self.whole
 
     def views(self) -> list[torch.Tensor]:
@@ -58,7 +58,8 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, owner: "Sharded", index: int) -> tuple[torch.Tensor, ...]:
         ctx.owner, ctx.index = owner, index
-        return tuple([v.detach() for v in owner.flats[index].views()])
+        flat: Any = owner.flats[index]
+        return tuple([v.detach() for v in flat.views()])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:

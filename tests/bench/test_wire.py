@@ -14,8 +14,9 @@ from bench.uncoded import UNCODED
 POSITIONS = {("transformer-2", "sp"): 2 * wire.SIZES.seq * wire.SIZES.dim * 4 // 2}
 
 
-@pytest.mark.parametrize("plan", RANKS)
-@pytest.mark.parametrize("name", ["mlp", "transformer-2"])
+@pytest.mark.parametrize(
+    ("name", "plan"), [*[("mlp", plan) for plan in RANKS], *[("transformer-2", plan) for plan in ("tp", "sp", "2d")]]
+)
 def test_no_more_is_sent_than_by_hand(name, plan):
     model = named(name, wire.SIZES)
     ours, hand = (wire.count(side, model, plan, RANKS[plan]) for side in (OURS, "by hand"))

@@ -83,7 +83,7 @@ def train(model, x, **options):
 
 WEIGHTS = 3 * LAYERS
 AGAIN = WEIGHTS - 1 - 2
-"""There is no gradient of the input, so that nothing needs the first norm but the sum over it; the last two are kept."""
+"""There is no gradient of the input, so that nothing needs the first norm but its sum; the last two are kept."""
 
 
 def test_each_parameter_is_gathered_and_gathered_again(fake_mesh):
