@@ -54,10 +54,10 @@ def _run(cases: tuple[str, ...], effort: Effort, out: Path | None, found: list[r
     for name in cases or tuple(n for n in CASES if n in BY_DEFAULT or effort.level == "full"):
         try:
             for made in CASES[name].run(effort):
-                found.append(made)
+                found.append(record.stamped(made))
                 if out is not None:
                     with out.open("a") as file:
-                        file.write(record.line(made) + "\n")
+                        file.write(record.line(found[-1]) + "\n")
         except Exception as error:
             raise click.ClickException(f"{name}: {type(error).__name__}: {error}") from error
 

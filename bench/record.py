@@ -133,9 +133,14 @@ def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def stamped(record: Record) -> Record:
+    """The record with this machine and these versions."""
+    return replace(record, machine=machine(), versions=versions())
+
+
 def line(record: Record) -> str:
-    """The record as a line of JSON, with this machine and these versions."""
-    return json.dumps(asdict(replace(record, machine=machine(), versions=versions())), allow_nan=False)
+    """The record as a line of JSON."""
+    return json.dumps(asdict(record), allow_nan=False)
 
 
 def read(lines: Iterable[str]) -> list[Record]:
@@ -157,4 +162,4 @@ def read(lines: Iterable[str]) -> list[Record]:
     return found
 
 
-__all__ = ["OURS", "Record", "Setting", "line", "machine", "read", "versions"]
+__all__ = ["OURS", "Record", "Setting", "line", "machine", "read", "stamped", "versions"]

@@ -152,7 +152,10 @@ def _planned(picked: list, shape: tuple[int, ...], network: Any, before: Callabl
 def run(effort: Effort) -> Iterator[Record]:
     """Records of all meshes, and of planning."""
     pairs, calls, shapes, meshes = effort.of(AMOUNTS)
-    jobs = ["plan", *[(sizes, merged, shape) for shape in shapes for sizes in MESHES[:meshes] for merged in (False, True)]]
+    jobs = [
+        "plan",
+        *[(sizes, merged, shape) for shape in shapes for sizes in MESHES[:meshes] for merged in (False, True)],
+    ]
     with fake_ranks(8):
         for job in effort.progress(jobs, "redistribute"):
             yield from _times(pairs, calls) if isinstance(job, str) else _bytes(*job)

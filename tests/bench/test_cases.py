@@ -46,7 +46,7 @@ def test_a_case_writes_records(case, tmp_path):
         assert (first.side, bool(first.peer)) == (OURS, True)
     if case == "memory":
         by_peer = {r.peer: r for r in found if r.figure == "peak"}
-        assert 0 < (by_peer["by hand"].ratio or 0) < 1.1
+        assert 0 < (by_peer["by hand"].ratio or 0) < 1.3
         assert {r.ratio for r in found if r.figure == "between steps"} == {1.0}
     if case == "redistribute":
         assert all((r.ratio or 0) <= 1 for r in found if r.figure.startswith("bytes"))

@@ -35,7 +35,7 @@ def test_exact_figures():
 
 def test_a_record_survives_its_line():
     made = AT.timed("step", "ms", compared([1.0, 2.0], [2.0, 2.0]), "torch eager", note="x")
-    (found,) = record.read([record.line(made)])
+    (found,) = record.read([record.line(record.stamped(made))])
     assert found.machine["cores"] >= 1
     assert found.versions["torch"].startswith("2.")
     assert (found.model, found.plan, found.ranks, found.link) == ("mlp", "tp", 2, "1gbit")
@@ -73,7 +73,7 @@ def test_a_table_has_a_row_for_a_figure_and_a_column_for_a_peer():
 
 def test_the_command_writes_tables_and_pictures(tmp_path):
     file = tmp_path / "records.jsonl"
-    file.write_text("".join(record.line(r) + "\n" for r in RECORDS))
+    file.write_text("".join(record.line(record.stamped(r)) + "\n" for r in RECORDS))
     done = CliRunner().invoke(cli.main, ["table", str(file), "--plots", str(tmp_path / "plots")])
     assert done.exit_code == 0, done.output
     assert "plots/step.svg" in done.output
