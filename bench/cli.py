@@ -1,6 +1,7 @@
 """The command line: `python -m bench [CASE…]` runs cases, `python -m bench table FILE…` shows what they found."""
 
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from . import plots, record, table
 from .caches import cold_caches
 from .cases import BY_DEFAULT, CASES
 from .effort import LEVELS, Effort
+from .sides import reason
 
 
 class Runs(click.Group):
@@ -46,20 +48,33 @@ def run(cases: tuple[str, ...], level: str, only: tuple[str, ...], out: Path | N
     warnings.simplefilter("ignore")
     effort, found = Effort(level, quiet=quiet, only=only), []
     with cold_caches():
-        _run(cases, effort, out, found)
+        failed = [n for n in cases or _chosen(level) if not _run(n, effort, out, found)]
     click.echo(table.markdown(found))
+    if failed:
+        raise click.ClickException(f"did not get to their end: {', '.join(failed)}; see their notes above")
 
 
-def _run(cases: tuple[str, ...], effort: Effort, out: Path | None, found: list[record.Record]) -> None:
-    for name in cases or tuple(n for n in CASES if n in BY_DEFAULT or effort.level == "full"):
-        try:
-            for made in CASES[name].run(effort):
-                found.append(record.stamped(made))
-                if out is not None:
-                    with out.open("a") as file:
-                        file.write(record.line(found[-1]) + "\n")
-        except Exception as error:
-            raise click.ClickException(f"{name}: {type(error).__name__}: {error}") from error
+def _chosen(level: str) -> list[str]:
+    return [n for n in CASES if n in BY_DEFAULT or level == "full"]
+
+
+def _run(name: str, effort: Effort, out: Path | None, found: list[record.Record]) -> bool:
+    """Run a case, and keep and write its records as they come; whether it got to its end. If not, that is a record."""
+
+    def keep(made: record.Record) -> None:
+        found.append(record.stamped(made))
+        if out is not None:
+            with out.open("a") as file:
+                file.write(record.line(found[-1]) + "\n")
+
+    try:
+        for made in CASES[name].run(effort):
+            keep(made)
+    except Exception as error:  # the other cases are to run all the same
+        click.echo(traceback.format_exc(), err=True)
+        keep(record.Setting(name).missing("all", reason(record.OURS, error)))
+        return False
+    return True
 
 
 @main.command("table", help="Tables in markdown, and plots, of the records in FILES; of a figure the last counts.")

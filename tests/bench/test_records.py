@@ -89,3 +89,21 @@ def test_wrong_files_and_cases_are_refused(tmp_path):
     assert done.exit_code == 1
     assert "line 1 is no record" in done.output
     assert CliRunner().invoke(cli.main, ["stepp"]).exit_code == 2
+
+
+def test_a_case_that_fails_is_a_record_and_the_others_run(monkeypatch, tmp_path):
+    def fails(effort):
+        yield AT.counted("step", "ms", 1.0, "by hand", 2.0)
+        raise RuntimeError("no wire")
+
+    monkeypatch.setattr(cli.CASES["step"], "run", fails)
+    out = tmp_path / "records.jsonl"
+    done = CliRunner().invoke(cli.main, ["step", "gpu", "--tiny", "--quiet", "--out", str(out)])
+    assert done.exit_code == 1
+    assert "did not get to their end: step" in done.output
+    found = record.read(out.read_text().splitlines())
+    assert [(r.case, r.ratio, r.note) for r in found[:2]] == [
+        ("step", 0.5, ""),
+        ("step", None, "dtensor: RuntimeError: no wire"),
+    ]
+    assert [r.case for r in found[2:]] == ["gpu"] * len(found[2:]) != []
