@@ -17,6 +17,10 @@ PARAMETER = "dtensor_parameter"
 """The key in a placeholder's `meta` that says that the caller holds it anyway: a parameter or a buffer."""
 
 
+HELD = 2
+"""Gathered parameters that `schedule` holds at once: one in use, and one that is gathered ahead."""
+
+
 class Regather:
     """Gathers of a joint graph, with the views and casts that follow, are marked to be computed again.
 
@@ -31,6 +35,8 @@ class Regather:
         the same, with meta["recompute"] on %all_gather: the partitioner saves %parameter, which is held anyway
 
     Without a `budget` this is done to parameters' gathers alone: what is saved of them is the whole model, unsharded.
+    The last ones of the forward are saved if the backward reads them first, as many as `schedule` holds at once: it
+    would begin by gathering what the forward has just let go, and hold as much.
     What else is gathered is saved, for the shard would be saved instead and the time paid again. With a budget of so
     many bytes gathers of both kinds are saved, those first that take longest per byte, until it is used up; the others
     are marked. Bytes of a symbolic size are those of its example.
@@ -46,13 +52,14 @@ class Regather:
     name = "regather"
     exactness = "bitwise"
 
-    def __init__(self, budget: int | None = None):
-        self.budget = budget
+    def __init__(self, budget: int | None = None, held: int = HELD):
+        self.budget, self.held = budget, held
 
     def __call__(self, graph: fx.Graph) -> int:
         found = [node for node in graph.nodes if ir.is_collective(node, "all_gather") and _is_open(node)]
         if self.budget is None:
             again = [node for node in found if _is_of_parameter(node)]
+            again = again[: len(again) - _read_at_once(again, self.held, graph)]
         else:
             again = _beyond(found, self.budget)
         for node in [*again, *_twins(again, graph)]:
@@ -87,6 +94,18 @@ def _is_open(node: fx.Node) -> bool:
     if ir.in_backward(node) or _is_marked(node) or "ac_graph_id" in node.meta or KEPT in node.meta.get("custom", ()):
         return False
     return any(ir.in_backward(user) for member in _chain(node) for user in member.users)
+
+
+def _read_at_once(found: list[fx.Node], most: int, graph: fx.Graph) -> int:
+    """How many of the last gathers of the forward, `most` at most, the backward reads before all others, backwards."""
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    read = {n: min(order[u] for m in _chain(n) for u in m.users if ir.in_backward(u)) for n in found}
+    count = 0
+    for last, first in zip(reversed(found), sorted(found, key=read.__getitem__)):
+        if count == most or last is not first or _twins([last], graph):
+            break
+        count += 1
+    return count
 
 
 def _is_marked(node: fx.Node) -> bool:

@@ -61,17 +61,18 @@ def test_weights_are_gathered_a_layer_ahead(fake_mesh):
     s, (forward, backward) = train(Deep(mesh, [Shard(0)]), x, disable=["bucket"])
     # From the second on, each is started before the one ahead of it is waited for, and the product is in between.
     assert forward == "SS" + "WmS" * (2 * LAYERS - 2) + "WmWm"
-    assert Counter(c.op for c in s.backward) == {"all_gather": 2 * LAYERS - 1, "reduce_scatter": 2 * LAYERS}
+    # The last two of the forward are still there, and there is no gradient of x, for which the first would be read.
+    assert Counter(c.op for c in s.backward) == {"all_gather": 2 * LAYERS - 3, "reduce_scatter": 2 * LAYERS}
     # No gradient's scatter is waited for at once: a product lies between.
     assert "SWS" not in backward.replace("SSW", "")
-    assert backward.count("S") == backward.count("W") == 4 * LAYERS - 1
+    assert backward.count("S") == backward.count("W") == 4 * LAYERS - 3
 
 
 def test_a_schedule_can_be_left_out(fake_mesh):
     mesh = fake_mesh(4)
     x = distribute_tensor(torch.randn(8, WIDTH), mesh, [Shard(0)])
     _, (forward, _) = train(Deep(mesh, [Shard(0)]), x, disable=["bucket", "schedule"])
-    assert forward == "SWm" * (2 * LAYERS)
+    assert forward.replace("m", "") == "SW" * (2 * LAYERS)
 
 
 def peaks(model, x, **options):
@@ -120,6 +121,6 @@ def test_two_dimensional_and_hybrid_sharding(fake_mesh):
     s, _ = train(Deep(mesh, [Replicate(), Shard(0)]), x, disable=["bucket"])
     assert Counter(c.op for c in s.forward) == {"all_gather": 2 * LAYERS}
     found = Counter(c.op for c in s.backward)
-    assert found == {"all_gather": 2 * LAYERS - 1, "reduce_scatter": 2 * LAYERS, "all_reduce": 2 * LAYERS}
+    assert found == {"all_gather": 2 * LAYERS - 3, "reduce_scatter": 2 * LAYERS, "all_reduce": 2 * LAYERS}
     s, _ = train(Deep(mesh, [Replicate(), Shard(0)]), x)
     assert Counter(c.op for c in s.backward)["all_reduce"] < 2 * LAYERS

@@ -36,14 +36,14 @@ def layer(bench):
 
 def test_a_parameter_is_gathered_again_with_its_views(bench):
     gm = joint(bench, layer(bench), (4, 4), (4, 4), parameters=[0])
-    assert Regather()(gm.graph) == 1
+    assert Regather(held=0)(gm.graph) == 1
     assert marked(gm) == ["all_gather", "t"]
-    assert Regather()(gm.graph) == 0
+    assert Regather(held=0)(gm.graph) == 0
 
 
 def test_what_is_no_parameter_is_saved(bench):
     gm = joint(bench, layer(bench), (4, 4), (4, 4))
-    assert Regather()(gm.graph) == 0
+    assert Regather(held=0)(gm.graph) == 0
     assert marked(gm) == []
 
 
@@ -53,7 +53,7 @@ def test_casts_before_and_after_belong_to_the_chain(bench):
         return (x @ whole).sin() @ whole.t()
 
     gm = joint(bench, f, (4, 4), (4, 4), parameters=[0])
-    assert Regather()(gm.graph) == 1
+    assert Regather(held=0)(gm.graph) == 1
     assert marked(gm) == ["all_gather", "_to_copy_1"]
 
 
@@ -62,28 +62,28 @@ def test_a_parameter_that_was_computed_on_is_one_no_more(bench):
         whole = ops.all_gather(w * 2, 0, 8, bench.tp).t()
         return (x @ whole).sin() @ whole.t()
 
-    assert Regather()(joint(bench, f, (4, 4), (4, 4), parameters=[0]).graph) == 0
+    assert Regather(held=0)(joint(bench, f, (4, 4), (4, 4), parameters=[0]).graph) == 0
 
 
 def test_what_the_backward_does_not_read_is_left_alone(bench):
     gm = joint(
         bench, lambda w, x: (x @ ops.all_gather(w, 0, 8, bench.tp).t()).sin() + 1, (4, 4), (4, 4), parameters=[0]
     )
-    assert Regather()(gm.graph) == 0
+    assert Regather(held=0)(gm.graph) == 0
 
 
 def test_what_the_backward_gathers_is_left_alone(bench):
     gm = joint(
         bench, lambda w, x: ops.all_gather(x.sin(), 0, 8, bench.tp).t() + w.sum(), (4, 4), (4, 4), parameters=[1]
     )
-    assert Regather()(gm.graph) == 0
+    assert Regather(held=0)(gm.graph) == 0
 
 
 def test_regions_of_checkpointing_are_left_alone(bench):
     gm = joint(bench, layer(bench), (4, 4), (4, 4), parameters=[0])
     (gather,) = [n for n in gm.graph.nodes if n.name == "all_gather"]
     gather.meta.update(recompute=CheckpointPolicy.MUST_SAVE, ac_graph_id=1)
-    assert Regather()(gm.graph) == 0
+    assert Regather(held=0)(gm.graph) == 0
     assert Regather(budget=0)(gm.graph) == 0
     assert gather.meta["recompute"] is CheckpointPolicy.MUST_SAVE
 
@@ -121,7 +121,7 @@ def test_what_the_program_keeps_is_left_alone(bench):
     gm = joint(bench, layer(bench), (4, 4), (4, 4), parameters=[0])
     (gather,) = [n for n in gm.graph.nodes if n.name == "all_gather"]
     gather.meta["custom"] = {KEPT: True}
-    assert Regather()(gm.graph) == 0
+    assert Regather(held=0)(gm.graph) == 0
     assert marked(gm) == []
 
 
@@ -133,7 +133,7 @@ def test_a_gather_that_the_forward_alone_reads_is_marked_with_its_equal(bench):
         return (x @ first @ first.t() @ second).sin() @ second.t()
 
     gm = joint(bench, f, (4, 4), (4, 4), parameters=[0])
-    assert Regather()(gm.graph) == 1
+    assert Regather(held=0)(gm.graph) == 1
     assert {"all_gather", "all_gather_1"} <= set(marked(gm))
 
 
@@ -157,5 +157,46 @@ def test_a_budget_counts_what_is_freed_and_saves_first_what_takes_longest_per_by
     }
     for budget, names in expected.items():
         gm = joint(bench, f, (16, 4), (4, 4), (2,), parameters=[0, 2])
-        Regather(budget)(gm.graph)
+        Regather(budget, held=0)(gm.graph)
         assert marked(gm) == names, budget
+
+
+def three(bench, order):
+    """Three gathered weights, which the backward reads in the given order."""
+
+    def f(a, b, c):
+        whole = [ops.all_gather(w, 0, 8, bench.tp) for w in (a, b, c)]
+        y = (whole[0] @ whole[1] @ whole[2]).sin()
+        for k in order:
+            y = y @ whole[k]
+        return y
+
+    return joint(bench, f, (4, 8), (4, 8), (4, 8), parameters=[0, 1, 2])
+
+
+def test_what_the_backward_reads_first_is_kept_of_the_last(bench):
+    for held, names in ((2, ["all_gather"]), (1, ["all_gather", "all_gather_1"]), (3, [])):
+        gm = three(bench, (2, 1, 0))
+        assert Regather(held=held)(gm.graph) == len(names)
+        assert marked(gm) == names
+
+
+def test_what_is_read_later_is_not_kept(bench):
+    """Two would be held for longer than the schedule holds them."""
+    gm = three(bench, (2, 0, 1))
+    Regather()(gm.graph)
+    assert marked(gm) == ["all_gather", "all_gather_1"]
+    gm = three(bench, (0, 1, 2))
+    Regather()(gm.graph)
+    assert marked(gm) == ["all_gather", "all_gather_1", "all_gather_2"]
+
+
+def test_a_weight_that_is_gathered_twice_is_not_kept(bench):
+    """A tied one: from its first gather on, all of the forward would hold it."""
+
+    def f(w, x):
+        first, second = (ops.all_gather(w, 0, 8, bench.tp).t() for _ in range(2))
+        return (x @ first @ first.t() @ second).sin() @ second.t()
+
+    gm = joint(bench, f, (4, 4), (4, 4), parameters=[0])
+    assert Regather()(gm.graph) == 1

@@ -1,4 +1,4 @@
-"""Redistribution: bytes on the wire against torch.distributed.tensor, time to plan: `python bench/redistribute.py`.
+"""redistribute: bytes from any layout to any other, against torch DTensor; time to plan.
 
 One process on a fake process group. Bytes: for every pair of layouts that placements can say, on every mesh up to
 2×2×2, both libraries redistribute the same tensor and what this rank sends is counted from the collectives that run
@@ -8,26 +8,34 @@ starting a collective costs in this process without any communication.
 """
 
 import gc
+import math
 import random
 import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import click
 import torch
-import torch.distributed as dist
 from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtensor as ours
 from dtensor import plan as planning
 from dtensor import steps
 from dtensor.layout import Layout
 from dtensor.mesh import facts
-from dtensor.testing import CountCollectives
+from dtensor.testing import CountCollectives, fake_ranks
+
+from ..effort import Effort
+from ..record import Record, Setting
+from ..timing import quartiles, seconds
+
+TORCH = "torch eager"
+SHAPES = ((1024, 4096), (16, 16))
+AMOUNTS = {"tiny": (5, 20, SHAPES[1:], 2), "quick": (100, 500, SHAPES, 8), "full": (400, 2000, SHAPES, 8)}
+"""Pairs of layouts whose planning is timed, calls of what is quick, shapes whose bytes are counted, on how many meshes.
+"""
 
 MESHES = ((2,), (1, 2), (2, 1), (2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2))
 REPEATS = 5
@@ -78,35 +86,19 @@ def compared(sizes: tuple[int, ...], shape: tuple[int, ...], merged: bool) -> li
     return found
 
 
-def print_bytes(shape: tuple[int, ...]) -> None:
-    size = torch.empty(shape, device="meta").nbytes
-    click.echo(f"\nbytes each rank sends, float32 tensor {list(shape)} ({size / 1e6:g} MB); ratio dtensor / torch")
-    click.echo(
-        f"{'mesh':10}{'groups':>9}{'pairs':>7}{'dtensor':>12}{'torch':>12}{'quartiles':>22}{'max':>6}{'more':>6}"
+def _bytes(sizes: tuple[int, ...], merged: bool, shape: tuple[int, ...]) -> Iterator[Record]:
+    """Bytes of all pairs of layouts of a tensor on a mesh; the spread is that of the pairs."""
+    rows = compared(sizes, shape, merged)
+    low, middle, high = quartiles([a / b if b else float(a > 0) + 1 for _, a, b in rows if a or b])
+    more = [row for row in rows if row[1] > row[2] * (1 + 1e-9)]
+    a, b = sum([row[1] for row in rows]), sum([row[2] for row in rows])
+    kind, mesh = "merged groups" if merged else "single groups", "×".join(map(str, sizes))
+    worst = "".join(f"; {text}: {x:g} against {y:g}" for text, x, y in more[:3])
+    note = f"{len(rows)} pairs, median ratio {middle:.2f}, {len(more)} of them more than torch{worst}"
+    made = Setting("redistribute", f"float32 {list(shape)}", f"mesh {mesh}", math.prod(sizes)).counted(
+        f"bytes, {kind}", "bytes", a, TORCH, b, note=note
     )
-    for sizes in MESHES:
-        for merged in (False, True):
-            rows = compared(sizes, shape, merged)
-            ratios = [a / b if b else float(a > 0) + 1 for _, a, b in rows if a or b]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            more = [row for row in rows if row[1] > row[2] * (1 + 1e-9)]
-            a, b = sum([row[1] for row in rows]) / 1e6, sum([row[2] for row in rows]) / 1e6
-            spread = f"{low:.2f} {middle:.2f} {high:.2f}"
-            kind = "merged" if merged else "single"
-            name = "×".join(map(str, sizes))
-            click.echo(
-                f"{name:10}{kind:>9}{len(rows):7}{a:9.1f} MB{b:9.1f} MB{spread:>22}{max(ratios):6.2f}{len(more):6}"
-            )
-            for text, a, b in more[:3]:
-                click.echo(f"    {text}: {a:g} against {b:g}")
-
-
-def microseconds(run: Callable[[], object], calls: int) -> float:
-    """Mean time of a call."""
-    start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls * 1e6
+    yield replace(made, spread=(low, high))
 
 
 def all_pairs(ndim: int) -> list[tuple[Layout, Layout]]:
@@ -115,15 +107,12 @@ def all_pairs(ndim: int) -> list[tuple[Layout, Layout]]:
     return [(a, b) for a in made for b in made if a is not b and set(b.partial) <= set(a.partial)]
 
 
-def print_times(pairs: int, calls: int) -> None:
+def _times(pairs: int, calls: int) -> Iterator[Record]:
     mesh = init_device_mesh("cpu", (2, 2, 2))
     ours.prepare(mesh)
-    network = facts(mesh).network
-    group = facts(mesh).groups[(0,)]
+    network, group = facts(mesh).network, facts(mesh).groups[(0,)]
     x = torch.empty(64)
-    launch = microseconds(lambda: torch.ops.dtensor.all_reduce(x, "sum", group), calls)
-    click.echo(f"\ntime to plan on a 2×2×2 mesh; starting a collective takes {launch:.1f} µs without communication")
-    click.echo(f"{'':34}{'median':>12}{'99 in 100':>12}{'max':>12}{'median / start':>16}")
+    launch = seconds(lambda: torch.ops.dtensor.all_reduce(x, "sum", group), calls)
     for shape in ((1024, 1024), (64, 512, 1024)):
         picked = random.Random(0).sample(all_pairs(len(shape)), pairs)
         for name, before in (
@@ -132,9 +121,10 @@ def print_times(pairs: int, calls: int) -> None:
             ("cached", None),
         ):
             times = sorted(_planned(picked, shape, network, before, calls))
-            row = statistics.median(times), times[int(0.99 * len(times))], times[-1]
-            head = f"{len(shape)} dimensions, {name}"
-            click.echo(f"{head:34}" + "".join(f"{t:9.2f} µs" for t in row) + f"{row[0] / launch:16.3f}")
+            note = f"99 in 100 below {1e6 * times[int(0.99 * len(times))]:.2f} µs, the longest {1e6 * times[-1]:.2f}"
+            at = Setting("redistribute", f"{len(shape)} dimensions", "mesh 2×2×2", 8)
+            value = 1e6 * statistics.median(times)
+            yield at.counted(f"plan, {name}", "µs", value, "starting a collective", 1e6 * launch, note=note)
 
 
 def _planned(picked: list, shape: tuple[int, ...], network: Any, before: Callable | None, calls: int) -> list[float]:
@@ -148,29 +138,27 @@ def _planned(picked: list, shape: tuple[int, ...], network: Any, before: Callabl
             before()
         run = lambda a=a, b=b: planning.plan(a, b, shape, network)  # noqa: E731
         if before is None:
-            found.append(microseconds(run, calls))
+            found.append(seconds(run, calls))
             continue
         once = []
         for _ in range(REPEATS):
             before()
-            once.append(microseconds(run, 1))
+            once.append(seconds(run, 1))
         found.append(min(once))
     gc.enable()
     return found
 
 
-@click.command(help=__doc__)
-@click.option("--pairs", default=400, show_default=True, help="Pairs of layouts whose planning is timed.")
-@click.option("--calls", default=2000, show_default=True, help="Calls of what is quick.")
-def main(pairs: int, calls: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    click.echo(f"torch {torch.__version__}")
-    print_times(pairs, calls)
-    for shape in ((1024, 4096), (16, 16)):
-        print_bytes(shape)
-    dist.destroy_process_group()
+def run(effort: Effort) -> Iterator[Record]:
+    """Records of all meshes, and of planning."""
+    pairs, calls, shapes, meshes = effort.of(AMOUNTS)
+    jobs = [
+        "plan",
+        *[(sizes, merged, shape) for shape in shapes for sizes in MESHES[:meshes] for merged in (False, True)],
+    ]
+    with fake_ranks(8):
+        for job in effort.progress(jobs, "redistribute"):
+            yield from _times(pairs, calls) if isinstance(job, str) else _bytes(*job)
 
 
-if __name__ == "__main__":
-    main()
+__all__ = ["bytes_of", "compared", "run"]

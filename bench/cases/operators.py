@@ -1,4 +1,4 @@
-"""Operators that run without communication, against torch.distributed.tensor: `python bench/operators.py`.
+"""operators: which operators run without communication, and which fail, by family, against torch DTensor.
 
 A pair is one call from torch's operator database and one way to place its tensors on a mesh of two ranks: each tensor
 replicated, sharded on a dimension that two divides, or, in rows of their own, Partial(sum). Calls in place and with
@@ -16,27 +16,32 @@ what they gather, written arguments included, with the plain call: "wrong" is a 
 compared here: tests/sweep does that for this library.
 """
 
-import json
 import warnings
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import click
 import torch
 import torch.distributed as dist
 from torch.distributed import tensor as theirs
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from tqdm import tqdm
 
 import dtensor as ours
 from dtensor.testing import run_threads
 from dtensor.testing.candidates import mapped, tensors
 from dtensor.testing.operators import Sample, drawn, operator_names, place, placements, samples
 
-WORLD = 2
+from ..effort import Effort
+from ..record import Record, Setting
+
+WORLD, TORCH = 2, "torch eager"
+AMOUNTS = {"tiny": (1, 1), "quick": (1, 2), "full": (3, 5)}
+"""Calls of each operator, besides in place and out=; ways to shard a call, and as many with partial tensors."""
+TINY = 40
+"""Every how many-th operator a tiny run takes."""
 FAMILIES = ("nn.functional", "linalg", "fft", "masked", "special", "signal", "sparse", "torch")
 """Prefixes of operator names; the last stands for all others."""
 SPACES = ("dtensor", "_c10d_functional", "c10d")
@@ -174,14 +179,14 @@ def verdicts(rank: int, work: list[tuple[Sample, tuple]]) -> list[str]:
     return found
 
 
-def compare(names: list[str], calls: int, ways: int) -> list[Pair]:
+def compare(names: list[str], calls: int, ways: int, effort: Effort) -> list[Pair]:
     """All pairs of the named operators."""
     pairs: list[Pair] = []
     work: list[tuple[Pair, Sample, tuple]] = []
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
     mesh = ours.init_device_mesh("cpu", (WORLD,))
     theirs.DTensor.from_local(torch.zeros(2), mesh, [theirs.Shard(0)]).uniform_()  # starts its generator
-    for name in tqdm(names, unit="operator"):
+    for name in effort.progress(names, "operators"):
         for sample in samples(name, calls):
             try:
                 plain(sample)
@@ -198,50 +203,36 @@ def compare(names: list[str], calls: int, ways: int) -> list[Pair]:
     return pairs
 
 
-COLUMNS = ["pairs", "local ours", "theirs", "only ours", "only theirs"]
-COLUMNS += ["(right", "random", "wrong)", "fails ours", "theirs"]
-
-
-def row(pairs: list[Pair]) -> list[int]:
-    """The numbers under `COLUMNS`."""
-    count = Counter((p.ours, p.theirs) for p in pairs)
-    is_ = Counter(p.torch_is for p in pairs)
-    a, b = ([sum(n for k, n in count.items() if k[i] == s) for s in ("local", "fails")] for i in range(2))
-    both = count["local", "local"]
-    only = [is_["right"], is_["random"], is_["wrong"]]
-    return [len(pairs), a[0], b[0], a[0] - both, b[0] - both, *only, a[1], b[1]]
-
-
 def family(operator: str) -> str:
     return next((f for f in FAMILIES if operator.startswith(f"{f}.")), FAMILIES[-1])
 
 
-@click.command(help=(__doc__ or "").replace("\n\n    local", "\n\n\b\n    local"))
-@click.option("--calls", default=3, show_default=True, help="Calls of each operator, besides in place and out=.")
-@click.option("--ways", default=5, show_default=True, help="Ways to shard a call, and as many with partial tensors.")
-@click.option("--only", multiple=True, help="Name of an operator; may be given several times. [default: all]")
-@click.option("--verbose", is_flag=True, help="A row for each operator in place of one for each family.")
-@click.option("--json", "file", type=click.File("w"), help="Write the pairs to a file, a line each.")
-def main(calls: int, ways: int, only: tuple[str, ...], verbose: bool, file: Any) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    pairs = compare(list(only) or operator_names(), calls, ways)
+def run(effort: Effort) -> Iterator[Record]:
+    """Records by family and by kind of placement, and one for each pair that only torch runs without communication."""
+    calls, ways = effort.of(AMOUNTS)
+    names = [n for n in operator_names() if not effort.only or any(word in n for word in effort.only)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pairs = compare(names[:: TINY if effort.level == "tiny" else 1], calls, ways, effort)
     groups: dict[str, list[Pair]] = defaultdict(list)
     for p in pairs:
-        groups[p.operator if verbose else family(p.operator)].append(p)
+        groups[family(p.operator)].append(p)
     groups |= {k: [p for p in pairs if p.kind == k] for k in KINDS} | {"all": pairs}
-    wide = max(map(len, groups)) + 1
-    click.echo(f"torch {torch.__version__}, {WORLD} ranks\n{'':{wide}}" + "".join(f"{c:>12}" for c in COLUMNS))
     for name, found in groups.items():
-        click.echo(f"{name:{wide}}" + "".join(f"{n:12}" for n in row(found)))
-    click.echo("\nlocal on torch only:")
+        yield from summed(Setting("operators", name, ranks=WORLD), found)
     for p in sorted((p for p in pairs if p.torch_is), key=lambda p: (p.torch_is, p.operator)):
         what = p.errors.get("ours") or f"{p.collectives['ours']} collectives"
-        click.echo(f"  torch is {p.torch_is:7}{p.call} on {p.placements}: {what}")
-    for p in pairs:
-        if file:
-            file.write(json.dumps(asdict(p)) + "\n")
+        note = f"local on torch only, which is {p.torch_is}: {p.call} on {p.placements}; ours: {what}"
+        yield Setting("operators", p.operator, ranks=WORLD).missing(f"{p.call} on {p.placements}", note, TORCH)
 
 
-if __name__ == "__main__":
-    main()
+def summed(at: Setting, pairs: list[Pair]) -> Iterator[Record]:
+    """How many of these pairs communicate or fail, and fail; of the latter torch's that are wrong are in the note."""
+    is_ = Counter(p.torch_is for p in pairs if p.torch_is)
+    note = f"{len(pairs)} pairs; local on torch only: " + (", ".join(f"{n} {k}" for k, n in is_.items()) or "none")
+    for figure, states in (("not local", ("communicates", "fails")), ("fails", ("fails",))):
+        a, b = (sum(getattr(p, side) in states for p in pairs) for side in ("ours", "theirs"))
+        yield at.counted(figure, "pairs", a, TORCH, b, note=note)
+
+
+__all__ = ["compare", "run"]

@@ -1,0 +1,210 @@
+"""compile: time to compile a training step, by layers and by ranks; the passes' share; what a second process saves.
+
+One process on a fake process group compiles forward and backward of a Transformer, by `backend="dtensor"` and torch's
+DTensor by torch.compile, in rounds that take turns. The clock runs from the first call to the end of the backward,
+caches of compiled code passed over. "aot_eager" ends with a graph that runs operator by operator, "inductor" makes
+code of it. Passes are timed one by one, and so are what stands around them: verifying, counting, what is known of
+meshes, sealing the agreement. By ranks it is our own time over that on the fewest; a second process has the caches of
+the first.
+"""
+
+import contextlib
+import multiprocessing
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from dtensor import init_device_mesh
+from dtensor._torch import without_compile_caches
+from dtensor.compile import Statistics, statistics
+from dtensor.testing import fake_ranks
+
+from .. import models
+from ..caches import cold_caches
+from ..effort import Effort
+from ..models import Sizes, named
+from ..plans import applied
+from ..record import OURS, Record, Setting
+from ..sides import around
+from ..timing import compared, quartiles
+
+TORCH = "torch compiled"
+PARTS = {
+    "verify": "dtensor.passes.pipeline.verify_graph",
+    "count": "dtensor.passes.pipeline.count",
+    "list collectives": "dtensor.passes.collectives",
+    "seal agreement": "dtensor.compile.pipeline.seal",
+    "know meshes": "dtensor.compile.pipeline.mesh_groups",
+    "take down what is sent": "dtensor.compile.pipeline.finished",
+}
+"""What is timed beside the passes -> the name under which it is called."""
+
+WHOLE = [f"dtensor.compile.{m}.{f}" for m in ("backend", "inductor") for f in ("simplify_joint", "optimise")]
+SIZES = Sizes(dim=16, seq=16, batch=2, vocab=32)
+SLOWEST = 6
+"""Passes that get a record of their own."""
+
+LAYERS = {
+    "tiny": [("aot_eager", "tp", 1, 2)],
+    "quick": [("aot_eager", "tp", 2, 3), ("aot_eager", "sp", 8, 2)],
+    "full": [
+        *[("aot_eager", plan, n, 5) for plan in ("tp", "sp") for n in (2, 4, 8, 16, 32, 64)],
+        *[("inductor", plan, n, 3) for plan in ("tp", "sp") for n in (2, 8, 32)],
+    ],
+}
+"""How, plan, layers, rounds."""
+
+RANKS = {"tiny": (2, 4), "quick": (2, 4096), "full": (2, 8, 64, 512, 4096)}
+RANK_ROUNDS = {"tiny": 1, "quick": 3, "full": 7}
+
+
+@contextmanager
+def timed(names: dict[str, str], seconds: dict[str, float]) -> Iterator[None]:
+    """Add the time of each call of what `names` names to `seconds`, under its key."""
+
+    def wrapped(key: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                seconds[key] += time.perf_counter() - start
+
+        return call
+
+    with ExitStack() as stack:
+        for key, name in names.items():
+            patcher = patch(name)
+            original, _ = patcher.get_original()
+            stack.enter_context(patch(name, wrapped(key, original)))
+        yield
+
+
+def step(side: str, inner: str, plan: str, layers: int, mesh: Any) -> float:
+    """Seconds of the first forward and backward, with all that is compiled."""
+    torch.compiler.reset()
+    model = named(f"transformer-{layers}", SIZES)
+    library = "dtensor" if side == OURS else "torch"
+    built = applied(model.dense(), model.family, library, plan, mesh)
+    how: dict[str, Any] = {"backend": inner}
+    if side == OURS:
+        how = {"backend": "dtensor", "options": {"inner": inner, "agreement": False}}
+
+    def loss(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return models.loss(built(inputs), targets)
+
+    run, given = torch.compile(loss, **how), model.batch(0)
+    with around(library, plan)():
+        start = time.perf_counter()
+        run(*given).backward()
+        return time.perf_counter() - start
+
+
+def our_step(inner: str, plan: str, layers: int, mesh: Any) -> tuple[float, float, dict[str, float], Statistics]:
+    """Seconds of the step, of all our work in it, and of its parts; and the statistics."""
+    ours: dict[str, float] = defaultdict(float)
+    parts: dict[str, float] = defaultdict(float)
+    with statistics() as s, timed({name: name for name in WHOLE}, ours), timed(PARTS, parts):
+        total = step(OURS, inner, plan, layers, mesh)
+    return total, sum(ours.values()), parts, s
+
+
+def breakdown(parts: dict[str, float], s: Statistics) -> list[tuple[str, float, int]]:
+    """(name, seconds, rewrites) of each pass and part, the slowest first."""
+    seconds = defaultdict(float, parts)
+    rewrites: Counter[str] = Counter()
+    for p in [p for record in s.records for p in record.passes]:
+        seconds[p.name] += p.seconds
+        rewrites[p.name] += p.rewrites
+    return [(name, t, rewrites[name]) for name, t in sorted(seconds.items(), key=lambda item: -item[1])]
+
+
+def run(effort: Effort) -> Iterator[Record]:
+    """Records by layers, by ranks, and of a second process."""
+    with fake_ranks(2):  # what is imported and registered on first use
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for side in (OURS, TORCH):
+            step(side, "aot_eager", "tp", 1, mesh)
+    jobs = [*effort.of(LAYERS), "by ranks", *(["second process"] if effort.level != "tiny" else [])]
+    for job in effort.progress(jobs, "compile"):
+        if job == "by ranks":
+            yield from _by_ranks(effort.of(RANKS), effort.of(RANK_ROUNDS))
+        elif job == "second process":
+            yield from _second_process()
+        else:
+            yield from _by_layers(*job)
+
+
+def _by_layers(inner: str, plan: str, layers: int, rounds: int) -> Iterator[Record]:
+    times: dict[str, list[float]] = {OURS: [], TORCH: []}
+    shares, found = [], []
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for i in range(rounds):
+            for side in (OURS, TORCH) if i % 2 else (TORCH, OURS):
+                if side == TORCH:
+                    with without_compile_caches():
+                        times[side].append(step(side, inner, plan, layers, mesh))
+                else:
+                    total, ours, parts, s = our_step(inner, plan, layers, mesh)
+                    times[side].append(total)
+                    shares.append(100 * ours / total)
+                    found.append((total, breakdown(parts, s), s.graph_breaks))
+    at = Setting("compile", f"transformer-{layers}", plan, 2)
+    yield at.timed(f"{inner}: time", "s", compared(times[OURS], times[TORCH]), TORCH)
+    total, rows, breaks = found[-1]
+    low, middle, high = quartiles(shares)
+    spread = f"quartiles {low:.1f} to {high:.1f}; graph breaks: {breaks}"
+    yield at.alone(f"{inner}: share of the passes and all around", middle, "%", note=spread)
+    for name, t, rewrites in rows[:SLOWEST]:
+        yield at.alone(f"{inner}: share of {name}", 100 * t / total, "%", note=f"{rewrites} rewrites")
+
+
+def _by_ranks(worlds: tuple[int, ...], rounds: int) -> Iterator[Record]:
+    """On meshes (n / 2, 2) of hybrid sharding, whose graphs are alike but for the groups."""
+    times: dict[int, list[float]] = {n: [] for n in worlds}
+    for _ in range(rounds):
+        for n in worlds:
+            with fake_ranks(n), without_compile_caches():
+                mesh = init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("replicate", "shard"))
+                times[n].append(step(OURS, "aot_eager", "hsdp", 2, mesh))
+    for n in worlds[1:]:
+        at = Setting("compile", "transformer-2", "hsdp", n)
+        yield at.timed(
+            "aot_eager: time by ranks", "s", compared(times[n], times[worlds[0]]), f"dtensor, {worlds[0]} ranks"
+        )
+
+
+def first_call(side: str) -> float:
+    """Seconds of the first step in this process, by Inductor."""
+    torch.set_num_threads(1)
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        return step(side, "inductor", "tp", 1, mesh)
+
+
+def _second_process() -> Iterator[Record]:
+    found: dict[str, list[float]] = {}
+    for side in (OURS, TORCH):
+        with cold_caches():
+            found[side] = [_in_a_process(side) for _ in range(2)]
+    at = Setting("compile", "transformer-1", "tp", 2)
+    for index, figure in enumerate(("first process", "second process")):
+        yield at.counted(f"inductor: {figure}", "s", found[OURS][index], TORCH, found[TORCH][index])
+    for side, (first, second) in found.items():
+        yield at.counted("inductor: second process", "s", second, "its first process", first, side=side)
+
+
+def _in_a_process(side: str) -> float:
+    with contextlib.closing(multiprocessing.get_context("spawn").Pool(1)) as pool:
+        found = pool.apply(first_call, (side,))
+    pool.join()
+    return found
+
+
+__all__ = ["breakdown", "our_step", "run", "step"]

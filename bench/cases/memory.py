@@ -1,0 +1,106 @@
+"""memory: the most bytes a rank holds in a training step, against peers, the limit by hand, and the bound.
+
+Counted, from every allocation of torch's allocator that the profiler sees in a step: parameters and all that lives
+between steps, plus what the step adds at its peak. One process is the first rank of a mesh of which the others are not
+there; sides are compiled as in `step`. The bound is this library's own simulation of the schedule (`dtensor.compile`):
+what a graph's order holds, without what the compiler saves by fusing.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from dtensor import init_device_mesh
+from dtensor.compile import report
+from dtensor.demo_plan import PLANS
+
+from ..counting import counting_ranks
+from ..effort import Effort
+from ..models import Model, Sizes, named
+from ..plans import NO_COLLECTIVES, RANKS
+from ..record import OURS, Record, Setting
+from ..sides import Trainer, Wrap, batch, forget, made, reason
+from ..uncoded import UNCODED
+from .step import PEERS, REAL
+
+MODELS = {
+    "tiny": (("mlp", "tp"),),
+    "quick": tuple([("transformer-2", plan) for plan in ("tp", "fsdp")]),
+    "full": tuple([(name, plan) for name in ("mlp", "transformer-2", "transformer-8", "llama-2") for plan in RANKS]),
+}
+SIDES = {"tiny": ("torch eager", "by hand"), "quick": PEERS, "full": PEERS}
+SIZES = {"tiny": Sizes(dim=16, seq=4, batch=2), "quick": REAL, "full": REAL}
+BOUND = "the bound"
+
+
+def ours_alone(fn: Any) -> Any:
+    """What we are compiled with: there are no other ranks to agree with."""
+    return torch.compile(fn, backend="dtensor", fullgraph=True, options={"agreement": False})
+
+
+def peak(trainer: Trainer, given: tuple[Any, Any], device: str) -> int:
+    """Bytes a step adds at its peak to what is held before it."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        trainer.step(*given)
+        return torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
+        trainer.step(*given)
+    events: Any = seen.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = most = 0
+    for _, change in sorted(changes, key=lambda c: c[0]):
+        held += change
+        most = max(most, held)
+    return most
+
+
+def persistent(trainer: Trainer) -> int:
+    """Bytes of parameters and buffers on this rank."""
+    found = 0
+    for t in (*trainer.model.parameters(), *trainer.model.buffers()):
+        local: Any = t.to_local() if hasattr(t, "to_local") else t  # pyright: ignore
+        found += local.numel() * local.element_size()
+    return found
+
+
+def measured(side: str, model: Model, plan: str, device: str, wrap: Wrap | None = None) -> tuple[int, int, int]:
+    """Bytes at the peak of the third step, what of them persists, and of ours the bound; 0 for others."""
+    forget()
+    world = RANKS[plan]
+    with counting_ranks(world):
+        mesh = init_device_mesh(device, PLANS[plan].mesh_shape(world), mesh_dim_names=PLANS[plan].axes)
+        trainer = made(side, model, plan, mesh, wrap or (ours_alone if side == OURS else None))
+        inputs, targets = (x.to(device) for x in batch(model, plan, mesh, 0))
+        for _ in range(2):
+            trainer.step(inputs, targets)
+        base = persistent(trainer)
+        found = base + peak(trainer, (inputs, targets), device)
+        bound = max(g["peak_bytes"] for g in report().manifests[-1]["graphs"].values()) if side == OURS else 0
+    return found, base, bound
+
+
+def run(effort: Effort) -> Iterator[Record]:
+    """Records of all models and plans."""
+    for name, plan in effort.progress(effort.of(MODELS), "memory"):
+        model = named(name, effort.of(SIZES))
+        at = Setting("memory", model.name, plan, RANKS[plan])
+        code = effort.level != "tiny"
+        most, base, bound = measured(OURS, model, plan, effort.device, None if code else UNCODED[OURS])
+        yield at.counted("peak", "bytes", most, BOUND, bound)
+        for peer in effort.of(SIDES):
+            if peer == "torch tuned" and plan in NO_COLLECTIVES:
+                continue
+            try:
+                theirs, their_base, _ = measured(peer, model, plan, effort.device, None if code else UNCODED[peer])
+            except Exception as error:  # a finding about the peer
+                yield at.missing("peak", reason(peer, error), peer)
+                continue
+            yield at.counted("peak", "bytes", most, peer, theirs)
+            yield at.counted("between steps", "bytes", base, peer, their_base)
+
+
+__all__ = ["measured", "peak", "run"]

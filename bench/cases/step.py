@@ -1,0 +1,226 @@
+"""step: the time of a training step (forward, backward, SGD), and how much of its communication is exposed.
+
+Ranks are processes on gloo, one thread each, on loopback and, where namespaces can be made, on a wire of which each
+side sends at most 1 Gbit/s or 100 Mbit/s. All sides train in the same processes, from the same values on the same
+batches, in blocks of steps that take turns; their losses have to agree. Beside the step are timed, the same way:
+
+    compute         the step with nothing sent (collectives return at once)
+    communication   what the step sends, again, alone and one after the other
+
+    exposed = step - compute        overlap = (compute + communication - step) / min(compute, communication)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from dtensor import init_device_mesh
+from dtensor.demo_plan import PLANS
+
+from .. import namespaces
+from ..counting import counted, silent
+from ..effort import Effort
+from ..models import Model, Sizes, named
+from ..namespaces import End
+from ..plans import NO_COLLECTIVES, RANKS
+from ..ranks import RanksFailed, on_ranks
+from ..record import OURS, Record, Setting
+from ..sides import batch, made, reason
+from ..timing import compared, interleaved, quartiles
+from ..uncoded import UNCODED
+
+LOOPBACK = "loopback"
+RATES = ("1gbit", "100mbit")
+WARM_UP = 3
+"""Steps of each side before the first block; the first compiles."""
+
+TOLERANCE = 1e-3
+"""How far the losses of two sides may lie apart, relatively."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained where."""
+
+    model: str
+    plan: str
+    ranks: int
+    links: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Amount:
+    """What is measured at a level, and how often; `code` says whether compiled sides are made code of."""
+
+    jobs: tuple[Job, ...]
+    sides: tuple[str, ...]
+    sizes: Sizes
+    rounds: int
+    steps: int
+    code: bool = True
+
+
+REAL = Sizes(dim=256, seq=128, batch=8)
+PEERS = ("torch eager", "torch compiled", "torch tuned", "by hand")
+EVERYWHERE = (LOOPBACK, *RATES)
+AMOUNTS = {
+    "tiny": Amount(
+        (Job("mlp", "tp", 2, (LOOPBACK,)),), (OURS, "torch eager"), Sizes(dim=16, seq=4, batch=2), 2, 1, False
+    ),
+    "quick": Amount(
+        (
+            *[Job("transformer-2", plan, 2, EVERYWHERE) for plan in ("tp", "sp")],
+            Job("transformer-2", "fsdp", 2, (LOOPBACK, RATES[0])),
+            Job("transformer-2", "2d", 4, (RATES[0],)),
+        ),
+        (OURS, *PEERS),
+        REAL,
+        5,
+        2,
+    ),
+    "full": Amount(
+        (
+            *[Job(m, plan, n, EVERYWHERE) for m in ("mlp", "transformer-2", "llama-2") for plan, n in RANKS.items()],
+            *[Job("transformer-2", plan, 4, EVERYWHERE) for plan in ("tp", "sp", "fsdp")],
+            *[Job("transformer-8", plan, 2, EVERYWHERE) for plan in ("tp", "sp", "fsdp")],
+        ),
+        (OURS, "dtensor eager", *PEERS),
+        REAL,
+        15,
+        3,
+    ),
+}
+
+
+@dataclass
+class Found:
+    """What the first rank found: by link and side the seconds of a step in each round, and of its parts."""
+
+    step: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    compute: dict[str, list[float]] = field(default_factory=dict)
+    communication: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+def on_rank(
+    rank: int, model: Model, plan: str, sides: tuple[str, ...], links: tuple[str, ...], amount: Amount, end: End | None
+) -> Found:
+    """One rank's part: all sides, on all links."""
+    chosen = PLANS[plan]
+    mesh = init_device_mesh("cpu", chosen.mesh_shape(dist.get_world_size()), mesh_dim_names=chosen.axes)
+    batches = [batch(model, plan, mesh, i) for i in range(WARM_UP)]
+    found, trainers = Found(), {}
+    for side in sides:
+        try:
+            trainers[side] = made(side, model, plan, mesh, None if amount.code else UNCODED[side])
+            found.losses[side] = [_mean(trainers[side].step(*b)) for b in batches]
+        except Exception as error:
+            if side == OURS:
+                raise
+            trainers.pop(side, None)
+            found.errors[side] = reason(side, error)
+    counts = {}
+    for side, t in trainers.items():
+        with counted() as counts[side]:
+            t.step(*batches[0])
+    runs = {side: _steps(t, batches[0], amount.steps) for side, t in trainers.items()}
+    again = {side: c.replayed for side, c in counts.items()}
+    for link in links:
+        if end is not None and link != LOOPBACK and rank in (0, dist.get_world_size() // 2):
+            namespaces.limit(end, link)
+        rounds = amount.rounds if link != RATES[-1] else max(2, amount.rounds // 2)
+        found.step[link] = _per_step(interleaved(runs, rounds, before=dist.barrier), amount.steps)
+        found.communication[link] = interleaved(again, max(2, rounds // 2), before=dist.barrier)
+    found.compute = _per_step(interleaved(_in_silence(runs), amount.rounds, before=dist.barrier), amount.steps)
+    return found
+
+
+def _steps(trainer: Any, given: tuple[Any, Any], steps: int) -> Any:
+    def run() -> None:
+        for _ in range(steps):
+            trainer.step(*given)
+
+    return run
+
+
+def _in_silence(runs: dict[str, Any]) -> dict[str, Any]:
+    def quiet(run: Any) -> Any:
+        def call() -> None:
+            with silent():
+                run()
+
+        return call
+
+    return {side: quiet(run) for side, run in runs.items()}
+
+
+def _per_step(seconds: dict[str, list[float]], steps: int) -> dict[str, list[float]]:
+    return {side: [s / steps for s in found] for side, found in seconds.items()}
+
+
+def _mean(value: float) -> float:
+    """The mean over ranks of a loss, of which each has its part of the batch."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return sum(gathered) / len(gathered)
+
+
+def run(effort: Effort) -> Iterator[Record]:
+    """Records of all jobs of the level, on loopback and on the slow links."""
+    amount, without = effort.of(AMOUNTS), namespaces.why_not()
+    jobs = {(j.model, j.plan, j.ranks): j for j in amount.jobs}
+    for key in effort.progress(jobs, "step"):
+        job = jobs[key]
+        slow = tuple([link for link in job.links if link != LOOPBACK])
+        if LOOPBACK in job.links:
+            yield from _job(amount, job, (LOOPBACK,))
+        if slow and without:
+            yield Setting("step", *key, slow[0]).missing("step", without)
+        elif slow:
+            yield from _job(amount, job, slow)
+
+
+def _job(amount: Amount, job: Job, links: tuple[str, ...]) -> Iterator[Record]:
+    model = named(job.model, amount.sizes)
+    sides = tuple([s for s in amount.sides if s != "torch tuned" or job.plan not in NO_COLLECTIVES])
+    given = (model, job.plan, sides, links, amount)
+    if links == (LOOPBACK,):
+        found = on_ranks(on_rank, job.ranks, *given)
+    else:
+        with namespaces.joined() as ends:
+            found = on_ranks(on_rank, job.ranks, *given, ends=ends)
+    _check(found, model, job.plan)
+    for link in links:
+        yield from _records(Setting("step", model.name, job.plan, job.ranks, link), found, link)
+
+
+def _check(found: Found, model: Model, plan: str) -> None:
+    for side, losses in found.losses.items():
+        for ours, theirs in zip(found.losses[OURS], losses):
+            if not abs(ours - theirs) <= TOLERANCE * abs(ours):
+                raise RanksFailed(
+                    f"{model.name}, {plan}: {side} trains to other losses, {losses} in place of {found.losses[OURS]}"
+                )
+
+
+def _records(at: Setting, found: Found, link: str) -> Iterator[Record]:
+    for peer, note in found.errors.items():
+        yield at.missing("step", note, peer)
+    times, alone = found.step[link], found.communication[link]
+    exposed = {s: max(quartiles(times[s])[1] - quartiles(found.compute[s])[1], 0.0) for s in times}
+    for peer in times:
+        if peer != OURS:
+            yield at.timed("step", "ms", compared(times[OURS], times[peer], 1e3), peer)
+            yield at.timed("compute", "ms", compared(found.compute[OURS], found.compute[peer], 1e3), peer)
+            ours, theirs = 1e3 * exposed[OURS], 1e3 * exposed[peer]
+            yield at.counted("exposed communication", "ms", ours, peer, theirs, note="of medians")
+    for side in times:
+        step, compute, communication = (quartiles(t[side])[1] for t in (times, found.compute, alone))
+        overlap = (compute + communication - step) / max(min(compute, communication), 1e-9)
+        yield at.alone("overlap", overlap, "of 1", side, note=f"communication alone {1e3 * communication:.2f} ms")
+
+
+__all__ = ["PEERS", "REAL", "on_rank", "run"]

@@ -1,0 +1,102 @@
+"""wire: collectives and bytes of a training step, by direction, against the optimum by hand and against torch.
+
+Exact, and untimed: one process is the first rank of a mesh whose other ranks are not there, and counts what reaches its
+process groups. Directions are forward, backward and optimizer: gradients that a backward leaves as parts of a sum are
+reduced when the optimizer reads them, and count. Bytes are those a rank sends, by a ring algorithm (`dtensor.cost`).
+Compiled sides go through all passes; only Inductor's generation of code is left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dtensor import init_device_mesh
+from dtensor.demo_plan import PLANS
+
+from ..counting import Counts, counted, counting_ranks
+from ..effort import Effort
+from ..models import Model, Sizes, named
+from ..plans import NO_COLLECTIVES, RANKS
+from ..record import OURS, Record, Setting
+from ..sides import Wrap, batch, forget, made, reason
+from ..uncoded import UNCODED
+
+DIRECTIONS = ("forward", "backward", "optimizer")
+MODELS = {
+    "tiny": ("mlp",),
+    "quick": ("mlp", "transformer-2", "llama-2"),
+    "full": ("mlp", "transformer-2", "transformer-8", "transformer-32", "llama-2", "llama-8"),
+}
+SIZES = Sizes(dim=64, seq=32, batch=8)
+"""Alike for all levels: counts do not depend on them but for what travels in one bucket."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step of a side sent, by direction; or why it does not run."""
+
+    counts: dict[str, Counts]
+    error: str = ""
+
+    @property
+    def total(self) -> Counts:
+        whole = Counts()
+        for c in self.counts.values():
+            whole.collectives += c.collectives
+            whole.bytes += c.bytes
+        return whole
+
+
+def count(side: str, model: Model, plan: str, world: int, wrap: Wrap | None = None) -> Step:
+    """Count the second step of a side."""
+    forget()
+    with counting_ranks(world):
+        mesh = init_device_mesh("cpu", PLANS[plan].mesh_shape(world), mesh_dim_names=PLANS[plan].axes)
+        trainer = made(side, model, plan, mesh, wrap or UNCODED[side])
+        given = batch(model, plan, mesh, 0)
+        trainer.step(*given)
+        with counted() as forward:
+            loss = trainer.forward(*given)
+        with counted() as backward:
+            trainer.backward(loss)
+        with counted() as update:
+            trainer.update()
+    return Step(dict(zip(DIRECTIONS, (forward, backward, update))))
+
+
+def tried(side: str, model: Model, plan: str, world: int) -> Step:
+    """As `count`; what raises is why the side does not run."""
+    try:
+        return count(side, model, plan, world)
+    except Exception as error:  # whatever a peer raises is a finding, not ours to handle
+        if side == OURS:
+            raise
+        return Step({}, reason(side, error))
+
+
+def run(effort: Effort) -> Iterator[Record]:
+    """Records of all models and plans."""
+    jobs = [(name, plan) for name in effort.of(MODELS) for plan in RANKS]
+    for name, plan in effort.progress(jobs, "wire"):
+        model, world = named(name, SIZES), RANKS[plan]
+        ours = tried(OURS, model, plan, world)
+        for peer in UNCODED:
+            if peer == OURS or (peer == "torch tuned" and plan in NO_COLLECTIVES):
+                continue
+            yield from compared(Setting("wire", model.name, plan, world), ours, peer, tried(peer, model, plan, world))
+
+
+def compared(at: Setting, ours: Step, peer: str, theirs: Step) -> Iterator[Record]:
+    """The records of one peer: collectives and bytes by direction, and of the whole step."""
+    if theirs.error:
+        yield at.missing("step", theirs.error, peer)
+        return
+    pairs = [(d, ours.counts[d], theirs.counts[d]) for d in DIRECTIONS] + [("step", ours.total, theirs.total)]
+    for direction, a, b in pairs:
+        if not a.calls and not b.calls:
+            continue
+        note = f"{a} | {b}"
+        yield at.counted(f"{direction}: collectives", "collectives", a.calls, peer, b.calls, note=note)
+        yield at.counted(f"{direction}: bytes", "bytes", a.bytes, peer, b.bytes)
+
+
+__all__ = ["Step", "count", "run", "tried"]

@@ -1,0 +1,262 @@
+"""A process group that counts what is sent, and can leave it unsent.
+
+It stands where gloo or NCCL would, below whatever asks it to communicate: DTensors of either library, compiled or not,
+FSDP2, DDP, hand-written collectives. So what it sees is what is sent. Alone (`counting_ranks`) it is one rank of many
+of which the others are not there, and results are this rank's own data. Over gloo (`over_gloo`) it hands on what it is
+asked; inside `silent()` it does not, and what is then timed is computation; `replayed` sends what was counted, again,
+and nothing else, which is communication alone.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportAttributeAccessIssue]
+from torch.futures import Future
+
+from dtensor._torch import fake_store
+from dtensor.cost import wire_bytes
+
+BACKEND, OVER_GLOO = "counting", "counting-gloo"
+GLOO = dist.ProcessGroup.BackendType.GLOO
+
+
+@dataclass
+class Counts:
+    """Collectives by name, the bytes that this rank puts on the wire (by a ring algorithm, `dtensor.cost`), and what
+    sends each again."""
+
+    collectives: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+    again: list[Callable[[], Any]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n} {op}" for op, n in sorted(self.collectives.items())) or "none"
+
+    @property
+    def calls(self) -> int:
+        return self.collectives.total()
+
+    def replayed(self) -> None:
+        """Send it all again, one after the other."""
+        for send in self.again:
+            send().wait()
+
+
+@dataclass
+class _State:
+    counts: list[Counts] = field(default_factory=list)
+    silent: bool = False
+
+
+_state = _State()
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counts]:
+    """Context in which what is sent is counted."""
+    counts = Counts()
+    _state.counts.append(counts)
+    try:
+        yield counts
+    finally:
+        _state.counts.remove(counts)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Context in which nothing is sent: collectives return at once, with this rank's own data."""
+    _state.silent = True
+    try:
+        yield
+    finally:
+        _state.silent = False
+
+
+def _nbytes(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(map(_nbytes, tensors))
+
+
+def _done(result: Any) -> Any:
+    future: Future = Future()
+    future.set_result(result)
+    return _create_work_from_future(future)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1)
+
+
+def _own(output: torch.Tensor, given: torch.Tensor) -> None:
+    """Fill `output` with `given` as far as that goes, else zeros."""
+    n = min(output.numel(), given.numel())
+    _flat(output)[:n].copy_(_flat(given)[:n])
+    _flat(output)[n:].zero_()
+
+
+class CountingGroup(dist.ProcessGroup):
+    """The process group; its methods are those that torch calls. `inner` is gloo's, or None."""
+
+    def __init__(self, rank: int, size: int, inner: Any = None):
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
+        self._size, self._inner = size, inner
+
+    def _run(self, op: str, size: int, name: str, given: tuple, local: Callable[[], Any]) -> Any:
+        """Count a collective of `size` bytes, and run it: `name` of the inner group, or `local` in place of it."""
+        if self._size > 1 and not _state.silent:
+            for counts in _state.counts:
+                counts.collectives[op] += 1
+                counts.bytes += round(wire_bytes(op, size, self._size)) if op != "broadcast" else size
+                if self._inner is not None:
+                    counts.again.append(self._resend(name, given))
+        if self._inner is None or _state.silent:
+            return _done(local())
+        return getattr(self._inner, name)(*given)
+
+    def _resend(self, name: str, given: tuple) -> Callable[[], Any]:
+        fresh = [_copied(x) for x in given]
+        return lambda: getattr(self._inner, name)(*fresh)
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        return self._run("all_reduce", _nbytes(tensors), "allreduce", _given(tensors, opts), lambda: tensors)
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
+        given = _given(tensors, opts)
+        return self._run("all_reduce", _nbytes(tensors), "allreduce_coalesced", given, lambda: tensors)
+
+    def all_gather_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+        def local() -> Any:
+            _own(output, given)
+            return [output]
+
+        return self._run("all_gather", _nbytes(output), "all_gather_single", _given(output, given, opts), local)
+
+    def all_gather_single_coalesced(self, outputs: Any, given: Any, opts: Any = None) -> Any:
+        def local() -> Any:
+            for out, x in zip(outputs, given):
+                _own(out, x)
+            return outputs
+
+        return self._run(
+            "all_gather", _nbytes(outputs), "all_gather_single_coalesced", _given(outputs, given, opts), local
+        )
+
+    def allgather(self, outputs: Any, given: Any, opts: Any = None) -> Any:
+        def local() -> Any:
+            for row, x in zip(outputs, given):
+                for out in row:
+                    out.copy_(x)
+            return outputs
+
+        return self._run("all_gather", _nbytes(outputs), "allgather", _given(outputs, given, opts), local)
+
+    def reduce_scatter_single(self, output: Any, given: Any, opts: Any = None) -> Any:
+        def local() -> Any:
+            _own(output, given)
+            return [output]
+
+        return self._run("reduce_scatter", _nbytes(given), "reduce_scatter_single", _given(output, given, opts), local)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, given: Any, opts: Any = None) -> Any:
+        def local() -> Any:
+            for out, x in zip(outputs, given):
+                _own(out, x)
+            return outputs
+
+        return self._run(
+            "reduce_scatter", _nbytes(given), "reduce_scatter_single_coalesced", _given(outputs, given, opts), local
+        )
+
+    def all_to_all_single(self, output: Any, given: Any, out_sizes: Any, in_sizes: Any, opts: Any = None) -> Any:
+        def local() -> Any:
+            _own(output, given)
+            return [output]
+
+        asked = _given(output, given, out_sizes, in_sizes, opts)
+        return self._run("all_to_all", _nbytes(given), "all_to_all_single", asked, local)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        return self._run("broadcast", _nbytes(tensors), "broadcast", _given(tensors, opts), lambda: tensors)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._inner.barrier(*_given(opts)) if self._inner is not None else _done([])
+
+    def scatter(self, outputs: Any, given: Any, opts: Any = None) -> Any:
+        if self._inner is not None:
+            return self._inner.scatter(*_given(outputs, given, opts))
+        if given:
+            outputs[0].copy_(given[0][0])
+        return _done(outputs)
+
+    def size(self) -> int:
+        return self._size
+
+    @property
+    def pg_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    @property
+    def group_name(self) -> str:
+        return self.pg_name
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+
+def _given(*arguments: Any) -> tuple:
+    return tuple([a for a in arguments if a is not None])
+
+
+def _copied(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.detach().clone()
+    return [_copied(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+
+def _alone(store: Any, rank: int, size: int, timeout: Any) -> CountingGroup:
+    return CountingGroup(rank, size)
+
+
+def _on_gloo(store: Any, rank: int, size: int, timeout: Any) -> CountingGroup:
+    backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+    inner = dist.ProcessGroup(store, rank, size)
+    inner._set_default_backend(GLOO)
+    made = CountingGroup(rank, size, inner)
+    for group in (inner, made):  # of the outer one only the options are asked
+        group._register_backend(torch.device("cpu"), GLOO, backend)
+    return made
+
+
+def register() -> None:
+    """Make the backends known to torch."""
+    for name, create in ((BACKEND, _alone), (OVER_GLOO, _on_gloo)):
+        if name not in dist.Backend.backend_list:
+            dist.Backend.register_backend(name, create, devices=["cpu", "cuda"])
+
+
+@contextlib.contextmanager
+def counting_ranks(world_size: int) -> Iterator[None]:
+    """Context with a default process group of `world_size` ranks of which only this one, the first, exists."""
+    register()
+    dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=fake_store())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def over_gloo(rank: int, world_size: int, init_method: str, timeout: float) -> None:
+    """Join a default process group that counts, and sends by gloo."""
+    register()
+    limit = timedelta(seconds=timeout)
+    dist.init_process_group(OVER_GLOO, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
+
+
+__all__ = ["Counts", "counted", "counting_ranks", "over_gloo", "silent"]

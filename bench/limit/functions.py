@@ -1,0 +1,129 @@
+"""Cut layers as autograd functions, after Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022).
+
+Activations are (seq, batch, dim), so that what is cut along the sequence is gathered without a copy. With `sequence`
+they are cut between the layers, else whole. A collective that a product does not need travels while it is computed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+c10d = torch.ops._c10d_functional
+wait = c10d.wait_tensor
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How layers are cut: the group's name, its size and this rank in it; whether activations are, too."""
+
+    group: str = ""
+    size: int = 1
+    rank: int = 0
+    sequence: bool = False
+
+    def part(self, x: torch.Tensor, dim: int) -> nn.Parameter:
+        """This rank's part of a parameter."""
+        return nn.Parameter(x.detach().chunk(self.size, dim)[self.rank].clone())
+
+    def start_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return c10d.all_gather_into_tensor(x.contiguous(), self.size, self.group)
+
+    def start_sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Start what makes the sum over ranks: of cut activations a part of it."""
+        if self.sequence:
+            return c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
+        return c10d.all_reduce(x.contiguous(), "sum", self.group)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.flatten(0, -2)
+
+
+class Columns(torch.autograd.Function):
+    """x @ w.T + b for several weights that are cut by rows, or cut nowhere; takes w and b in turn, b may be None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cut: Cut, *given: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        weights, biases = given[::2], given[1::2]
+        if cut.sequence and cut.size > 1:
+            x = wait(cut.start_gather(x))
+        ctx.save_for_backward(x, *weights)
+        ctx.cut, ctx.biased = cut, [b is not None for b in biases]
+        return tuple([torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases)])  # pyright: ignore
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        cut: Cut = ctx.cut
+        gx = started = None
+        if ctx.needs_input_grad[0]:
+            gx = grads[0] @ weights[0]
+            for g, w in zip(grads[1:], weights[1:]):
+                gx = gx + g @ w
+            started = cut.start_sum(gx) if cut.size > 1 else None
+        found = []
+        for g, biased in zip(grads, ctx.biased):
+            found += [_rows(g).t() @ _rows(x), _rows(g).sum(0) if biased else None]
+        return (gx if started is None else wait(started), None, *found)
+
+
+class Rows(torch.autograd.Function):
+    """x @ w.T, summed over ranks, + b for a weight that is cut by columns; b is whole on every rank, or None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cut: Cut, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.cut, ctx.biased = cut, b is not None
+        y = x @ w.t()
+        y = wait(cut.start_sum(y)) if cut.size > 1 else y
+        return y if b is None else y + b
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        x, w = ctx.saved_tensors
+        (g,), cut = grads, ctx.cut
+        if cut.sequence and cut.size > 1:
+            g = wait(cut.start_gather(g))
+        return g @ w, None, _rows(g).t() @ _rows(x), _rows(g).sum(0) if ctx.biased else None
+
+
+class Sum(torch.autograd.Function):
+    """The sum over ranks of parts, of cut activations this rank's part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cut: Cut) -> torch.Tensor:
+        ctx.cut = cut
+        return wait(cut.start_sum(x)) if cut.size > 1 else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        cut: Cut = ctx.cut
+        return wait(cut.start_gather(grads[0])) if cut.sequence and cut.size > 1 else grads[0], None
+
+
+class Whole(torch.autograd.Function):
+    """Parts along the last dim put together on every rank, where all go on alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cut: Cut) -> torch.Tensor:
+        ctx.cut = cut
+        return torch.cat(wait(cut.start_gather(x)).chunk(cut.size), -1) if cut.size > 1 else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        cut: Cut = ctx.cut
+        return grads[0].chunk(cut.size, -1)[cut.rank], None
+
+
+def looked_up(table: torch.Tensor, index: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """This rank's part of the sum that is a row of a table, which is cut by rows."""
+    if cut.size == 1:
+        return nn.functional.embedding(index, table)
+    here = index - cut.rank * table.shape[0]
+    mine = (here >= 0) & (here < table.shape[0])
+    return nn.functional.embedding(here * mine, table) * mine.unsqueeze(-1)
+
+
+__all__ = ["Columns", "Cut", "Rows", "Sum", "Whole", "c10d", "looked_up", "wait"]

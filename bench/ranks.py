@@ -1,0 +1,108 @@
+"""Ranks as processes, on this machine's loopback or in two namespaces on a wire that can be made slow.
+
+`on_ranks` starts them as `python -m bench.ranks JOB`, each calls `fn(rank, *args, end=...)` within a process group that
+counts and sends by gloo, and gives what the first returned. A rank that fails, or a time that is up, is one exception
+with what the ranks printed and their stacks.
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dtensor.testing.references import FunctionReference
+
+from .counting import over_gloo
+from .namespaces import End
+
+STACKS_SIGNAL, GRACE = signal.SIGUSR1, 2.0
+"""What has a rank print its stacks, and the seconds it is given for that."""
+PORT = 29500
+
+
+class RanksFailed(RuntimeError):
+    """A rank failed, or was late."""
+
+
+def on_ranks(
+    fn: Callable[..., Any], nproc: int, *args: Any, ends: tuple[End, End] | None = None, timeout: float = 600.0
+) -> Any:
+    """Call `fn(rank, *args, end)` on `nproc` ranks, halves of them at each end; what the first rank gives.
+
+    `end` is the rank's end of the wire, None on loopback.
+
+    Raises:
+        RanksFailed: as the module says.
+    """
+    with tempfile.TemporaryDirectory(prefix="dtensor-bench-") as name:
+        folder, ranks = Path(name), []
+        where = f"tcp://{ends[0].address}:{PORT}" if ends else f"file://{folder}/rendezvous"
+        try:
+            for rank in range(nproc):
+                end = ends[rank * 2 // nproc] if ends else None
+                job = (FunctionReference.of(fn), rank, nproc, where, timeout, args, end)
+                (folder / f"job-{rank}").write_bytes(pickle.dumps(job))
+                inside = ["ip", "netns", "exec", end.namespace] if end else []
+                words = [*inside, sys.executable, "-m", "bench.ranks", str(folder), str(rank)]
+                with (folder / f"log-{rank}").open("w") as log:
+                    made = subprocess.Popen(
+                        words, stdout=log, stderr=log, env=_environment(end.device if end else "lo")
+                    )
+                ranks.append(made)
+            _wait(ranks, folder, time.monotonic() + timeout)
+            return pickle.loads((folder / "result-0").read_bytes())
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+
+
+def _environment(device: str) -> dict[str, str]:
+    root = str(Path(__file__).resolve().parent.parent)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"GLOO_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1", "DTENSOR_LINKS": ""}
+    return {**os.environ, **own, "PYTHONPATH": path}
+
+
+def _wait(ranks: list[subprocess.Popen], folder: Path, deadline: float) -> None:
+    while any(r.poll() is None for r in ranks):
+        if time.monotonic() > deadline or any(r.poll() for r in ranks):
+            break
+        time.sleep(0.1)
+    if all(r.returncode == 0 for r in ranks):
+        return
+    how = ["was not done in time" if r.poll() is None else f"ended with {r.returncode}" for r in ranks]
+    for r in ranks:
+        if r.poll() is None:
+            r.send_signal(STACKS_SIGNAL)  # ends one that is not yet far enough to print its stacks
+    time.sleep(GRACE)
+    logs = [(folder / f"log-{i}").read_text()[-6000:] for i in range(len(ranks))]
+    raise RanksFailed("\n".join(f"rank {i} {h}:\n{log}" for i, (h, log) in enumerate(zip(how, logs))))
+
+
+def be_rank(folder: Path, own: int) -> None:
+    """What runs in a rank's process."""
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    torch.set_num_threads(1)
+    fn, rank, nproc, where, timeout, args, end = pickle.loads((folder / f"job-{own}").read_bytes())
+    over_gloo(rank, nproc, where, timeout)
+    found = fn.load()(rank, *args, end)
+    (folder / f"result-{rank}").write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+__all__ = ["RanksFailed", "on_ranks"]
+
+if __name__ == "__main__":
+    be_rank(Path(sys.argv[1]), int(sys.argv[2]))

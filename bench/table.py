@@ -1,0 +1,89 @@
+"""Tables in markdown: a section for each case, a row for each figure, a column for each peer.
+
+A cell is the ratio to that peer, with its quartiles if it was timed; below one is better. What is behind a peer stands
+in bold; what a peer, or we, cannot run is a numbered note.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .record import Record
+
+Key = tuple[str, ...]
+BEHIND = 1.005
+"""Ratios above are shown in bold."""
+
+UNITS = {"bytes": lambda v: f"{v:,.0f} B", "ms": lambda v: f"{v:,.2f} ms", "µs": lambda v: f"{v:,.1f} µs"}
+
+
+def latest(records: Sequence[Record]) -> list[Record]:
+    """The records without those that a later one replaces, in the order in which figures first came."""
+    found: dict[Key, Record] = {}
+    for r in records:
+        found[*_key(r), r.peer] = r
+    return list(found.values())
+
+
+def _key(r: Record) -> Key:
+    return r.case, r.model, r.plan, str(r.ranks), r.link, r.figure, r.side
+
+
+def markdown(records: Sequence[Record], pictures: Mapping[str, Path] | None = None) -> str:
+    """The text; `pictures` are shown under the headings of their cases."""
+    records, lines = latest(records), []
+    for case in dict.fromkeys(r.case for r in records):
+        mine = [r for r in records if r.case == case]
+        lines += [f"## {case}", ""]
+        if pictures and case in pictures:
+            lines += [f"![{case}: ratios to each peer]({pictures[case].as_posix()})", ""]
+        lines += [*_table(mine), ""]
+    return "\n".join(lines + _where(records)) + "\n"
+
+
+def _table(records: Sequence[Record]) -> list[str]:
+    peers = [p for p in dict.fromkeys(r.peer for r in records) if p]
+    head = [n for n in ("model", "plan", "ranks", "link") if len({getattr(r, n) for r in records}) > 1]
+    head += ["figure", "side"] if len({r.side for r in records}) > 1 else ["figure"]
+    lines = ["| " + " | ".join([*head, "value", *peers]) + " |", "|" + "---|" * (len(head) + 1 + len(peers))]
+    notes: list[str] = []
+    for key in dict.fromkeys(map(_key, records)):
+        row = [r for r in records if _key(r) == key]
+        cells = [str(getattr(row[0], n)) for n in head]
+        value = next((r for r in row if r.value is not None), row[0])
+        cells.append(_value(value.value, value.unit) if value.value is not None or value.peer else _noted(value, notes))
+        by_peer = {r.peer: r for r in row}
+        cells += [_cell(by_peer[p], notes) if p in by_peer else "" for p in peers]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines + ([""] if notes else []) + [f"{n}. {note}" for n, note in enumerate(notes, 1)]
+
+
+def _value(value: float | None, unit: str) -> str:
+    if value is None:
+        return ""
+    return UNITS[unit](value) if unit in UNITS else f"{value:,.4g} {unit}".strip()
+
+
+def _cell(r: Record, notes: list[str]) -> str:
+    if r.ratio is None:
+        return _noted(r, notes) if r.value is None else f"to {_value(r.peer_value, r.unit)}"
+    text = f"**{r.ratio:.2f}**" if r.ratio > BEHIND else f"{r.ratio:.2f}"
+    return text + (f" ({r.spread[0]:.2f} to {r.spread[1]:.2f})" if r.spread else "")
+
+
+def _noted(r: Record, notes: list[str]) -> str:
+    note = " ".join(r.note.split()).replace("|", "\\|") or "not measured"
+    if note not in notes:
+        notes.append(note)
+    return f"({notes.index(note) + 1})"
+
+
+def _where(records: Sequence[Record]) -> list[str]:
+    seen = {str((r.machine, r.versions)): r for r in records if r.machine}
+    lines = []
+    for r in seen.values():
+        machine = ", ".join(f"{k} {v}" for k, v in (r.machine or {}).items())
+        lines.append(f"Measured on: {machine}; {', '.join(f'{k} {v}' for k, v in (r.versions or {}).items())}.")
+    return lines
+
+
+__all__ = ["latest", "markdown"]
