@@ -43,7 +43,7 @@ class Sent:
 
     Attributes:
         op: a collective of `dtensor.cost.WORK`, or "broadcast".
-        carried: the collective that is called for it, which is another where parts are exchanged to be reduced.
+        carried: the collective called for it: an all_to_all where parts are exchanged (`collectives.exchanges`).
         group: name of the process group.
         ranks: its ranks; empty if the group is not known here.
         reduce_op: of the reducing ones.
@@ -107,7 +107,7 @@ def sent(node: fx.Node) -> Sent | None:
     ranks = _ranks(group)
     given = [x for x in tree_leaves(_values(args[0])) if isinstance(x, torch.Tensor)]
     buffer = sum(map(bytes_of, given))
-    size = buffer * len(ranks) if op == "all_gather" else buffer
+    size = buffer * len(ranks) if carried == "all_gather" else buffer
     wire = size if op == "broadcast" else cost.wire_bytes(op, size, len(ranks) or 1)
     reduce_op = str(args[1]) if carried in ("all_reduce", "reduce_scatter") else record.reduce_op if record else None
     shapes = tuple([tuple([hint(n) for n in x.shape]) for x in given])

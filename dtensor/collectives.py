@@ -16,8 +16,9 @@ where sizes divide, every rank traces the same graph. The kernels are written ov
 A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
 be left for later (`start`).
 
-Gloo has no reduce_scatter of its own: it reduces the whole tensor on every rank, which sends twice the bytes. There the
-ranks exchange the parts, and each adds up what it is sent.
+Over gloo both all_gather and reduce_scatter are exchanges. Gloo has no reduce_scatter of its own: it reduces the whole
+tensor on every rank, which sends twice the bytes; instead the ranks exchange the parts, and each adds up what it is
+sent. Gloo's all_gather, as functional collectives of torch 2.13 call it, damages the heap while several are under way.
 """
 
 import functools
@@ -116,12 +117,25 @@ def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
 Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
+def exchanges(group: str, device: torch.device) -> bool:
+    """Whether all_gather and reduce_scatter are all_to_alls in the group: where its backend is gloo, or one around it,
+    which says so at the end of its name ("counting-gloo")."""
+    backends = str(torch.distributed.get_backend_config(resolve_process_group(group))).split(",")
+    return any(b.startswith(f"{device.type}:") and b.endswith("gloo") for b in backends)
+
+
 def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     n = group_size(group)
     x = _padded(x, dim, chunk_length(size, n, 0)).contiguous()
     if x.numel() == 0:
         return _resized(x, dim, size)
-    y = yield c10d.all_gather_into_tensor(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
+    row = x.unsqueeze(0) if x.dim() == 0 else x
+    if exchanges(group, x.device):
+        rows = row.unsqueeze(0).expand(n, *row.shape).contiguous()
+        y = yield c10d.all_to_all_single(rows, [1] * n, [1] * n, group)
+        y = y.view(n * row.shape[0], *row.shape[1:])
+    else:
+        y = yield c10d.all_gather_into_tensor(row, n, group)
     if _is_outermost(x, dim):
         y = y.view(*x.shape[:dim], -1, *x.shape[dim + 1 :]) if dim else y
         return y if y.shape[dim] == size else y.narrow(dim, 0, size).contiguous()
@@ -137,12 +151,6 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 """Reduction -> what it makes of the ranks' parts, which lie along the first dim."""
 
 
-def exchanges_to_reduce(group: str, device: torch.device) -> bool:
-    """Whether a reduce_scatter in the group is an all_to_all and a local reduction: where its backend is gloo."""
-    backends = str(torch.distributed.get_backend_config(resolve_process_group(group)))
-    return f"{device.type}:gloo" in backends.split(",")
-
-
 def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Kernel:
     n, size = group_size(group), x.shape[dim]
     if x.numel() == 0:
@@ -154,7 +162,7 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
         x = torch.cat(_split(x, dim, n), 0)
     op = "sum" if reduce_op == "avg" else reduce_op
     x = x.contiguous()
-    if exchanges_to_reduce(group, x.device):
+    if exchanges(group, x.device):
         y = yield c10d.all_to_all_single(x.view(n, x.shape[0] // n, *x.shape[1:]), [1] * n, [1] * n, group)
         y = REDUCTIONS[op](y)
     else:

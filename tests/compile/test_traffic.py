@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 import dtensor.compile
-from dtensor import collectives, demo
+from dtensor import demo
 from dtensor.compile.folder import rank_folder
 from dtensor.testing import run_ranks
 
@@ -47,7 +47,7 @@ class CountedGroup(dist.ProcessGroup):
         self.inner = inner
 
     def getBackendName(self):
-        return "counted"
+        return "counted-gloo"
 
     def barrier(self, *args):
         return self.inner.barrier(*args)
@@ -74,17 +74,16 @@ def counted_world(rank, size, folder):
     dist.barrier()
     dist.destroy_process_group()
     dist.Backend.register_backend(
-        "counted",
+        "counted-gloo",
         lambda store, rank, size, timeout: CountedGroup(dist.ProcessGroupGloo(store, rank, size, timeout), rank, size),
         devices=["cpu"],
     )
-    dist.init_process_group("counted", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+    dist.init_process_group("counted-gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
 
 
 def train(rank, plan, nproc, folder):
     """Compile one step of the demo, and run another one: what the second sends, and the manifest."""
     counted_world(rank, nproc, folder)
-    collectives.exchanges_to_reduce = lambda group, device: True  # it is gloo by another name
     chosen = demo.PLANS[plan]
     mesh = demo.init_device_mesh("cpu", chosen.mesh_shape(nproc), mesh_dim_names=chosen.axes)
     torch.manual_seed(0)
@@ -111,11 +110,9 @@ def test_the_manifest_of_the_demo_is_what_goes_through_the_process_group(plan, t
             listed = [c for c in manifest["collectives"] if c["direction"] == direction]
             assert found == [(c["carried"], c["sent"]) for c in listed]
             total = manifest["totals"][direction]
-            means = {
-                "all_to_all": "reduce_scatter"
-            }  # how parts are reduced over gloo; no plan asks for another exchange
-            assert total["count"] == dict(Counter(means.get(op, op) for op, _ in found))
+            assert total["count"] == dict(Counter(c["op"] for c in listed))
+            assert {c["carried"] for c in listed if c["op"] != "all_reduce"} <= {"all_to_all"}  # over gloo
             assert total["sent"] == sum(n for _, n in found)
             # On two ranks a ring sends half of a gathered or scattered tensor, and a reduced one as a whole.
-            wire = {"all_gather": 1, "all_to_all": 0.5, "all_reduce": 1}
+            wire = {"all_to_all": 0.5, "all_reduce": 1}
             assert total["bytes"] == sum(n * wire[op] for op, n in found)

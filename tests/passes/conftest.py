@@ -65,8 +65,8 @@ class Bench:
         return next(name for name, found in self.labels.items() if found == label)
 
     def exchanging(self, yes: bool = True):
-        """Context in which reduce_scatters exchange parts and add them up, as over gloo, or do not."""
-        return patch("dtensor.collectives.exchanges_to_reduce", lambda group, device: yes)
+        """Context in which all_gather and reduce_scatter are exchanges, as over gloo, or are not."""
+        return patch("dtensor.collectives.exchanges", lambda group, device: yes)
 
     def links(self, *links: Link):
         """Context in which the passes take the axes of the mesh to have these links."""

@@ -55,6 +55,18 @@ def test_parts_are_exchanged_and_reduced(bench, reduce_op, shape, dim, axis):
     assert [c.reduce_op for c in want] == [reduce_op]
 
 
+@pytest.mark.parametrize(("shape", "dim"), [((4, 8), 0), ((4, 8), 1), ((1, 8), 1), ((8,), 0)])
+@pytest.mark.parametrize("axis", ["tp", "world"])
+def test_copies_are_exchanged_and_gathered(bench, shape, dim, axis):
+    n = {"tp": 2, "world": 4}[axis]
+    gm = bench.trace(lambda x: ops.all_gather(x, dim, shape[dim] * n, getattr(bench, axis)) * 2, shape)
+    want = collectives(gm)
+    with bench.exchanging():
+        assert bench.apply(Lower(), gm) == 1
+    assert [n.target for n in gm.graph.nodes if n.target in ir.STARTS] == [c10d.all_to_all_single.default]
+    assert collectives(gm) == want
+
+
 def test_golden_exchange(bench):
     gm = bench.trace(lambda x: ops.reduce_scatter(x, "sum", 1, bench.tp), (4, 4))
     with bench.exchanging():
