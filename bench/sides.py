@@ -21,7 +21,7 @@ from dtensor.demo_plan import PLANS, TENSOR
 
 from . import models
 from .limit import Sharded, staged
-from .limit.functions import Cut
+from .limit.functions import Cut, Group
 from .models import Model
 from .plans import applied, own_part
 
@@ -127,18 +127,18 @@ def _by_hand(model: Model, plan: str, mesh: Any, wrap: Wrap) -> tuple[nn.Module,
     chosen = PLANS[plan]
     cut = Cut()
     if TENSOR in chosen.axes:
-        group = mesh[TENSOR].get_group()
-        cut = Cut(group.group_name, group.size(), mesh.get_local_rank(TENSOR), chosen.sequence)
+        cut = Cut(_group(mesh, TENSOR), chosen.sequence)
     built = staged(model, cut, mesh.device_type)
     if not chosen.data_axes:
         return built, built
     *outer, inner = chosen.data_axes
-    over = mesh[inner].get_group()
     replicas = [(mesh[a].get_group().group_name, mesh[a].size()) for a in outer]
-    sharded = Sharded(
-        built.stages, over.group_name, over.size(), mesh.get_local_rank(inner), replicas[0] if replicas else None, wrap
-    )
+    sharded = Sharded(built.stages, _group(mesh, inner), replicas[0] if replicas else None, wrap)
     return sharded, sharded
+
+
+def _group(mesh: Any, axis: str) -> Group:
+    return Group.of(mesh[axis].get_group(), mesh.get_local_rank(axis), mesh.device_type)
 
 
 def around(library: str, plan: str) -> Callable[[], Any]:

@@ -10,31 +10,77 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtensor.collectives import exchanges
+
 c10d = torch.ops._c10d_functional
 wait = c10d.wait_tensor
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How layers are cut: the group's name, its size and this rank in it; whether activations are, too."""
+class Group:
+    """A process group and this rank in it; with `exchanges` rows are gathered and scattered by all_to_alls.
 
-    group: str = ""
+    Over gloo that is the better way: its reduce_scatter sends what an all_reduce does, and its all_gathers, of which
+    several are under way, damage the heap (torch 2.13).
+    """
+
+    name: str = ""
     size: int = 1
     rank: int = 0
+    exchanges: bool = False
+
+    @classmethod
+    def of(cls, group: Any, rank: int, device: str) -> "Group":
+        """The process group, in which this is `rank`."""
+        return cls(group.group_name, group.size(), rank, exchanges(group.group_name, torch.device(device)))
+
+    def start_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Start to put rows of all ranks in a row; they are there after `wait`."""
+        if not self.exchanges:
+            return c10d.all_gather_into_tensor(x.contiguous(), self.size, self.name)
+        return self._exchange(x.repeat(self.size, *[1] * (x.dim() - 1)))
+
+    def start_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Start to add up over ranks, of which each gets its rows from `scattered`."""
+        if not self.exchanges:
+            return c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name)
+        return self._exchange(x.contiguous())
+
+    def scattered(self, started: torch.Tensor) -> torch.Tensor:
+        """Wait for what `start_scatter` started."""
+        x = wait(started)
+        return x.unflatten(0, (self.size, -1)).sum(0) if self.exchanges else x
+
+    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
+        rows = [x.shape[0] // self.size] * self.size
+        return c10d.all_to_all_single(x, rows, rows, self.name)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How layers are cut: over which group; whether activations are, too."""
+
+    group: Group = Group()
     sequence: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
 
     def part(self, x: torch.Tensor, dim: int) -> nn.Parameter:
         """This rank's part of a parameter."""
         return nn.Parameter(x.detach().chunk(self.size, dim)[self.rank].clone())
 
-    def start_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return c10d.all_gather_into_tensor(x.contiguous(), self.size, self.group)
-
     def start_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Start what makes the sum over ranks: of cut activations a part of it."""
-        if self.sequence:
-            return c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
-        return c10d.all_reduce(x.contiguous(), "sum", self.group)
+        """Start what makes the sum over ranks: of cut activations a part of it. `summed` waits for it."""
+        return self.group.start_scatter(x) if self.sequence else c10d.all_reduce(x.contiguous(), "sum", self.group.name)
+
+    def summed(self, started: torch.Tensor) -> torch.Tensor:
+        return self.group.scattered(started) if self.sequence else wait(started)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -48,7 +94,7 @@ class Columns(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, cut: Cut, *given: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         weights, biases = given[::2], given[1::2]
         if cut.sequence and cut.size > 1:
-            x = wait(cut.start_gather(x))
+            x = wait(cut.group.start_gather(x))
         ctx.save_for_backward(x, *weights)
         ctx.cut, ctx.biased = cut, [b is not None for b in biases]
         return tuple([torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases)])  # pyright: ignore
@@ -66,7 +112,7 @@ class Columns(torch.autograd.Function):
         found = []
         for g, biased in zip(grads, ctx.biased):
             found += [_rows(g).t() @ _rows(x), _rows(g).sum(0) if biased else None]
-        return (gx if started is None else wait(started), None, *found)
+        return (gx if started is None else cut.summed(started), None, *found)
 
 
 class Rows(torch.autograd.Function):
@@ -77,7 +123,7 @@ class Rows(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         ctx.cut, ctx.biased = cut, b is not None
         y = x @ w.t()
-        y = wait(cut.start_sum(y)) if cut.size > 1 else y
+        y = cut.summed(cut.start_sum(y)) if cut.size > 1 else y
         return y if b is None else y + b
 
     @staticmethod
@@ -85,7 +131,7 @@ class Rows(torch.autograd.Function):
         x, w = ctx.saved_tensors
         (g,), cut = grads, ctx.cut
         if cut.sequence and cut.size > 1:
-            g = wait(cut.start_gather(g))
+            g = wait(cut.group.start_gather(g))
         return g @ w, None, _rows(g).t() @ _rows(x), _rows(g).sum(0) if ctx.biased else None
 
 
@@ -95,12 +141,12 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: Cut) -> torch.Tensor:
         ctx.cut = cut
-        return wait(cut.start_sum(x)) if cut.size > 1 else x.clone()
+        return cut.summed(cut.start_sum(x)) if cut.size > 1 else x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         cut: Cut = ctx.cut
-        return wait(cut.start_gather(grads[0])) if cut.sequence and cut.size > 1 else grads[0], None
+        return wait(cut.group.start_gather(grads[0])) if cut.sequence and cut.size > 1 else grads[0], None
 
 
 class Whole(torch.autograd.Function):
@@ -109,7 +155,7 @@ class Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: Cut) -> torch.Tensor:
         ctx.cut = cut
-        return torch.cat(wait(cut.start_gather(x)).chunk(cut.size), -1) if cut.size > 1 else x.clone()
+        return torch.cat(wait(cut.group.start_gather(x)).chunk(cut.size), -1) if cut.size > 1 else x.clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
@@ -126,4 +172,4 @@ def looked_up(table: torch.Tensor, index: torch.Tensor, cut: Cut) -> torch.Tenso
     return nn.functional.embedding(here * mine, table) * mine.unsqueeze(-1)
 
 
-__all__ = ["Columns", "Cut", "Rows", "Sum", "Whole", "c10d", "looked_up", "wait"]
+__all__ = ["Columns", "Cut", "Group", "Rows", "Sum", "Whole", "c10d", "looked_up", "wait"]

@@ -15,28 +15,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from .functions import c10d, wait
+from .functions import Group, c10d, wait
 
 
 class Flat(nn.Module):
     """The parameters of one stage, flattened, and this rank's part of them."""
 
-    def __init__(self, stage: nn.Module, group: str, size: int, rank: int):
+    def __init__(self, stage: nn.Module, group: Group):
         super().__init__()
-        self.group, self.size = group, size
+        self.group, size = group, group.size
         named = list(stage.named_parameters())
         self.shapes: dict[str, torch.Size] = {name: p.shape for name, p in named}
         flat = torch.cat([p.detach().flatten() for _, p in named])
         self.length = -(-len(flat) // size) * size
         flat = torch.cat([flat, flat.new_zeros(self.length - len(flat))])
-        self.part = nn.Parameter(flat.chunk(size)[rank].clone())
+        self.part = nn.Parameter(flat.chunk(size)[group.rank].clone())
         self.whole: torch.Tensor | None = None
         self.started = False
 
     def start(self) -> None:
         """Start to gather, unless that is done or under way."""
         if self.whole is None:
-            self.whole, self.started = c10d.all_gather_into_tensor(self.part.detach(), self.size, self.group), True
+            self.whole, self.started = self.group.start_gather(self.part.detach()), True
 
     def gathered(self) -> torch.Tensor:
         """The flat parameters, whole."""
@@ -72,7 +72,7 @@ class Sharded(nn.Module):
 
     Args:
         stages: its stages.
-        group, size, rank: the data axis that cuts parameters.
+        group: the data axis that cuts parameters.
         replicas: group and size of the axis that repeats them, if there is one.
         wrap: what is done to each stage, such as compiling it.
     """
@@ -80,15 +80,13 @@ class Sharded(nn.Module):
     def __init__(
         self,
         stages: nn.ModuleList,
-        group: str,
-        size: int,
-        rank: int,
+        group: Group,
         replicas: tuple[str, int] | None = None,
         wrap: Callable[[nn.Module], Callable[..., Any]] = lambda stage: stage,
     ):
         super().__init__()
-        self.flats = nn.ModuleList([Flat(stage, group, size, rank) for stage in stages])
-        self.replicas, self.ranks = replicas, size * (replicas[1] if replicas else 1)
+        self.flats = nn.ModuleList([Flat(stage, group) for stage in stages])
+        self.replicas, self.ranks = replicas, group.size * (replicas[1] if replicas else 1)
         self._stages = [self._functional(stage, wrap) for stage in stages]
         self._pending: list[tuple[int, torch.Tensor]] = []
         self._summing: list[tuple[int, torch.Tensor]] = []
@@ -154,13 +152,14 @@ class Sharded(nn.Module):
         flat.whole = None
         parts = [g.flatten() for g in grads]
         parts.append(parts[0].new_zeros(flat.length - sum(map(len, parts))))
-        started = c10d.reduce_scatter_tensor(torch.cat(parts), "sum", flat.size, flat.group)
+        started = flat.group.start_scatter(torch.cat(parts))
         self._settle()
         self._pending.append((i, started))
 
     def _settle(self) -> None:
         for i, started in self._pending:
-            part = wait(started)
+            flat: Any = self.flats[i]
+            part = flat.group.scattered(started)
             if self.replicas is not None:
                 self._summing.append((i, c10d.all_reduce(part, "sum", self.replicas[0])))
             else:

@@ -138,7 +138,7 @@ class Tensor(nn.Module):
         norms = [m for m in self.modules() if isinstance(m, Norm)]
         grads = [p.grad for m in norms for p in m.parameters() if p.grad is not None]
         if grads:
-            whole = wait(c10d.all_reduce(torch.cat([g.flatten() for g in grads]), "sum", self.cut.group))
+            whole = wait(c10d.all_reduce(torch.cat([g.flatten() for g in grads]), "sum", self.cut.group.name))
             for g, part in zip(grads, whole.split([g.numel() for g in grads])):
                 g.copy_(part.view_as(g))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from bench import models
+from bench.limit import functions
 from bench.models import Sizes, named
 from bench.plans import RANKS
 from bench.sides import RATE, batch, made
@@ -45,3 +46,12 @@ def test_losses_are_those_of_one_device(name, plan):
     ranks = run_threads(trained, RANKS[plan], name, plan, RANKS[plan])
     mean = [sum(losses) / len(losses) for losses in zip(*ranks)]
     assert mean == pytest.approx(dense(named(name, SIZES)), rel=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["sp", "fsdp", "hsdp"])
+def test_gathers_and_scatters_as_exchanges(monkeypatch, plan):
+    """As over gloo: the same losses."""
+    monkeypatch.setattr(functions, "exchanges", lambda group, device: True)
+    ranks = run_threads(trained, RANKS[plan], "transformer-2", plan, RANKS[plan])
+    mean = [sum(losses) / len(losses) for losses in zip(*ranks)]
+    assert mean == pytest.approx(dense(named("transformer-2", SIZES)), rel=1e-5)
