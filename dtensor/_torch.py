@@ -124,8 +124,9 @@ def without_own_key():
 def register_value_type(cls: type, members: tuple[str, ...]) -> None:
     """Let Dynamo treat instances of the frozen class `cls` as constants; `members` are read at trace time."""
     kept = dict.fromkeys(members, MemberType.USE_REAL)
-    if hasattr(opaque_object, "register_custom_class"):  # since torch 2.15
-        opaque_object.register_custom_class(cls, typ="constant", members=kept)
+    register = getattr(opaque_object, "register_custom_class", None)
+    if register is not None:  # since torch 2.15
+        register(cls, typ="constant", members=kept)
     else:
         opaque_object.register_opaque_type(cls, typ="value", members=kept)
 
