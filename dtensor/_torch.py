@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SUPPORTED = ((2, 13), (2, 14))
+SUPPORTED = ((2, 13), (2, 16))
 """The supported torch releases: at least the first, below the second."""
 
 
@@ -42,9 +42,10 @@ from torch._guards import CompileContext, TracingContext, detect_fake_mode
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._library import opaque_object
 from torch._library.custom_ops import CustomOpDef
 from torch._library.fake_class_registry import FakeScriptObject
-from torch._library.opaque_object import MemberType, register_opaque_type
+from torch._library.opaque_object import MemberType
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -76,6 +77,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
+
+wait_tensors = getattr(c10d, "wait_tensors", None)
+"""Waits for all that a coalesced start gave (since torch 2.15; before, each is waited for by itself)."""
 
 UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where a result depends on values."""
@@ -119,7 +123,12 @@ def without_own_key():
 
 def register_value_type(cls: type, members: tuple[str, ...]) -> None:
     """Let Dynamo treat instances of the frozen class `cls` as constants; `members` are read at trace time."""
-    register_opaque_type(cls, typ="value", members=dict.fromkeys(members, MemberType.USE_REAL))
+    kept = dict.fromkeys(members, MemberType.USE_REAL)
+    register = getattr(opaque_object, "register_custom_class", None)
+    if register is not None:  # since torch 2.15
+        register(cls, typ="constant", members=kept)
+    else:
+        opaque_object.register_opaque_type(cls, typ="value", members=kept)
 
 
 def fake_store():

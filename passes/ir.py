@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from dtensor._torch import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves
+from dtensor._torch import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
 from dtensor.collectives import ops
 from dtensor.provenance import LAYOUT, OPERATOR, TRACED
 
@@ -42,6 +42,9 @@ TARGETS = {name: getattr(ops, name).default for name in FIELDS}
 _NAMES = {target: name for name, target in TARGETS.items()}
 
 WAIT = c10d.wait_tensor.default
+WAIT_FOR_ALL = None if wait_tensors is None else wait_tensors.default
+"""Waits for a list, and gives it; None where torch has no such operator. `raise` makes a `WAIT` for each item of it."""
+
 STARTS: dict[Any, str] = {
     c10d.all_reduce.default: "all_reduce",
     c10d.all_gather_into_tensor.default: "all_gather",
@@ -82,7 +85,7 @@ _OWN_META = frozenset(
 )
 
 # Share memory with their argument though the schema does not say so.
-_HIDDEN_ALIASES = frozenset((aten._unsafe_view.default, WAIT, operator.getitem))
+_HIDDEN_ALIASES = frozenset((aten._unsafe_view.default, WAIT, WAIT_FOR_ALL, operator.getitem))
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def floats(node: fx.Node) -> bool:
     they send."""
     if node.op != "call_function":
         return node.op in ("placeholder", "get_attr")
-    if node.target in ir.STARTS or node.target is ir.WAIT:
+    if node.target in ir.STARTS or node.target in (ir.WAIT, ir.WAIT_FOR_ALL):
         return True
     if not ir.is_local_pure(node):
         return False

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import mul
+from operator import getitem, mul
 from typing import Any
 
 from torch import fx
@@ -49,8 +49,22 @@ class Raise:
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
+        for node in [node for node in graph.nodes if node.target is ir.WAIT_FOR_ALL]:
+            _wait_for_each(node)
         starts = [node for node in graph.nodes if node.target in ir.STARTS]
         return sum([_raise(pairs(start)) for start in starts])
+
+
+def _wait_for_each(wait: fx.Node) -> None:
+    """Replace a wait for a list by one for each of its items, unless something takes the list as a whole."""
+    given: Any = wait.args[0]
+    if isinstance(given, fx.Node) or any(user.target is not getitem for user in wait.users):
+        return
+    waits = [ir.insert(wait, ir.WAIT, (x,), like=wait) for x in given]
+    for user in list(wait.users):
+        item: Any = user.args[1]
+        ir.replace(user, waits[item])
+    wait.graph.erase_node(wait)
 
 
 @dataclass(frozen=True)

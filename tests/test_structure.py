@@ -119,9 +119,9 @@ def test_torch_outside_the_range_is_one_clear_error():
     from dtensor._torch import check_version
 
     check_version("2.13.1+cpu")
-    for version in ("2.12.0", "2.14.0.dev1", "3.0"):
+    for version in ("2.12.0", "2.16.0.dev1", "3.0"):
         with pytest.raises(
-            ImportError, match=r"supports torch >=2.13,<2.14 but torch .* is installed; write: pip install"
+            ImportError, match=r"supports torch >=2.13,<2.16 but torch .* is installed; write: pip install"
         ):
             check_version(version)
 
@@ -131,4 +131,4 @@ def test_the_version_is_checked_before_anything_private_is_imported():
     code = "import sys, torch; torch.__version__ = '2.12.0'; sys.modules['torch._decomp'] = None; import dtensor"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
-    assert "ImportError: dtensor supports torch >=2.13,<2.14 but torch 2.12.0 is installed" in done.stderr
+    assert "ImportError: dtensor supports torch >=2.13,<2.16 but torch 2.12.0 is installed" in done.stderr

@@ -13,6 +13,7 @@ FACTORISATIONS: dict[str, Pattern | str] = {
     "cholesky_inverse": "*__ -> *__",
     "linalg_cholesky_ex": "*__ -> *__, *",
     "linalg_qr": "*__ -> *__, *__",
+    "linalg_polar": "*__ -> *__, *__",
     "geqrf": "*__ -> *__, *_",
     "linalg_householder_product": "*__, *_ -> *__",
     "linalg_eig": "*__ -> *_, *__",
@@ -30,6 +31,7 @@ VALUES: dict[str, Pattern | str] = {
     "_linalg_slogdet": "*__ -> *, *, *__, *_",
     "linalg_inv_ex": "*__ -> *__, *",
     "linalg_matrix_exp": "*__ -> *__",
+    "linalg_matrix_sqrth": "*__ -> *__",
     "linalg_pinv.atol_rtol_tensor": "*__, *, * -> *__",
     "_linalg_check_errors": Pattern("* ->", local=None),
 }
@@ -39,12 +41,24 @@ SOLVERS: dict[str, Pattern | str] = {
     "linalg_ldl_solve": Pattern("*__, *_, *_n -> *_n", linear=({2},)),
 }
 
-DISTANCES: dict[str, Pattern | str] = {
-    "_cdist_forward": "*p_, *r_ -> *pr",
+DISTANCES = {
+    "_cdist_forward": Pattern("*p_, *r_ -> *pr"),
     "_cdist_backward": Pattern("*pr, *p_, *r_, *pr -> *p_", linear=({0},), reduce={"r": "sum"}),
 }
 
-pattern_rules({**FACTORISATIONS, **VALUES, **SOLVERS, **DISTANCES})
+SUMMED_DISTANCES = {
+    "_cdist_forward": Pattern("*pm, *rm -> *pr", reduce={"m": "sum"}),
+    "_cdist_backward": Pattern("*pr, *pm, *rm, *pr -> *pm", linear=({0},), reduce={"r": "sum"}, unread=(3,)),
+}
+"""Distances by the 1-norm: a sum over the coordinates, whose gradient does not read it."""
+
+pattern_rules({**FACTORISATIONS, **VALUES, **SOLVERS})
+
+
+@rule_for(*DISTANCES)
+def distances(call: Call) -> Rule:
+    """The distances of all pairs of points: the points of either may be sharded, in the 1-norm the coordinates, too."""
+    return bind((SUMMED_DISTANCES if call["p"] == 1 else DISTANCES)[call.name], call)
 
 
 @rule_for("linalg_lu_solve", "linalg_solve_triangular")

@@ -190,7 +190,7 @@ def _signed(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def _positive(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    return noise.abs() + 0.1
+    return (noise.abs() + 0.1).to(x.dtype)
 
 
 def _near(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

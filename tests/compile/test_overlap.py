@@ -11,8 +11,10 @@ from torch._inductor.utils import run_and_get_code
 from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile import report, statistics
 from dtensor.testing import ModelArgs, Transformer
+from dtensor.testing.generated import products_while_under_way, starts_and_waits
 
 WIDTH, LAYERS = 64, 3
+A_LAYER_AHEAD = "SS" + "WmS" * (2 * LAYERS - 2) + "WmWm"
 
 
 class Deep(nn.Module):
@@ -31,16 +33,6 @@ class Deep(nn.Module):
         return x
 
 
-WORDS = re.compile(r"_c10d_functional\.(\w+)\.default\(|extern_kernels\.(mm|addmm)\(")
-
-
-def calls(code):
-    """Starts, waits and products in generated code, in a letter each: S, W, m."""
-    body = [line.split("#")[0] for line in code.split("def call(")[1].splitlines()]
-    found = [next(filter(None, m.groups())) for m in map(WORDS.search, body) if m]
-    return "".join(["W" if f == "wait_tensor" else "m" if f in ("mm", "addmm") else "S" for f in found])
-
-
 def train(model, x, **options):
     torch.compiler.reset()
     compiled = torch.compile(model, backend="dtensor", fullgraph=True, options=options)
@@ -52,28 +44,33 @@ def train(model, x, **options):
 
     with statistics() as s:
         _, codes = run_and_get_code(step)
-    return s, [calls(code) for code in codes]
+    return s, codes
 
 
 def test_weights_are_gathered_a_layer_ahead(fake_mesh):
     mesh = fake_mesh(4)
     x = distribute_tensor(torch.randn(8, WIDTH), mesh, [Shard(0)])
-    s, (forward, backward) = train(Deep(mesh, [Shard(0)]), x, disable=["bucket"])
+    s, codes = train(Deep(mesh, [Shard(0)]), x, disable=["bucket"])
+    forward, backward = map(starts_and_waits, codes)
     # From the second on, each is started before the one ahead of it is waited for, and the product is in between.
-    assert forward == "SS" + "WmS" * (2 * LAYERS - 2) + "WmWm"
+    assert forward == A_LAYER_AHEAD
     # The last two of the forward are still there, and there is no gradient of x, for which the first would be read.
     assert Counter(c.op for c in s.backward) == {"all_gather": 2 * LAYERS - 3, "reduce_scatter": 2 * LAYERS}
-    # No gradient's scatter is waited for at once: a product lies between.
-    assert "SWS" not in backward.replace("SSW", "")
+    # No gradient's scatter is waited for at once, but for the last, after which there is no product.
+    *under_way, last = products_while_under_way(codes[1])
+    assert min(under_way) > 0
+    assert last == 0
     assert backward.count("S") == backward.count("W") == 4 * LAYERS - 3
 
 
 def test_a_schedule_can_be_left_out(fake_mesh):
     mesh = fake_mesh(4)
     x = distribute_tensor(torch.randn(8, WIDTH), mesh, [Shard(0)])
-    _, (forward, _) = train(Deep(mesh, [Shard(0)]), x, disable=["bucket", "schedule"])
-    # Each is waited for as soon as it was started; products come when Inductor wants them.
-    assert [forward.count(word) for word in ("SW", "S", "W", "m")] == [2 * LAYERS] * 4
+    _, (code, _) = train(Deep(mesh, [Shard(0)]), x, disable=["bucket", "schedule"])
+    forward = starts_and_waits(code)
+    # Starts, waits and products come when Inductor wants them.
+    assert [forward.count(letter) for letter in "SWm"] == [2 * LAYERS] * 3
+    assert forward != A_LAYER_AHEAD
 
 
 def peaks(model, x, **options):
@@ -112,7 +109,7 @@ def test_gradients_of_weights_are_computed_while_those_of_activations_travel(fak
     mesh = fake_mesh(2)
     _, (_, backward) = train(transformer(mesh, sequence), torch.randint(0, 64, (4, 16)))
     # Two collectives in each layer and one at the output have products of weights beside them.
-    assert len(re.findall(r"Sm+W", backward)) == 5
+    assert len(re.findall(r"Sm+W", starts_and_waits(backward))) == 5
 
 
 def test_two_dimensional_and_hybrid_sharding(fake_mesh):

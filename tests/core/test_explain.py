@@ -141,9 +141,10 @@ aten.histogram.bin_ct [replicated: has no rule: runs whole on every rank]
 def test_linear_is_three_operators_and_more(mesh):
     x, w, b = make(mesh, (2, 8, 16), Shard(2), True), make(mesh, (32, 16), S1, True), make(mesh, (32,), R, True)
     found = explain(F.linear, x, w, b)
-    assert [(o.name, o.kind, o.depth) for o in found.operators] == [
-        (name, "rule", 0) for name in ("aten.view.default", "aten.t.default", "aten.addmm.default", "aten.view.default")
-    ]
+    *names, last = [o.name for o in found.operators]
+    assert names == ["aten.view.default", "aten.t.default", "aten.addmm.default"]
+    assert last in ("aten.view.default", "aten._unsafe_view.default")  # the second since torch 2.15
+    assert all((o.kind, o.depth) == ("rule", 0) for o in found.operators)
     is_text(
         found.operators[2],
         """

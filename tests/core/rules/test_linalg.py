@@ -23,7 +23,11 @@ def spd(*lead, n=3):
 def factorisation_cases():
     for lead in ((5,), (2, 4)):
         x, batch = spd(*lead), len(lead) + 1
-        for op in (aten.cholesky, aten.linalg_cholesky_ex, aten.cholesky_inverse, aten.linalg_qr, aten.geqrf):
+        # The first is gone, and two are there, since torch 2.15.
+        for name in ("cholesky", "linalg_matrix_sqrth", "linalg_polar"):
+            if hasattr(aten, name):
+                yield c(getattr(aten, name).default, x, at_least=batch)
+        for op in (aten.linalg_cholesky_ex, aten.cholesky_inverse, aten.linalg_qr, aten.geqrf):
             yield c(op.default, x, at_least=batch)
         for op in (aten.linalg_lu, aten.linalg_lu_factor_ex, aten.linalg_ldl_factor_ex, aten.linalg_eig):
             yield c(op.default, x, at_least=batch)
@@ -61,6 +65,9 @@ def solver_cases():
     yield c(aten._cdist_forward.default, x, y, 2.0, None, at_least=4)
     d = aten._cdist_forward.default(x, x, 2.0, None)
     yield c(aten._cdist_backward.default, f(4, 5, 5), x, x.clone(), 2.0, d, at_least=6)
+    yield c(aten._cdist_forward.default, x, y, 1.0, None, at_least=5)
+    d = aten._cdist_forward.default(x, y, 1.0, None)
+    yield c(aten._cdist_backward.default, f(4, 5, 6), x, y.expand(4, 6, 3).clone(), 1.0, d, at_least=7)
 
 
 def product_cases():
