@@ -16,6 +16,7 @@ from .compare import Simulation, equivalent
 from .count import CollectiveInfo, collectives, count, wire_bytes
 from .dead_code import DeadCode
 from .gather_later import GatherLater
+from .gather_once import GatherOnce
 from .gather_shard import GatherShard
 from .groups import MeshGroups
 from .ir import Collective
@@ -50,6 +51,7 @@ __all__ = [
     "CommonSubexpressions",
     "DeadCode",
     "GatherLater",
+    "GatherOnce",
     "GatherShard",
     "Lower",
     "MergeGroups",

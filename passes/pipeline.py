@@ -19,6 +19,7 @@ from .compare import Simulation
 from .count import count
 from .dead_code import DeadCode
 from .gather_later import GatherLater
+from .gather_once import GatherOnce
 from .gather_shard import GatherShard
 from .groups import MeshGroups, known
 from .lower import Lower
@@ -80,6 +81,8 @@ SIMPLIFY: tuple[Pass, ...] = (
     NarrowMoves(),
     # Before all_reduce: gathers of reduce_scatters that are combined become one gather, not two all_reduces.
     GatherLater(),
+    # After gather_later, which leaves a gather that has two users where it is.
+    GatherOnce(),
     # Over other axes a shard moves up to the collective it belongs to, and reductions next to each other.
     ShardFirst(),
     # Brings together what the next passes merge.

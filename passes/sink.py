@@ -38,8 +38,9 @@ class Sink:
         %add: f32[2,4,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 
     Only views with one user move, and only towards a term of the same sum that reduces alike, or towards a shard over
-    the same group: then `sum_of_all_reduces` and `reduce_scatter` find their pattern. A permutation does not sink (it
-    would leave another memory layout behind); instead the sum of two equal ones is taken before it.
+    the same group: then `sum_of_all_reduces` and `reduce_scatter` find their pattern. A reduce_scatter passes those views
+    alone that change nothing. A permutation does not sink (it would leave another memory layout behind); instead the sum
+    of two equal ones is taken before it.
     """
 
     name = "sink"
@@ -56,6 +57,11 @@ class Sink:
             elif ir.is_collective(node, "shard"):
                 rewrites += _sink_to_shard(node)
         return rewrites
+
+
+def changes_nothing(node: fx.Node) -> bool:
+    """Whether `node` is a view of its operand in the shape that this has."""
+    return node.target in RESHAPES and ir.same_kind(ir.value(node), ir.value(node.all_input_nodes[0]))
 
 
 def _keeps_order(node: fx.Node) -> fx.Node | None:
@@ -85,7 +91,9 @@ def _above(node: fx.Node, passes: Passes) -> tuple[fx.Node, Path]:
 def _reduced(node: fx.Node, path: Path, holds: Holds) -> ir.Collective | None:
     """The linear reduction `node`, if it can pass what is in `path`: a reduce_scatter's dim is no dim of a view."""
     c = reduction(node)
-    if c is None or (c.op != "all_reduce" and any(_permutes(view) is not None for view in path)):
+    if c is None:
+        return None
+    if c.op != "all_reduce" and not all(changes_nothing(view) for view in path if _permutes(view) is not None):
         return None
     return c if holds(c, path) else None
 
@@ -129,6 +137,9 @@ def _sink(node: fx.Node, path: Path, c: ir.Collective) -> int:
         return 0
     last, x, old = path[-1], c.x, node
     for view in path:
+        if changes_nothing(view):
+            old = view
+            continue
         if view.target in RESHAPES and not ir.is_contiguous(ir.value(x)):
             x = ir.copy(last, x)
         args = tuple([x if arg is old else arg for arg in view.args])

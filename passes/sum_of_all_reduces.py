@@ -25,7 +25,8 @@ class SumOfAllReduces:
         %add: f32[2,4] = aten.add.Tensor(%a, %b)
         %all_reduce: f32[2,4] = dtensor.all_reduce(%add, 'sum', tp)
 
-    `alpha` stays with the sum, if all ranks have the same. One side may broadcast to the other, so bytes never grow.
+    `alpha` stays with the sum, if all ranks have the same. One side may broadcast to the other, but not along a dim
+    that is scattered, so bytes never grow.
     Deeper sums collapse too: in (x + all_reduce(a)) + all_reduce(b) the residual x stays local. Each reduction must
     have no other user.
     """
@@ -60,8 +61,13 @@ def reduction(node: fx.Node) -> ir.Collective | None:
 
 
 def mergeable(a: ir.Collective, b: ir.Collective) -> bool:
-    """Whether two reductions differ in what they reduce alone."""
-    return replace(a, x=b.x) == b
+    """Whether two reductions differ in what they reduce alone; the dim they scatter counts from the last, as shapes are
+    aligned when they broadcast."""
+    return replace(a, x=b.x, scatter_dim=b.scatter_dim) == b and _from_back(a) == _from_back(b)
+
+
+def _from_back(c: ir.Collective) -> int | None:
+    return None if c.scatter_dim is None else c.scatter_dim - ir.value(c.x).dim()
 
 
 def is_plain(node: object) -> bool:
@@ -99,23 +105,28 @@ def _merge_operands(node: fx.Node) -> bool:
     if pair is None or pair[0] is pair[1] or not ir.numbers_agree(node):
         return False
     a, b = reduction(pair[0]), reduction(pair[1])
-    if a is None or b is None or not mergeable(a, b) or not _keeps_bytes(a, b, node):
+    if a is None or b is None or not mergeable(a, b):
+        return False
+    wide = _wide(a, b, pair, node)
+    if wide is None:
         return False
     total = ir.insert(node, node.target, (a.x, b.x), node.kwargs, like=node)
-    ir.replace(node, ir.emit(node, replace(a, x=total), like=pair[0]))
+    ir.replace(node, ir.emit(node, replace(wide, x=total), like=pair[0]))
     for old in pair:
         old.graph.erase_node(old)
     return True
 
 
-def _keeps_bytes(a: ir.Collective, b: ir.Collective, node: fx.Node) -> bool:
-    """Whether the sum is as large as one of the operands, of their dtype, and still cut along the same dim."""
+def _wide(a: ir.Collective, b: ir.Collective, pair: tuple[fx.Node, fx.Node], node: fx.Node) -> ir.Collective | None:
+    """The reduction whose result is as large as the sum, of equal dtype; None if there is none, or if what is scattered
+    is not of equal length."""
     x, y, out = ir.value(a.x), ir.value(b.x), ir.value(node)
     if not x.dtype == y.dtype == out.dtype:
-        return False
-    if a.op == "reduce_scatter":
-        return ir.same_kind(x, y)
-    return any(ir.same_kind(ir.value(c.x), out) for c in (a, b))
+        return None
+    dim = _from_back(a)
+    if dim is not None and not ir.same(x.shape[dim], y.shape[dim]):
+        return None
+    return next((c for c, result in zip((a, b), pair) if ir.same_kind(ir.value(result), out)), None)
 
 
 def _merge_leaves(root: fx.Node) -> fx.Node | None:

@@ -124,3 +124,26 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
     assert bench.keeps(Sink(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
+
+
+def test_a_reduce_scatter_passes_views_that_change_nothing(bench):
+    """AOTAutograd leaves such views around custom operators."""
+
+    def f(a, b):
+        x, y = ops.reduce_scatter(a, "sum", 1, bench.tp), ops.reduce_scatter(b, "sum", 0, bench.tp)
+        return x.view(3, 2, 6) + y.view(2, 6)
+
+    gm = bench.trace(f, (3, 4, 6), (4, 6))
+    assert bench.apply(Sink(), gm) == 2
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%a_1: f32[3,4,6] = placeholder
+%b_1: f32[4,6] = placeholder
+%reduce_scatter: f32[3,2,6] = dtensor.reduce_scatter(%a_1, 'sum', 1, tp)
+%reduce_scatter_1: f32[2,6] = dtensor.reduce_scatter(%b_1, 'sum', 0, tp)
+%add: f32[3,2,6] = aten.add.Tensor(%reduce_scatter, %reduce_scatter_1)
+return %add""",
+    )
+    run(gm)
+    assert count(gm) == {"reduce_scatter": 1}

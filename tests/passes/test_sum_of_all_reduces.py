@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.collectives import ops
-from dtensor.passes import SumOfAllReduces, count
+from dtensor.passes import SumOfAllReduces, collectives, count
 
 
 def reducer(bench):
@@ -139,6 +139,19 @@ return %reduce_scatter""",
     )
 
 
+def test_a_reduce_scatter_that_broadcasts(bench):
+    """As embeddings of positions are to those of tokens; whichever comes first."""
+
+    def scatter(x, dim):
+        return ops.reduce_scatter(x, "sum", dim, bench.tp)
+
+    for f in (lambda a, b: scatter(a, 1) + scatter(b, 0), lambda a, b: scatter(b, 0) - scatter(a, 1)):
+        gm = bench.trace(f, (3, 4, 6), (4, 6))
+        assert bench.apply(SumOfAllReduces(), gm) == 1
+        (c,) = collectives(gm)
+        assert (c.op, c.scatter_dim) == ("reduce_scatter", 1)
+
+
 def test_symbolic_batch(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x, w, v: r(x @ w) + r(x @ v), (4, 2), (2, 3), (2, 3), symbolic=True)
@@ -158,6 +171,9 @@ REFUSED = {
     "shared inner sum": lambda r, b: lambda x, y: (t := x + r(y)) + t,
     "inner sum used twice": lambda r, b: lambda x, y: ((t := x + r(y)) + r(x), t * 2),
     "scaled residual": lambda r, b: lambda x, y: torch.add(x + r(y), r(x), alpha=2),
+    "broadcast along the scattered dim": lambda r, b: (
+        lambda x, y: ops.reduce_scatter(x, "sum", 0, b.tp) + ops.reduce_scatter(y.view(4, 2)[:, :1], "sum", 0, b.tp)[:1]
+    ),
     "other dim": lambda r, b: (
         lambda x, y: (
             ops.reduce_scatter(x, "sum", 0, b.tp) + ops.reduce_scatter(y.view(2, 4), "sum", 1, b.tp).reshape(1, 4)
