@@ -38,9 +38,9 @@ class Sink:
         %add: f32[2,4,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 
     Only views with one user move, and only towards a term of the same sum that reduces alike, or towards a shard over
-    the same group: then `sum_of_all_reduces` and `reduce_scatter` find their pattern. A reduce_scatter passes those views
-    alone that change nothing. A permutation does not sink (it would leave another memory layout behind); instead the sum
-    of two equal ones is taken before it.
+    the same group: then `sum_of_all_reduces` and `reduce_scatter` find their pattern. Of a reduce_scatter only views
+    that change nothing. A permutation does not sink (it would leave another memory layout behind); instead the sum of
+    two equal ones is taken before it.
     """
 
     name = "sink"
