@@ -117,6 +117,11 @@ def without_own_key():
     return torch._C._ExcludeDispatchKeyGuard(OWN_KEYSET)
 
 
+def without_frame(func: OpOverload) -> Any:
+    """What `func` calls: the same, without a Python frame in between, which is half as long as a small operator."""
+    return func._op
+
+
 def register_value_type(cls: type, members: tuple[str, ...]) -> None:
     """Let Dynamo treat instances of the frozen class `cls` as constants; `members` are read at trace time."""
     register_opaque_type(cls, typ="value", members=dict.fromkeys(members, MemberType.USE_REAL))
@@ -649,5 +654,6 @@ __all__ = [
     "tree_unflatten",
     "utils_foreach_types",
     "without_compile_caches",
+    "without_frame",
     "without_own_key",
 ]

@@ -22,6 +22,7 @@ from ._torch import (
     is_in_graph,
     tree_leaves,
     tree_map,
+    without_frame,
 )
 from .errors import MeshError
 from .fallback import fell_back
@@ -54,9 +55,10 @@ class Decision:
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
         writes: operands that are written to and were moved: they are moved back and copied into what was given.
-        simple: nothing of the above but one output: what dispatch runs without another look.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
         fallback: whether operands are gathered because the operator has no rule.
+        simple: the operator, where it runs on the local tensors as it stands and makes nothing but new DTensors: then
+            dispatch has nothing else to look at.
     """
 
     moves: tuple[Layout | None, ...] = ()
@@ -66,9 +68,9 @@ class Decision:
     local: Callable[..., Any] | None = None
     returns_self: bool = False
     writes: tuple[int, ...] = ()
-    simple: bool = False
     kind: str = ""
     fallback: bool = False
+    simple: Callable[..., Any] | None = None
 
 
 def is_dtensor(a: Any) -> bool:
@@ -199,7 +201,19 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
         local = _holding(local, in_place)
     writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
     fallback = rule.local is _run_whole
-    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes, fallback=fallback)
+    moves = moves if any(moves) else ()
+    stays = not (moves or replace or local or in_place or writes)
+    simple = without_frame(call.func) if stays and _is_plain(call, specs) else None
+    return Decision(moves, specs, call.many, replace, local, in_place, writes, fallback=fallback, simple=simple)
+
+
+def _is_plain(call: Call, outputs: tuple[Spec | None, ...]) -> bool:
+    """Whether the operator returns tensors, and has no lists or tensors among its keyword arguments."""
+    return (
+        (call.many or len(outputs) == 1)
+        and None not in outputs
+        and not any(isinstance(a, (Spec, list)) for a in call.kwargs.values())
+    )
 
 
 def written(call: Call) -> list[int]:
