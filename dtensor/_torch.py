@@ -117,6 +117,16 @@ def without_own_key():
     return torch._C._ExcludeDispatchKeyGuard(OWN_KEYSET)
 
 
+_USUAL = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.ADInplaceOrView
+)
+
+
+def meets_only_autograd() -> bool:
+    """Whether nothing but autograd is between `OWN_KEY` and `__torch_dispatch__`: no mode, transform or autocast."""
+    return torch._C._dispatch_tls_local_include_set() == _USUAL and not torch._C._is_any_autocast_enabled()
+
+
 def without_frame(func: OpOverload) -> Any:
     """What `func` calls: the same, without a Python frame in between, which is half as long as a small operator."""
     return func._op
@@ -617,6 +627,7 @@ __all__ = [
     "is_in_graph",
     "make_fx",
     "make_wrapper_subclass",
+    "meets_only_autograd",
     "mesh_resources",
     "min_cut_partition",
     "never_traced",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import strictness
-from ._torch import intercept, without_own_key
+from ._torch import intercept, meets_only_autograd, without_own_key
 from .collectives import library
 from .decision import COMPOSITES, functional_of, has_out
 from .errors import StrictReason
@@ -176,6 +176,10 @@ class _Embedding(torch.autograd.Function):
 
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
     """Embedding whose gradient comes in the layout of its table."""
+    if type(weight) is type(indices) is DTensor and not weight.requires_grad and meets_only_autograd():
+        # What autograd would not note can go where it would have gone next.
+        given = (weight, indices, padding_idx, scale_grad_by_freq, sparse)
+        return DTensor.__torch_dispatch__(aten.embedding.default, (DTensor,), given)
     with without_own_key():
         if sparse or not isinstance(weight, DTensor) or not isinstance(indices, DTensor):
             return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
@@ -206,7 +210,7 @@ def _norm(operator, weight: int):
     return kernel
 
 
-for _name, _place in {"layer_norm": 2, "group_norm": 2, "instance_norm": 1}.items():
+for _name, _place in {"group_norm": 2, "instance_norm": 1}.items():
     intercept(_name, _norm(getattr(aten, _name), _place))
 
 

@@ -29,7 +29,7 @@ from .fallback import fell_back
 from .invariance import check_invariant
 from .layout import Layout
 from .mesh import mesh_shape
-from .rules import MASKS, RULES, Call, LocalCall, Output, choose, is_in_place, needs_whole, rule_of
+from .rules import MASKS, RULES, Call, LocalCall, Output, choose, is_in_place, needs_whole, rule_of, unless_empty
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
@@ -57,6 +57,8 @@ class Decision:
         writes: operands that are written to and were moved: they are moved back and copied into what was given.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
         fallback: whether operands are gathered because the operator has no rule.
+        homes: for each output that is put in another layout than it is made in its spec before, None where it stays;
+            empty if all stay.
         simple: the operator, where it runs on the local tensors as it stands and makes nothing but new DTensors: then
             dispatch has nothing else to look at.
     """
@@ -70,6 +72,7 @@ class Decision:
     writes: tuple[int, ...] = ()
     kind: str = ""
     fallback: bool = False
+    homes: tuple[Spec | None, ...] = ()
     simple: Callable[..., Any] | None = None
 
 
@@ -194,7 +197,8 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     replace: tuple[tuple[str, Any], ...] = ()
     if rule.shape_arg is not None and specs[0] is not None:
         replace = ((rule.shape_arg, list(specs[0].local_shape())),)
-    local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
+    needed = rule.local is not None and _needs_local(rule, choice, operands)
+    local = _local(call, rule, choice, mesh) if needed else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
     elif local is not None and any(map(_empty_somewhere, operands, choice.inputs)):
@@ -202,9 +206,16 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
     fallback = rule.local is _run_whole
     moves = moves if any(moves) else ()
-    stays = not (moves or replace or local or in_place or writes)
+    put = tuple(_put(s, operands[rule.home[i]]) if i in rule.home else s for i, s in enumerate(specs))
+    homes = () if put == specs else tuple(None if a is b else a for a, b in zip(specs, put))
+    stays = not (moves or replace or local or in_place or writes or homes)
     simple = without_frame(call.func) if stays and _is_plain(call, specs) else None
-    return Decision(moves, specs, call.many, replace, local, in_place, writes, fallback=fallback, simple=simple)
+    return Decision(moves, put, call.many, replace, local, in_place, writes, "", fallback, homes, simple)
+
+
+def _put(spec: Spec | None, home: Spec) -> Spec | None:
+    layout = home.layout.without_partial()
+    return spec if spec is None or spec.layout is layout else spec.with_layout(layout)
 
 
 def _is_plain(call: Call, outputs: tuple[Spec | None, ...]) -> bool:
@@ -234,6 +245,13 @@ def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
     run = rule.local
     assert run is not None
     return lambda func, args, kwargs: run(LocalCall(func, args, kwargs, call, mesh, choice.axes, choice.outputs))
+
+
+def _needs_local(rule: Rule, choice: Choice, operands: list[Spec]) -> bool:
+    """Whether the rule's `local` does anything else than the operator itself, in the layouts of `choice`."""
+    if rule.local is unless_empty and all(o.static for o in operands):
+        return any(map(_empty_somewhere, operands, choice.inputs))
+    return rule.across is None or any(choice.axes.get(f) for f in rule.across)
 
 
 def _empty_somewhere(spec: Spec, layout: Layout) -> bool:

@@ -60,13 +60,14 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
     parts: list[Any] = [func]
     local: list[Any] = []
     found = _walk(args, parts, local)
-    for name, a in kwargs.items():
-        kind = type(a)
-        if kind in ATOMS:
-            parts += (name, kind, a)
-        else:
-            parts.append(name)
-            found |= _walk((a,), parts, [])
+    if kwargs:
+        for name, a in kwargs.items():
+            kind = type(a)
+            if kind in ATOMS:
+                parts += (name, kind, a)
+            else:
+                parts.append(name)
+                found |= _walk((a,), parts, [])
     if found:
         return _uncached(found, func, args, kwargs)
     key = tuple(parts)
@@ -115,6 +116,9 @@ def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
             local.append(a._local_tensor)
             if not spec.static:
                 found |= SYMBOLIC
+        elif kind is int:
+            parts.append(a)
+            local.append(a)
         elif kind in ATOMS:
             parts.append(kind)
             parts.append(a)
@@ -205,10 +209,18 @@ def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
         result = func(*local_args, **local_kwargs)
     if decision.returns_self:
         return _written(args[0])
+    if decision.homes:
+        result = _homed(result, decision)
     if decision.many:
         return _wrapped(result, decision.outputs)
     spec = decision.outputs[0] if decision.outputs else None
     return result if spec is None else wrap(result, spec)
+
+
+def _homed(results, decision: Decision):
+    """Several results, each in the layout that it is put in. `strict` allows that: they are gradients of parameters."""
+    places = zip(results, decision.homes, decision.outputs)
+    return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
 
 
 def _wrapped(results, specs: tuple[Spec | None, ...]):
