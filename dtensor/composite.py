@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from . import strictness
-from ._torch import intercept, meets_only_autograd, without_own_key
+from ._torch import intercept, meets_only_autograd, never_traced, without_own_key
 from .collectives import library
 from .decision import COMPOSITES, functional_of, has_out
+from .dispatch import dispatch
 from .errors import StrictReason
 from .invariance import check_invariant, region_of_torch
 from .layout import Layout
@@ -174,12 +175,15 @@ class _Embedding(torch.autograd.Function):
         return torch.ops.dtensor.embedding_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None
 
 
+_EMBEDDING = aten.embedding.default
+
+
+@never_traced
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
     """Embedding whose gradient comes in the layout of its table."""
     if type(weight) is type(indices) is DTensor and not weight.requires_grad and meets_only_autograd():
         # What autograd would not note can go where it would have gone next.
-        given = (weight, indices, padding_idx, scale_grad_by_freq, sparse)
-        return DTensor.__torch_dispatch__(aten.embedding.default, (DTensor,), given)
+        return dispatch(_EMBEDDING, (weight, indices, padding_idx, scale_grad_by_freq, sparse), {})
     with without_own_key():
         if sparse or not isinstance(weight, DTensor) or not isinstance(indices, DTensor):
             return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)

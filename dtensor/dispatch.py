@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import strictness
 from .aliasing import remember, write_through
 from .caches import cache
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .errors import MixedTensorError
+from .invariance import mark_local
 from .layout import Layout
 from .redistribute import redistribute_local
 from .rules.call import replaced
@@ -69,20 +71,25 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
                 parts.append(name)
                 found |= _walk((a,), parts, [])
     if found:
-        return _uncached(found, func, args, kwargs)
-    key = tuple(parts)
-    decision = _cache.get(key)
-    if decision is None:
-        if len(_cache) >= MOST_DECISIONS:
-            _cache.clear()
-        decision = _cache[key] = decide(func, args, kwargs)
-    if decision.simple is not None:
-        made = decision.simple(*local, **kwargs)
-        out = _wrapped(made, decision.outputs) if decision.many else wrap(made, decision.outputs[0])
-        if func.is_view and args[0]._view_of is not None:
-            remember(func, args, kwargs, out)
-        return out
-    return run(decision, func, args, kwargs)
+        out = _uncached(found, func, args, kwargs)
+    else:
+        key = tuple(parts)
+        decision = _cache.get(key)
+        if decision is None:
+            if len(_cache) >= MOST_DECISIONS:
+                _cache.clear()
+            decision = _cache[key] = decide(func, args, kwargs)
+        if decision.simple is None:
+            out = run(decision, func, args, kwargs)
+        else:
+            made = decision.simple(*local, **kwargs)
+            out = _wrapped(made, decision.outputs) if decision.many else wrap(made, decision.outputs[0])
+            if func.is_view and args[0]._view_of is not None:
+                remember(func, args, kwargs, out)
+            if type(made) is Tensor:
+                return out
+    mark_local(out, func, args, kwargs)
+    return out
 
 
 def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):

@@ -28,7 +28,7 @@ from .decision import COMPOSITES
 from .dispatch import dispatch, install
 from .errors import ShardingError
 from .exchange import exchanged
-from .invariance import mark_local, region_of_torch
+from .invariance import region_of_torch
 from .layout import Layout
 from .mesh import world_of
 from .pending import waited
@@ -73,11 +73,7 @@ class DTensor(torch.Tensor):
     @classmethod
     @never_traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = dispatch(func, args, kwargs)
-        if type(out) is not DTensor or type(out._local_tensor) is not torch.Tensor:
-            mark_local(out, func, args, kwargs)
-        return out
+        return dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self):
         self._local_tensor = waited(self._local_tensor)
@@ -286,7 +282,7 @@ def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTens
     self = make_wrapper_subclass(
         DTensor,
         spec.shape,
-        spec.stride,
+        spec.unusual_stride,
         offset,
         memory,
         spec.dtype,
