@@ -50,7 +50,7 @@ def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> No
     DTensorType, wrap = cls, make
 
 
-def dispatch(func, args: tuple, kwargs: dict[str, Any]):
+def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func` on arguments some of which are DTensors.
 
     Raises:
@@ -83,7 +83,8 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
             out = run(decision, func, args, kwargs)
         else:
             made = decision.simple(*local, **kwargs)
-            out = _wrapped(made, decision.outputs) if decision.many else wrap(made, decision.outputs[0])
+            specs: Any = decision.outputs
+            out = _wrapped(made, specs) if decision.many else wrap(made, specs[0])
             if func.is_view and args[0]._view_of is not None:
                 remember(func, args, kwargs, out)
             if type(made) is Tensor:
@@ -185,7 +186,7 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     return tuple(map(replicated, args)), {k: replicated(a) for k, a in kwargs.items()}
 
 
-def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
+def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Carry out any decision."""
     out = _run(decision, func, args, kwargs)
     if func.is_view:
@@ -193,7 +194,7 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
     return out
 
 
-def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
+def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     if decision.kind:
         return KINDS[decision.kind](func, args, kwargs)
     if decision.writes:
@@ -230,7 +231,7 @@ def _homed(results, decision: Decision):
     return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
 
 
-def _wrapped(results, specs: tuple[Spec | None, ...]):
+def _wrapped(results, specs: tuple[Spec | None, ...]) -> Any:
     """Several results, as DTensors of their specs."""
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(results, specs)]
     return wrapped if isinstance(results, list) else tuple(wrapped)
