@@ -128,8 +128,8 @@ def meets_only_autograd() -> bool:
 
 
 def without_frame(func: OpOverload) -> Any:
-    """What `func` calls: the same, without a Python frame in between, which is half as long as a small operator."""
-    return func._op
+    """What `func` calls: the same without a Python frame in between, which takes a fifth of a small operator's time."""
+    return func._op if type(func) is OpOverload else func
 
 
 def register_value_type(cls: type, members: tuple[str, ...]) -> None:

@@ -2,9 +2,9 @@
 
 DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
 makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
-how its table is sharded, which the derivative formula does not pass on; so do the gradients of a norm's weight and
-bias; RMS norm works in place on a mean that may be partial; and a few make constants on the way, which a region lets
-pass.
+how its table is sharded, which the derivative formula does not pass on; so do the gradients of weight and bias of group
+and instance norm; RMS norm works in place on a mean that may be partial; and a few make constants on the way, which a
+region lets pass.
 """
 
 import functools
