@@ -225,7 +225,7 @@ def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result if spec is None else wrap(result, spec)
 
 
-def _homed(results, decision: Decision):
+def _homed(results, decision: Decision) -> Any:
     """Several results, each in the layout that it is put in. `strict` allows that: they are gradients of parameters."""
     places = zip(results, decision.homes, decision.outputs)
     return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
