@@ -2,9 +2,9 @@
 
 DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
 makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
-how its table is sharded, which the derivative formula does not pass on; so do the gradients of a norm's weight and
-bias; RMS norm works in place on a mean that may be partial; and a few make constants on the way, which a region lets
-pass.
+how its table is sharded, which the derivative formula does not pass on; so do the gradients of weight and bias of group
+and instance norm; RMS norm works in place on a mean that may be partial; and a few make constants on the way, which a
+region lets pass.
 """
 
 import functools
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from . import strictness
-from ._torch import intercept, without_own_key
+from ._torch import intercept, meets_only_autograd, never_traced, without_own_key
 from .collectives import library
 from .decision import COMPOSITES, functional_of, has_out
+from .dispatch import dispatch
 from .errors import StrictReason
 from .invariance import check_invariant, region_of_torch
 from .layout import Layout
@@ -174,8 +175,15 @@ class _Embedding(torch.autograd.Function):
         return torch.ops.dtensor.embedding_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None
 
 
+_EMBEDDING = aten.embedding.default
+
+
+@never_traced
 def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
     """Embedding whose gradient comes in the layout of its table."""
+    if type(weight) is type(indices) is DTensor and not weight.requires_grad and meets_only_autograd():
+        # What autograd would not note can go where it would have gone next.
+        return dispatch(_EMBEDDING, (weight, indices, padding_idx, scale_grad_by_freq, sparse), {})
     with without_own_key():
         if sparse or not isinstance(weight, DTensor) or not isinstance(indices, DTensor):
             return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
@@ -206,7 +214,7 @@ def _norm(operator, weight: int):
     return kernel
 
 
-for _name, _place in {"layer_norm": 2, "group_norm": 2, "instance_norm": 1}.items():
+for _name, _place in {"group_norm": 2, "instance_norm": 1}.items():
     intercept(_name, _norm(getattr(aten, _name), _place))
 
 

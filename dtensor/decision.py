@@ -22,13 +22,14 @@ from ._torch import (
     is_in_graph,
     tree_leaves,
     tree_map,
+    without_frame,
 )
 from .errors import MeshError
 from .fallback import fell_back
 from .invariance import check_invariant
 from .layout import Layout
 from .mesh import mesh_shape
-from .rules import MASKS, RULES, Call, LocalCall, Output, choose, is_in_place, needs_whole, rule_of
+from .rules import MASKS, RULES, Call, LocalCall, Output, choose, is_in_place, needs_whole, rule_of, unless_empty
 from .rules.choose import Choice
 from .rules.rule import Rule
 from .spec import Spec
@@ -54,9 +55,12 @@ class Decision:
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
         writes: operands that are written to and were moved: they are moved back and copied into what was given.
-        simple: nothing of the above but one output: what dispatch runs without another look.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
         fallback: whether operands are gathered because the operator has no rule.
+        homes: for each output that is put in another layout than it is made in its spec before, None where it stays;
+            empty if all stay.
+        simple: the operator, where it runs on the local tensors as it stands and makes nothing but new DTensors: then
+            dispatch has nothing else to look at.
     """
 
     moves: tuple[Layout | None, ...] = ()
@@ -66,9 +70,10 @@ class Decision:
     local: Callable[..., Any] | None = None
     returns_self: bool = False
     writes: tuple[int, ...] = ()
-    simple: bool = False
     kind: str = ""
     fallback: bool = False
+    homes: tuple[Spec | None, ...] = ()
+    simple: Callable[..., Any] | None = None
 
 
 def is_dtensor(a: Any) -> bool:
@@ -192,14 +197,34 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     replace: tuple[tuple[str, Any], ...] = ()
     if rule.shape_arg is not None and specs[0] is not None:
         replace = ((rule.shape_arg, list(specs[0].local_shape())),)
-    local = _local(call, rule, choice, mesh) if rule.local is not None else _LOCAL.get(call.func._schema.name)
+    needed = rule.local is not None and _needs_local(rule, choice, operands)
+    local = _local(call, rule, choice, mesh) if needed else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
     elif local is not None and any(map(_empty_somewhere, operands, choice.inputs)):
         local = _holding(local, in_place)
     writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
     fallback = rule.local is _run_whole
-    return Decision(moves if any(moves) else (), specs, call.many, replace, local, in_place, writes, fallback=fallback)
+    moves = moves if any(moves) else ()
+    put = tuple(_put(s, operands[rule.home[i]]) if i in rule.home else s for i, s in enumerate(specs))
+    homes = () if put == specs else tuple(None if a is b else a for a, b in zip(specs, put))
+    stays = not (moves or replace or local or in_place or writes or homes)
+    simple = without_frame(call.func) if stays and _is_plain(call, specs) else None
+    return Decision(moves, put, call.many, replace, local, in_place, writes, "", fallback, homes, simple)
+
+
+def _put(spec: Spec | None, home: Spec) -> Spec | None:
+    layout = home.layout.without_partial()
+    return spec if spec is None or spec.layout is layout else spec.with_layout(layout)
+
+
+def _is_plain(call: Call, outputs: tuple[Spec | None, ...]) -> bool:
+    """Whether the operator returns tensors, and has no lists or tensors among its keyword arguments."""
+    return (
+        (call.many or len(outputs) == 1)
+        and None not in outputs
+        and not any(isinstance(a, (Spec, list)) for a in call.kwargs.values())
+    )
 
 
 def written(call: Call) -> list[int]:
@@ -220,6 +245,13 @@ def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
     run = rule.local
     assert run is not None
     return lambda func, args, kwargs: run(LocalCall(func, args, kwargs, call, mesh, choice.axes, choice.outputs))
+
+
+def _needs_local(rule: Rule, choice: Choice, operands: list[Spec]) -> bool:
+    """Whether the rule's `local` does anything else than the operator itself, in the layouts of `choice`."""
+    if rule.local is unless_empty and all(o.static for o in operands):
+        return any(map(_empty_somewhere, operands, choice.inputs))
+    return rule.across is None or any(choice.axes.get(f) for f in rule.across)
 
 
 def _empty_somewhere(spec: Spec, layout: Layout) -> bool:

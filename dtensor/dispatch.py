@@ -6,17 +6,19 @@ A decision holds everything that follows from the operator, its plain arguments 
 are ints it is cached, so the hot path is one dictionary lookup.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from . import strictness
-from .aliasing import write_through
+from .aliasing import remember, write_through
 from .caches import cache
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .errors import MixedTensorError
+from .invariance import mark_local
 from .layout import Layout
 from .redistribute import redistribute_local
 from .rules.call import replaced
@@ -27,6 +29,9 @@ MOST_DECISIONS = 1 << 16
 
 SYMBOLIC, PLAIN = 1, 2
 """What may be found in an argument that keeps a decision from being looked up."""
+
+ATOMS = frozenset((int, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+"""Types of arguments that hold no tensor and stand in a key as they are."""
 
 _cache: dict[tuple, Decision] = cache()
 
@@ -45,7 +50,7 @@ def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> No
     DTensorType, wrap = cls, make
 
 
-def dispatch(func, args: tuple, kwargs: dict[str, Any]):
+def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run `func` on arguments some of which are DTensors.
 
     Raises:
@@ -55,31 +60,37 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]):
         StrictError: under `strict()` an operand would be redistributed by a collective.
     """
     parts: list[Any] = [func]
-    found = 0
-    for a in args:
-        if type(a) is DTensorType:
-            spec = a._spec
-            parts.append(spec)
-            if not spec.static:
-                found |= SYMBOLIC
-        else:
-            found |= _key(a, parts)
-    for name, a in kwargs.items():
-        parts.append(name)
-        found |= _key(a, parts)
+    local: list[Any] = []
+    found = _walk(args, parts, local)
+    if kwargs:
+        for name, a in kwargs.items():
+            kind = type(a)
+            if kind in ATOMS:
+                parts += (name, kind, a)
+            else:
+                parts.append(name)
+                found |= _walk((a,), parts, [])
     if found:
-        return _uncached(found, func, args, kwargs)
-    key = tuple(parts)
-    decision = _cache.get(key)
-    if decision is None:
-        if len(_cache) >= MOST_DECISIONS:
-            _cache.clear()
-        decision = decide(func, args, kwargs)
-        decision = _cache[key] = replace(decision, simple=_is_simple(decision, args, kwargs))
-    if decision.simple:
-        local = func(*[a._local_tensor if type(a) is DTensorType else a for a in args], **kwargs)
-        return wrap(local, decision.outputs[0])  # pyright: ignore[reportArgumentType]
-    return run(decision, func, args, kwargs)
+        out = _uncached(found, func, args, kwargs)
+    else:
+        key = tuple(parts)
+        decision = _cache.get(key)
+        if decision is None:
+            if len(_cache) >= MOST_DECISIONS:
+                _cache.clear()
+            decision = _cache[key] = decide(func, args, kwargs)
+        if decision.simple is None:
+            out = run(decision, func, args, kwargs)
+        else:
+            made = decision.simple(*local, **kwargs)
+            specs: Any = decision.outputs
+            out = _wrapped(made, specs) if decision.many else wrap(made, specs[0])
+            if func.is_view and args[0]._view_of is not None:
+                remember(func, args, kwargs, out)
+            if type(made) is Tensor:
+                return out
+    mark_local(out, func, args, kwargs)
+    return out
 
 
 def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
@@ -93,46 +104,61 @@ def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
     return dispatch(func, *with_plain_wrapped(func, args, kwargs))
 
 
-def _is_simple(d: Decision, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a call is the operator on the local tensors, and one new DTensor: then `run` has nothing to look at."""
-    if d.kind or d.moves or d.replace or d.local or d.returns_self or d.many or len(d.outputs) != 1:
-        return False
-    rest = [a for a in (*args, *kwargs.values()) if type(a) is not DTensorType]
-    named = any(isinstance(a, DTensorType) for a in kwargs.values())
-    return d.outputs[0] is not None and not named and not any(map(_holds_dtensor, rest))
-
-
-def _holds_dtensor(a) -> bool:
-    return isinstance(a, DTensorType) or (isinstance(a, (list, tuple)) and any(map(_holds_dtensor, a)))
-
-
 def forget() -> None:
     """Drop all decisions: the rule of an operator has changed."""
     _cache.clear()
 
 
-def _key(a, parts: list[Any]) -> int:
-    """Append what a decision depends on in argument `a`; gives what was found in it: SYMBOLIC sizes, PLAIN tensors."""
-    kind = type(a)
-    parts.append(kind)
-    if kind is DTensorType or isinstance(a, DTensorType):
+def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
+    """Append to `parts` what a decision depends on in arguments, and to `local` what the local operator is given.
+
+    Returns:
+        What was found in them: SYMBOLIC sizes, PLAIN tensors.
+    """
+    found = 0
+    for a in items:
+        kind = type(a)
+        if kind is DTensorType:
+            spec = a._spec
+            parts.append(spec)
+            local.append(a._local_tensor)
+            if not spec.static:
+                found |= SYMBOLIC
+        elif kind is int:
+            parts.append(a)
+            local.append(a)
+        elif kind in ATOMS:
+            parts.append(kind)
+            parts.append(a)
+            local.append(a)
+        elif kind is float:
+            # A decision depends on a float only by its being zero; optimizers pass another one in every step.
+            parts += (kind, a == 0)
+            local.append(a)
+        elif kind is list or isinstance(a, (list, tuple)):
+            parts.append(kind)
+            parts.append(len(a))
+            inner: list[Any] = []
+            found |= _walk(a, parts, inner)
+            local.append(inner)
+        else:
+            found |= _other(a, parts, local)
+    return found
+
+
+def _other(a: Any, parts: list[Any], local: list[Any]) -> int:
+    """As `_walk`, of an argument that is none of the usual."""
+    parts.append(type(a))
+    if isinstance(a, DTensorType):
         parts.append(a._spec)
+        local.append(a._local_tensor)
         return 0 if a._spec.static else SYMBOLIC
-    if kind is float:
-        # A decision depends on a float only by its being zero; optimizers pass another one in every step.
-        parts.append(a == 0)
-    elif isinstance(a, torch.Tensor):
+    local.append(a)
+    if isinstance(a, torch.Tensor):
         return PLAIN
-    elif isinstance(a, (list, tuple)):
-        parts.append(len(a))
-        found = 0
-        for item in a:
-            found |= _key(item, parts)
-        return found
-    elif isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
+    if isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
         return SYMBOLIC
-    else:
-        parts.append(a)
+    parts.append(a)
     return 0
 
 
@@ -160,7 +186,15 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     return tuple(map(replicated, args)), {k: replicated(a) for k, a in kwargs.items()}
 
 
-def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
+def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Carry out any decision."""
+    out = _run(decision, func, args, kwargs)
+    if func.is_view:
+        remember(func, args, kwargs, out)
+    return out
+
+
+def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     if decision.kind:
         return KINDS[decision.kind](func, args, kwargs)
     if decision.writes:
@@ -172,8 +206,8 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
         local_args = [_localized(a, moves) for a in args]
         local_kwargs = {k: _localized(a, moves) for k, a in kwargs.items()}
     else:
-        local_args = [a._local_tensor if type(a) is DTensorType else _local_of(a) for a in args]
-        local_kwargs = {k: _local_of(a) for k, a in kwargs.items()} if kwargs else kwargs
+        local_args = [_local_of(a) for a in args]
+        local_kwargs = {k: _local_of(a) for k, a in kwargs.items()}
     if decision.replace:
         changed, local_kwargs = replaced(func, tuple(local_args), local_kwargs, dict(decision.replace))
         local_args = list(changed)
@@ -183,11 +217,24 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
         result = func(*local_args, **local_kwargs)
     if decision.returns_self:
         return _written(args[0])
-    if not decision.many:
-        spec = decision.outputs[0] if decision.outputs else None
-        return result if spec is None else wrap(result, spec)
-    wrapped = [r if s is None else wrap(r, s) for r, s in zip(result, decision.outputs)]
-    return wrapped if isinstance(result, list) else tuple(wrapped)
+    if decision.homes:
+        result = _homed(result, decision)
+    if decision.many:
+        return _wrapped(result, decision.outputs)
+    spec = decision.outputs[0] if decision.outputs else None
+    return result if spec is None else wrap(result, spec)
+
+
+def _homed(results, decision: Decision) -> Any:
+    """Several results, each in the layout that it is put in. `strict` allows that: they are gradients of parameters."""
+    places = zip(results, decision.homes, decision.outputs)
+    return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
+
+
+def _wrapped(results, specs: tuple[Spec | None, ...]) -> Any:
+    """Several results, as DTensors of their specs."""
+    wrapped = [r if s is None else wrap(r, s) for r, s in zip(results, specs)]
+    return wrapped if isinstance(results, list) else tuple(wrapped)
 
 
 def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):

@@ -77,7 +77,7 @@ class OperatorExplanation:
         depth: 0 for an operator that was called, 1 for one that it runs as, and so on.
         operands: argument name and spec of each tensor operand.
         options: for each mesh axis the candidates; empty if no rule was asked.
-        moves: the operands that are redistributed, with plan, bytes and seconds.
+        moves: the operands, and outputs once made, that are redistributed, with plan, bytes and seconds.
         outputs: spec of each output; None where it is not a tensor. Empty if the operator is refused, or only known
             by those it runs as.
         error: why it is refused, else "".
@@ -299,6 +299,9 @@ class _Recorder(TorchDispatchMode):
         kind = "replicated" if rule_of(d.call.func) is None else "rule"
         decision = carry_out(d.call, d.rule, d.choice, d.in_place)
         moves = tuple(moves_of(operands, decision.moves, decision.writes))
+        made = [(f"output {i}", spec) for i, spec in enumerate(decision.homes)]
+        homes = [o.layout if s and o else None for s, o in zip(decision.homes, decision.outputs)]
+        moves += tuple(moves_of(made, homes))  # pyright: ignore[reportArgumentType]
         outputs = (operands[0][1],) if d.in_place else decision.outputs
         return OperatorExplanation(name, kind, self.depth, tuple(operands), options, moves, outputs, error)
 

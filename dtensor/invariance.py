@@ -150,6 +150,8 @@ def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None
     """
     for x in out if isinstance(out, (tuple, list)) else (out,):
         local = getattr(x, "_local_tensor", None)
+        if type(local) is torch.Tensor:
+            continue
         node = graph_node(local) if isinstance(local, (FakeTensor, FunctionalTensor)) else None
         if node is not None:
             node.meta[LOCAL] = True

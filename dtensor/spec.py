@@ -27,9 +27,10 @@ class Spec:
         stride: strides of the global tensor, in elements.
         dtype: element type.
         static: whether all sizes are plain ints (only then the spec is interned).
+        unusual_stride: the stride; None where it is contiguous, which torch works out sooner than it reads a stride.
     """
 
-    __slots__ = ("dtype", "layout", "mesh", "shape", "static", "stride")
+    __slots__ = ("dtype", "layout", "mesh", "shape", "static", "stride", "unusual_stride")
 
     def __init__(self, mesh: Any, layout: Layout, shape: tuple, stride: tuple, dtype: torch.dtype, static: bool):
         self.mesh = mesh
@@ -38,6 +39,7 @@ class Spec:
         self.stride = stride
         self.dtype = dtype
         self.static = static
+        self.unusual_stride = None if static and stride == contiguous_stride(shape) else stride
 
     @staticmethod
     def make(mesh: Any, layout: Layout, shape, stride, dtype: torch.dtype) -> "Spec":

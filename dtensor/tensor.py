@@ -22,14 +22,13 @@ from ._torch import (
     make_wrapper_subclass,
     never_traced,
 )
-from .aliasing import remember
 from .boundary import check_replicas, current_mesh, is_tracing, refuse_export
 from .collectives import library
 from .decision import COMPOSITES
 from .dispatch import dispatch, install
 from .errors import ShardingError
 from .exchange import exchanged
-from .invariance import mark_local, region_of_torch
+from .invariance import region_of_torch
 from .layout import Layout
 from .mesh import world_of
 from .pending import waited
@@ -37,6 +36,10 @@ from .placements import Placement, Replicate, Shard, as_placements
 from .plan import Prefer
 from .redistribute import check_target, redistribute_local
 from .spec import Spec, define_local_sizes
+
+PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
+"""Types of indices that are no lists, at a glance."""
+_getitem = torch.Tensor.__getitem__
 
 
 class DTensor(torch.Tensor):
@@ -70,13 +73,7 @@ class DTensor(torch.Tensor):
     @classmethod
     @never_traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = dispatch(func, args, kwargs)
-        if func.is_view:
-            remember(func, args, kwargs, out)
-        if type(out) is not DTensor or type(out._local_tensor) is not torch.Tensor:
-            mark_local(out, func, args, kwargs)
-        return out
+        return dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self):
         self._local_tensor = waited(self._local_tensor)
@@ -224,10 +221,11 @@ class DTensor(torch.Tensor):
 
     def __getitem__(self, index):
         """As `torch.Tensor.__getitem__`; a list of Python numbers, of which torch makes a plain tensor, is an index."""
-        if isinstance(index, list) or (type(index) is tuple and any(isinstance(i, list) for i in index)):
+        given = index if type(index) is tuple else (index,)
+        if not PLAIN_INDICES.issuperset(map(type, given)) and any(isinstance(i, list) for i in given):
             with region_of_torch():
-                return super().__getitem__(index)
-        return super().__getitem__(index)
+                return _getitem(self, index)
+        return _getitem(self, index)
 
     def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
         """As `torch.Tensor.backward`; a plain `gradient` is taken as replicated."""
@@ -279,14 +277,23 @@ def _alias(local: torch.Tensor) -> torch.Tensor:
 
 
 def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTensor:
+    # By position: torch takes a fifth longer to make one from keywords.
+    offset, memory, pinned, policy, by_device, by_layout = None, None, False, None, False, False
     self = make_wrapper_subclass(
         DTensor,
         spec.shape,
-        strides=spec.stride,
-        dtype=spec.dtype,
-        device=local.device,
-        requires_grad=requires_grad,
-        _extra_dispatch_keys=OWN_KEYSET,
+        spec.unusual_stride,
+        offset,
+        memory,
+        spec.dtype,
+        torch.strided,
+        local.device,
+        pinned,
+        requires_grad,
+        policy,
+        by_device,
+        by_layout,
+        OWN_KEYSET,
     )
     self._local_tensor = local
     self._spec = spec

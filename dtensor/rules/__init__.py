@@ -26,6 +26,7 @@ from . import (
 from .advanced import MASKS
 from .call import RULES, Call, LocalCall, Output, base_name, is_in_place
 from .choose import Choice, choose
+from .local import unless_empty
 from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
 from .whole import WHOLE, needs_whole
@@ -72,4 +73,5 @@ __all__ = [
     "is_in_place",
     "needs_whole",
     "rule_of",
+    "unless_empty",
 ]

@@ -70,9 +70,7 @@ def index(call: Call) -> Rule:
 
 
 def _local_index(call: LocalCall):
-    axes, indices = call.axes.get("v", ()), list(call["indices"])
-    if not axes:
-        return call.run()
+    axes, indices = call.axes["v"], list(call["indices"])
     source, dim, index = call["self"], len(indices) - 1, indices[-1]
     rows = call.call["self"].shape[dim]
     row, mine = own_rows(torch.where(index < 0, index + rows, index), rows, source.shape[dim], axes, call.mesh)

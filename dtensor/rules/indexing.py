@@ -34,6 +34,7 @@ def embedding(call: Call) -> Rule:
         reduce={"v": "sum"},
         linear=(frozenset({0}),),
         local=_local_embedding,
+        across=frozenset("v"),
     )
 
 
@@ -51,9 +52,7 @@ def first_row(size, axes: tuple[int, ...], mesh, device) -> torch.Tensor:
 
 
 def _local_embedding(call: LocalCall):
-    axes = call.axes.get("v", ())
-    if not axes:
-        return call.run()
+    axes = call.axes["v"]
     weight, indices = call["weight"], call["indices"]
     if weight.shape[0] == 0:
         return weight.new_zeros((*indices.shape, weight.shape[1]))
@@ -127,13 +126,11 @@ def lookup(call: Call) -> dict[str, Any]:
     source, (result,) = call.operands[0], call.outputs
     assert result is not None
     pays = 2 * prod(map(hint, result.shape)) <= prod(map(hint, source.shape)) and source.dtype != torch.bool
-    return {"reduce": {"v": "sum"}, "blocked": frozenset() if pays else frozenset({"v"})}
+    return {"reduce": {"v": "sum"}, "blocked": frozenset("" if pays else "v"), "across": frozenset("v")}
 
 
 def _local_lookup(call: LocalCall):
-    axes = call.axes.get("v", ())
-    if not axes:
-        return call.run()
+    axes = call.axes["v"]
     source, index = call["self"], call["index"]
     dim = call.call["dim"] % source.dim()
     if source.numel() == 0:

@@ -19,7 +19,9 @@ def _rule(call: Call, local, linear=()) -> Rule:
     order = sorted(range(len(shape)), key=lambda i: i == over)
     full = tuple((f"d{i}",) for i in range(len(shape)))
     sizes = {f"d{i}": shape[i] for i in order}
-    return Rule((full,) * len(call.operands), (full,), sizes, linear=linear, local=local)
+    return Rule(
+        (full,) * len(call.operands), (full,), sizes, linear=linear, local=local, across=frozenset({f"d{over}"})
+    )
 
 
 @rule_for("_log_softmax")
@@ -35,8 +37,6 @@ def _along(call: LocalCall) -> tuple[int, str]:
 
 def _local_log_softmax(call: LocalCall):
     dim, factor = _along(call)
-    if not call.axes.get(factor):
-        return call.run()
     x = _wide(call["self"])
     lowest = x.new_full([1 if i == dim else n for i, n in enumerate(x.shape)], -torch.inf)
     largest = all_reduce(x.amax(dim, keepdim=True) if x.shape[dim] else lowest, "max", call, {factor})
@@ -57,8 +57,6 @@ def log_softmax_backward(call: Call) -> Rule:
 
 def _local_backward(call: LocalCall):
     dim, factor = _along(call)
-    if not call.axes.get(factor):
-        return call.run()
     grad, output = _wide(call["grad_output"]), _wide(call["output"])
     total = all_reduce(grad.sum(dim, keepdim=True), "sum", call, {factor})
     return (grad - output.exp() * total).to(call["input_dtype"])

@@ -29,7 +29,8 @@ def elementwise_loss(call: Call) -> Rule:
     full = tuple((f,) for f in sizes)
     if call["reduction"] not in (MEAN, SUM):
         return Rule(ins, (full,), sizes)
-    return Rule(ins, ((),), sizes, reduce=dict.fromkeys(sizes, "sum"), local=_local_elementwise)
+    reduce = dict.fromkeys(sizes, "sum")
+    return Rule(ins, ((),), sizes, reduce=reduce, local=_local_elementwise, across=_across_mean(call, sizes))
 
 
 def _full(call: Call) -> tuple:
@@ -41,6 +42,11 @@ def _full(call: Call) -> tuple:
         for i, s in enumerate(o.shape, ndim - o.ndim):
             full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
     return tuple(full)
+
+
+def _across_mean(call: Call, sizes: dict) -> frozenset[str]:
+    """The factors that a mean runs over."""
+    return frozenset(sizes if call["reduction"] == MEAN else ())
 
 
 def _local_elementwise(call: LocalCall):
@@ -62,7 +68,8 @@ def elementwise_loss_backward(call: Call) -> Rule:
     (full, *rest), sizes = broadcast([o.shape for o in call.operands[1:]], shape)
     grad = full if call["reduction"] not in (MEAN, SUM) else ((),) * call.operands[0].ndim
     linear = (frozenset({0}), frozenset({1, 2})) if call.name == "mse_loss_backward" else (frozenset({0}),)
-    return Rule((grad, full, *rest), (full,), sizes, linear=linear, local=_local_elementwise_backward)
+    across = _across_mean(call, sizes)
+    return Rule((grad, full, *rest), (full,), sizes, linear=linear, local=_local_elementwise_backward, across=across)
 
 
 def _local_elementwise_backward(call: LocalCall):

@@ -9,7 +9,7 @@ import torch
 
 from .call import Call, LocalCall, rule_for
 from .indexing import own_rows
-from .local import all_reduce, is_sharded
+from .local import all_reduce
 from .rule import Dims, Rule
 
 MEAN, SUM = 1, 2
@@ -31,19 +31,20 @@ def nll_loss(call: Call) -> Rule:
     full, batch, sizes = _factors(call, call.operands[0])
     ins = (full, batch, *([(("c",),)] * (len(call.operands) - 2)))
     if call["reduction"] not in (MEAN, SUM) and batch:
-        return Rule(ins, (batch, ()), sizes, reduce={"c": "sum"}, whole=frozenset({1}), local=_local_loss)
-    whole = frozenset({1}) if call["reduction"] == MEAN else frozenset()
-    return Rule(ins, ((), ()), sizes, reduce=dict.fromkeys(sizes, "sum"), whole=whole, local=_local_loss)
+        own = frozenset("c")
+        return Rule(ins, (batch, ()), sizes, reduce={"c": "sum"}, whole=frozenset({1}), local=_local_loss, across=own)
+    mean = call["reduction"] == MEAN
+    whole, across = (frozenset({1}), frozenset(sizes)) if mean else (frozenset(), frozenset("c"))
+    reduce = dict.fromkeys(sizes, "sum")
+    return Rule(ins, ((), ()), sizes, reduce=reduce, whole=whole, local=_local_loss, across=across)
 
 
 def _local_loss(call: LocalCall):
     mean = call["reduction"] == MEAN
     if call.axes.get("c"):
         total, weight = _of_own_classes(call)
-    elif mean and is_sharded(call):
-        total, weight = call.run(reduction=SUM)
     else:
-        return call.run()
+        total, weight = call.run(reduction=SUM)
     if not mean:
         return total, weight
     weight = all_reduce(weight, "sum", call)
@@ -85,12 +86,11 @@ def nll_loss_backward(call: Call) -> Rule:
     weight = [(("c",),)] if call["weight"] is not None else []
     ins = (grad, full, batch, *weight, ())
     unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})
-    return Rule(ins, (full,), sizes, linear=(frozenset({0}),), unread=unread, local=_local_backward)
+    linear, own = (frozenset({0}),), frozenset("c")
+    return Rule(ins, (full,), sizes, linear=linear, unread=unread, local=_local_backward, across=own)
 
 
 def _local_backward(call: LocalCall):
-    if not call.axes.get("c"):
-        return call.run()
     scores, grad = call["self"], call["grad_output"]
     dim = _class_dim(scores)
     zeros = torch.zeros_like(scores)

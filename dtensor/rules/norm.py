@@ -1,7 +1,8 @@
 """Layer, RMS and group normalisation: the leading dimensions may be sharded, the normalised ones not.
 
 In the backward the parameters' gradients sum over the leading dimensions, and so come out Partial where those are
-sharded.
+sharded. They have as many numbers as there are features, and left partial would be summed over the ranks whenever an
+optimizer reads them: they are put in the layout of their parameter at once.
 """
 
 from .call import Call, LocalCall, rule_for
@@ -39,7 +40,10 @@ def norm_backward(call: Call) -> Rule:
     outs = tuple(d if o is not None else None for d, o in zip(outs, call.outputs))
     reduce = {f"d{i}": "sum" for i in range(ndim) if f"d{i}" not in blocked}
     unread = frozenset(i for i, n in enumerate(present) if n == "bias")
-    return Rule(ins, outs, sizes, reduce=reduce, linear=(frozenset({0}),), blocked=blocked, unread=unread)
+    parameters = {1: "weight", 2: "bias"}
+    home = {i: present.index(n) for i, n in parameters.items() if n in present and outs[i : i + 1] != (None,)}
+    linear = (frozenset({0}),)
+    return Rule(ins, outs, sizes, reduce=reduce, linear=linear, blocked=blocked, unread=unread, home=home)
 
 
 _GROUPS = {"sizes": {"g": "group"}, "blocked": "k"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .call import Call, LocalCall, rule_for
-from .local import all_reduce, axes_of, has_empty_shard
+from .local import all_reduce, has_empty_shard
 from .pointwise import broadcast
 from .rule import Dims, Rule
 
@@ -71,13 +71,14 @@ def reduction(call: Call) -> Rule:
     out: Dims = tuple(() if i in over else (f"d{i}",) for i in range(len(shape)) if keep or i not in over)
     if name in WITHIN and not call.operands[0].dtype.is_complex:
         whole = frozenset(range(len(call.outputs)))
-        return Rule((ins,), (out,) * len(call.outputs), sizes, whole=whole, local=WITHIN[name])
+        local, across = WITHIN[name], frozenset(factors)
+        return Rule((ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across)
     if op is None or indices or (op != "sum" and call.operands[0].dtype == torch.bool):
         return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
     linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()
     reduce = dict.fromkeys(factors, op)
     local = _mean if name == "mean" else _extremum if op in ("max", "min") else None
-    return Rule((ins,), (out,), sizes, reduce=reduce, linear=linear, local=local)
+    return Rule((ins,), (out,), sizes, reduce=reduce, linear=linear, local=local, across=frozenset(factors))
 
 
 def elementwise_extremum(call: Call) -> Rule:
@@ -89,10 +90,8 @@ def elementwise_extremum(call: Call) -> Rule:
 
 
 def _mean(call: LocalCall):
-    """Where a reduced dimension is sharded: the local sum over the global count, so that uneven parts weigh right."""
+    """The local sum over the global count, so that uneven parts weigh right."""
     over, keep = reduced_dims(call.call)
-    if not any(call.axes.get(f"d{i}") for i in over):
-        return call.run()
     shape = call.call.operands[0].shape
     dtype = call.call["dtype"]
     total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=dtype)
@@ -124,11 +123,6 @@ def _truth(call: LocalCall):
 
 def _reduced_factors(call: LocalCall) -> set[str]:
     return {f"d{i}" for i in reduced_dims(call.call)[0]}
-
-
-def _across(local: Callable[[LocalCall], Any]) -> Callable[[LocalCall], Any]:
-    """`local` where a reduced factor is sharded, else the operator itself."""
-    return lambda call: local(call) if axes_of(call, _reduced_factors(call)) else call.run()
 
 
 def _logsumexp(call: LocalCall):
@@ -170,14 +164,14 @@ def _correction(call: LocalCall):
     return 1 if call["correction"] is None else call["correction"]
 
 
-WITHIN = {
-    "any": _across(_truth),
-    "all": _across(_truth),
-    "logsumexp": _across(_logsumexp),
-    "var": _across(_variance),
-    "std": _across(_variance),
-    "var_mean": _across(_variance),
-    "std_mean": _across(_variance),
+WITHIN: dict[str, Callable[[LocalCall], Any]] = {
+    "any": _truth,
+    "all": _truth,
+    "logsumexp": _logsumexp,
+    "var": _variance,
+    "std": _variance,
+    "var_mean": _variance,
+    "std_mean": _variance,
 }
 """Operator whose parts no collective puts together -> what reduces over the ranks within it. Results are Replicate."""
 

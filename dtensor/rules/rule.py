@@ -42,7 +42,10 @@ class Rule:
         whole: outputs that stay Replicate even if they lack a sharded factor (`local` sees to it); a pair of output and
             factor says so of that factor only.
         written: operands that are written to though the schema does not say so (running statistics).
+        home: output -> the operand in whose layout, but never partial, it is put: gradients of parameters.
         local: runs the operator on local tensors in place of the operator itself; gets a `LocalCall`.
+        across: the factors for whose sake `local` is there: where none of them is sharded the operator itself will do.
+            None: `local` always runs.
         shape_arg: name of the argument that holds the (global) shape of output 0 and is localised.
     """
 
@@ -57,7 +60,9 @@ class Rule:
     unread: frozenset[int] = frozenset()
     whole: frozenset[int | tuple[int, Factor]] = frozenset()
     written: frozenset[int] = frozenset()
+    home: Mapping[int, int] = field(default_factory=dict)
     local: Callable[[Any], Any] | None = None
+    across: frozenset[Factor] | None = None
     shape_arg: str | None = None
 
 

@@ -1,0 +1,191 @@
+"""Dispatch: which calls run by the looked-up decision alone, and what a decision is looked up by."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dtensor
+from dtensor import Partial, Replicate, Shard, dispatch, distribute_tensor, explain, init_device_mesh
+from dtensor.testing import CountCollectives, fake_ranks, with_threads
+
+aten = torch.ops.aten
+
+QUICK = {
+    "relu": lambda x, y, w, i: torch.relu(x),
+    "cast": lambda x, y, w, i: x.to(torch.float64),
+    "bmm": lambda x, y, w, i: torch.bmm(y, y.transpose(1, 2)),
+    "sum of a dim": lambda x, y, w, i: x.sum(1, keepdim=True),
+    "mean of a dim": lambda x, y, w, i: x.mean(1),
+    "amax": lambda x, y, w, i: x.amax(1),
+    "var": lambda x, y, w, i: x.var(1, correction=0),
+    "any": lambda x, y, w, i: (x > 0).any(1),
+    "softmax": lambda x, y, w, i: torch.softmax(x, 1),
+    "log softmax": lambda x, y, w, i: torch.log_softmax(x, 1),
+    "layer norm": lambda x, y, w, i: F.layer_norm(x, (4,), w[0], w[1]),
+    "sort": lambda x, y, w, i: torch.sort(x, 1),
+    "unsqueeze": lambda x, y, w, i: x.unsqueeze(1),
+    "chunk": lambda x, y, w, i: x.chunk(2, 1),
+    "slice": lambda x, y, w, i: x[:, 1:3],
+    "embedding": lambda x, y, w, i: F.embedding(i, w),
+    "index_select": lambda x, y, w, i: w.index_select(0, i),
+    "gather": lambda x, y, w, i: x.gather(1, x.argsort(1)),
+    "cat": lambda x, y, w, i: torch.cat([x, x], 1),
+    "stack": lambda x, y, w, i: torch.stack([x, x, x], -1),
+    "zeros_like": lambda x, y, w, i: torch.zeros_like(x, dtype=torch.int32),
+    "lower triangle": lambda x, y, w, i: y.tril(-1),
+    "pool": lambda x, y, w, i: F.max_pool2d(y.unsqueeze(1), 2),
+    "loss of each": lambda x, y, w, i: F.nll_loss(x, i, reduction="none"),
+    "sum of squares": lambda x, y, w, i: F.mse_loss(x, x + 1, reduction="sum"),
+}
+"""Operators of x and y, sharded on dimension 0, a replicated weight and sharded indices, each in parts on a shard."""
+
+
+@pytest.fixture
+def mesh():
+    with fake_ranks(2):
+        yield init_device_mesh("cpu", (2,))
+
+
+def leaves(out) -> list:
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_what_needs_no_second_look_gets_none(mesh, name, monkeypatch):
+    """Once decided, the operator runs on local tensors: no rule's function, no walk over the arguments for each."""
+    torch.manual_seed(0)
+    whole = torch.randn(4, 4), torch.randn(4, 4, 4), torch.randn(4, 4), torch.tensor([1, 0, 3, 2])
+    given = [distribute_tensor(t, mesh, [Replicate() if t is whole[2] else Shard(0)]) for t in whole]
+    local = [t.to_local() for t in given]
+    QUICK[name](*given)
+
+    def refuse(*args):
+        raise AssertionError(f"{args[0]} leaves the quick path")
+
+    monkeypatch.setattr(dispatch, "run", refuse)
+    monkeypatch.setattr(dispatch, "decide", refuse)
+    found, expected = leaves(QUICK[name](*given)), leaves(QUICK[name](*local))
+    assert len(found) == len(expected)
+    for a, e in zip(found, expected):
+        assert a._spec.local_shape() == e.shape
+        torch.testing.assert_close(a._local_tensor, e, rtol=0, atol=0)
+
+
+SLOW = {
+    "mean over the shards": lambda x: x.mean(0),
+    "moved operand": lambda x: x.softmax(0),
+    "any over the shards": lambda x: (x > 0).any(0),
+    "view": lambda x: x.view(2, 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_what_differs_on_a_shard_is_looked_at(mesh, name, monkeypatch):
+    x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+    seen = []
+    run = dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda decision, func, *rest: seen.append(func) or run(decision, func, *rest))
+    for _ in range(2):
+        SLOW[name](x)
+    assert len(seen) == 2
+
+
+def test_equal_numbers_of_other_types_are_other_calls(mesh):
+    """1, True, 1.0 and 1+0j are one key of a dictionary; what adding them to a tensor of truth values gives differs."""
+    x = distribute_tensor(torch.tensor([True, False]), mesh, [Shard(0)])
+    for number in (1, True, 1.0, 1 + 0j, True, 1):
+        out = x + number
+        assert out.dtype == (torch.ones(1, dtype=torch.bool) + number).dtype == out._local_tensor.dtype
+    assert [torch.sum(x, 0, keepdim).shape for keepdim in (True, False)] == [(1,), ()]
+    pairs = [torch.full_like(x, 2, dtype=dtype).dtype for dtype in (torch.int64, torch.float32)]
+    assert pairs == [torch.int64, torch.float32]
+
+
+def test_lists_and_their_lengths_are_part_of_the_call(mesh):
+    x = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
+    assert [torch.cat([x] * n, 1).shape[1] for n in (1, 2, 3, 2)] == [2, 4, 6, 4]
+    assert [tuple(x.sum(dims).shape) for dims in ([0], [0, 1], [1])] == [(2,), (), (4,)]
+    assert [tuple(x.expand(*s).shape) for s in ((4, 2), (1, 4, 2), (3, 4, 2))] == [(4, 2), (1, 4, 2), (3, 4, 2)]
+
+
+@with_threads(2)
+def test_a_view_of_a_copy_is_written_through(rank):
+    """The second view is one of the copy that the first one is, and runs by the quick path."""
+    x = distribute_tensor(torch.arange(6.0).reshape(3, 2), init_device_mesh("cpu", (2,)), [Shard(0)])
+    flat = x.view(6)
+    for _ in range(2):
+        flat.unsqueeze(0).add_(10)
+    assert x.full_tensor().tolist() == [[20, 21], [22, 23], [24, 25]]
+
+
+@with_threads(4)
+def test_empty_shards_take_the_long_way(rank):
+    """Two rows on four ranks: kernels that refuse what is empty do not get it, whatever full shards were decided."""
+    mesh = init_device_mesh("cpu", (4,))
+    for rows in (4, 2):
+        x = torch.linspace(-1, 1, rows * 16).cos().view(rows, 1, 4, 4)
+        d = distribute_tensor(x, mesh, [Shard(0)])
+        torch.testing.assert_close(F.max_pool2d(d, 2).full_tensor(), F.max_pool2d(x, 2))
+        torch.testing.assert_close(d.amax((0, 2)).full_tensor(), x.amax((0, 2)))
+        torch.testing.assert_close(d.mean((0, 1)).full_tensor(), x.mean((0, 1)))
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_embedding_is_seen_by_modes_and_autograd(mesh):
+    w = distribute_tensor(torch.randn(4, 4), mesh, [Replicate()])
+    i = distribute_tensor(torch.tensor([1, 0]), mesh, [Shard(0)])
+    with Seen() as seen:
+        F.embedding(i, w)
+    assert seen.names.count("aten.embedding.default") == 1
+    assert not F.embedding(i, w).requires_grad
+    w.requires_grad_()
+    assert F.embedding(i, w).requires_grad
+    with torch.no_grad():
+        assert not F.embedding(i, w).requires_grad
+    tangents = torch.func.vmap(lambda row: F.embedding(row, torch.eye(4)))(torch.tensor([[1], [0]]))
+    assert tangents.shape == (2, 1, 4)
+
+
+@with_threads(2)
+def test_a_norms_gradients_are_explained_where_they_move(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    drawn = torch.Generator().manual_seed(0)
+    x, grad, w, b = (torch.randn(shape, generator=drawn) for shape in ((4, 6), (4, 6), 6, 6))
+    _, mean, rstd = aten.native_layer_norm(x, [6], w, b, 1e-5)
+    given = [distribute_tensor(t, mesh, [Shard(0)]) for t in (grad, x, mean, rstd)]
+    call = aten.native_layer_norm_backward.default
+    cases = {
+        Replicate(): ["all_reduce", "all_reduce"],
+        Shard(0): ["all_gather", "all_reduce", "reduce_scatter"],
+    }
+    for place, moves in cases.items():
+        parameters = distribute_tensor(w, mesh, [Replicate()]), distribute_tensor(b, mesh, [place])
+        arguments = (*given[:2], [6], *given[2:], *parameters, [True, True, True])
+        with CountCollectives() as counted, dtensor.strict() if place == Replicate() else nullcontext():
+            found = call(*arguments)
+        assert [g.placements for g in found] == [(Shard(0),), (Replicate(),), (place,)]
+        assert sorted(c.op for c in counted.collectives) == moves
+        for a, e in zip(found, call(grad, x, [6], mean, rstd, w, b, [True, True, True]), strict=True):
+            torch.testing.assert_close(a.full_tensor(), e)
+        (told,) = explain(call, *arguments).operators
+        assert [(m.argument, m.spec.layout.placements, m.target.placements) for m in told.moves][-2:] == [
+            ("output 1", (Partial(),), (Replicate(),)),
+            ("output 2", (Partial(),), (place,)),
+        ]
+        assert [o.layout.placements for o in told.outputs if o is not None] == [g.placements for g in found]
+        assert sorted(s.op for m in told.moves for s in m.steps) == moves
+        masked = call(*arguments[:-1], [False, True, False])
+        assert (masked[0], masked[2]) == (None, None)
+        torch.testing.assert_close(masked[1].full_tensor(), found[1].full_tensor())
