@@ -32,7 +32,7 @@ from .exchange import exchanged
 from .invariance import mark_local, region_of_torch
 from .layout import Layout
 from .mesh import world_of
-from .pending import waited
+from .pending import Pending, waited
 from .placements import Placement, Replicate, Shard, as_placements
 from .plan import Prefer
 from .redistribute import check_target, redistribute_local
@@ -50,6 +50,7 @@ class DTensor(torch.Tensor):
         shape, stride(), dtype: those of the global tensor.
     """
 
+    __slots__ = ("_local_tensor", "_spec", "device_mesh")
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
@@ -78,33 +79,30 @@ class DTensor(torch.Tensor):
             mark_local(out, func, args, kwargs)
         return out
 
+    # A compiled function's guards ask this twice of each parameter, in every call: it builds and calls nothing, and
+    # there is no `__metadata_guard__`, as contexts compare in C.
     def __tensor_flatten__(self):
-        self._local_tensor = waited(self._local_tensor)
-        return ["_local_tensor", "device_mesh"], self._spec.layout
+        if type(self._local_tensor) is Pending:
+            self._local_tensor = self._local_tensor.wait()
+        return ("_local_tensor", "device_mesh"), self._spec.layout.context
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], layout: Layout, size, stride) -> "DTensor":
-        local = inner["_local_tensor"]
+    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size, stride) -> "DTensor":
+        local, (layout,) = inner["_local_tensor"], context
         spec = Spec.make(inner["device_mesh"], layout, size, stride, local.dtype)
         if not spec.static:
             define_local_sizes(spec, local)
         return _wrap(local, spec, local.requires_grad)
 
-    @classmethod
-    def __metadata_guard__(cls, expected: Layout, found: Layout) -> bool:
-        return expected is found
-
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """What tangents are traced as: as the tensor itself, but never partial."""
         return move(self, self._spec.layout.without_partial())
 
-    def __coerce_same_metadata_as_tangent__(self, layout: Any, expected_type: type | None = None):
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None):
         """A tangent brought to the layout it was traced with; to a whole plain tensor if it was traced as one."""
         if expected_type is torch.Tensor:
             return self.full_tensor()
-        if expected_type is not None or not isinstance(layout, Layout):
-            return None
-        return move(self, layout)
+        return move(self, context[0]) if expected_type is None else None
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of compiled code knows of a tensor: all that the traced graph may depend on."""
