@@ -31,7 +31,7 @@ from .errors import ShardingError
 from .exchange import exchanged
 from .invariance import mark_local, region_of_torch
 from .layout import Layout
-from .mesh import world_of
+from .mesh import mesh_shape, world_of
 from .pending import Pending, waited
 from .placements import Placement, Replicate, Shard, as_placements
 from .plan import Prefer
@@ -157,6 +157,9 @@ class DTensor(torch.Tensor):
             local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None)
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
+        if torch.compiler.is_dynamo_compiling():
+            text = "" if grads is None else _text(grads)
+            return torch.ops.dtensor.from_local(local_tensor, mesh, _text(checked), shape, stride, text)
         return _FromLocal.apply(local_tensor, mesh, checked, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -408,10 +411,26 @@ class _FromLocal(torch.autograd.Function):
         local = grad.to_local()
         for axis, p in enumerate(ctx.placements):
             if p.is_partial("avg"):
-                local = local / ctx.mesh.size(axis)
+                local = local / mesh_shape(ctx.mesh)[axis]
             elif p.is_partial() and not p.is_partial("sum"):
                 raise ShardingError(f"the gradient of from_local with {p!r} is not defined; reduce before from_local")
         return local, None, None, None, None, None
+
+
+# What Dynamo puts into its graph for `from_local`: it would trace an autograd function twice over, forward and backward.
+library.define(
+    "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str layout, SymInt[] shape, SymInt[] stride,"
+    " str grad_layout) -> Tensor(a)"
+)
+
+
+def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str) -> DTensor:
+    """`dtensor::from_local`: taken apart at once, on any tensor and by any mode."""
+    layout, grads = (Layout.parse(t, x.dim()).placements if t else None for t in (text, grad_text))
+    return _FromLocal.apply(x, mesh, layout, tuple(shape), tuple(stride), grads)
+
+
+library.impl("from_local", _from_local_operator, "CompositeImplicitAutograd")
 
 
 class _ToLocal(torch.autograd.Function):
