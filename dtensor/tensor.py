@@ -417,10 +417,10 @@ class _FromLocal(torch.autograd.Function):
         return local, None, None, None, None, None
 
 
-# What Dynamo puts into its graph for `from_local`: it would trace an autograd function twice over, forward and backward.
+# What Dynamo puts into its graph for `from_local`: an autograd function it traces twice over, forward and backward.
 library.define(
-    "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str layout, SymInt[] shape, SymInt[] stride,"
-    " str grad_layout) -> Tensor(a)"
+    "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str layout, "
+    "SymInt[] shape, SymInt[] stride, str grad_layout) -> Tensor(a)"
 )
 
 
