@@ -29,6 +29,8 @@ class Layout:
         partial: (axis, reduce_op) of each partial axis, ascending.
         placements: one placement per mesh axis.
         text: canonical text, such as `S(0)R` or `S(0)#1S(0)#0` where axis 1 cuts dimension 0 before axis 0 does.
+        context: the layout alone in a tuple, for guards. Tuples look in C whether what they hold is the same object;
+            layouts, which torch wants to have an `__eq__`, compare in Python.
     """
 
     mesh_ndim: int
@@ -36,6 +38,7 @@ class Layout:
     partial: tuple[tuple[int, str], ...]
     placements: tuple[Placement, ...] = field(init=False)
     text: str = field(init=False)
+    context: "tuple[Layout]" = field(init=False)
 
     def __post_init__(self):
         found: list[Placement] = [Replicate()] * self.mesh_ndim
@@ -49,6 +52,7 @@ class Layout:
             text[axis] = str(found[axis])
         object.__setattr__(self, "placements", tuple(found))
         object.__setattr__(self, "text", "".join(text))
+        object.__setattr__(self, "context", (self,))
 
     @staticmethod
     def make(mesh_ndim: int, dims: tuple[tuple[int, ...], ...], partial: tuple[tuple[int, str], ...]) -> "Layout":
@@ -130,8 +134,7 @@ class Layout:
     def __eq__(self, other) -> bool:
         return self is other
 
-    def __hash__(self) -> int:
-        return id(self)
+    __hash__ = object.__hash__
 
     def __copy__(self) -> "Layout":
         return self

@@ -30,8 +30,8 @@ from .errors import ShardingError
 from .exchange import exchanged
 from .invariance import region_of_torch
 from .layout import Layout
-from .mesh import world_of
-from .pending import waited
+from .mesh import mesh_shape, world_of
+from .pending import Pending, waited
 from .placements import Placement, Replicate, Shard, as_placements
 from .plan import Prefer
 from .redistribute import check_target, redistribute_local
@@ -53,6 +53,7 @@ class DTensor(torch.Tensor):
         shape, stride(), dtype: those of the global tensor.
     """
 
+    __slots__ = ("_local_tensor", "_spec", "device_mesh")
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
@@ -75,33 +76,30 @@ class DTensor(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch(func, args, kwargs or {})
 
+    # A compiled function's guards ask this twice of each parameter, in every call: it builds and calls nothing, and
+    # there is no `__metadata_guard__`, as contexts compare in C.
     def __tensor_flatten__(self):
-        self._local_tensor = waited(self._local_tensor)
-        return ["_local_tensor", "device_mesh"], self._spec.layout
+        if type(self._local_tensor) is Pending:
+            self._local_tensor = self._local_tensor.wait()
+        return ("_local_tensor", "device_mesh"), self._spec.layout.context
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], layout: Layout, size, stride) -> "DTensor":
-        local = inner["_local_tensor"]
+    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size, stride) -> "DTensor":
+        local, (layout,) = inner["_local_tensor"], context
         spec = Spec.make(inner["device_mesh"], layout, size, stride, local.dtype)
         if not spec.static:
             define_local_sizes(spec, local)
         return _wrap(local, spec, local.requires_grad)
 
-    @classmethod
-    def __metadata_guard__(cls, expected: Layout, found: Layout) -> bool:
-        return expected is found
-
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """What tangents are traced as: as the tensor itself, but never partial."""
         return move(self, self._spec.layout.without_partial())
 
-    def __coerce_same_metadata_as_tangent__(self, layout: Any, expected_type: type | None = None):
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None):
         """A tangent brought to the layout it was traced with; to a whole plain tensor if it was traced as one."""
         if expected_type is torch.Tensor:
             return self.full_tensor()
-        if expected_type is not None or not isinstance(layout, Layout):
-            return None
-        return move(self, layout)
+        return move(self, context[0]) if expected_type is None else None
 
     def _stable_hash_for_caching(self) -> str:
         """What AOTAutograd's cache of compiled code knows of a tensor: all that the traced graph may depend on."""
@@ -156,6 +154,9 @@ class DTensor(torch.Tensor):
             local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None)
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
+        if torch.compiler.is_dynamo_compiling():
+            text = "" if grads is None else _text(grads)
+            return torch.ops.dtensor.from_local(local_tensor, mesh, _text(checked), shape, stride, text)
         return _FromLocal.apply(local_tensor, mesh, checked, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -417,10 +418,26 @@ class _FromLocal(torch.autograd.Function):
         local = grad.to_local()
         for axis, p in enumerate(ctx.placements):
             if p.is_partial("avg"):
-                local = local / ctx.mesh.size(axis)
+                local = local / mesh_shape(ctx.mesh)[axis]
             elif p.is_partial() and not p.is_partial("sum"):
                 raise ShardingError(f"the gradient of from_local with {p!r} is not defined; reduce before from_local")
         return local, None, None, None, None, None
+
+
+# What Dynamo puts into its graph for `from_local`: an autograd function it traces twice over, forward and backward.
+library.define(
+    "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str layout, "
+    "SymInt[] shape, SymInt[] stride, str grad_layout) -> Tensor(a)"
+)
+
+
+def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str) -> DTensor:
+    """`dtensor::from_local`: taken apart at once, on any tensor and by any mode."""
+    layout, grads = (Layout.parse(t, x.dim()).placements if t else None for t in (text, grad_text))
+    return _FromLocal.apply(x, mesh, layout, tuple(shape), tuple(stride), grads)
+
+
+library.impl("from_local", _from_local_operator, "CompositeImplicitAutograd")
 
 
 class _ToLocal(torch.autograd.Function):

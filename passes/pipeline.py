@@ -200,7 +200,7 @@ class _Runner:
     def __init__(self, graph: fx.Graph, verify: bool, simulate: Simulation | None, observe: Observer | None):
         self.graph, self.verify, self.simulate, self.observe = graph, verify, simulate, observe
         self.records: list[PassRecord] = []
-        self.seen = Seen()
+        self.seen = Seen.of(graph)
         self.stage = 0
         try:
             self.check("input")

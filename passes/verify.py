@@ -6,12 +6,13 @@ Takes a graph and the name of the pass that made it; raises PassError with the p
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from dtensor._torch import OpOverload
+from dtensor._torch import FakeTensorMode, OpOverload
 from dtensor.collectives import group_ranks
 from dtensor.errors import PassError
 
@@ -33,6 +34,16 @@ class Seen:
     nodes: dict[fx.Node, tuple] = field(default_factory=dict)
     calls: set[Hashable] = field(default_factory=set)
 
+    @staticmethod
+    def of(graph: fx.Graph) -> "Seen":
+        """Nothing of the nodes of `graph`; of calls what was seen in all graphs that were traced together with it."""
+        first = next(iter(graph.nodes), None)
+        mode = first and ir.fake_mode(first)
+        return Seen(calls=_calls.setdefault(mode, set())) if mode is not None else Seen()
+
+
+_calls: WeakKeyDictionary[FakeTensorMode, set[Hashable]] = WeakKeyDictionary()
+"""Calls found right, by the mode of their fakes: forward and backward repeat those of the joint graph."""
 
 _UNKNOWN_OUTPUT = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _C10D_REDUCE_OPS = ir.REDUCE_OPS | {"band", "bor", "bxor"}

@@ -154,6 +154,22 @@ def test_calls_that_are_alike_are_run_once(bench, monkeypatch):
         verify(gm, "planted")
 
 
+def test_graphs_traced_together_share_what_was_seen(bench, monkeypatch):
+    """As a joint graph and its forward do, whose nodes are others with the same values."""
+    gm, half = program(bench), torch.fx.Graph()
+    half.output(half.graph_copy(gm.graph, {}))
+    verify(gm, "tracing", Seen.of(gm.graph))
+    ran = []
+    propagate = ir.propagate
+    monkeypatch.setattr(ir, "propagate", lambda node: ran.append(node.name) or propagate(node))
+    verify(half, "partition", Seen.of(half))
+    assert ran == []
+    relu = next(n for n in half.nodes if n.name == "relu")
+    relu.meta["val"] = relu.meta["val"].double()
+    with pytest.raises(PassError, match=r"%relu.*its arguments give"):
+        verify(half, "planted", Seen.of(half))
+
+
 def test_symbolic_sizes_get_no_guards(bench):
     gm = bench.trace(lambda x: ops.all_gather(x, 0, x.shape[0] * 2, bench.tp) @ x.t(), (4, 8), symbolic=True)
     env = next(iter(gm.graph.nodes)).meta["val"].fake_mode.shape_env
