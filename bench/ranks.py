@@ -71,6 +71,7 @@ def _environment(device: str) -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"GLOO_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1", "DTENSOR_LINKS": ""}
+    own["TORCH_FR_BUFFER_SIZE"] = "0"  # torch 2.15 cannot record a group that stands around another
     return {**os.environ, **own, "PYTHONPATH": path}
 
 

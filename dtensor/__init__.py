@@ -9,7 +9,7 @@ from . import linear_loss as linear_loss  # registers the loss of a linear layer
 from . import random as random
 from . import scaling as scaling  # registers what GradScaler does to gradients
 from ._torch import optim_foreach_types, utils_foreach_types
-from .api import distribute_module, distribute_tensor, empty, full, ones, rand, randn, zeros
+from .api import distribute_module, distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, zeros
 from .checkpoints import Checkpoints
 from .errors import (
     AgreementError,
@@ -71,7 +71,9 @@ __all__ = [
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "linspace",
     "local_map",
+    "logspace",
     "ones",
     "prepare",
     "rand",

@@ -175,8 +175,12 @@ def _fsdp2_unit(state: Any, group: Any) -> FSDP2Unit:
         raise NotImplementedError(
             "torch's FSDP2 with dp_mesh_dims cannot be converted; give fully_shard the data axes alone, mesh['dp']"
         )
-    found = []
+    found, policy = [], state._mp_policy
     for p in group.fsdp_params:
+        if getattr(p, "mp_policy", policy) != policy:  # each has its own since torch 2.15
+            raise NotImplementedError(
+                "torch's FSDP2 with param_dtype_override_fn cannot be converted; give fully_shard one param_dtype"
+            )
         unsharded = getattr(p, "_unsharded_param", None)
         if p.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
             raise ValueError(
@@ -190,7 +194,7 @@ def _fsdp2_unit(state: Any, group: Any) -> FSDP2Unit:
         found.append(FSDP2Parameter(p.sharded_param, places, p.fsdp_placement.dim, inner))
     reduce = "none" if not group.reduce_grads else "all" if group.all_reduce_grads else "scatter"
     reshard = group.post_forward_mesh_info is not None
-    return FSDP2Unit(state._modules, found, group.mesh_info.mesh, group.mp_policy, reshard, reduce)
+    return FSDP2Unit(state._modules, found, group.mesh_info.mesh, policy, reshard, reduce)
 
 
 def remove_fsdp2(module: Any) -> None:

@@ -246,6 +246,50 @@ def full(
     return _make(fill, (tuple(size),), dtype, layout, requires_grad, device_mesh, placements)
 
 
+def linspace(
+    start,
+    end,
+    steps: int,
+    *,
+    dtype=None,
+    layout=torch.strided,
+    requires_grad=False,
+    device_mesh=None,
+    placements=None,
+) -> DTensor:
+    """`steps` evenly spaced numbers, as `torch.linspace`; each rank makes all, and keeps its shard.
+
+    `start` and `end` are numbers or tensors of no dimension, DTensors too.
+    """
+    return _cut(torch.linspace, (start, end, steps), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def logspace(
+    start,
+    end,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype=None,
+    layout=torch.strided,
+    requires_grad=False,
+    device_mesh=None,
+    placements=None,
+) -> DTensor:
+    """`steps` powers of `base`, from `base ** start` to `base ** end`, as `torch.logspace`; otherwise as `linspace`."""
+    return _cut(torch.logspace, (start, end, steps, base), dtype, layout, requires_grad, device_mesh, placements)
+
+
+def _cut(make: Callable[..., torch.Tensor], given, dtype, layout, requires_grad, device_mesh, placements) -> DTensor:
+    """The shard of a tensor that every rank makes whole."""
+    values = [x.full_tensor() if isinstance(x, DTensor) else x for x in given]
+    spec = _spec((given[2],), dtype, layout, device_mesh, placements)
+    whole = make(*values, dtype=dtype, device=spec.mesh.device_type)
+    made = distribute_tensor(whole, spec.mesh, spec.layout.placements, src_data_rank=None)
+    made.requires_grad_(requires_grad)
+    return made
+
+
 def rand(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
     """Uniform in [0, 1), of global shape `size`: what `torch.rand(size)` gives on one device with the same seed."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
@@ -264,6 +308,8 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "full",
+    "linspace",
+    "logspace",
     "ones",
     "rand",
     "randn",

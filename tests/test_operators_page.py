@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+import torch
 from click.testing import CliRunner
 from torch import ops
 
@@ -11,6 +13,7 @@ from dtensor.testing.support import family_of, operators_page
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operators.md"
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page is of the operators of torch 2.13")
 def test_the_page_is_up_to_date():
     done = CliRunner().invoke(main, ["operators"])
     assert done.exit_code == 0

@@ -9,6 +9,7 @@ the first.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import time
 from collections import Counter, defaultdict
@@ -99,6 +100,7 @@ def step(side: str, inner: str, plan: str, layers: int, mesh: Any) -> float:
         return models.loss(built(inputs), targets)
 
     run, given = torch.compile(loss, **how), model.batch(0)
+    gc.collect()  # what earlier rounds left is not collected at this one's cost
     with around(library, plan)():
         start = time.perf_counter()
         run(*given).backward()

@@ -46,6 +46,31 @@ def test_full(rank):
     assert dtensor.full((3,), 2, dtype=torch.float16, device_mesh=mesh).dtype == torch.float16
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+@pytest.mark.parametrize("name", ["linspace", "logspace"])
+@with_threads(2)
+def test_evenly_spaced_numbers(rank, name, placement):
+    mesh = init_device_mesh("cpu", (2,))
+    ours, theirs = getattr(dtensor, name), getattr(torch, name)
+    x = ours(-1, 2.5, 7, device_mesh=mesh, placements=[placement], requires_grad=True)
+    assert torch.equal(x.detach().full_tensor(), theirs(-1, 2.5, 7))
+    assert x.to_local().shape == ((7,) if placement == Replicate() else (4 - rank,))
+    assert x.is_leaf
+    assert x.requires_grad
+    end = dtensor.full((), 3.0, device_mesh=mesh)
+    y = ours(0, end, 4, dtype=torch.float64, device_mesh=mesh, placements=[placement])
+    assert torch.equal(y.full_tensor(), theirs(0, 3, 4, dtype=torch.float64))
+    with pytest.raises(PlacementError, match=r"a factory takes Shard\(dim\) or Replicate\(\)"):
+        ours(0, 1, 4, device_mesh=mesh, placements=[Partial()])
+
+
+@with_threads(2)
+def test_powers_of_a_base(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = dtensor.logspace(0, 4, 5, 2.0, device_mesh=mesh, placements=[Shard(0)])
+    assert x.full_tensor().tolist() == [1, 2, 4, 8, 16]
+
+
 @with_threads(1)
 def test_random_factories_give_torchs_numbers(rank):
     mesh = init_device_mesh("cpu", (1,))
