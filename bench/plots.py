@@ -49,6 +49,8 @@ def _draw(records: list[Record], plt: Any) -> Any:
         axes.errorbar(ratios, y, xerr=error, fmt="o", markersize=4, label=peer)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set(xscale="log", yticks=range(len(rows)), yticklabels=rows, xlabel="ratio to the peer; left is better")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("{x:g}")
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
     axes.legend(fontsize=7, loc="best")

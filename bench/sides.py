@@ -157,8 +157,13 @@ def around(library: str, plan: str) -> Callable[[], Any]:
 
 
 def forget() -> None:
-    """Forget what was compiled, and what torch's DTensor keeps of it, which after a failure breaks other traces."""
+    """Forget what was compiled, and what torch's DTensor keeps of it."""
     torch.compiler.reset()
+    forget_failed()
+
+
+def forget_failed() -> None:
+    """Forget what torch's DTensor keeps of a trace that failed: fake tensors, which break others, and eager mode."""
     _clear_sharding_prop_cache()
 
 
@@ -174,4 +179,16 @@ def batch(model: Model, plan: str, mesh: Any, index: int) -> tuple[torch.Tensor,
     return inputs, targets
 
 
-__all__ = ["SIDES", "SWITCHES", "Side", "Trainer", "Wrap", "around", "batch", "forget", "made", "reason"]
+__all__ = [
+    "SIDES",
+    "SWITCHES",
+    "Side",
+    "Trainer",
+    "Wrap",
+    "around",
+    "batch",
+    "forget",
+    "forget_failed",
+    "made",
+    "reason",
+]

@@ -27,7 +27,7 @@ from ..namespaces import End
 from ..plans import NO_COLLECTIVES, RANKS
 from ..ranks import RanksFailed, on_ranks
 from ..record import OURS, Record, Setting
-from ..sides import batch, made, reason
+from ..sides import batch, forget_failed, made, reason
 from ..timing import compared, interleaved, quartiles
 from ..uncoded import UNCODED
 
@@ -122,6 +122,7 @@ def on_rank(
                 raise
             trainers.pop(side, None)
             found.errors[side] = reason(side, error)
+            forget_failed()
     counts = {}
     for side, t in trainers.items():
         with counted() as counts[side]:
