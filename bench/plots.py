@@ -25,7 +25,8 @@ def draw(records: Sequence[Record], folder: Path) -> dict[str, Path]:
     for case in dict.fromkeys(r.case for r in kept):
         figure = _draw([r for r in kept if r.case == case], plt)
         found[case] = folder / f"{case}.svg"
-        figure.savefig(found[case])
+        with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": case}):  # text as text, the same on each run
+            figure.savefig(found[case], metadata={"Date": None})
         plt.close(figure)
     return found
 

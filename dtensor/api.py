@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -228,14 +229,7 @@ def empty(*size, dtype=None, layout=torch.strided, requires_grad=False, device_m
 
 
 def full(
-    size,
-    fill_value,
-    *,
-    dtype=None,
-    layout=torch.strided,
-    requires_grad=False,
-    device_mesh=None,
-    placements=None,
+    size, fill_value, *, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
 ) -> DTensor:
     """`fill_value` everywhere, of global shape `size`; each rank makes its shard only."""
     dtype = dtype if dtype is not None else torch.tensor(fill_value).dtype
@@ -247,28 +241,21 @@ def full(
 
 
 def linspace(
-    start,
-    end,
-    steps: int,
-    *,
-    dtype=None,
-    layout=torch.strided,
-    requires_grad=False,
-    device_mesh=None,
-    placements=None,
+    start, end, steps, *, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
 ) -> DTensor:
     """`steps` evenly spaced numbers, as `torch.linspace`; each rank makes all, and keeps its shard.
 
     `start` and `end` are numbers or tensors of no dimension, DTensors too.
     """
-    return _cut(torch.linspace, (start, end, steps), dtype, layout, requires_grad, device_mesh, placements)
+    make = partial(torch.linspace, _whole(start), _whole(end), steps)
+    return _cut(make, steps, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def logspace(
     start,
     end,
-    steps: int,
-    base: float = 10.0,
+    steps,
+    base=10,
     *,
     dtype=None,
     layout=torch.strided,
@@ -277,17 +264,19 @@ def logspace(
     placements=None,
 ) -> DTensor:
     """`steps` powers of `base`, from `base ** start` to `base ** end`, as `torch.logspace`; otherwise as `linspace`."""
-    return _cut(torch.logspace, (start, end, steps, base), dtype, layout, requires_grad, device_mesh, placements)
+    make = partial(torch.logspace, _whole(start), _whole(end), steps, base)
+    return _cut(make, steps, dtype, layout, requires_grad, device_mesh, placements)
 
 
-def _cut(make: Callable[..., torch.Tensor], given, dtype, layout, requires_grad, device_mesh, placements) -> DTensor:
-    """The shard of a tensor that every rank makes whole."""
-    values = [x.full_tensor() if isinstance(x, DTensor) else x for x in given]
-    spec = _spec((given[2],), dtype, layout, device_mesh, placements)
-    whole = make(*values, dtype=dtype, device=spec.mesh.device_type)
-    made = distribute_tensor(whole, spec.mesh, spec.layout.placements, src_data_rank=None)
-    made.requires_grad_(requires_grad)
-    return made
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _cut(make: Callable[..., torch.Tensor], length, dtype, layout, requires_grad, device_mesh, placements) -> DTensor:
+    """The shard of a row of numbers that every rank makes whole."""
+    spec = _spec((length,), dtype, layout, device_mesh, placements)
+    local = keep_shard(make(dtype=dtype, device=spec.mesh.device_type), spec.layout, spec.mesh)
+    return DTensor(local, spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
 def rand(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:

@@ -113,11 +113,16 @@ def _along(node: fx.Node, after: Callable[[fx.Node, ir.Collective], int | None])
     return True
 
 
+def reduced_dims(node: fx.Node) -> set[int]:
+    """The dims that the reduction `node` runs over; empty if it does not name them."""
+    place, ndim = REDUCTIONS[node.target], ir.value(node.all_input_nodes[0]).dim()
+    given: Any = node.args[place] if len(node.args) > place else None
+    return {dim % ndim for dim in ([given] if isinstance(given, int) else given or ())}
+
+
 def _after_reduction(node: fx.Node, c: ir.Collective) -> int | None:
     """The dim that is gathered, in the result of a reduction over others; None if that is no smaller."""
-    x, place = ir.value(c.x), REDUCTIONS[node.target]
-    given: Any = node.args[place] if len(node.args) > place else None
-    dims = {dim % x.dim() for dim in ([given] if isinstance(given, int) else given or ())}
+    x, place, dims = ir.value(c.x), REDUCTIONS[node.target], reduced_dims(node)
     narrower = ir.value(node).dtype.itemsize <= x.dtype.itemsize
     if c.gather_dim is None or not dims or c.gather_dim in dims or not narrower:
         return None

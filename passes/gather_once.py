@@ -6,7 +6,7 @@ from typing import Any
 from torch import fx
 
 from . import ir
-from .gather_later import REDUCTIONS
+from .gather_later import REDUCTIONS, reduced_dims
 from .sink import KEEP_ORDER, changes_nothing
 
 
@@ -70,12 +70,10 @@ def _reduced(gather: fx.Node) -> _Reduced | None:
     node = c.x
     while node.target in KEEP_ORDER:
         node = node.all_input_nodes[0]
-    if node.target not in REDUCTIONS or not ir.is_contiguous(ir.value(node)):
+    if node.target not in REDUCTIONS:
         return None
-    x = node.all_input_nodes[0]
+    x, dims = node.all_input_nodes[0], reduced_dims(node)
     shape: Any = ir.value(x).shape
-    given: Any = node.args[REDUCTIONS[node.target]] if len(node.args) > 1 else None
-    dims = {dim % len(shape) for dim in ([given] if isinstance(given, int) else given or ())}
     kept = [dim for dim in range(len(shape)) if dim not in dims]
     if not dims or not ir.same(tuple([shape[dim] for dim in kept]), tuple(ir.value(c.x).shape)):
         return None
@@ -117,7 +115,7 @@ def _rewrite(narrow: fx.Node, reduced: _Reduced, wide: fx.Node) -> None:
     """Reduce what `wide` gathers in place of `narrow`."""
     node, dims = reduced.node, list(reduced.dims)
     # `any` and `all` take one dim, not a list.
-    given: Any = dims if isinstance(node.args[1], (list, tuple)) else dims[0]
+    given: Any = dims[0] if isinstance(node.args[REDUCTIONS[node.target]], int) else dims
     ir.replace(narrow, ir.insert(narrow, node.target, (wide, given, False), node.kwargs, like=node))
 
 

@@ -26,9 +26,8 @@ class SumOfAllReduces:
         %all_reduce: f32[2,4] = dtensor.all_reduce(%add, 'sum', tp)
 
     `alpha` stays with the sum, if all ranks have the same. One side may broadcast to the other, but not along a dim
-    that is scattered, so bytes never grow.
-    Deeper sums collapse too: in (x + all_reduce(a)) + all_reduce(b) the residual x stays local. Each reduction must
-    have no other user.
+    that is scattered, so bytes never grow. Deeper sums collapse too: in (x + all_reduce(a)) + all_reduce(b) the
+    residual x stays local. Each reduction must have no other user.
     """
 
     name = "sum_of_all_reduces"

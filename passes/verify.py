@@ -202,7 +202,7 @@ def _waits(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
 
 
 def _waits_of(start: fx.Node, place: dict[fx.Node, int]) -> Iterator[Problem]:
-    waits = [user for user in start.users if user.target is ir.WAIT or user.target is ir.WAIT_FOR_ALL]
+    waits = [user for user in start.users if user.target in (ir.WAIT, ir.WAIT_FOR_ALL)]
     if len(waits) != 1:
         yield start, f"is started once and waited for {len(waits)} times; it must be exactly once"
     for user in start.users:

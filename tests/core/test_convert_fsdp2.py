@@ -181,3 +181,17 @@ def test_what_cannot_be_converted(rank):
     resharded = input_reshard(nn.Linear(4, 4), mesh, 0)
     with pytest.raises(NotImplementedError, match=r"has torch's input_reshard, which knows only torch's DTensors"):
         convert_module(resharded)
+
+
+OVERRIDE = "param_dtype_override_fn"
+
+
+@pytest.mark.skipif(OVERRIDE not in MixedPrecisionPolicy.__dataclass_fields__, reason="torch has it since 2.15")
+@with_threads(2)
+def test_parameters_of_other_dtypes_cannot_be_converted(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    policy = MixedPrecisionPolicy(torch.bfloat16, **{OVERRIDE: lambda p: torch.float32 if p.dim() == 1 else None})
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh, mp_policy=policy)
+    with pytest.raises(NotImplementedError, match=OVERRIDE):
+        convert_module(model)
+    assert isinstance(model, FSDPModule)

@@ -34,6 +34,7 @@ return %sum, %all_gather""",
 FIRES = {
     "the wide one first": lambda b: lambda x: (gather(b, x, 1), gather(b, x.sum(0))),
     "mean of the dims around": lambda b: lambda x: (gather(b, x.mean((0, 2))), gather(b, x, 1)),
+    "of what is transposed": lambda b: lambda x: (gather(b, (y := x.permute(2, 1, 0)).sum(0)), gather(b, y, 1)),
     "greatest": lambda b: lambda x: (gather(b, x.amax(-1), 1), gather(b, x, 1)),
     "any": lambda b: lambda x: (gather(b, (y := x > 0.5).any(0)), gather(b, y, 1)),
     "of another dtype": lambda b: lambda x: (gather(b, x.sum(0, dtype=torch.float64)), gather(b, x, 1)),

@@ -172,7 +172,7 @@ REFUSED = {
     "inner sum used twice": lambda r, b: lambda x, y: ((t := x + r(y)) + r(x), t * 2),
     "scaled residual": lambda r, b: lambda x, y: torch.add(x + r(y), r(x), alpha=2),
     "broadcast along the scattered dim": lambda r, b: (
-        lambda x, y: ops.reduce_scatter(x, "sum", 0, b.tp) + ops.reduce_scatter(y.view(4, 2)[:, :1], "sum", 0, b.tp)[:1]
+        lambda x, y: ops.reduce_scatter(torch.cat([x, x]), "sum", 0, b.tp) + ops.reduce_scatter(y, "sum", 0, b.tp)
     ),
     "other dim": lambda r, b: (
         lambda x, y: (
