@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,15 +26,26 @@ from dtensor.cost import wire_bytes
 BACKEND, OVER_GLOO = "counting", "counting-gloo"
 GLOO = dist.ProcessGroup.BackendType.GLOO
 
+SEND, RECEIVE = "send", "receive"
+TOGETHER = {(RECEIVE, RECEIVE), (RECEIVE, SEND), (SEND, SEND)}
+"""What is under way, and what starts meanwhile."""
+
+BYTES: dict[str, Callable[[int, int], float]] = {
+    "broadcast": lambda size, ranks: size,
+    SEND: lambda size, ranks: size,
+    RECEIVE: lambda size, ranks: 0,
+}
+"""What is no collective of `dtensor.cost` -> the bytes that it sends, from its size and the number of ranks."""
+
 
 @dataclass
 class Counts:
-    """Collectives by name, the bytes that this rank puts on the wire (by a ring algorithm, `dtensor.cost`), and what
-    sends each again."""
+    """Collectives and messages by name, the bytes that this rank puts on the wire (of collectives by a ring algorithm,
+    `dtensor.cost`), and what sends each again."""
 
     collectives: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
-    again: list[Callable[[], Any]] = field(default_factory=list)
+    again: list[tuple[str, Callable[[], Any] | None]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return ", ".join(f"{n} {op}" for op, n in sorted(self.collectives.items())) or "none"
@@ -43,9 +55,16 @@ class Counts:
         return self.collectives.total()
 
     def replayed(self) -> None:
-        """Send it all again, one after the other."""
-        for send in self.again:
-            send().wait()
+        """Send it all again, one after the other; receives and the sends that follow them are one exchange."""
+        last, works = "", []
+        for op, begin in (*self.again, ("", None)):
+            if (last, op) not in TOGETHER:
+                for work in works:
+                    work.wait()
+                works = []
+            if begin is not None:
+                works.append(begin())
+            last = op
 
 
 @dataclass
@@ -112,10 +131,12 @@ class CountingGroup(dist.ProcessGroup):
         """Count a collective of `size` bytes, and run it: `name` of the inner group, or `local` in place of it."""
         if self._size > 1 and not _state.silent:
             for counts in _state.counts:
-                counts.collectives[op] += 1
-                counts.bytes += round(wire_bytes(op, size, self._size)) if op != "broadcast" else size
+                if op != RECEIVE:
+                    counts.collectives[op] += 1
+                sent = BYTES.get(op, partial(wire_bytes, op))
+                counts.bytes += round(sent(size, self._size))
                 if self._inner is not None:
-                    counts.again.append(self._resend(name, given))
+                    counts.again.append((op, self._resend(name, given)))
         if self._inner is None or _state.silent:
             return _done(local())
         return getattr(self._inner, name)(*given)
@@ -181,6 +202,17 @@ class CountingGroup(dist.ProcessGroup):
 
         asked = _given(output, given, out_sizes, in_sizes, opts)
         return self._run("all_to_all", _nbytes(given), "all_to_all_single", asked, local)
+
+    def send(self, tensors: Any, rank: int, tag: int) -> Any:
+        return self._run(SEND, _nbytes(tensors), "send", (tensors, rank, tag), lambda: tensors)
+
+    def recv(self, tensors: Any, rank: int, tag: int) -> Any:
+        def local() -> Any:
+            for x in tensors:
+                x.zero_()
+            return tensors
+
+        return self._run(RECEIVE, _nbytes(tensors), "recv", (tensors, rank, tag), local)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
         return self._run("broadcast", _nbytes(tensors), "broadcast", _given(tensors, opts), lambda: tensors)

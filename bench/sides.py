@@ -18,6 +18,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor.demo_plan import PLANS, TENSOR
+from dtensor.hooks import PARTITIONER, STAGES
 
 from . import models
 from .limit import Sharded, staged
@@ -39,8 +40,8 @@ Left out: `aten_distributed_optimizations.enable_overlap_scheduling`, which fail
 `_micro_pipeline_tp`, which rewrites only for groups with symmetric memory, that is on GPUs.
 """
 
-AS_WRITTEN = {"reorder_for_peak_memory": False}
-"""Inductor's options that keep the order of what is written by hand."""
+AS_WRITTEN = {"reorder_for_peak_memory": False, PARTITIONER: None, **dict.fromkeys(STAGES)}
+"""Inductor's options that keep the order of what is written by hand, and our passes off it."""
 
 RATE = 0.1
 """Learning rate of all sides."""

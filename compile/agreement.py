@@ -51,17 +51,12 @@ def entry(node: fx.Node) -> str:
     # Of what travels together every part counts, in its place: the sum of their sizes would hide another order.
     parts = node.meta.get(ir.PARTS) or [ir.value(x) for x in sent if isinstance(x, fx.Node)]
     # Others' exchange as many rows as they say, which may be more on one rank than on the next.
-    rows_differ = node.target is ir.c10d.all_to_all_single.default and ir.RECORD not in node.meta
-    if record is not None and node.target is ir.c10d.all_to_all_single.default:
-        parts = [_of_rows(part, op) for part in parts]
+    rows_differ = node.target in ir.ALL_TO_ALLS and record is None
+    if op == "reduce_scatter" and node.target in ir.ALL_TO_ALLS:
+        parts = [part.flatten(0, 1) for part in parts]  # over gloo its rows are exchanged
     given = ", ".join([_kind(part, rows_differ) for part in parts])
     how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"
     return f"{how} of {given}"
-
-
-def _of_rows(rows: torch.Tensor, op: str) -> torch.Tensor:
-    """What an operator is given that sends `rows`, one to each rank (`collectives.exchanges`)."""
-    return rows[0] if op == "all_gather" else rows.flatten(0, 1) if op == "reduce_scatter" else rows
 
 
 def _kind(x: Any, rows_differ: bool = False) -> str:

@@ -12,9 +12,11 @@ from dtensor._torch import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
     get_hash_for_files,
+    lower_as_collective,
     min_cut_partition,
     process_groups,
 )
+from dtensor.starts import OVER_GLOO
 
 from .meshes import mesh_groups
 from .options import Options
@@ -39,6 +41,7 @@ class Passes(JointPasses):
     """The whole pipeline on a forward, backward or inference graph, with given options."""
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
+        lower_as_collective(OVER_GLOO.all_to_all)
         optimise(graph, self.options, inference=is_inference)
 
 

@@ -146,7 +146,7 @@ def _evenness(node: fx.Node) -> list[bool]:
         if c.scatter_dim is not None:
             found.append(hint(shape[c.scatter_dim]) % n == 0)
         return found
-    if node.target is ir.c10d.all_to_all_single.default:
+    if node.target in ir.ALL_TO_ALLS:
         given: Any = node.args
         splits = [hint(ir.value(s) if isinstance(s, fx.Node) else s) for s in (*given[1], *given[2])]
         return [len(set(splits)) == 1]

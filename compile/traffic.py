@@ -26,6 +26,8 @@ NAMES = {
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all": "all_to_all",
     "all_to_all_single": "all_to_all",
+    "all_gather_start": "all_gather",
+    "all_to_all_start": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
     "broadcast": "broadcast",
     "collective_permute": "collective_permute",
@@ -43,7 +45,7 @@ class Sent:
 
     Attributes:
         op: a collective of `dtensor.cost.WORK`, or "broadcast".
-        carried: the collective called for it: an all_to_all where parts are exchanged (`collectives.exchanges`).
+        carried: the collective called for it: an all_to_all where a reduce_scatter's parts are exchanged.
         group: name of the process group.
         ranks: its ranks; empty if the group is not known here.
         reduce_op: of the reducing ones.
@@ -112,7 +114,7 @@ def sent(node: fx.Node) -> Sent | None:
     reduce_op = str(args[1]) if carried in ("all_reduce", "reduce_scatter") else record.reduce_op if record else None
     shapes = tuple([tuple([hint(n) for n in x.shape]) for x in given])
     dtype = str(given[0].dtype).removeprefix("torch.") if given else ""
-    starts = target.namespace == "_c10d_functional"
+    starts = target.namespace == "_c10d_functional" or target in ir.STARTS
     return Sent(op, carried, group, ranks, reduce_op, dtype, shapes, buffer, round(wire), size, starts)
 
 

@@ -78,6 +78,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
 
+register_work = torch._C._distributed_c10d._register_work  # pyright: ignore[reportAttributeAccessIssue]
+"""Of a tensor and a work: `wait_tensor` of the tensor waits for the work, too."""
+
 wait_tensors = getattr(c10d, "wait_tensors", None)
 """Waits for all that a coalesced start gave (since torch 2.15; before, each is waited for by itself)."""
 
@@ -497,6 +500,16 @@ def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
     return compile_fx(gm, example_inputs, config_patches=config_patches)
 
 
+@functools.cache
+def lower_as_collective(operator: OpOverload) -> None:
+    """Have Inductor leave what `operator` reads as it is until the wait for its result, as of torch's collectives."""
+    from torch._inductor.comm_lowering import _create_out_of_place
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    add_layout_constraint(operator, constrain_to_fx_strides)
+    register_lowering(operator)(functools.partial(_create_out_of_place, operator))
+
+
 def order_after(graph: torch.fx.Graph, later: dict[torch.fx.Node, list[torch.fx.Node]]) -> None:
     """Have Inductor run each node after those given for it, on which it does not depend."""
     preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in later.items()})
@@ -634,6 +647,7 @@ __all__ = [
     "is_below_autograd",
     "is_in_formula",
     "is_in_graph",
+    "lower_as_collective",
     "make_fx",
     "make_wrapper_subclass",
     "meets_only_autograd",
@@ -650,6 +664,7 @@ __all__ = [
     "real_object",
     "register_backend",
     "register_value_type",
+    "register_work",
     "resolve_process_group",
     "return_and_correct_aliasing",
     "root_mesh",

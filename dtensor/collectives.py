@@ -10,15 +10,13 @@
 `x` is a local tensor, `group` the name of a process group. Shards are cut as `torch.chunk` cuts, so lengths that do
 not divide, and shards that are empty, are legal. `senders[r]` is the rank of the group whose tensor rank r holds
 afterwards; all ranks hold tensors of one shape. The rank is looked up when an operator runs, never when it is traced:
-where sizes divide, every rank traces the same graph. The kernels are written over torch's functional collectives; the
-`lower` pass traces these same kernels to get start/wait pairs.
+where sizes divide, every rank traces the same graph. The kernels are written over what starts a collective (`starts`);
+the `lower` pass traces these same kernels to get start/wait pairs.
 
 A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
 be left for later (`start`).
 
-Over gloo both all_gather and reduce_scatter are exchanges. Gloo has no reduce_scatter of its own: it reduces the whole
-tensor on every rank, which sends twice the bytes; instead the ranks exchange the parts, and each adds up what it is
-sent. Gloo's all_gather, as functional collectives of torch 2.13 call it, damages the heap while several are under way.
+Where a backend has no reduce_scatter the ranks exchange the parts, and each adds up what it is sent.
 """
 
 import functools
@@ -28,8 +26,8 @@ from typing import Any
 import torch
 
 from ._torch import c10d, resolve_process_group, traced_into_backward
+from .starts import library, starts
 
-library = torch.library.Library("dtensor", "DEF")
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
 library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> Tensor")
 library.define("all_reduce(Tensor x, str reduce_op, str group) -> Tensor")
@@ -117,25 +115,12 @@ def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
 Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def exchanges(group: str, device: torch.device) -> bool:
-    """Whether all_gather and reduce_scatter are all_to_alls in the group: where its backend is gloo, or one around it,
-    which says so at the end of its name ("counting-gloo")."""
-    backends = str(torch.distributed.get_backend_config(resolve_process_group(group))).split(",")
-    return any(b.startswith(f"{device.type}:") and b.endswith("gloo") for b in backends)
-
-
 def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     n = group_size(group)
     x = _padded(x, dim, chunk_length(size, n, 0)).contiguous()
     if x.numel() == 0:
         return _resized(x, dim, size)
-    row = x.unsqueeze(0) if x.dim() == 0 else x
-    if exchanges(group, x.device):
-        rows = row.unsqueeze(0).expand(n, *row.shape).contiguous()
-        y = yield c10d.all_to_all_single(rows, [1] * n, [1] * n, group)
-        y = y.view(n * row.shape[0], *row.shape[1:])
-    else:
-        y = yield c10d.all_gather_into_tensor(row, n, group)
+    y = yield starts(group, x.device).all_gather(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
     if _is_outermost(x, dim):
         y = y.view(*x.shape[:dim], -1, *x.shape[dim + 1 :]) if dim else y
         return y if y.shape[dim] == size else y.narrow(dim, 0, size).contiguous()
@@ -162,11 +147,11 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
         x = torch.cat(_split(x, dim, n), 0)
     op = "sum" if reduce_op == "avg" else reduce_op
     x = x.contiguous()
-    if exchanges(group, x.device):
-        y = yield c10d.all_to_all_single(x.view(n, x.shape[0] // n, *x.shape[1:]), [1] * n, [1] * n, group)
+    if (start := starts(group, x.device)).reduce_scatter is None:
+        y = yield start.all_to_all(x.view(n, x.shape[0] // n, *x.shape[1:]), [1] * n, [1] * n, group)
         y = REDUCTIONS[op](y)
     else:
-        y = yield c10d.reduce_scatter_tensor(x, op, n, group)
+        y = yield start.reduce_scatter(x, op, n, group)
     y = y.view(*ones, *y.shape) if ones else y
     y = y / n if reduce_op == "avg" else y
     return y if size % n == 0 else y.narrow(dim, 0, chunk_length(size, n, group_rank(group))).contiguous()
@@ -189,7 +174,7 @@ def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group:
     if chunks[0].numel() == 0:
         return _resized(_resized(x, gather_dim, size), scatter_dim, mine)
     y = torch.cat([c.unsqueeze(0) for c in chunks])  # Inductor, which is given this kernel traced, has no stack
-    y = yield c10d.all_to_all_single(y, [1] * n, [1] * n, group)
+    y = yield starts(group, x.device).all_to_all(y, [1] * n, [1] * n, group)
     y = _joined(list(y.unbind(0)), gather_dim, size)
     return y if y.shape[scatter_dim] == mine else y.narrow(scatter_dim, 0, mine).contiguous()
 
@@ -201,7 +186,7 @@ def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kern
     x = x.contiguous()
     row = x.view(1, -1)
     sent = [int(senders[r] == rank) for r in range(n)]
-    y = yield c10d.all_to_all_single(row, [int(r == senders[rank]) for r in range(n)], sent, group)
+    y = yield starts(group, x.device).all_to_all(row, [int(r == senders[rank]) for r in range(n)], sent, group)
     return y.view(x.shape)
 
 

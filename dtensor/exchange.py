@@ -21,6 +21,7 @@ from .mesh import group_between, mesh_shape
 from .pending import waited
 from .redistribute import plan_of, redistribute_local
 from .spec import Spec
+from .starts import starts
 
 Box = tuple[tuple[int, int], ...]
 
@@ -69,7 +70,8 @@ def exchanged(local: torch.Tensor, src: Spec, dst: Spec) -> torch.Tensor:
         here, width = {p.sender: p.elements for p in got}, flat.element_size()
         there = [width * sent[r].elements if r in sent else 0 for r in ranks]
         sizes = [width * here.get(r, 0) for r in ranks]
-        flat = c10d.wait_tensor(c10d.all_to_all_single(_bytes(flat), sizes, there, group)).view(flat.dtype)
+        start = starts(group, flat.device).all_to_all
+        flat = c10d.wait_tensor(start(_bytes(flat), sizes, there, group)).view(flat.dtype)
     if me not in after:
         return local.new_empty(0)
     made = local.new_empty([end - begin for begin, end in after[me]])

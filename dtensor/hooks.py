@@ -115,4 +115,4 @@ def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
 register_backend(backend, name="dtensor")
 install()
 
-__all__ = ["STAGES", "PlainPasses", "backend", "chained", "dump_from_now_on", "install", "uninstall"]
+__all__ = ["PARTITIONER", "STAGES", "PlainPasses", "backend", "chained", "dump_from_now_on", "install", "uninstall"]

@@ -248,6 +248,8 @@ MEMBERS: dict[Any, str] = {
     ir.c10d.reduce_scatter_tensor.default: "reduce_scatter",
     ir.c10d.all_reduce.default: "all_reduce",
     ir.c10d.all_to_all_single.default: "all_to_all",
+    ir.ops.all_gather_start.default: "all_gather",
+    ir.ops.all_to_all_start.default: "all_to_all",
 }
 """The starts that can share a buffer."""
 

@@ -50,11 +50,16 @@ STARTS: dict[Any, str] = {
     c10d.all_gather_into_tensor.default: "all_gather",
     c10d.reduce_scatter_tensor.default: "reduce_scatter",
     c10d.all_to_all_single.default: "all_to_all",
+    ops.all_gather_start.default: "all_gather",
+    ops.all_to_all_start.default: "all_to_all",
     c10d.all_reduce_coalesced.default: "all_reduce",
     c10d.all_gather_into_tensor_coalesced.default: "all_gather",
     c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
 }
-"""Functional start operator -> the collective it starts. The group is the last argument of each."""
+"""Start operator, functional or ours -> the collective it starts. The group is the last argument of each."""
+
+ALL_TO_ALLS = (c10d.all_to_all_single.default, ops.all_to_all_start.default)
+"""Those starts that give each rank as many rows as the lists of splits say."""
 
 RECORD = "dtensor_collective"
 """The key in a start's `meta` under which `lower` leaves what it was lowered from."""

@@ -19,7 +19,7 @@ aten = ir.aten
 REDUCTIONS = frozenset(
     (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.prod.dim_int),
 )
-"""What kernels reduce with, where they exchange parts instead (`collectives.exchanges`)."""
+"""What kernels reduce with, where ranks exchange the parts (over gloo)."""
 
 
 class Lower:
@@ -38,8 +38,8 @@ class Lower:
         %getitem_1: f32[4,4] = getitem(%split, 1)
         %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
 
-    Where the backend is gloo, an all_gather becomes an all_to_all of copies, and a reduce_scatter one of its parts, and
-    a local reduction of them (`collectives.exchanges`).
+    Over gloo the starts are ours (`dtensor.starts`), and a reduce_scatter becomes an all_to_all of its parts and a
+    local reduction of them.
 
     `shard` and `collective_permute` stay: their rank is looked up when the graph runs, so that all ranks have one
     graph. Each start carries the `CollectiveInfo` of what it was lowered from, under `meta["dtensor_collective"]`, and

@@ -13,7 +13,7 @@ LINKS = ("compile", "passes")
 
 LAYERS = [
     ["errors", "_torch", "_torch_fsdp", "caches", "environment", "fallback"],
-    ["placements", "cost", "links", "collectives", "hooks", "invariance", "provenance"],
+    ["placements", "cost", "links", "starts", "collectives", "hooks", "invariance", "provenance"],
     ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.collectives import exchanges
+from dtensor._torch import lower_as_collective
+from dtensor.starts import FUNCTIONAL, OVER_GLOO, Starts, starts
 
 c10d = torch.ops._c10d_functional
 wait = c10d.wait_tensor
@@ -18,42 +19,38 @@ wait = c10d.wait_tensor
 
 @dataclass(frozen=True)
 class Group:
-    """A process group and this rank in it; with `exchanges` rows are gathered and scattered by all_to_alls.
+    """A process group and this rank in it.
 
-    Over gloo that is the better way: its reduce_scatter sends what an all_reduce does, and its all_gathers, of which
-    several are under way, damage the heap (torch 2.13).
+    What starts gathers and scatters is the library's: over gloo it sends both ways at once, and has no reduce_scatter,
+    which would send what an all_reduce does; parts are exchanged and added up here (`dtensor.starts`).
     """
 
     name: str = ""
     size: int = 1
     rank: int = 0
-    exchanges: bool = False
+    starts: Starts = FUNCTIONAL
 
     @classmethod
     def of(cls, group: Any, rank: int, device: str) -> "Group":
         """The process group, in which this is `rank`."""
-        return cls(group.group_name, group.size(), rank, exchanges(group.group_name, torch.device(device)))
+        lower_as_collective(OVER_GLOO.all_to_all)
+        return cls(group.group_name, group.size(), rank, starts(group.group_name, torch.device(device)))
 
     def start_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Start to put rows of all ranks in a row; they are there after `wait`."""
-        if not self.exchanges:
-            return c10d.all_gather_into_tensor(x.contiguous(), self.size, self.name)
-        return self._exchange(x.repeat(self.size, *[1] * (x.dim() - 1)))
+        return self.starts.all_gather(x.contiguous(), self.size, self.name)
 
     def start_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Start to add up over ranks, of which each gets its rows from `scattered`."""
-        if not self.exchanges:
-            return c10d.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.name)
-        return self._exchange(x.contiguous())
+        if self.starts.reduce_scatter is not None:
+            return self.starts.reduce_scatter(x.contiguous(), "sum", self.size, self.name)
+        rows = [x.shape[0] // self.size] * self.size
+        return self.starts.all_to_all(x.contiguous(), rows, rows, self.name)
 
     def scattered(self, started: torch.Tensor) -> torch.Tensor:
         """Wait for what `start_scatter` started."""
         x = wait(started)
-        return x.unflatten(0, (self.size, -1)).sum(0) if self.exchanges else x
-
-    def _exchange(self, x: torch.Tensor) -> torch.Tensor:
-        rows = [x.shape[0] // self.size] * self.size
-        return c10d.all_to_all_single(x, rows, rows, self.name)
+        return x.unflatten(0, (self.size, -1)).sum(0) if self.starts.reduce_scatter is None else x
 
 
 @dataclass(frozen=True)

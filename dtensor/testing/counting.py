@@ -26,6 +26,8 @@ OPERATORS = {
     "_c10d_functional::all_reduce": "all_reduce",
     "_c10d_functional::all_reduce_": "all_reduce",
     "_c10d_functional::all_to_all_single": "all_to_all",
+    "dtensor::all_gather_start": "all_gather",
+    "dtensor::all_to_all_start": "all_to_all",
 }
 """Operator -> the collective it is. All take the tensor first and the name of the group last."""
 

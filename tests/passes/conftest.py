@@ -16,6 +16,7 @@ from dtensor.mesh import facts, prepare
 from dtensor.passes import MeshGroups, Simulation, groups, mesh_groups, text, verify
 from dtensor.passes.pipeline import copy_graph
 from dtensor.provenance import OPERATOR
+from dtensor.starts import FUNCTIONAL, OVER_GLOO
 from dtensor.testing import fake_ranks
 
 
@@ -65,8 +66,8 @@ class Bench:
         return next(name for name, found in self.labels.items() if found == label)
 
     def exchanging(self, yes: bool = True):
-        """Context in which all_gather and reduce_scatter are exchanges, as over gloo, or are not."""
-        return patch("dtensor.collectives.exchanges", lambda group, device: yes)
+        """Context in which collectives start as over gloo, where parts are exchanged to be reduced, or as elsewhere."""
+        return patch("dtensor.collectives.starts", lambda group, device: OVER_GLOO if yes else FUNCTIONAL)
 
     def links(self, *links: Link):
         """Context in which the passes take the axes of the mesh to have these links."""

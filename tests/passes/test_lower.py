@@ -50,20 +50,20 @@ def test_parts_are_exchanged_and_reduced(bench, reduce_op, shape, dim, axis):
     want = collectives(gm)
     with bench.exchanging():
         assert bench.apply(Lower(), gm) == 1
-    assert [n.target for n in gm.graph.nodes if n.target in ir.STARTS] == [c10d.all_to_all_single.default]
+    assert [n.target for n in gm.graph.nodes if n.target in ir.STARTS] == [ops.all_to_all_start.default]
     assert collectives(gm) == want
     assert [c.reduce_op for c in want] == [reduce_op]
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((4, 8), 0), ((4, 8), 1), ((1, 8), 1), ((8,), 0)])
 @pytest.mark.parametrize("axis", ["tp", "world"])
-def test_copies_are_exchanged_and_gathered(bench, shape, dim, axis):
+def test_gathers_of_our_own(bench, shape, dim, axis):
     n = {"tp": 2, "world": 4}[axis]
     gm = bench.trace(lambda x: ops.all_gather(x, dim, shape[dim] * n, getattr(bench, axis)) * 2, shape)
     want = collectives(gm)
     with bench.exchanging():
         assert bench.apply(Lower(), gm) == 1
-    assert [n.target for n in gm.graph.nodes if n.target in ir.STARTS] == [c10d.all_to_all_single.default]
+    assert [n.target for n in gm.graph.nodes if n.target in ir.STARTS] == [ops.all_gather_start.default]
     assert collectives(gm) == want
 
 
@@ -80,8 +80,8 @@ def test_golden_exchange(bench):
 %getitem_1: f32[4,2] = getitem(%split, 1)
 %cat: f32[8,2] = aten.cat([%getitem, %getitem_1])
 %view: f32[2,4,2] = aten.view(%cat, [2, 4, 2])
-%all_to_all_single: f32[2,4,2] = _c10d_functional.all_to_all_single(%view, [1, 1], [1, 1], tp)
-%wait_tensor: f32[2,4,2] = _c10d_functional.wait_tensor(%all_to_all_single)
+%all_to_all_start: f32[2,4,2] = dtensor.all_to_all_start(%view, [1, 1], [1, 1], tp)
+%wait_tensor: f32[2,4,2] = _c10d_functional.wait_tensor(%all_to_all_start)
 %sum: f32[4,2] = aten.sum.dim_IntList(%wait_tensor, [0], dtype=f32)
 return %sum""",
     )
