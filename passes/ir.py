@@ -109,17 +109,17 @@ class Collective:
 
 def is_collective(node: object, name: str | None = None) -> bool:
     """Whether `node` calls one of the redistribution operators (the one called `name`, if given)."""
-    if not isinstance(node, fx.Node) or node.op != "call_function":
-        return False
-    found = _NAMES.get(node.target)
+    found = _NAMES.get(node.target) if isinstance(node, fx.Node) else None
     return found is not None and name in (None, found)
 
 
 def collective(node: object, name: str | None = None) -> Collective | None:
     """The description of a collective node, or None if `node` is none (or not the one called `name`)."""
-    if not isinstance(node, fx.Node) or not is_collective(node, name):
+    if not isinstance(node, fx.Node):
         return None
-    op = _NAMES[node.target]
+    op = _NAMES.get(node.target)
+    if op is None or name not in (None, op):
+        return None
     assert not node.kwargs, f"{node.format_node()}: a traced operator takes its arguments by position"
     fields: dict[str, Any] = dict(zip(FIELDS[op], node.args, strict=True))
     ndim = value(fields["x"]).dim()

@@ -110,6 +110,11 @@ def floats(node: fx.Node) -> bool:
     return scales or node.target in CARRIERS or ir.ARRIVAL in node.meta or ir.aliases(node) or _is_number(node)
 
 
+def floating(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """Those of `nodes` that float."""
+    return frozenset([node for node in nodes if floats(node)])
+
+
 def _is_number(node: fx.Node) -> bool:
     return not isinstance(ir.value(node), (torch.Tensor, tuple, list))
 
@@ -126,4 +131,4 @@ CARRIERS = frozenset(
 SCALES = frozenset((aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.neg.default))
 """What scales one tensor by a number: what an average is made of, and fused with whatever reads it."""
 
-__all__ = ["CARRIERS", "SCALES", "Before", "dependencies", "floats", "is_effect", "rearrange", "sort"]
+__all__ = ["CARRIERS", "SCALES", "Before", "dependencies", "floating", "floats", "is_effect", "rearrange", "sort"]

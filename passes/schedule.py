@@ -9,7 +9,7 @@ from torch import fx
 from dtensor._torch import hint
 
 from . import ir
-from .order import Before, dependencies, floats, rearrange
+from .order import Before, dependencies, floating, rearrange
 
 
 class Schedule:
@@ -60,9 +60,9 @@ class Schedule:
         if not sizes:
             return 0
         ahead = max(sizes) if self.ahead is None else self.ahead
-        before, order = dependencies(graph), nodes
+        before, floats, order = dependencies(graph), floating(nodes), nodes
         for _ in range(ROUNDS):
-            last, order = order, _ordered(order, before, ahead)
+            last, order = order, _ordered(_Facts(order, before, floats), ahead)
             if last == order:
                 break
         moved = sum([a is not b for a, b in zip(nodes, order, strict=True)])
@@ -75,10 +75,10 @@ ROUNDS = 8
 """Most orders that are tried until one stays as it is; after the second few change."""
 
 
-def _ordered(nodes: list[fx.Node], before: Before, ahead: int) -> list[fx.Node]:
-    first = _Walk(nodes, before, ahead)
+def _ordered(facts: "_Facts", ahead: int) -> list[fx.Node]:
+    first = _Walk(facts, ahead)
     first.run()
-    return _Walk(nodes, before, ahead, first.demanded).run()
+    return _Walk(facts, ahead, first.demanded).run()
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -96,6 +96,26 @@ def _bytes(val: torch.Tensor) -> int:
     return hint(val.numel()) * val.element_size()
 
 
+class _Facts:
+    """What is true of the nodes of a graph in an order: `before` says what each needs, `floats` which of them float.
+
+    Attributes:
+        place: where each node stands.
+        needed: where the first computation stands that needs it.
+        computed: whether it needs anything but inputs and what carries their elements.
+        next: waits for what was computed -> the starts that send it on, with nothing computed in between.
+        anchors: the computations.
+    """
+
+    def __init__(self, nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]):
+        self.nodes, self.before = nodes, before
+        self.place = {node: k for k, node in enumerate(nodes)}
+        self.needed = _first_need(nodes, before, floats, self.place)
+        self.computed = _is_computed(nodes, before, floats)
+        self.next = _next(nodes, before, floats, self.computed)
+        self.anchors = [node for node in nodes if node not in floats and node.op != "output"]
+
+
 class _Walk:
     """One walk over a graph that puts its nodes down in a new order.
 
@@ -103,13 +123,10 @@ class _Walk:
     that order, and leaves it in `demanded`.
     """
 
-    def __init__(self, nodes: list[fx.Node], before: Before, ahead: int, prefetched: Sequence[fx.Node] = ()):
-        self.nodes, self.before, self.ahead = nodes, before, ahead
-        self.place = {node: k for k, node in enumerate(nodes)}
-        self.needed = _first_need(nodes, before, self.place)
-        self.computed = _is_computed(nodes, before)
-        self.next = _next(nodes, before, self.computed)
-        self.anchors = [node for node in nodes if not floats(node) and node.op != "output"]
+    def __init__(self, facts: _Facts, ahead: int, prefetched: Sequence[fx.Node] = ()):
+        self.nodes, self.before, self.ahead = facts.nodes, facts.before, ahead
+        self.place, self.needed, self.computed = facts.place, facts.needed, facts.computed
+        self.next, self.anchors = facts.next, facts.anchors
         self.filled = 0
         self.order: dict[fx.Node, None] = {}
         self.ongoing: set[fx.Node] = set()
@@ -212,37 +229,38 @@ def _wait_of(start: fx.Node) -> fx.Node:
     return next(iter(start.users))
 
 
-def _first_need(nodes: list[fx.Node], before: Before, place: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Where the first computation stands that needs each node."""
+def _first_need(
+    nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node], place: dict[fx.Node, int]
+) -> dict[fx.Node, int]:
     found = {node: len(nodes) for node in nodes}
     for node in reversed(nodes):
-        mine = found[node] if floats(node) else place[node]
+        mine = found[node] if node in floats else place[node]
         for x in before[node]:
             found[x] = min(found[x], mine)
     return found
 
 
-def _next(nodes: list[fx.Node], before: Before, computed: dict[fx.Node, bool]) -> dict[fx.Node, list[fx.Node]]:
-    """Waits for what was computed -> the starts that send it on, with nothing computed in between."""
+def _next(
+    nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node], computed: dict[fx.Node, bool]
+) -> dict[fx.Node, list[fx.Node]]:
     found: dict[fx.Node, list[fx.Node]] = {}
     above: dict[fx.Node, dict[fx.Node, None]] = {}
     for node in nodes:
         above[node] = {}
         if node.target is ir.WAIT and computed[node]:
             above[node] = {node: None}
-        elif floats(node):
+        elif node in floats:
             above[node] = {wait: None for x in before[node] for wait in above[x]}
-        if _is_plain(node) and all(floats(x) for x in before[node]):
+        if _is_plain(node) and all(x in floats for x in before[node]):
             for wait in above[node]:
                 found.setdefault(wait, []).append(node)
     return found
 
 
-def _is_computed(nodes: list[fx.Node], before: Before) -> dict[fx.Node, bool]:
-    """Whether each node needs anything but inputs and what carries their elements."""
+def _is_computed(nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]) -> dict[fx.Node, bool]:
     found: dict[fx.Node, bool] = {}
     for node in nodes:
-        found[node] = not floats(node) or any(found[x] for x in before[node])
+        found[node] = node not in floats or any(found[x] for x in before[node])
     return found
 
 
