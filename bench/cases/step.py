@@ -132,7 +132,7 @@ def on_rank(
     for link in links:
         if end is not None and link != LOOPBACK and rank in (0, dist.get_world_size() // 2):
             namespaces.limit(end, link)
-        # Computation and the kernel's network stack share the cores on loopback, which takes many rounds to see through.
+        # On loopback computation and the kernel's network stack share the cores: many rounds to see through.
         rounds = {LOOPBACK: 4 * amount.rounds, RATES[-1]: max(2, amount.rounds // 2)}.get(link, amount.rounds)
         found.step[link] = _per_step(interleaved(runs, rounds, before=dist.barrier), amount.steps)
         found.communication[link] = interleaved(again, max(2, min(rounds, amount.rounds) // 2), before=dist.barrier)
