@@ -40,7 +40,8 @@ class Starts(NamedTuple):
 def starts(group: str, device: torch.device) -> Starts:
     """What starts a collective on tensors of the device in the group.
 
-    Its backend is gloo, or one around it, where it says so at the end of its name ("counting-gloo").
+    Its backend is gloo where its name ends so, as may that of one around it ("counting-gloo"). Gloo's messages are CPU
+    tensors: of others it has collectives only.
     """
     backends = str(torch.distributed.get_backend_config(resolve_process_group(group))).split(",")
     if not any(b.startswith(f"{device.type}:") and b.endswith("gloo") for b in backends):

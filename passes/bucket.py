@@ -119,19 +119,19 @@ class _Windows:
     def __init__(self, graph: fx.Graph, before: Before):
         self.place = {node: k for k, node in enumerate(graph.nodes)}
         users: Before = {}
-        float_ = floating(self.place)
+        floats = floating(self.place)
         for node, earlier in before.items():
             for x in earlier:
                 users.setdefault(x, []).append(node)
         self.first, self.last, self.above = dict[fx.Node, int](), dict[fx.Node, int](), dict[fx.Node, int]()
         for node, k in self.place.items():
-            self.first[node] = max([self.first[x] for x in before[node]], default=0) if node in float_ else k
+            self.first[node] = max([self.first[x] for x in before[node]], default=0) if node in floats else k
             self.above[node] = 0
             for x in before[node]:
                 self.above[node] |= self.above[x] | (1 << self.place[x] if x.target in ir.STARTS else 0)
         for node, k in reversed(self.place.items()):
             latest = min([self.last[x] for x in users.get(node, ())], default=len(self.place))
-            self.last[node] = latest if node in float_ else k
+            self.last[node] = latest if node in floats else k
 
     def bits(self, bucket: list[_Start]) -> int:
         """The starts of a bucket as a set of bits."""
