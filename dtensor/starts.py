@@ -49,6 +49,7 @@ def starts(group: str, device: torch.device) -> Starts:
     return OVER_GLOO if device.type == "cpu" else FUNCTIONAL._replace(reduce_scatter=None)
 
 
+@torch.no_grad()
 def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     y = x.new_empty((size * x.shape[0], *x.shape[1:]))
     rows = y.view(size, *x.shape).unbind()
@@ -56,6 +57,7 @@ def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return _started(y, rows, [mine] * size, group)
 
 
+@torch.no_grad()
 def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str) -> torch.Tensor:
     rank = resolve_process_group(group).rank()
     y = x.new_empty((sum(output_splits), *x.shape[1:]))

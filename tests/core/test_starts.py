@@ -70,6 +70,12 @@ def of_all_kinds(rank, n):
     sent[-1], received[0] = 4 * (rank == 0), 4 * (rank == n - 1)
     found = WAIT(OVER_GLOO.all_to_all(part(rank, n - 1, sum(sent)), received, sent, group))
     assert torch.equal(found, part(0, n - 1, sum(received)))
+    # on what needs gradients, which are no matter here
+    x = part(rank, 0, 2).requires_grad_()
+    assert torch.equal(WAIT(OVER_GLOO.all_gather(x, n, group)), torch.cat([part(r, 0, 2) for r in range(n)]))
+    x = torch.cat([part(rank, r, 2) for r in range(n)]).requires_grad_()
+    want = torch.cat([part(r, rank, 2) for r in range(n)])
+    assert torch.equal(WAIT(OVER_GLOO.all_to_all(x, [2] * n, [2] * n, group)), want)
     # a message of the program's own in between is not taken for one of ours
     mine = torch.full((2,), float(rank))
     asked = dist.irecv(theirs := torch.zeros(2), (rank - 1) % n)
