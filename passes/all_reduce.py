@@ -28,7 +28,7 @@ class AllReduce:
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
-        return sum([_join(node) for node in list(graph.nodes) if ir.is_collective(node, "all_gather")])
+        return sum([_join(node) for node in ir.calls(graph, "all_gather")])
 
 
 def _join(node: fx.Node) -> bool:

@@ -40,7 +40,7 @@ class GatherOnce:
 
 
 def _rewrite_one(graph: fx.Graph) -> bool:
-    gathers = [node for node in graph.nodes if ir.is_collective(node, "all_gather")]
+    gathers = ir.calls(graph, "all_gather")
     for k, narrow in enumerate(gathers):
         reduced = _reduced(narrow)
         if reduced is None:

@@ -32,13 +32,9 @@ class GatherShard:
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
-        rewrites = sum([_cancel(node, "shard") for node in _calls(graph, "all_gather")])
-        rewrites += sum([_cancel(node, "all_gather") for node in _calls(graph, "shard")])
-        return rewrites + sum([_exchange(node) for node in _calls(graph, "all_gather")])
-
-
-def _calls(graph: fx.Graph, name: str) -> list[fx.Node]:
-    return [node for node in graph.nodes if ir.is_collective(node, name)]
+        rewrites = sum([_cancel(node, "shard") for node in ir.calls(graph, "all_gather")])
+        rewrites += sum([_cancel(node, "all_gather") for node in ir.calls(graph, "shard")])
+        return rewrites + sum([_exchange(node) for node in ir.calls(graph, "all_gather")])
 
 
 def _cancel(node: fx.Node, inner: str) -> bool:

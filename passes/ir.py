@@ -129,6 +129,13 @@ def collective(node: object, name: str | None = None) -> Collective | None:
     return Collective(op, **fields)
 
 
+def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    """The calls in `graph`, as it is now and in its order, of the redistribution operators called so; of all without
+    names."""
+    targets = [TARGETS[name] for name in names or TARGETS]
+    return sorted([n for t in targets for n in graph.find_nodes(op="call_function", target=t, sort=False)])
+
+
 def group(node: fx.Node) -> str | None:
     """The name of the process group of a collective, or of a functional start operator; None of other nodes."""
     if node.target in STARTS:
@@ -212,6 +219,8 @@ def likeness(x: Any) -> Hashable:
     Raises:
         TypeError: an argument that cannot be hashed.
     """
+    if type(x) in _PLAIN:
+        return type(x), x
     x = value(x) if isinstance(x, fx.Node) else x
     if isinstance(x, torch.Tensor):
         return type(x), x.dtype, x.device, x.layout, likeness(tuple(x.shape)), _strides(x)
@@ -225,6 +234,9 @@ def likeness(x: Any) -> Hashable:
         return type(x), str(x)
     hash(x)
     return type(x), x
+
+
+_PLAIN = frozenset((int, str, bool, float, type(None), torch.dtype, torch.device))
 
 
 def _strides(x: torch.Tensor) -> Hashable:

@@ -50,16 +50,11 @@ class Lower:
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
-        nodes = [node for node in graph.nodes if _communicates(node)]
+        nodes = ir.calls(graph, *LOWERED)
         bodies: dict[Hashable, fx.Graph] = {}
         for node in nodes:
             _inline(node, bodies)
         return len(nodes)
-
-
-def _communicates(node: fx.Node) -> bool:
-    c = ir.collective(node)
-    return c is not None and c.op in LOWERED
 
 
 def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:

@@ -31,7 +31,7 @@ class MergeGroups:
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
-        return sum([_merge(node) for node in list(graph.nodes) if ir.is_collective(node)])
+        return sum([_merge(node) for node in ir.calls(graph)])
 
 
 def _merge(node: fx.Node) -> bool:

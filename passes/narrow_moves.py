@@ -34,8 +34,7 @@ class NarrowMoves:
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
-        nodes = [node for node in graph.nodes if any(ir.is_collective(node, name) for name in MOVES)]
-        return sum([_narrow_first(node) or _widen_last(node) for node in nodes])
+        return sum([_narrow_first(node) or _widen_last(node) for node in ir.calls(graph, *MOVES)])
 
 
 def _cast_of(node: fx.Node | None) -> fx.Node | None:

@@ -27,7 +27,7 @@ class ReduceScatter:
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
-        return sum([_scatter(node) for node in list(graph.nodes) if ir.is_collective(node, "all_reduce")])
+        return sum([_scatter(node) for node in ir.calls(graph, "all_reduce")])
 
 
 def _scatter(node: fx.Node) -> int:

@@ -56,7 +56,7 @@ class Regather:
         self.budget, self.held = budget, held
 
     def __call__(self, graph: fx.Graph) -> int:
-        found = [node for node in graph.nodes if ir.is_collective(node, "all_gather") and _is_open(node)]
+        found = [node for node in ir.calls(graph, "all_gather") if _is_open(node)]
         if self.budget is None:
             again = [node for node in found if _is_of_parameter(node)]
             again = again[: len(again) - _read_at_once(again, self.held, graph)]
@@ -73,7 +73,7 @@ class Regather:
 
 def _leaving(graph: fx.Graph) -> list[fx.Node]:
     """What regions of activation checkpointing that communicate hand to a forward that is in none."""
-    sent = {node.meta.get("ac_graph_id") for node in graph.nodes if ir.is_collective(node)}
+    sent = {node.meta.get("ac_graph_id") for node in ir.calls(graph)}
     return [
         node
         for node in graph.nodes

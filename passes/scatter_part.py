@@ -30,8 +30,8 @@ class ScatterPart:
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
-        rewrites = sum([_scatter(node) for node in list(graph.nodes) if ir.is_collective(node, "all_reduce")])
-        return rewrites + sum([_swap(node) for node in list(graph.nodes) if ir.is_collective(node, "reduce_scatter")])
+        rewrites = sum([_scatter(node) for node in ir.calls(graph, "all_reduce")])
+        return rewrites + sum([_swap(node) for node in ir.calls(graph, "reduce_scatter")])
 
 
 def _scatter(node: fx.Node) -> int:

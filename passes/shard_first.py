@@ -31,8 +31,7 @@ class ShardFirst:
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
-        nodes = [node for node in graph.nodes if any(ir.is_collective(node, name) for name in MOVED)]
-        return sum([_swap(node) for node in nodes])
+        return sum([_swap(node) for node in ir.calls(graph, *MOVED)])
 
 
 def _swap(node: fx.Node) -> int:
