@@ -45,7 +45,7 @@ class Counts:
 
     collectives: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
-    again: list[tuple[str, Callable[[], Any] | None]] = field(default_factory=list)
+    again: list[tuple[str, Callable[[], Any]]] = field(default_factory=list)
 
     def __str__(self) -> str:
         return ", ".join(f"{n} {op}" for op, n in sorted(self.collectives.items())) or "none"
@@ -56,15 +56,18 @@ class Counts:
 
     def replayed(self) -> None:
         """Send it all again, one after the other; receives and the sends that follow them are one exchange."""
-        last, works = "", []
-        for op, begin in (*self.again, ("", None)):
+        last, ongoing = "", list[Any]()
+        for op, begin in self.again:
             if (last, op) not in TOGETHER:
-                for work in works:
-                    work.wait()
-                works = []
-            if begin is not None:
-                works.append(begin())
+                _finish(ongoing)
+            ongoing.append(begin())
             last = op
+        _finish(ongoing)
+
+
+def _finish(ongoing: list[Any]) -> None:
+    while ongoing:
+        ongoing.pop(0).wait()
 
 
 @dataclass
