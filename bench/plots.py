@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .record import Record
+from .record import OURS, Record
 from .table import latest
 
 MOST_ROWS = 60
@@ -32,7 +32,8 @@ def draw(records: Sequence[Record], folder: Path) -> dict[str, Path]:
 
 
 def _label(r: Record) -> str:
-    words = [r.model, r.plan, f"{r.ranks} ranks" if r.ranks > 1 else "", r.link, r.figure]
+    side = "" if r.side == OURS else r.side
+    words = [side, r.model, r.plan, f"{r.ranks} ranks" if r.ranks > 1 else "", r.link, r.figure]
     return " ".join(w for w in words if w)
 
 

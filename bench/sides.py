@@ -66,8 +66,15 @@ class Side:
     words: str
 
 
+HALVES = "dtensor in halves"
+
 SIDES: dict[str, Side] = {
     "dtensor": Side("dtensor", lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True), 'backend="dtensor"'),
+    HALVES: Side(
+        "dtensor",
+        lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options={"split_batch": 2}),
+        "the same with split_batch=2: one half of a batch computes while the other travels",
+    ),
     "dtensor eager": Side("dtensor", _as_it_is, "the same, not compiled"),
     "torch eager": Side("torch", _as_it_is, "torch DTensor, FSDP2 for fsdp and hsdp; not compiled"),
     "torch compiled": Side("torch", _inductor(), "the same under torch.compile"),
@@ -181,6 +188,7 @@ def batch(model: Model, plan: str, mesh: Any, index: int) -> tuple[torch.Tensor,
 
 
 __all__ = [
+    "HALVES",
     "SIDES",
     "SWITCHES",
     "Side",

@@ -16,7 +16,7 @@ from torch._inductor.virtualized import V
 from dtensor._torch import boxed
 
 from .record import OURS
-from .sides import SWITCHES, Wrap
+from .sides import HALVES, SWITCHES, Wrap
 
 
 def inductor_passes(**options: Any) -> Wrap:
@@ -40,6 +40,7 @@ ALONE = {"inner": "aot_eager", "agreement": False}
 
 UNCODED: dict[str, Wrap | None] = {
     OURS: lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options=ALONE),
+    HALVES: lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options={**ALONE, "split_batch": 2}),
     "by hand": lambda fn: fn,
     "torch eager": None,
     "torch compiled": inductor_passes(),

@@ -18,7 +18,7 @@ from dtensor.tensor import DTensor, with_tangent_border
 
 from .inductor import STAGES, Partition
 from .options import Options
-from .pipeline import choose_saved, optimise, simplify_joint
+from .pipeline import optimise, prepare_partition, simplify_joint
 from .watch import dumped
 
 
@@ -69,7 +69,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Calla
 
 def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
     simplify_joint(gm.graph, options)
-    choose_saved(gm.graph, options, kwargs.get("static_lifetime_input_indices") or ())
+    prepare_partition(gm.graph, options, kwargs.get("static_lifetime_input_indices") or ())
     gm.recompile()
     return min_cut_partition(gm, joint_inputs, **kwargs)
 

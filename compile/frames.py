@@ -195,7 +195,7 @@ class Follower:
         self.frame.identify(graph)
         if stage == 0:
             tell_modules(graph)
-        now = {node: info for node in graph.nodes if (info := describe(node)) is not None and info.group_size > 1}
+        now = _sent(graph)
         new = [node for node in now if node not in self.before]
         if stage:
             for node in new:
@@ -207,12 +207,20 @@ class Follower:
         stages[stage:] = [name]
         self.before = now
 
+    def resume(self, graph: fx.Graph) -> None:
+        """Go on with a graph that was followed before."""
+        self.before = _sent(graph)
+
     def _change(self, stage: int, name: str, now: dict[fx.Node, CollectiveInfo], new: list[fx.Node]) -> Change:
         gone = [node for node in self.before if node not in now]
         left = {n for node in now for n in node.meta.get(TRACED, ())}
         removed = [n for node in gone for n in node.meta.get(TRACED, ()) if n not in left]
         before, after = (sum([i.bytes for i in infos.values()]) for infos in (self.before, now))
         return Change(name, self.direction, stage, len(new), len(gone), before, after, tuple(dict.fromkeys(removed)))
+
+
+def _sent(graph: fx.Graph) -> dict[fx.Node, CollectiveInfo]:
+    return {node: info for node in graph.nodes if (info := describe(node)) is not None and info.group_size > 1}
 
 
 def tell_modules(graph: fx.Graph) -> None:

@@ -20,7 +20,7 @@ from dtensor.starts import OVER_GLOO
 
 from .meshes import mesh_groups
 from .options import Options
-from .pipeline import choose_saved, optimise, simplify_joint
+from .pipeline import optimise, prepare_partition, simplify_joint
 
 
 class JointPasses(CustomInferenceAwareGraphPass):
@@ -52,7 +52,7 @@ class Partition(CustomPartitionerFn):
         self.options, self.then = options, then
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        choose_saved(gm.graph, self.options, kwargs.get("static_lifetime_input_indices") or ())
+        prepare_partition(gm.graph, self.options, kwargs.get("static_lifetime_input_indices") or ())
         return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:

@@ -32,6 +32,8 @@ class Options:
             (`dtensor.compile.replay`), and raise if it computes something else. Slow, and not taken from a cache.
         memory_budget: bytes of gathered tensors that may be saved for the backward; what is over is gathered again.
             None gathers parameters again and saves the others (`dtensor.passes.Regather`).
+        split_batch: into how many parts a batch is cut, so that one part computes while another communicates
+            (`dtensor.passes.SplitBatch`); 1 leaves it whole.
         agreement: before a graph first runs, compare with the other ranks what it communicates (`dtensor.agreement`).
     """
 
@@ -42,6 +44,7 @@ class Options:
     dump: str | None = None
     verify: bool = False
     memory_budget: int | None = None
+    split_batch: int = 1
     agreement: bool = True
 
     @property
@@ -128,6 +131,14 @@ def _bytes_or_none(option: str, given: Any) -> int | None:
     return given
 
 
+def _parts(option: str, given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"{option} is a number of parts, got {given!r}")
+    if given < 1:
+        raise ValueError(f"{option} is a number of parts, got {given}; write 1 to leave a batch whole, or more")
+    return given
+
+
 def _nearest(name: str, known: Any) -> str:
     found = get_close_matches(name, list(known), n=1)
     listed = ", ".join(known)
@@ -142,6 +153,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "dump": _folder,
     "verify": _switch,
     "memory_budget": _bytes_or_none,
+    "split_batch": _parts,
     "agreement": _switch,
 }
 """Option -> what checks its value and gives it in the form that is kept."""

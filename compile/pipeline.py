@@ -13,9 +13,19 @@ from pathlib import Path
 from torch import fx
 
 from dtensor import passes
-from dtensor._torch import binary_products, static_placeholders
+from dtensor._torch import binary_products, static_inputs, static_placeholders
 from dtensor.errors import InvalidInputError
-from dtensor.passes import PARAMETER, PREPARE, SIMPLIFY, CommonSubexpressions, Raise, Regather, Schedule
+from dtensor.passes import (
+    PARAMETER,
+    PREPARE,
+    SIMPLIFY,
+    CommonSubexpressions,
+    Pass,
+    Raise,
+    Regather,
+    Schedule,
+    SplitBatch,
+)
 
 from .agreement import seal
 from .frames import current_frame
@@ -43,15 +53,26 @@ def simplify_joint(graph: fx.Graph, options: Options) -> None:
         _run(graph, joint, options, "joint")
 
 
-def choose_saved(graph: fx.Graph, options: Options, static: Sequence[int]) -> None:
-    """Tell the partitioner which gathers of a joint graph to do again in the backward, by marks on its nodes.
+def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) -> None:
+    """What is done to a joint graph once it is known what its parameters are: the batch is split, where options say so,
+    and marks tell the partitioner which gathers to do again in the backward.
 
     `static` are the arguments that are parameters or buffers, by their index before DTensors are taken apart.
+
+    Raises:
+        PassError: as `simplify_joint`.
     """
-    if Regather.name in [p.name for p in passes.select(options.passes, options.disable)]:
-        for node in static_placeholders(graph, static):
-            node.meta[PARAMETER] = True
+    _mark_parameters(graph, static)
+    chosen = [p.name for p in passes.select(options.passes, options.disable)]
+    if options.split_batch > 1 and concerns(graph, chosen):
+        _run(graph, [SplitBatch(options.split_batch)], options, "joint", resumed=True)
+    if Regather.name in chosen:
         passes.run(graph, passes=[Regather(options.memory_budget)], verify=False, meshes=mesh_groups())
+
+
+def _mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
+    for node in static_placeholders(graph, static):
+        node.meta[PARAMETER] = True
 
 
 def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> None:
@@ -62,21 +83,26 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
     """
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
-        _run(graph, chosen, options, direction(graph, inference))
+        split: list[Pass] = []
+        if inference and options.split_batch > 1:
+            _mark_parameters(graph, static_inputs())
+            split = [SplitBatch(options.split_batch)]
+        _run(graph, [*split, *chosen], options, direction(graph, inference))
         if options.inner == "inductor" and Schedule.name in chosen:
             pin(graph)
         if options.agreement:
             seal(graph, scheduled=options.inner == "inductor")
 
 
-def _run(graph: fx.Graph, chosen: list[str], options: Options, where: str) -> None:
+def _run(graph: fx.Graph, chosen: Sequence[Pass | str], options: Options, where: str, *, resumed: bool = False) -> None:
+    """`resumed`: passes have run on this graph before, of which the records go on."""
     binary_products(graph)
     traced = passes.collectives(graph)
     simulate = simulation(graph, where) if options.verify else None
     frame = current_frame()
     if options.dump and Path(options.dump) not in frame.roots:
         frame.roots.append(Path(options.dump))
-    observe = stage_written(frame, where)
+    observe = stage_written(frame, where, resumed=resumed)
     run = partial(passes.run, passes=chosen, meshes=mesh_groups(), simulate=simulate, observe=observe)
     try:
         done = run(graph)
@@ -105,4 +131,4 @@ def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
     return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 
 
-__all__ = ["choose_saved", "concerns", "direction", "optimise", "simplify_joint"]
+__all__ = ["concerns", "direction", "optimise", "prepare_partition", "simplify_joint"]

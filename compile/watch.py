@@ -59,11 +59,19 @@ def dumped(gm: fx.GraphModule, folder: str) -> Iterator[None]:
         yield
 
 
-def stage_written(frame: Frame, direction: str) -> Callable[[int, str, fx.Graph], None]:
-    """What `passes.run(observe=...)` calls: follows the collectives of a graph, and writes its stages down."""
+def stage_written(frame: Frame, direction: str, *, resumed: bool = False) -> Callable[[int, str, fx.Graph], None]:
+    """What `passes.run(observe=...)` calls: follows the collectives of a graph, and writes its stages down.
+
+    `resumed`: after those that were written before.
+    """
     follow, names = Follower(frame, direction), labels()
+    written = len(frame.story(direction).stages) if resumed else 0
 
     def observe(stage: int, name: str, graph: fx.Graph) -> None:
+        if written and stage == 0:
+            follow.resume(graph)
+            return
+        stage += max(written - 1, 0)
         follow(stage, name, graph)
         if is_wanted(frame):
             write(frame, f"{ORDER[direction]}.{stage:02}_{name}.txt", readable(graph, names))

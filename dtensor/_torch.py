@@ -480,6 +480,12 @@ def static_placeholders(graph: torch.fx.Graph, static: Sequence[int]) -> list[to
     return [node for node in graph.find_nodes(op="placeholder") if is_static(node.meta.get("desc"))]
 
 
+def static_inputs() -> Sequence[int]:
+    """Indices of the arguments that are parameters or buffers, of what is compiled now; as `static_placeholders`."""
+    context = TracingContext.try_get()
+    return context.fw_metadata.static_input_indices if context is not None and context.fw_metadata else ()
+
+
 def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
     """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
     from torch._dynamo.backends.common import aot_autograd
@@ -674,6 +680,7 @@ __all__ = [
     "shard_order",
     "size_formula",
     "stand_in",
+    "static_inputs",
     "static_placeholders",
     "strided_shard",
     "symbolic_mode",

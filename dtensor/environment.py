@@ -9,6 +9,7 @@ unset, or empty, says nothing. Switches are 0 or 1, lists are separated by comma
     DTENSOR_DUMP=folder              write there all that is made of a program (read at import, too)
     DTENSOR_VERIFY=1                 replay each graph on simulated ranks before and after every pass
     DTENSOR_MEMORY_BUDGET=1000000    bytes of gathered tensors that may be saved for the backward
+    DTENSOR_SPLIT_BATCH=2            compute on so many parts of a batch, one while another travels
     DTENSOR_AGREEMENT=0              graphs run without comparing with the other ranks what they communicate
 """
 
@@ -23,6 +24,7 @@ VARIABLES = {
     "dump": "DTENSOR_DUMP",
     "verify": "DTENSOR_VERIFY",
     "memory_budget": "DTENSOR_MEMORY_BUDGET",
+    "split_batch": "DTENSOR_SPLIT_BATCH",
     "agreement": "DTENSOR_AGREEMENT",
 }
 """Option of `dtensor.compile.Options` -> the variable that stands for it. (`inner` has none: who runs is given.)"""
@@ -84,7 +86,8 @@ def _names(option: str) -> tuple[str, ...]:
 def _number(option: str) -> int:
     given = text(option)
     if not given.isdecimal():
-        raise ValueError(f"the environment variable {VARIABLES[option]} is {given!r}; write a number of bytes")
+        unit = {"memory_budget": "bytes", "split_batch": "parts"}[option]
+        raise ValueError(f"the environment variable {VARIABLES[option]} is {given!r}; write a number of {unit}")
     return int(given)
 
 
@@ -95,6 +98,7 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "dump": text,
     "verify": _switch,
     "memory_budget": _number,
+    "split_batch": _number,
     "agreement": _switch,
 }
 """Option -> what reads its variable."""

@@ -4,6 +4,7 @@ Plain frozen data. What they mean for redistribution is decided in `plan`, what 
 Registered with torch as opaque value types, so that Dynamo builds, compares and passes them inside a traced function.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -113,13 +114,39 @@ def as_placements(given: Sequence | Placement | None, mesh_ndim: int, ndim: int)
     if given is None:
         return (Replicate(),) * mesh_ndim
     if isinstance(given, Placement) or not isinstance(given, (tuple, list)):
-        raise PlacementError(f"placements is a sequence with one placement per mesh axis, write [{given!r}]")
+        raise _not_a_sequence(given)
     if len(given) != mesh_ndim:
         raise PlacementError(
             f"the mesh has {mesh_ndim} axes but {len(given)} placements were given: {list(given)}; "
             "write one placement per mesh axis, Replicate() where nothing is sharded"
         )
     return tuple([_from_front(as_placement(p), ndim) for p in given])
+
+
+def words(given: Sequence | None) -> str:
+    """Placements as text, such as `S(-1)R`, which `parsed` reads; None is "". Does little, for Dynamo traces it.
+
+    Raises:
+        PlacementError: something that is no placement, or one by itself.
+    """
+    if given is None:
+        return ""
+    if not isinstance(given, (tuple, list)):
+        raise _not_a_sequence(given)
+    return "".join([str(as_placement(p)) for p in given])
+
+
+def parsed(text: str) -> tuple[Placement, ...]:
+    """The placements that `words` wrote."""
+    found = [m.groups() for m in _WORD.finditer(text)]
+    return tuple([Shard(int(dim)) if dim else Replicate() if r else Partial(op or "sum") for dim, r, op in found])
+
+
+_WORD = re.compile(r"S\((-?\d+)\)|(R)|P(?:\((\w+)\))?")
+
+
+def _not_a_sequence(given) -> PlacementError:
+    return PlacementError(f"placements is a sequence with one placement per mesh axis, write [{given!r}]")
 
 
 def _from_front(p: Placement, ndim: int) -> Placement:
@@ -131,4 +158,14 @@ def _from_front(p: Placement, ndim: int) -> Placement:
     return p if p.dim >= 0 else Shard(p.dim + ndim)
 
 
-__all__ = ["REDUCE_OPS", "Partial", "Placement", "Replicate", "Shard", "as_placement", "as_placements"]
+__all__ = [
+    "REDUCE_OPS",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "as_placement",
+    "as_placements",
+    "parsed",
+    "words",
+]

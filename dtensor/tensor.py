@@ -32,7 +32,7 @@ from .invariance import region_of_torch
 from .layout import Layout
 from .mesh import mesh_shape, world_of
 from .pending import Pending, waited
-from .placements import Placement, Replicate, Shard, as_placements
+from .placements import Placement, Replicate, Shard, as_placements, parsed, words
 from .plan import Prefer
 from .redistribute import check_target, redistribute_local
 from .spec import Spec, define_local_sizes
@@ -148,15 +148,15 @@ class DTensor(torch.Tensor):
             raise ValueError(
                 f"from_local takes shape and stride together or neither; got shape={shape}, stride={stride}"
             )
+        if torch.compiler.is_dynamo_compiling() and not run_check:
+            given = words(placements), shape or (), stride or (), words(grad_placements)
+            return torch.ops.dtensor.from_local(local_tensor, mesh, *given)
         checked = as_placements(placements, mesh.ndim, local_tensor.dim())
         grads = None if grad_placements is None else as_placements(grad_placements, mesh.ndim, local_tensor.dim())
         if run_check:
             local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None)
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
-        if torch.compiler.is_dynamo_compiling():
-            text = "" if grads is None else _text(grads)
-            return torch.ops.dtensor.from_local(local_tensor, mesh, _text(checked), shape, stride, text)
         return _FromLocal.apply(local_tensor, mesh, checked, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -424,17 +424,19 @@ class _FromLocal(torch.autograd.Function):
         return local, None, None, None, None, None
 
 
-# What Dynamo puts into its graph for `from_local`: an autograd function it traces twice over, forward and backward.
+# What Dynamo puts into its graph for `from_local`: an autograd function it traces twice over, forward and backward, and
+# each line of Python is slow there.
 library.define(
-    "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str layout, "
-    "SymInt[] shape, SymInt[] stride, str grad_layout) -> Tensor(a)"
+    "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, "
+    "SymInt[] shape, SymInt[] stride, str grad_placements) -> Tensor(a)"
 )
 
 
 def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str) -> DTensor:
-    """`dtensor::from_local`: taken apart at once, on any tensor and by any mode."""
-    layout, grads = (Layout.parse(t, x.dim()).placements if t else None for t in (text, grad_text))
-    return _FromLocal.apply(x, mesh, layout, tuple(shape), tuple(stride), grads)
+    """`dtensor::from_local`: taken apart at once, on any tensor and by any mode. What is empty was not given."""
+    sizes = {"shape": shape, "stride": stride} if shape else {}
+    placements, grads = (parsed(t) if t else None for t in (text, grad_text))
+    return DTensor.from_local(x, mesh, placements, **sizes, grad_placements=grads)
 
 
 library.impl("from_local", _from_local_operator, "CompositeImplicitAutograd")

@@ -33,6 +33,7 @@ from .schedule import Schedule
 from .shard_first import ShardFirst
 from .simulate import mesh_groups, simulate
 from .sink import Sink
+from .split_batch import SplitBatch
 from .sum_of_all_reduces import SumOfAllReduces
 from .text import text
 from .verify import verify
@@ -68,6 +69,7 @@ __all__ = [
     "ShardFirst",
     "Simulation",
     "Sink",
+    "SplitBatch",
     "SumOfAllReduces",
     "collectives",
     "count",

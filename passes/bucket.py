@@ -47,7 +47,7 @@ class Bucket:
     be needed before all of the bucket can start: overlap is not given up for fewer starts. The rank's place in the
     buffer is found when the graph runs; sizes are those that all ranks of the group send, so that these decide alike.
     Symbolic sizes are left alone, and so is memory that is written to; what leaves the graph is copied out of the
-    buffer.
+    buffer. Parts of a batch that was split do not travel together, or there was no use in splitting it.
 
     Reductions of a bucket may be added up in another order, for a ring cuts the buffer elsewhere.
     """
@@ -104,7 +104,7 @@ def _read(node: fx.Node) -> _Start | None:
     fixed = groups.seconds(op, 0, group)
     per_byte = groups.seconds(op, 1, group) - fixed
     copied = groups.seconds("shard", size, group) - groups.seconds("shard", 0, group)
-    key = (node.target, info.op, info.reduce_op, val.dtype, *map(str, node.args[1:]))
+    key = (node.target, info.op, info.reduce_op, val.dtype, node.meta.get(ir.PART), *map(str, node.args[1:]))
     return _Start(node, wait, op, key, size, fixed, per_byte, 2 * copied)
 
 

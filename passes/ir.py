@@ -73,6 +73,9 @@ PARTS = "dtensor_parts"
 ARRIVAL = "dtensor_arrival"
 """The key in the `meta` of what `lower` puts after a wait to reduce what arrived: it belongs to the collective."""
 
+PART = "dtensor_part"
+"""The key in the `meta` of what runs on a part of a batch under which `split_batch` leaves which part that is."""
+
 # The value of a node, and what is true of it alone: everything else in `meta` tells where the node came from.
 _OWN_META = frozenset(
     (
@@ -269,8 +272,11 @@ def emit(before: fx.Node, c: Collective, *, like: fx.Node) -> fx.Node:
     return insert(before, TARGETS[c.op], tuple(getattr(c, f) for f in FIELDS[c.op]), like=like)
 
 
-def replace(node: fx.Node, new: fx.Node) -> None:
-    """Let `new` stand for `node`, copied to the memory layout of `node` where that differs, and erase `node`."""
+def replace(node: fx.Node, new: fx.Node) -> fx.Node:
+    """Let `new` stand for `node`, copied to the memory layout of `node` where that differs, and erase `node`.
+
+    Returns what stands for it.
+    """
     wanted = value(node)
     if not same_strides(value(new), wanted.stride()):
         order = memory_order(wanted)
@@ -284,6 +290,7 @@ def replace(node: fx.Node, new: fx.Node) -> None:
             new = insert(node, aten.permute.default, (new, back), like=node)
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
+    return new
 
 
 def copy(before: fx.Node, x: fx.Node) -> fx.Node:

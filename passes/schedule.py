@@ -37,12 +37,18 @@ class Schedule:
     then it starts; then comes what stood before its result is needed and is not part of that. Waits stand where
     something computes with what arrives.
 
+    Before a wait comes also another collective that needs nothing which is still to come: of a second chain of
+    collectives that depends on nothing in the first (the other half of a batch, the other of two parallel layers),
+    so that the one computes while the other communicates. What such a collective is made of may itself be waited for,
+    if that started earlier than what is waited for here. So chains take turns, two at a time where one stands behind
+    the other in the graph.
+
     What needs nothing but inputs (the gather of a parameter) could start at once, and would hold memory: it starts one
     ahead, when the one that is needed before it is waited for, in the order of need; more than one where they are
-    small. A reduction whose result is needed late is waited for when too much is in flight; if another collective sends
-    its result on (the sum over replicas of what was scattered), that starts then. `ahead` bounds, for each of the three
-    kinds, the bytes of buffers started and not waited for; one is always allowed. By default it is the largest buffer
-    in the graph.
+    small. A reduction whose result no other needs (a gradient's) is waited for when too much is in flight; if another
+    collective sends its result on (the sum over replicas of what was scattered), that starts then. `ahead` bounds, for
+    each of these kinds, the bytes of buffers started and not waited for; one is always allowed. By default it is the
+    largest buffer in the graph, that of a batch in parts counted as one.
 
     Where starts stand among each other follows from the graph and from the sizes of their buffers, which are alike on
     all ranks of a group.
@@ -56,9 +62,11 @@ class Schedule:
 
     def __call__(self, graph: fx.Graph) -> int:
         nodes = list(graph.nodes)
-        sizes = [_in_flight(node) for node in nodes if _is_plain(node)]
-        if not sizes:
+        starts = [node for node in nodes if _is_plain(node)]
+        if not starts:
             return 0
+        parts = 1 + max([node.meta.get(ir.PART, 0) for node in starts])
+        sizes = [_in_flight(node) * (parts if ir.PART in node.meta else 1) for node in starts]
         ahead = max(sizes) if self.ahead is None else self.ahead
         before, floats, order = dependencies(graph), floating(nodes), nodes
         for _ in range(ROUNDS):
@@ -104,6 +112,8 @@ class _Facts:
         needed: where the first computation stands that needs it.
         computed: whether it needs anything but inputs and what carries their elements.
         next: waits for what was computed -> the starts that send it on, with nothing computed in between.
+        behind: the waits for what was computed that each node needs, but hardly any that another of them needs.
+        then: starts of what other starts are computed from -> these.
         anchors: the computations.
     """
 
@@ -113,6 +123,8 @@ class _Facts:
         self.needed = _first_need(nodes, before, floats, self.place)
         self.computed = _is_computed(nodes, before, floats)
         self.next = _next(nodes, before, floats, self.computed)
+        self.behind = _behind(nodes, before, self.computed)
+        self.then = _then(nodes, self.behind, {start for starts in self.next.values() for start in starts})
         self.anchors = [node for node in nodes if node not in floats and node.op != "output"]
 
 
@@ -126,13 +138,15 @@ class _Walk:
     def __init__(self, facts: _Facts, ahead: int, prefetched: Sequence[fx.Node] = ()):
         self.nodes, self.before, self.ahead = facts.nodes, facts.before, ahead
         self.place, self.needed, self.computed = facts.place, facts.needed, facts.computed
-        self.next, self.anchors = facts.next, facts.anchors
-        self.filled = 0
-        self.order: dict[fx.Node, None] = {}
+        self.next, self.anchors, self.behind, self.then = facts.next, facts.anchors, facts.behind, facts.then
+        self.ready: set[fx.Node] = set()
+        self.filled, self.passed = 0, list[fx.Node]()
+        self.order: dict[fx.Node, int] = {}
         self.ongoing: set[fx.Node] = set()
+        self.wanted, self.overtaking = set[fx.Node](), False
         self.left, self.demanded = deque(prefetched), list[fx.Node]()
         self.later = {start for starts in self.next.values() for start in starts}
-        self.flying: dict[tuple[bool, bool], dict[fx.Node, int]] = {}
+        self.flying: dict[str, dict[fx.Node, int]] = {}
 
     def run(self) -> list[fx.Node]:
         """The new order."""
@@ -141,7 +155,9 @@ class _Walk:
                 self.put(node)
         self.prefetch()
         starts = [node for node in self.nodes if _is_plain(node) and self.computed[node]]
+        self.ready.update([s for s in starts if not self.behind[s] and s not in self.later])
         for start in sorted(starts, key=self.later.__contains__):
+            self.wanted.add(start)
             self.need(start)
         for node in self.nodes:
             self.need(node)
@@ -169,12 +185,14 @@ class _Walk:
         """Put `node` down, whose needs are there; around starts and waits also what goes with them."""
         if node.target is ir.WAIT and _is_plain(node.all_input_nodes[0]):
             self.arrive(node, node.all_input_nodes[0])
-        elif _is_plain(node) and self.computed[node]:
+        elif _is_plain(node) and self.computed[node] and node not in self.then:
             self.make_room(node)
         if node not in self.order:
-            self.order[node] = None
+            self.order[node] = len(self.order)
+            self.ready.discard(node)
             if _is_plain(node):
                 self.like(node)[node] = _in_flight(node)
+                self.ready.update([s for s in self.then.get(node, ()) if s not in self.later and s not in self.order])
             for start in self.next.get(node, ()):
                 if all(x.target is not ir.WAIT for x in self.missing(start)):
                     self.need(start)
@@ -184,18 +202,44 @@ class _Walk:
         if wait in self.ongoing:
             return
         self.ongoing.add(wait)
-        self.fill(self.needed[wait])
+        if not self.overtaking:
+            if self.computed[start]:
+                self.overtake(start)
+            self.fill(self.needed[wait], start)
         self.like(start).pop(start, None)
         if not self.computed[start]:
             self.demanded.append(start)
             self.prefetch()
 
-    def fill(self, end: int) -> None:
-        """Put down the computations that stood before `end`."""
+    def overtake(self, start: fx.Node) -> None:
+        """Before the wait for `start`, the first start that needs nothing which is sent after it, if there is room."""
+        for other in sorted(self.ready, key=self.place.__getitem__):
+            if other in self.wanted or not self.comes_before(other, start):
+                continue
+            flying = [x for x in self.like(other) if x is not start and _wait_of(x) not in self.behind[other]]
+            gathered = [x for x in self.missing(other) if x.target is ir.WAIT and not self.computed[x]]
+            if not flying and not gathered:
+                self.wanted.add(other)
+                self.overtaking = True
+                self.need(other)
+                self.overtaking = False
+            return
+
+    def comes_before(self, node: fx.Node, start: fx.Node) -> bool:
+        """Whether all that was computed, sent, and is needed by `node` was sent before `start`."""
+        waits = [wait for wait in self.behind[node] if wait not in self.order]
+        return all(self.order.get(wait.all_input_nodes[0], len(self.order)) < self.order[start] for wait in waits)
+
+    def fill(self, end: int, start: fx.Node) -> None:
+        """Put down the computations that stood before `end`, without those that need what is sent after `start`."""
         while self.filled < len(self.anchors) and self.place[self.anchors[self.filled]] < end:
-            node = self.anchors[self.filled]
+            self.passed.append(self.anchors[self.filled])
             self.filled += 1
-            if node not in self.order:
+        passed, self.passed = self.passed, []
+        for node in passed:
+            if node not in self.order and self.computed[start] and not self.comes_before(node, start):
+                self.passed.append(node)
+            else:
                 self.need(node)
 
     def prefetch(self) -> None:
@@ -221,8 +265,11 @@ class _Walk:
             flying.pop(oldest, None)
 
     def like(self, start: fx.Node) -> dict[fx.Node, int]:
-        """The bytes in flight of each start of the same kind: of what only needs inputs, is computed, or is sent on."""
-        return self.flying.setdefault((self.computed[start], start in self.later), {})
+        """The bytes in flight of each start of the same kind."""
+        if not self.computed[start]:
+            return self.flying.setdefault("of inputs", {})
+        kind = "sent on" if start in self.later else "chained" if start in self.then else "last"
+        return self.flying.setdefault(kind, {})
 
 
 def _wait_of(start: fx.Node) -> fx.Node:
@@ -254,6 +301,28 @@ def _next(
         if _is_plain(node) and all(x in floats for x in before[node]):
             for wait in above[node]:
                 found.setdefault(wait, []).append(node)
+    return found
+
+
+def _behind(nodes: list[fx.Node], before: Before, computed: dict[fx.Node, bool]) -> dict[fx.Node, dict[fx.Node, None]]:
+    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in nodes:
+        waits: dict[fx.Node, None] = {}
+        for x in before[node]:
+            waits.update({x: None} if x.target is ir.WAIT and computed[x] else found[x])
+        above = {w for wait in waits for w in found[wait]} if len(waits) > 1 else ()
+        found[node] = {wait: None for wait in waits if wait not in above}
+    return found
+
+
+def _then(
+    nodes: list[fx.Node], behind: dict[fx.Node, dict[fx.Node, None]], sent_on: set[fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if _is_plain(node) and node not in sent_on:
+            for wait in behind[node]:
+                found.setdefault(wait.all_input_nodes[0], []).append(node)
     return found
 
 

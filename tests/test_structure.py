@@ -82,8 +82,9 @@ def test_core_imports_downwards_and_never_compile_or_passes(name):
 
 
 @pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("dtensor.passes")])
-def test_passes_know_the_graph_and_the_collectives(name):
-    allowed = tuple(f"dtensor.{m}" for m in ("collectives", "cost", "errors", "_torch", "passes", "provenance"))
+def test_passes_know_the_graph_the_collectives_and_the_rules(name):
+    known = ("collectives", "cost", "errors", "_torch", "passes", "provenance", "layout", "spec", "rules")
+    allowed = tuple(f"dtensor.{m}" for m in known)
     for found in imports(name, MODULES[name]):
         if found.startswith("dtensor."):
             assert found.startswith(allowed), f"{name} imports {found}"

@@ -12,6 +12,7 @@ batches, in blocks of steps that take turns; their losses have to agree. Beside 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from ..namespaces import End
 from ..plans import NO_COLLECTIVES, RANKS
 from ..ranks import RanksFailed, on_ranks
 from ..record import OURS, Record, Setting
-from ..sides import batch, forget_failed, made, reason
+from ..sides import HALVES, batch, forget_failed, made, reason
 from ..timing import compared, interleaved, quartiles
 from ..uncoded import UNCODED
 
@@ -35,6 +36,9 @@ LOOPBACK = "loopback"
 RATES = ("1gbit", "100mbit")
 WARM_UP = 3
 """Steps of each side before the first block; the first compiles."""
+
+IN_HALVES = ("tp", "sp")
+"""Plans by which what is computed on communicates: others have nothing that a batch in halves would hide."""
 
 TOLERANCE = 1e-3
 """How far the losses of two sides may lie apart, relatively."""
@@ -75,7 +79,7 @@ AMOUNTS = {
             Job("transformer-2", "fsdp", 2, (LOOPBACK, RATES[0])),
             *[Job("transformer-2", plan, 4, (RATES[0],)) for plan in ("hsdp", "2d")],
         ),
-        (OURS, *PEERS),
+        (OURS, HALVES, *PEERS),
         REAL,
         5,
         2,
@@ -86,7 +90,7 @@ AMOUNTS = {
             *[Job("transformer-2", plan, 4, EVERYWHERE) for plan in ("tp", "sp", "fsdp")],
             *[Job("transformer-8", plan, 2, EVERYWHERE) for plan in ("tp", "sp", "fsdp")],
         ),
-        (OURS, "dtensor eager", *PEERS),
+        (OURS, HALVES, "dtensor eager", *PEERS),
         REAL,
         15,
         3,
@@ -187,7 +191,9 @@ def run(effort: Effort) -> Iterator[Record]:
 
 def _job(amount: Amount, job: Job, links: tuple[str, ...]) -> Iterator[Record]:
     model = named(job.model, amount.sizes)
-    sides = tuple([s for s in amount.sides if s != "torch tuned" or job.plan not in NO_COLLECTIVES])
+    idle = ("torch tuned",) if job.plan in NO_COLLECTIVES else ()
+    idle += () if job.plan in IN_HALVES else (HALVES,)
+    sides = tuple([s for s in amount.sides if s not in idle])
     given = (model, job.plan, sides, links, amount)
     if links == (LOOPBACK,):
         found = on_ranks(on_rank, job.ranks, *given)
@@ -213,12 +219,12 @@ def _records(at: Setting, found: Found, link: str) -> Iterator[Record]:
         yield at.missing("step", note, peer)
     times, alone = found.step[link], found.communication[link]
     exposed = {s: max(quartiles(times[s])[1] - quartiles(found.compute[s])[1], 0.0) for s in times}
-    for peer in times:
-        if peer != OURS:
-            yield at.timed("step", "ms", compared(times[OURS], times[peer], 1e3), peer)
-            yield at.timed("compute", "ms", compared(found.compute[OURS], found.compute[peer], 1e3), peer)
-            ours, theirs = 1e3 * exposed[OURS], 1e3 * exposed[peer]
-            yield at.counted("exposed communication", "ms", ours, peer, theirs, note="of medians")
+    ours = [s for s in (OURS, HALVES) if s in times]
+    for side, peer in product(ours, [s for s in times if s not in ours]):
+        yield at.timed("step", "ms", compared(times[side], times[peer], 1e3), peer, side)
+        yield at.timed("compute", "ms", compared(found.compute[side], found.compute[peer], 1e3), peer, side)
+        mine, theirs = 1e3 * exposed[side], 1e3 * exposed[peer]
+        yield at.counted("exposed communication", "ms", mine, peer, theirs, side, note="of medians")
     for side in times:
         step, compute, communication = (quartiles(t[side])[1] for t in (times, found.compute, alone))
         overlap = (compute + communication - step) / max(min(compute, communication), 1e-9)

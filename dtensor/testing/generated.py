@@ -31,7 +31,7 @@ def products_while_under_way(code: str) -> list[int]:
         if call["product"]:
             products += 1
         elif call["op"] != _WAIT:
-            started[call["result"]] = products
+            started[call["result"] or call["first"]] = products  # one in place gives nothing
         elif call["first"] in started:
             found[call["first"]] = products - started[call["first"]]
     if missing := [name for name in started if name not in found]:

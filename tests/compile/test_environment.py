@@ -31,7 +31,7 @@ def collectives(x):
 
 def test_there_is_a_variable_for_each_option():
     assert [*environment.VARIABLES, "inner"] == [
-        *("passes", "disable", "strict", "dump", "verify", "memory_budget", "agreement", "inner")
+        *("passes", "disable", "strict", "dump", "verify", "memory_budget", "split_batch", "agreement", "inner")
     ]
     assert {*environment.VARIABLES, "inner"} == {f.name for f in fields(Options)}
     assert all(variable in str(environment.__doc__) for variable in environment.VARIABLES.values())
@@ -45,6 +45,7 @@ def test_there_is_a_variable_for_each_option():
         ({"DTENSOR_DISABLE": "sink, scale,"}, {"disable": ("raise", "sink", "scale")}),
         ({"DTENSOR_PASSES": "raise,lower"}, {"passes": ("raise", "lower")}),
         ({"DTENSOR_MEMORY_BUDGET": "4096"}, {"disable": ("raise",), "memory_budget": 4096}),
+        ({"DTENSOR_SPLIT_BATCH": "2"}, {"disable": ("raise",), "split_batch": 2}),
         ({"DTENSOR_PASSES": "lower", "DTENSOR_DISABLE": "lower"}, {"passes": ("lower",), "disable": ("lower",)}),
         (
             {"DTENSOR_VERIFY": "1", "DTENSOR_STRICT": "1", "DTENSOR_AGREEMENT": "0", "DTENSOR_DUMP": "/tmp"},
@@ -72,6 +73,7 @@ BAD = {
         "1GB",
         "the environment variable DTENSOR_MEMORY_BUDGET is '1GB'; write a number of bytes",
     ),
+    "DTENSOR_SPLIT_BATCH": ("0", "the environment variable DTENSOR_SPLIT_BATCH is a number of parts, got 0; write 1"),
     "DTENSOR_DUMP": (__file__, "the environment variable DTENSOR_DUMP is the path of a folder, but .* is a file"),
 }
 

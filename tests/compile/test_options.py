@@ -42,6 +42,8 @@ def whole(x):
         ({"dump": True}, TypeError, "option 'dump' is the path of a folder or None, got True"),
         ({"dump": ""}, TypeError, "option 'dump' is the path of a folder or None, got ''"),
         ({"dump": __file__}, ValueError, "option 'dump' is the path of a folder, but .*test_options.py is a file"),
+        ({"split_batch": True}, TypeError, "option 'split_batch' is a number of parts, got True"),
+        ({"split_batch": 0}, ValueError, "option 'split_batch' is a number of parts, got 0; write 1 to leave a batch"),
         ({"disable": None}, TypeError, "option 'disable' is a list of pass names, got None"),
     ],
 )
