@@ -8,6 +8,7 @@ import contextlib
 import functools
 import operator
 import re
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -570,6 +571,8 @@ def on_bytecode(hook: Callable[[Any, Any], None]) -> Any:
 def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable], Callable]):
     """Context in which all that torch.compile makes is shown, whatever the backend.
 
+    What a compiler compiles for itself while it is at work, as Inductor does to match patterns, is not.
+
     Args:
         dynamo: called with each graph module that Dynamo hands to a backend.
         wrap: gives what stands for a function that AOTAutograd calls with a graph module: "joint" (the partitioner),
@@ -579,6 +582,18 @@ def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable
     from torch._functorch import aot_autograd
 
     call, stage = OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile
+    at_work = threading.local()
+
+    def alone(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def work(*args, **kwargs):
+            at_work.now = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                at_work.now = False
+
+        return work
 
     @functools.wraps(call)
     def call_user_compiler(self, gm, example_inputs):
@@ -588,8 +603,9 @@ def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable
     @functools.wraps(stage)
     def stage2(state, capture, partition_fn, fw_compiler, bw_compiler=None, inference_compiler=None):
         given = (partition_fn, fw_compiler, bw_compiler or fw_compiler, inference_compiler or fw_compiler)
-        wrapped = map(wrap, ("joint", "forward", "backward", "inference"), given)
-        return stage(state, capture, *wrapped)
+        if not getattr(at_work, "now", False):
+            given = map(wrap, ("joint", "forward", "backward", "inference"), map(alone, given))
+        return stage(state, capture, *given)
 
     OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call_user_compiler, stage2
     try:

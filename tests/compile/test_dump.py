@@ -8,6 +8,8 @@ import warnings
 
 import pytest
 import torch
+from functorch.compile import aot_function, nop
+from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import fresh_cache
 
 import dtensor.compile
@@ -221,3 +223,18 @@ def test_statistics_count_as_before(mesh, tmp_path):
     with dtensor.compile.dump(tmp_path), statistics() as s:
         compiled(there_and_back)(x)
     assert [c.op for c in s.forward] == ["all_gather"]
+
+
+def test_what_a_compiler_compiles_for_itself_is_not_shown(tmp_path):
+    """Inductor traces patterns while it compiles: their graphs are not the program's."""
+
+    def compiler(gm, _):
+        aot_function(lambda x: x.sin(), nop)(torch.ones(5))
+        return gm.forward
+
+    x = torch.ones(3, requires_grad=True)
+    with dtensor.compile.dump(tmp_path):
+        torch.compile(lambda x: x.exp().sum(), backend=aot_autograd(fw_compiler=compiler))(x).backward()
+    texts = {path.name: path.read_text() for path in tmp_path.glob("rank0/000_*/0[2-9]_*.txt")}
+    assert {name.split(".")[0] for name in texts} == {"02_joint", "03_forward", "04_backward"}
+    assert all("f32[3]" in text and "f32[5]" not in text for text in texts.values())

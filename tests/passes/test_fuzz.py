@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dtensor._torch import c10d
 from dtensor._torch import functional_collectives as funcol
 from dtensor.collectives import ops
-from dtensor.passes import PIPELINE, Bucket, Schedule, run, verify
+from dtensor.passes import PIPELINE, Bucket, Schedule, SplitBatch, run, verify
 from dtensor.passes.pipeline import copy_graph
 
 SIZE = {"dp": 2, "tp": 2, "world": 4}
@@ -242,7 +242,7 @@ QUIET = settings(
 )
 
 
-@pytest.mark.parametrize("p", PIPELINE, ids=lambda p: p.name)
+@pytest.mark.parametrize("p", (*PIPELINE, SplitBatch()), ids=lambda p: p.name)
 @settings(QUIET, max_examples=25)
 @given(program=programs)
 def test_each_pass(bench, p, program):
@@ -261,6 +261,16 @@ def test_lowered_graphs(bench, program, ahead, share, exchange):
         run(gm, passes=["lower"])
     for p in (*([Bucket()] if share else []), Schedule(ahead)):
         bench.apply(p, gm)
+
+
+@QUIET
+@given(program=programs)
+def test_split_and_scheduled(bench, program):
+    """Parts take turns in whatever order: nothing is waited for that has not started, and the numbers stay."""
+    gm = build(bench, program)
+    before = copy_graph(gm.graph)
+    run(gm, passes=[SplitBatch(), "lower", "bucket", "schedule"])
+    bench.simulation.check(before, gm.graph, exact=False)
 
 
 def check_pipeline(bench, program, exchange):
