@@ -242,7 +242,7 @@ QUIET = settings(
 )
 
 
-@pytest.mark.parametrize("p", (*PIPELINE, SplitBatch()), ids=lambda p: p.name)
+@pytest.mark.parametrize("p", [*PIPELINE, SplitBatch()], ids=lambda p: p.name)
 @settings(QUIET, max_examples=25)
 @given(program=programs)
 def test_each_pass(bench, p, program):
