@@ -16,7 +16,6 @@ from dtensor import passes
 from dtensor._torch import binary_products, static_inputs, static_placeholders
 from dtensor.errors import InvalidInputError
 from dtensor.passes import (
-    PARAMETER,
     PREPARE,
     SIMPLIFY,
     CommonSubexpressions,
@@ -25,6 +24,7 @@ from dtensor.passes import (
     Regather,
     Schedule,
     SplitBatch,
+    ir,
 )
 
 from .agreement import seal
@@ -72,7 +72,7 @@ def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) 
 
 def _mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
     for node in static_placeholders(graph, static):
-        node.meta[PARAMETER] = True
+        node.meta[ir.PARAMETER] = True
 
 
 def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> None:

@@ -26,7 +26,7 @@ from .narrow_moves import NarrowMoves
 from .pipeline import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, Pass, PassRecord, run, select
 from .raise_ import Raise
 from .reduce_scatter import ReduceScatter
-from .regather import PARAMETER, Regather
+from .regather import Regather
 from .scale import Scale
 from .scatter_part import ScatterPart
 from .schedule import Schedule
@@ -40,7 +40,6 @@ from .verify import verify
 
 __all__ = [
     "EXACTNESS",
-    "PARAMETER",
     "PIPELINE",
     "PREPARE",
     "SIMPLIFY",

@@ -73,6 +73,9 @@ PARTS = "dtensor_parts"
 ARRIVAL = "dtensor_arrival"
 """The key in the `meta` of what `lower` puts after a wait to reduce what arrived: it belongs to the collective."""
 
+PARAMETER = "dtensor_parameter"
+"""The key in a placeholder's `meta` that says that the caller holds it anyway: a parameter or a buffer."""
+
 PART = "dtensor_part"
 """The key in the `meta` of what runs on a part of a batch under which `split_batch` leaves which part that is."""
 

@@ -13,10 +13,6 @@ from . import groups, ir
 
 aten = ir.aten
 
-PARAMETER = "dtensor_parameter"
-"""The key in a placeholder's `meta` that says that the caller holds it anyway: a parameter or a buffer."""
-
-
 HELD = 2
 """Gathered parameters that `schedule` holds at once: one in use, and one that is gathered ahead."""
 
@@ -156,7 +152,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 
 def _is_of_parameter(node: fx.Node) -> bool:
     *_, first = _sources(node)
-    return bool(first.meta.get(PARAMETER))
+    return bool(first.meta.get(ir.PARAMETER))
 
 
 def _beyond(found: list[fx.Node], budget: int) -> list[fx.Node]:
@@ -188,4 +184,4 @@ def _bytes(node: fx.Node) -> int:
     return hint(val.numel()) * val.element_size()
 
 
-__all__ = ["CARRIERS", "PARAMETER", "Regather"]
+__all__ = ["CARRIERS", "Regather"]

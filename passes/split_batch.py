@@ -16,7 +16,6 @@ from dtensor.rules.pointwise import pointwise
 from dtensor.spec import Spec
 
 from . import ir
-from .regather import PARAMETER
 
 aten = ir.aten
 
@@ -56,12 +55,12 @@ class SplitBatch:
     `schedule` has the parts take turns: one computes while the other communicates. As many bytes are sent, in more
     collectives.
 
-    The batch is the first dimension of the first input that is no parameter (`PARAMETER` marks those), and of the other
-    inputs and tangents of that length. From there on the operators' sharding rules say what becomes of it: an operator
-    runs on parts where its rule lets it with no more than views of other operands; where it sums over the batch, as
-    for a gradient of a parameter, parts are added up, if that is no more than what it reads; everything else, random
-    draws included, runs once, on parts put together. Collectives along other dimensions run on parts. Where fewer
-    than `FEWEST` do, where the parts would not be even, and where sizes are symbolic, nothing is done.
+    The batch is the first dimension of the first input that is no parameter (`ir.PARAMETER` marks those), and of the
+    other inputs and tangents of that length. From there on the operators' sharding rules say what becomes of it: an
+    operator runs on parts where its rule lets it with no more than views of other operands; where it sums over the
+    batch, as for a gradient of a parameter, parts are added up, if that is no more than what it reads; everything else,
+    random draws included, runs once, on parts put together. Collectives along other dimensions run on parts. Where
+    fewer than `FEWEST` do, where the parts would not be even, and where sizes are symbolic, nothing is done.
 
     Gradients are added up in another order. All ranks of a group have to have batches that divide alike.
 
@@ -76,54 +75,63 @@ class SplitBatch:
         self.parts = parts
 
     def __call__(self, graph: fx.Graph) -> int:
-        ways = _ways(graph, self.parts)
-        split = [node for node in ways if ir.is_collective(node) and not ir.is_collective(node, "shard")]
-        if len(split) < FEWEST:
+        splits = _splits(graph, self.parts)
+        sent = [node for node in splits if ir.is_collective(node) and not ir.is_collective(node, "shard")]
+        if len(sent) < FEWEST:
             return 0
-        _Rewrite(ways, self.parts).run()
-        return len(split)
+        _Rewrite(splits, self.parts).run()
+        return len(sent)
+
+
+Cut = int | str | None
+"""What parts are of a tensor: slices of this dim, terms of a "sum", or each of them all of it (None)."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """How a node runs on parts: `inputs` and `outputs` are, of each tensor in the order of the call, the dimension that
-    is cut, None where it is whole, and of an output "sum" where the parts have to be added up."""
+class Split:
+    """How a node runs on parts: the call, and what parts are of the tensors it takes and gives, in their order."""
 
     args: Any
     kwargs: Any
-    inputs: tuple[int | str | None, ...]
-    outputs: tuple[int | str | None, ...]
+    inputs: tuple[Cut, ...]
+    outputs: tuple[Cut, ...]
     shape_arg: str | None = None
 
 
-def _ways(graph: fx.Graph, parts: int) -> dict[fx.Node, Way]:
+def _splits(graph: fx.Graph, parts: int) -> dict[fx.Node, Split]:
     """The nodes that run on parts, and how."""
-    cut: dict[fx.Node, Any] = _batch(graph, parts)
-    found: dict[fx.Node, Way] = {}
-    if not cut or not _is_static(graph):
+    given = _batch(graph, parts)
+    if not given or not _is_static(graph):
         return {}
+    outputs: dict[fx.Node, tuple[Cut, ...]] = dict.fromkeys(given, (0,))
+    found: dict[fx.Node, Split] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not any(cut.get(x) is not None for x in node.all_input_nodes):
+        if node.op != "call_function" or not any(_on_parts(x, outputs) for x in node.all_input_nodes):
             continue
-        way = _way(node, cut, parts)
-        if way is not None:
-            found[node] = way
-            many = isinstance(ir.value(node), (tuple, list))
-            outputs = [None if dim == "sum" else dim for dim in way.outputs] if not many else way.outputs
-            cut[node] = tuple(outputs) if many else outputs[0]
+        split = _split(node, outputs, parts)
+        if split is not None:
+            found[node] = split
+            outputs[node] = split.outputs
     return found
 
 
-def _batch(graph: fx.Graph, parts: int) -> dict[fx.Node, Any]:
+def _on_parts(node: fx.Node, outputs: dict[fx.Node, tuple[Cut, ...]]) -> bool:
+    """Whether what reads `node` may read parts. A sum is whole, added up; of several outputs one is got first."""
+    many = isinstance(ir.value(node), (tuple, list))
+    return node in outputs and (many or isinstance(outputs[node][0], int))
+
+
+def _batch(graph: fx.Graph, parts: int) -> list[fx.Node]:
+    """The inputs that hold the batch; none of them if it cannot be cut evenly."""
     inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(ir.value(n), torch.Tensor)]
-    given = [n for n in inputs if PARAMETER not in n.meta and ir.value(n).dim()]
+    given = [n for n in inputs if ir.PARAMETER not in n.meta and ir.value(n).dim()]
     first = next((n for n in given if not _is_tangent(n)), None)
     if first is None:
-        return {}
+        return []
     length = ir.value(first).shape[0]
     if not isinstance(length, int) or length == 0 or length % parts:
-        return {}
-    return {n: 0 for n in given if ir.value(n).shape[0] == length}
+        return []
+    return [n for n in given if ir.value(n).shape[0] == length]
 
 
 def _is_tangent(node: fx.Node) -> bool:
@@ -138,16 +146,21 @@ def _is_static(graph: fx.Graph) -> bool:
     )
 
 
-def _way(node: fx.Node, cut: dict[fx.Node, Any], parts: int) -> Way | None:
+def _split(node: fx.Node, outputs: dict[fx.Node, tuple[Cut, ...]], parts: int) -> Split | None:
+    """How `node` runs on parts, if it does, where the nodes before it give `outputs`."""
+
+    def cut(x: fx.Node) -> int | None:
+        found = outputs.get(x, (None,))[0]
+        return found if isinstance(found, int) else None
+
     if node.target is getitem:
         source, index = node.args
-        dim = cut[source][index]  # pyright: ignore
-        return Way(node.args, node.kwargs, (), (dim,))
+        return Split(node.args, node.kwargs, (), (outputs[source][index],))  # pyright: ignore
     c = ir.collective(node)
     if c is not None:
-        dim = cut[c.x]
+        dim = cut(c.x)
         along = dim in (c.gather_dim, c.scatter_dim) or c.op == "collective_permute"
-        return None if along else Way(node.args, node.kwargs, (dim,), (dim,))
+        return None if along else Split(node.args, node.kwargs, (dim,), (dim,))
     if not ir.is_local_pure(node) or not isinstance(node.target, OpOverload):
         return None
     make = rule_of(node.target) or (pointwise if ir.is_pointwise(node) else None)
@@ -156,12 +169,12 @@ def _way(node: fx.Node, cut: dict[fx.Node, Any], parts: int) -> Way | None:
     operands: list[fx.Node] = []
     call = _call(node, operands)
     rule = make(call)
-    sizes = sum([ir.value(x).numel() for x in operands])
+    read = sum([ir.value(x).numel() for x in operands])
     for candidate in candidates(rule):
-        if _runs(rule, candidate, parts) and _fits(candidate, [cut.get(x) for x in operands], call, parts):
+        if _runs(rule, candidate, parts) and _fits(candidate, [cut(x) for x in operands], call, parts):
             summed = [o.shape for o, dim in zip(call.outputs, candidate.outputs) if o is not None and dim == "sum"]
-            if sum([torch.Size(shape).numel() for shape in summed]) <= sizes:
-                return Way(node.args, node.kwargs, candidate.inputs, candidate.outputs, rule.shape_arg)
+            if sum([torch.Size(shape).numel() for shape in summed]) <= read:
+                return Split(node.args, node.kwargs, candidate.inputs, candidate.outputs, rule.shape_arg)
     return None
 
 
@@ -214,7 +227,7 @@ def _runs(rule: Rule, c: Candidate, parts: int) -> bool:
     return all(o == "sum" or isinstance(o, int) for o in made)
 
 
-def _fits(c: Candidate, have: list[Any], call: Call, parts: int) -> bool:
+def _fits(c: Candidate, have: list[int | None], call: Call, parts: int) -> bool:
     """Whether operands that are cut as `have` says are as the candidate wants them, or whole where it wants parts."""
     for dim, want, spec in zip(have, c.inputs, call.operands, strict=True):
         if isinstance(want, str) or (dim is not None and dim != want):
@@ -227,27 +240,27 @@ def _fits(c: Candidate, have: list[Any], call: Call, parts: int) -> bool:
 class _Rewrite:
     """Puts the parts of nodes in front of them, and lets them, put together, stand for the nodes."""
 
-    def __init__(self, ways: dict[fx.Node, Way], parts: int):
-        self.ways, self.parts = ways, parts
-        self.kept = _kept(ways)
+    def __init__(self, splits: dict[fx.Node, Split], parts: int):
+        self.splits, self.parts = splits, parts
+        self.kept = _kept(splits)
         self.made: dict[fx.Node, list[fx.Node]] = {}
         self.whole: dict[fx.Node, fx.Node] = {}
         self.slices: dict[tuple[fx.Node, int, int], fx.Node] = {}
 
     def run(self) -> None:
         """Rewrite the graph."""
-        for node, way in self.ways.items():
-            self.made[node] = [self.part(node, way, k) for k in range(self.parts)]
-            together = None if node in self.kept else self.together(node, way)
+        for node, split in self.splits.items():
+            self.made[node] = [self.part(node, split, k) for k in range(self.parts)]
+            together = None if node in self.kept else self.together(node, split)
             if together is not None:
                 self.whole[node] = ir.replace(node, together)
-        for node in reversed(self.ways):
+        for node in reversed(self.splits):
             if node not in self.kept and node not in self.whole:
                 node.graph.erase_node(node)
 
-    def together(self, node: fx.Node, way: Way) -> fx.Node | None:
+    def together(self, node: fx.Node, split: Split) -> fx.Node | None:
         """The parts of `node` put together, if anything reads that."""
-        made, dim = self.made[node], way.outputs[0]
+        made, dim = self.made[node], split.outputs[0]
         if isinstance(ir.value(node), (tuple, list)):
             return None  # what is got from it is put together
         if dim == "sum":
@@ -257,40 +270,40 @@ class _Rewrite:
             return total
         if dim is None:
             return made[0]
-        if all(user in self.ways and user not in self.kept for user in node.users):
+        if all(user in self.splits and user not in self.kept for user in node.users):
             return None
         return ir.insert(node, aten.cat.default, (made, dim), like=node)
 
-    def part(self, node: fx.Node, way: Way, k: int) -> fx.Node:
+    def part(self, node: fx.Node, split: Split, k: int) -> fx.Node:
         """Part `k` of `node`."""
-        args, kwargs = self.arguments(node, way, k)
+        args, kwargs = self.arguments(node, split, k)
         made = ir.insert(node, node.target, args, kwargs, like=node)
         made.meta[ir.PART] = k
         return made
 
-    def arguments(self, node: fx.Node, way: Way, k: int) -> tuple[tuple, dict]:
+    def arguments(self, node: fx.Node, split: Split, k: int) -> tuple[tuple, dict]:
         """What part `k` of `node` is called on."""
         if node.target is getitem:
-            return (self.made[way.args[0]][k], way.args[1]), {}
-        dims = iter(way.inputs)
+            return (self.made[split.args[0]][k], split.args[1]), {}
+        dims = iter(split.inputs)
 
         def given(x: fx.Node) -> Any:
             dim = next(dims) if isinstance(ir.value(x), torch.Tensor) else None
             return self.cut(x, dim, k, node) if isinstance(dim, int) else self.whole.get(x, x)
 
-        args, kwargs = (_mapped(a, given) for a in (way.args, way.kwargs))
-        if way.shape_arg is not None:
-            shape, dim = list(ir.value(node).shape), way.outputs[0]
+        args, kwargs = (_mapped(a, given) for a in (split.args, split.kwargs))
+        if split.shape_arg is not None:
+            shape, dim = list(ir.value(node).shape), split.outputs[0]
             if isinstance(dim, int):
                 shape[dim] //= self.parts
-            args, kwargs = replaced(node.target, args, kwargs, {way.shape_arg: shape})
+            args, kwargs = replaced(node.target, args, kwargs, {split.shape_arg: shape})
         if node.target in VIEWS and not _is_view(args[0], args[1]):
             args = (ir.copy(node, args[0]), *args[1:])
         return args, kwargs
 
     def cut(self, x: fx.Node, dim: int, k: int, before: fx.Node) -> fx.Node:
         """Part `k` of `x`: the one that was made, or a view of what is whole."""
-        if x in self.made and self.ways[x].outputs[0] == dim:
+        if x in self.made and self.splits[x].outputs[0] == dim:
             return self.made[x][k]
         x = self.whole.get(x, x)
         found = self.slices.get((x, dim, k))
@@ -301,12 +314,12 @@ class _Rewrite:
         return found
 
 
-def _kept(ways: dict[fx.Node, Way]) -> set[fx.Node]:
+def _kept(splits: dict[fx.Node, Split]) -> set[fx.Node]:
     """Views that something reads whole: they stay, as views of something whole."""
     found: set[fx.Node] = set()
-    for node in reversed(ways):
+    for node in reversed(splits):
         maker = node.args[0] if node.target is getitem else node
-        if any(user not in ways or user in found for user in node.users) and _is_view_of_another(maker):
+        if any(user not in splits or user in found for user in node.users) and _is_view_of_another(maker):
             found.add(node)
     return found
 

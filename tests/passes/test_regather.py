@@ -3,7 +3,7 @@
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.collectives import KEPT, ops
-from dtensor.passes import PARAMETER, Regather
+from dtensor.passes import Regather, ir
 
 
 def joint(bench, f, *shapes, parameters=(), dtype=None):
@@ -11,7 +11,7 @@ def joint(bench, f, *shapes, parameters=(), dtype=None):
     gm = bench.trace(f, *shapes)
     holders, tag = [n for n in gm.graph.nodes if n.op == "placeholder"], "is_forward"
     for k in parameters:
-        holders[k].meta[PARAMETER] = True
+        holders[k].meta[ir.PARAMETER] = True
     for node in gm.graph.nodes:
         if "sin" in node.name:
             tag = "is_backward"

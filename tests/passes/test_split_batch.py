@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.collectives import ops
-from dtensor.passes import PARAMETER, Bucket, Lower, Schedule, SplitBatch, collectives, ir, run
+from dtensor.passes import Bucket, Lower, Schedule, SplitBatch, collectives, ir, run
 from dtensor.passes.split_batch import FEWEST
 
 aten = torch.ops.aten
@@ -16,7 +16,7 @@ def traced(bench, f, *shapes, parameters=(), **kwargs):
     gm = bench.trace(f, *shapes, **kwargs)
     for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         if i in parameters:
-            node.meta[PARAMETER] = True
+            node.meta[ir.PARAMETER] = True
     return gm
 
 
