@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from dtensor._torch import OpOverload, hint, tree_leaves
+from dtensor._torch import OpOverload, hint
 from dtensor.passes import ir
 
 from .traffic import bytes_of, called
@@ -54,7 +54,7 @@ def seconds(node: fx.Node, machine: Machine) -> float:
     moved, flops = _moved(node), _flops(node)
     if not moved and not flops:
         return 0.0
-    out = next((x for x in tree_leaves(ir.value(node)) if isinstance(x, torch.Tensor)), None)
+    out = next(iter(ir.tensors(node)), None)
     peak = machine.half if out is not None and out.dtype in _HALF else machine.flops
     return max(flops / peak, moved / machine.memory) + machine.launch
 
@@ -63,13 +63,12 @@ def is_free(node: fx.Node) -> bool:
     """Whether a node does nothing when it runs, or only looks at what is there."""
     if node.op != "call_function":
         return True
-    leaves = tree_leaves(ir.value(node))
-    return not any(isinstance(x, torch.Tensor) for x in leaves) or (ir.aliases(node) and not ir.mutates(node))
+    return not ir.tensors(node) or (ir.aliases(node) and not ir.mutates(node))
 
 
 def machine_of(graph: fx.Graph) -> Machine:
     """The machine of the device that most of a graph's values are on."""
-    kinds = [x.device.type for n in graph.nodes for x in tree_leaves(ir.value(n)) if isinstance(x, torch.Tensor)]
+    kinds = [x.device.type for n in graph.nodes for x in ir.tensors(n)]
     return MACHINES["cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu"]
 
 
@@ -93,7 +92,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum([bytes_of(x) for x in tree_leaves(ir.value(node)) if isinstance(x, torch.Tensor)])
+    return sum(map(bytes_of, ir.tensors(node)))
 
 
 def _flops(node: fx.Node) -> float:

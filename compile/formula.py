@@ -7,6 +7,7 @@ another collective of it: a formula is given only if it says, for the mesh at ha
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -40,7 +41,12 @@ def formula(s: Sent, moves: Sequence[Moved | None]) -> Formula | None:
     sent = wire_bytes(s.op, sum([_size(m, _symbolic, _axis(m)) for m in known]), n)
     link = groups.link(s.group)
     time = link.start + link.alpha * WORK[s.op][0](n, _log2) + sent / link.bandwidth
-    return Formula(sympy.factor(sympy.sympify(sent)), time)  # pyright: ignore[reportArgumentType]
+    return Formula(_factored(sympy.sympify(sent)), time)
+
+
+@lru_cache(1 << 10)
+def _factored(x: sympy.Expr) -> sympy.Expr:
+    return sympy.factor(x)  # pyright: ignore[reportReturnType]
 
 
 def _size(m: Moved, length: Callable[[Any, Any, bool], Any], axis: Callable[[int], Any]) -> Any:

@@ -103,7 +103,7 @@ def _run(graph: fx.Graph, chosen: Sequence[Pass | str], options: Options, where:
     if options.dump and Path(options.dump) not in frame.roots:
         frame.roots.append(Path(options.dump))
     observe = stage_written(frame, where, resumed=resumed)
-    run = partial(passes.run, passes=chosen, meshes=mesh_groups(), simulate=simulate, observe=observe)
+    run = partial(passes.run, passes=chosen, traced=True, meshes=mesh_groups(), simulate=simulate, observe=observe)
     try:
         done = run(graph)
     except InvalidInputError as error:

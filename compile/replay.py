@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from dtensor._torch import disable_current_modes, has_hint, hint, tree_leaves
+from dtensor._torch import disable_current_modes, has_hint, hint
 from dtensor.collectives import group_ranks, group_size
 from dtensor.errors import PassError
 from dtensor.mesh import known_meshes, partitions
@@ -124,7 +124,7 @@ def _within(rows: Partition, ranks: list[int]) -> Partition | None:
 def _check_sizes(graph: fx.Graph) -> None:
     """Whether all ranks that run this graph have local tensors of the same sizes, which are known."""
     for node in graph.nodes:
-        sizes = [n for x in _tensors(node) for n in x.shape]
+        sizes = [n for x in ir.tensors(node) for n in x.shape]
         if not all(has_hint(n) for n in sizes):
             raise NotReplayed(f"{node.format_node()} has sizes that only the data tell")
     for node in graph.nodes:
@@ -155,7 +155,7 @@ def _evenness(node: fx.Node) -> list[bool]:
 
 def _check_bytes(graph: fx.Graph, world: int) -> None:
     own = [node for node in graph.nodes if node.op != "output" and not ir.aliases(node)]
-    total = world * sum([_bytes(x) for node in own for x in _tensors(node)])
+    total = world * sum([_bytes(x) for node in own for x in ir.tensors(node)])
     if total > MAX_BYTES:
         raise NotReplayed(
             f"its tensors take {total / 2**30:.1f} GiB on {world} ranks, and at most {MAX_BYTES / 2**30:.0f} are used"
@@ -167,10 +167,6 @@ def _bytes(x: torch.Tensor) -> int:
     for n in x.shape:
         count *= hint(n)
     return count
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(ir.value(node)) if isinstance(x, torch.Tensor)]
 
 
 __all__ = ["MAX_BYTES", "MAX_RANKS", "simulation"]

@@ -10,10 +10,8 @@ what this rank holds: inputs that are given to the step stay, all else goes afte
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import fx
 
-from dtensor._torch import tree_leaves
 from dtensor.passes import groups, ir
 from dtensor.passes.text import target_name
 
@@ -186,7 +184,7 @@ def _bytes(node: fx.Node) -> int:
     """Bytes that a node makes; what the output hands over was made before."""
     if node.op == "output":
         return 0
-    return sum([bytes_of(x) for x in tree_leaves(ir.value(node)) if isinstance(x, torch.Tensor)])
+    return sum(map(bytes_of, ir.tensors(node)))
 
 
 __all__ = ["Span", "Timeline", "seconds_of", "timeline"]

@@ -6,6 +6,7 @@ What an operator without a rule does instead is a kind of decision; `detours` ca
 """
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -74,6 +75,14 @@ class Decision:
     fallback: bool = False
     homes: tuple[Spec | None, ...] = ()
     simple: Callable[..., Any] | None = None
+
+    def on(self, mesh: Any) -> "Decision":
+        """The same with results on `mesh`, the mesh of the decision or a stand-in for it."""
+        specs = [s for s in self.outputs if s is not None]
+        if not specs or specs[0].mesh is mesh:
+            return self
+        outputs, homes = (tuple([s and s.on(mesh) for s in some]) for some in (self.outputs, self.homes))
+        return dataclasses.replace(self, outputs=outputs, homes=homes)
 
 
 def is_dtensor(a: Any) -> bool:
@@ -328,9 +337,14 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
 
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:
-    specs = mapped(args, lambda t: t._spec), {k: mapped(v, lambda t: t._spec) for k, v in kwargs.items()}
+    """The call as rules see it: arguments with specs in place of DTensors, on the mesh itself and no stand-in."""
+    specs = tuple([mapped(a, _known) for a in args]), {k: mapped(v, _known) for k, v in kwargs.items()}
     outputs, many = _outputs(func, args, kwargs)
-    return Call(func, tuple(specs[0]), specs[1], operands, outputs, many)
+    return Call(func, *specs, [o.known for o in operands], outputs, many)
+
+
+def _known(x: Any) -> Spec:
+    return x._spec.known
 
 
 def mapped(a, of: Callable[[Any], Any]):

@@ -27,8 +27,9 @@ from .spec import Spec
 MOST_DECISIONS = 1 << 16
 """Decisions kept; at one more all are dropped."""
 
-SYMBOLIC, PLAIN = 1, 2
-"""What may be found in an argument that keeps a decision from being looked up."""
+STAND_IN, SYMBOLIC, PLAIN = 1, 2, 4
+"""What may be found in an argument: a stand-in for a mesh, which results get, too; and what keeps a decision from being
+looked up."""
 
 ATOMS = frozenset((int, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 """Types of arguments that hold no tensor and stand in a key as they are."""
@@ -70,7 +71,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
             else:
                 parts.append(name)
                 found |= _walk((a,), parts, [])
-    if found:
+    if found > STAND_IN:
         out = _uncached(found, func, args, kwargs)
     else:
         key = tuple(parts)
@@ -79,7 +80,9 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
             if len(_cache) >= MOST_DECISIONS:
                 _cache.clear()
             decision = _cache[key] = decide(func, args, kwargs)
-        if decision.simple is None:
+        if found:
+            out = run(decision.on(_mesh_of((args, kwargs))), func, args, kwargs)
+        elif decision.simple is None:
             out = run(decision, func, args, kwargs)
         else:
             made = decision.simple(*local, **kwargs)
@@ -96,12 +99,20 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
     """A call with plain tensors among its arguments, or with sizes that no key can hold."""
     if not found & PLAIN:
-        return run(decide(func, args, kwargs), func, args, kwargs)
+        return run(decide(func, args, kwargs).on(_mesh_of((args, kwargs))), func, args, kwargs)
     if func._schema.name.startswith(FOREACH):
         return KINDS["foreach"](func, args, kwargs)
     if has_out(func):
         return KINDS["out"](func, args, kwargs)
     return dispatch(func, *with_plain_wrapped(func, args, kwargs))
+
+
+def _mesh_of(given: Any) -> Any:
+    """The mesh of the first DTensor among arguments, or the stand-in for it; None without DTensors."""
+    if isinstance(given, DTensorType):
+        return given._spec.mesh
+    items = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else ()
+    return next((mesh for item in items if (mesh := _mesh_of(item)) is not None), None)
 
 
 def forget() -> None:
@@ -113,15 +124,18 @@ def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
     """Append to `parts` what a decision depends on in arguments, and to `local` what the local operator is given.
 
     Returns:
-        What was found in them: SYMBOLIC sizes, PLAIN tensors.
+        What was found in them: a STAND_IN, SYMBOLIC sizes, PLAIN tensors.
     """
     found = 0
     for a in items:
         kind = type(a)
         if kind is DTensorType:
             spec = a._spec
-            parts.append(spec)
+            known = spec.known
+            parts.append(known)
             local.append(a._local_tensor)
+            if known is not spec:
+                found |= STAND_IN
             if not spec.static:
                 found |= SYMBOLIC
         elif kind is int:
@@ -150,9 +164,9 @@ def _other(a: Any, parts: list[Any], local: list[Any]) -> int:
     """As `_walk`, of an argument that is none of the usual."""
     parts.append(type(a))
     if isinstance(a, DTensorType):
-        parts.append(a._spec)
+        parts.append(a._spec.known)
         local.append(a._local_tensor)
-        return 0 if a._spec.static else SYMBOLIC
+        return (STAND_IN if a._spec.known is not a._spec else 0) | (0 if a._spec.static else SYMBOLIC)
     local.append(a)
     if isinstance(a, torch.Tensor):
         return PLAIN

@@ -1,7 +1,8 @@
 """Spec: all that is known of a distributed tensor but its values: mesh, layout, global shape, stride and dtype.
 
-Specs of static sizes are interned, so that the dispatch cache compares them by identity. Specs with symbolic sizes
-exist only while a graph is traced and are never cached.
+Specs of static sizes are interned, so that the dispatch cache compares them by identity. While a graph is traced sizes
+may be symbols, and each of its inputs has a stand-in for its mesh: such specs exist only then and are kept nowhere. The
+one on the mesh itself is their `known`, which decisions are made of.
 """
 
 import math
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ._torch import define_size, hint
+from ._torch import define_size, hint, real_object
 from .caches import cache
 from .layout import Layout
 from .mesh import facts, mesh_shape
@@ -26,13 +27,16 @@ class Spec:
         shape: global sizes.
         stride: strides of the global tensor, in elements.
         dtype: element type.
-        static: whether all sizes are plain ints (only then the spec is interned).
+        known: the same on the mesh itself, where `mesh` is a stand-in; else this spec.
+        static: whether all sizes are plain ints.
         unusual_stride: the stride; None where it is contiguous, which torch works out sooner than it reads a stride.
     """
 
-    __slots__ = ("dtype", "layout", "mesh", "shape", "static", "stride", "unusual_stride")
+    __slots__ = ("dtype", "known", "layout", "mesh", "shape", "static", "stride", "unusual_stride")
 
     def __init__(self, mesh: Any, layout: Layout, shape: tuple, stride: tuple, dtype: torch.dtype, static: bool):
+        real = real_object(mesh)
+        self.known = self if real is mesh else Spec.make(real, layout, shape, stride, dtype)
         self.mesh = mesh
         self.layout = layout
         self.shape = shape
@@ -43,7 +47,7 @@ class Spec:
 
     @staticmethod
     def make(mesh: Any, layout: Layout, shape, stride, dtype: torch.dtype) -> "Spec":
-        """The spec with these attributes; interned if all sizes are ints."""
+        """The spec with these attributes; interned if all sizes are ints and the mesh is no stand-in."""
         shape, stride = tuple(shape), tuple(stride)
         for size in shape + stride:
             if type(size) is not int:
@@ -51,7 +55,9 @@ class Spec:
         key = (id(mesh), layout, shape, stride, dtype)
         found = _interned.get(key)
         if found is None:
-            found = _interned.setdefault(key, Spec(mesh, layout, shape, stride, dtype, True))
+            found = Spec(mesh, layout, shape, stride, dtype, True)
+            if found.known is found:
+                return _interned.setdefault(key, found)
         return found
 
     @property
@@ -74,6 +80,10 @@ class Spec:
     def with_layout(self, layout: Layout) -> "Spec":
         """The same tensor in another layout."""
         return Spec.make(self.mesh, layout, self.shape, self.stride, self.dtype)
+
+    def on(self, mesh: Any) -> "Spec":
+        """The same with `mesh`, the mesh itself or a stand-in for it."""
+        return self if mesh is self.mesh else Spec.make(mesh, self.layout, self.shape, self.stride, self.dtype)
 
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)} {self.layout}"

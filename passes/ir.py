@@ -155,6 +155,14 @@ def value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node gives."""
+    val = value(node)
+    if isinstance(val, torch.Tensor):
+        return [val]
+    return [x for x in tree_leaves(val) if isinstance(x, torch.Tensor)] if isinstance(val, (tuple, list, dict)) else []
+
+
 def same(a: Any, b: Any) -> bool:
     """Whether two sizes, or two sequences of sizes, are known to be equal; adds no guard."""
     if isinstance(a, (tuple, list)):
@@ -212,10 +220,17 @@ def inside(mode: FakeTensorMode | None) -> Iterator[None]:
 
 def propagate(node: fx.Node) -> Any:
     """The value of a call, computed from the values of its arguments."""
+    if node.target is operator.getitem and not isinstance(value(node.args[0]), torch.Tensor):  # pyright: ignore
+        return evaluated(node)
+    with inside(fake_mode(node)):
+        return evaluated(node)
+
+
+def evaluated(node: fx.Node) -> Any:
+    """As `propagate`, where the caller is `inside` the mode."""
     args, kwargs = map_arg((node.args, node.kwargs), value)
     assert callable(node.target), f"{node.format_node()} is no call"
-    with inside(fake_mode(node)):
-        return node.target(*args, **kwargs)
+    return node.target(*args, **kwargs)
 
 
 def likeness(x: Any) -> Hashable:

@@ -70,23 +70,20 @@ def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
     bodies[likeness] = body
     known: dict[fx.Node, Any] = {}
     origin = ir.provenance(node)
-    for step in body.nodes:
-        if step.op == "placeholder":
-            known[step] = next(given)
-        elif step.op == "output":
-            ir.replace(node, known[step.args[0]])
-        else:
-            with node.graph.inserting_before(node):
-                new = node.graph.node_copy(step, known.__getitem__)
-            # Two calls do not share a value: others tell by it what shares memory.
-            new.meta = {**origin, "val": ir.value(step)}
-            if body is traced_before:
-                new.meta["val"] = ir.propagate(new)
-            if new.target in ir.STARTS:
-                new.meta |= {ir.RECORD: info, ir.ORIGIN: (c.op, args)}
-            elif new.target in REDUCTIONS:
-                new.meta[ir.ARRIVAL] = True
-            known[step] = new
+    with ir.inside(ir.fake_mode(node)), node.graph.inserting_before(node):
+        for step in body.nodes:
+            if step.op == "placeholder":
+                known[step] = next(given)
+            elif step.op != "output":
+                new = known[step] = node.graph.node_copy(step, known.__getitem__)
+                # Two calls do not share a value: others tell by it what shares memory.
+                val = ir.evaluated(new) if body is traced_before else ir.value(step)
+                new.meta = {**origin, "val": val}
+                if new.target in ir.STARTS:
+                    new.meta |= {ir.RECORD: info, ir.ORIGIN: (c.op, args)}
+                elif new.target in REDUCTIONS:
+                    new.meta[ir.ARRIVAL] = True
+    ir.replace(node, known[body.output_node().args[0]])  # pyright: ignore
 
 
 def _is_static(args: tuple) -> bool:

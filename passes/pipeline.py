@@ -161,6 +161,7 @@ def run(
     passes: Sequence[Pass | str] | None = None,
     disable: Sequence[str] = (),
     verify: bool = True,
+    traced: bool = False,
     meshes: Sequence[MeshGroups] = (),
     simulate: Simulation | None = None,
     observe: Observer | None = None,
@@ -169,7 +170,8 @@ def run(
 
     Those of `PREPARE` run once, those of `SIMPLIFY` in rounds until none changes anything, then the others once each,
     in the order given. `meshes` is what the passes may know of how groups are made of each other, the same meshes on
-    all ranks.
+    all ranks. `traced` says that a trace has just computed the values of all nodes: they are not computed a second
+    time before the first pass.
     `simulate` runs the graph before and after each pass on simulated ranks and compares. `observe` is called with a
     running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it,
     before the graph is checked.
@@ -181,7 +183,7 @@ def run(
     """
     chosen = select(passes, disable)
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
-    runner = _Runner(graph, verify, simulate, observe)
+    runner = _Runner(graph, Seen.of(graph, traced=traced) if verify else None, simulate, observe)
     first, names = ({p.name for p in part} for part in (PREPARE, SIMPLIFY))
     with known(meshes):
         for p in chosen:
@@ -197,10 +199,9 @@ def run(
 
 
 class _Runner:
-    def __init__(self, graph: fx.Graph, verify: bool, simulate: Simulation | None, observe: Observer | None):
-        self.graph, self.verify, self.simulate, self.observe = graph, verify, simulate, observe
+    def __init__(self, graph: fx.Graph, seen: Seen | None, simulate: Simulation | None, observe: Observer | None):
+        self.graph, self.seen, self.simulate, self.observe = graph, seen, simulate, observe
         self.records: list[PassRecord] = []
-        self.seen = Seen.of(graph)
         self.stage = 0
         try:
             self.check("input")
@@ -211,7 +212,7 @@ class _Runner:
     def check(self, name: str) -> None:
         if self.observe is not None:
             self.observe(self.stage, name, self.graph)
-        if self.verify:
+        if self.seen is not None:
             verify_graph(self.graph, name, self.seen)
         self.stage += 1
 

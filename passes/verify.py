@@ -22,24 +22,53 @@ from .text import kind
 Problem = tuple[fx.Node | None, str]
 
 
+@dataclass(frozen=True)
+class State:
+    """What a node was when its value was last found right."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    value: Any
+
+    @staticmethod
+    def of(node: fx.Node) -> "State":
+        return State(node.target, node.args, node.kwargs, ir.value(node))
+
+    def holds(self, node: fx.Node) -> bool:
+        """Whether `node` is what it was; whether that holds of its arguments is asked of these."""
+        same = self.target is node.target and self.args is node.args and self.kwargs is node.kwargs
+        return same and self.value is ir.value(node)
+
+
 @dataclass
 class Seen:
     """What need not be recomputed in the verification after one more pass.
 
     Attributes:
-        nodes: what each node was when its value was last found right.
+        nodes: the nodes whose values are right.
         calls: operators, what they were called on and what they gave, up to the data: layers of a model are alike.
     """
 
-    nodes: dict[fx.Node, tuple] = field(default_factory=dict)
+    nodes: dict[fx.Node, State] = field(default_factory=dict)
     calls: set[Hashable] = field(default_factory=set)
 
     @staticmethod
-    def of(graph: fx.Graph) -> "Seen":
-        """Nothing of the nodes of `graph`; of calls what was seen in all graphs that were traced together with it."""
+    def of(graph: fx.Graph, *, traced: bool = False) -> "Seen":
+        """Of calls what was seen in all graphs that were traced together with `graph`; of its nodes nothing, or all of
+        them where they have been `traced`: those values were computed from the arguments."""
+        nodes = {node: State.of(node) for node in graph.nodes} if traced else {}
         first = next(iter(graph.nodes), None)
         mode = first and ir.fake_mode(first)
-        return Seen(calls=_calls.setdefault(mode, set())) if mode is not None else Seen()
+        return Seen(nodes, _calls.setdefault(mode, set()) if mode is not None else set())
+
+    def changed(self, graph: fx.Graph) -> list[fx.Node]:
+        """The nodes of `graph` that are not what they were, or of which an argument has another value."""
+        known = self.nodes
+        others = [node for node in graph.nodes if node not in known or not known[node].holds(node)]
+        revalued = {node for node in others if node in known and known[node].value is not ir.value(node)}
+        readers = [user for node in revalued for user in node.users]
+        return list(dict.fromkeys([*others, *readers]))
 
 
 _calls: WeakKeyDictionary[FakeTensorMode, set[Hashable]] = WeakKeyDictionary()
@@ -93,33 +122,19 @@ def _gives_something(node: fx.Node) -> bool:
 
 
 def _values_right(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
-    for node in graph.nodes:
-        if not _can_propagate(node):
-            continue
-        state = (
-            node.target,
-            node.args,
-            node.kwargs,
-            ir.value(node),
-            [ir.value(x) for x in node.all_input_nodes],
-        )
-        if _unchanged(seen.nodes.get(node), state):
-            continue
-        call = _call(node)
-        if call in seen.calls:
-            seen.nodes[node] = state
-            continue
-        try:
-            found = ir.propagate(node)
-        except Exception as error:  # whatever an operator raises on wrong arguments
-            yield node, f"does not run on the values of its arguments: {type(error).__name__}: {error}"
-            continue
-        if not _agree(found, ir.value(node)):
-            yield node, f"meta['val'] says {kind(ir.value(node))}, its arguments give {kind(found)}"
-            continue
-        seen.nodes[node] = state
-        if call is not None:
-            seen.calls.add(call)
+    for node in seen.changed(graph):
+        if _can_propagate(node) and ((call := _call(node)) is None or call not in seen.calls):
+            try:
+                found = ir.propagate(node)
+            except Exception as error:  # whatever an operator raises on wrong arguments
+                yield node, f"does not run on the values of its arguments: {type(error).__name__}: {error}"
+                continue
+            if not _agree(found, ir.value(node)):
+                yield node, f"meta['val'] says {kind(ir.value(node))}, its arguments give {kind(found)}"
+                continue
+            if call is not None:
+                seen.calls.add(call)
+        seen.nodes[node] = State.of(node)
 
 
 def _call(node: fx.Node) -> Hashable:
@@ -138,13 +153,6 @@ def _can_propagate(node: fx.Node) -> bool:
     if _UNKNOWN_OUTPUT.intersection(node.target.tags):
         return False
     return all(ir.value(x) is not None for x in node.all_input_nodes)
-
-
-def _unchanged(old: tuple | None, new: tuple) -> bool:
-    if old is None:
-        return False
-    same_inputs = len(old[4]) == len(new[4]) and all(a is b for a, b in zip(old[4], new[4]))
-    return same_inputs and all(a is b for a, b in zip(old[:4], new[:4]))
 
 
 def _agree(a: Any, b: Any) -> bool:

@@ -89,7 +89,10 @@ def to_layout(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | No
     if not isinstance(x, DTensor):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"layout {given!r} is given for a value that is no tensor but {x!r}; write None for it")
-        x = DTensor.from_local(x, mesh, (given,))
+        if torch.compiler.is_dynamo_compiling():  # at once what from_local comes to: each line is slow to trace
+            x = torch.ops.dtensor.from_local(x, mesh, str(given), (), (), "")
+        else:
+            x = DTensor.from_local(x, mesh, (given,))
     return x if wanted is None else x.redistribute(mesh, (wanted,))
 
 

@@ -121,8 +121,9 @@ def test_an_input_that_does_not_verify_is_said_and_compiled(mesh):
     x = torch.ones(4)
     gm = make_fx(lambda t: torch.ops.dtensor.all_reduce(t, "sum", group) + 1, tracing_mode="fake")(x)
     (added,) = [n for n in gm.graph.nodes if n.target is torch.ops.aten.add.Tensor]
-    added.meta["val"] = added.meta["val"].new_empty(7)
-    with pytest.warns(UserWarning, match=r"the forward graph does not verify as it came.*f32\[7\]"), statistics() as s:
+    del added.meta["val"]
+    unknown = r"the forward graph does not verify as it came.*has no meta\['val'\]"
+    with pytest.warns(UserWarning, match=unknown), statistics() as s:
         pipeline.optimise(gm.graph, Options())
     assert [c.op for c in s.forward] == ["all_reduce"]
     assert s.records[0].passes[-1].name == "schedule"

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor
-from dtensor import Partial, Replicate, Shard, dispatch, distribute_tensor, explain, init_device_mesh
+from dtensor import Partial, Replicate, Shard, dispatch, distribute_tensor, explain, init_device_mesh, spec
+from dtensor.caches import clear_caches
 from dtensor.testing import CountCollectives, fake_ranks, with_threads
 
 aten = torch.ops.aten
@@ -189,3 +190,31 @@ def test_a_norms_gradients_are_explained_where_they_move(rank):
         masked = call(*arguments[:-1], [False, True, False])
         assert (masked[0], masked[2]) == (None, None)
         torch.testing.assert_close(masked[1].full_tensor(), found[1].full_tensor())
+
+
+def test_what_is_decided_in_a_trace_is_known_in_the_next(mesh, monkeypatch):
+    """Each input of a graph has a stand-in for its mesh: calls that differ in nothing else share a decision, and
+    nothing that is kept holds a stand-in."""
+    clear_caches()
+    torch.compiler.reset()
+    layers = [distribute_tensor(torch.randn(4, 4), mesh, [Shard(1)]).requires_grad_() for _ in range(3)]
+    x = distribute_tensor(torch.randn(4, 4), mesh, [Replicate()])
+    decided = []
+    decide = dispatch.decide
+    monkeypatch.setattr(dispatch, "decide", lambda func, *args: decided.append(func) or decide(func, *args))
+
+    def loss():
+        return sum([(x @ w).redistribute(placements=[Replicate()]).sum() for w in layers]).to_local()
+
+    def decided_in_a_step():
+        decided.clear()
+        torch.compiler.reset()
+        torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(), layers)
+        return list(decided)
+
+    first = decided_in_a_step()
+    assert first.count(aten.sum.default) == 1
+    assert first.count(aten.mm.default) == 2  # of the forward, and of the backward
+    assert decided_in_a_step() == []
+    kept = [*spec._interned.values(), *[s for d in dispatch._cache.values() for s in d.outputs if s is not None]]
+    assert all(s.mesh is mesh and s.known is s for s in kept)

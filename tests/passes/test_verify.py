@@ -170,6 +170,26 @@ def test_graphs_traced_together_share_what_was_seen(bench, monkeypatch):
         verify(half, "planted", Seen.of(half))
 
 
+def test_traced_values_are_not_computed_again(bench, monkeypatch):
+    """Only those of what changed after the trace, and of what reads a value that changed."""
+    gm, ran = program(bench), []
+    propagate = ir.propagate
+    monkeypatch.setattr(ir, "propagate", lambda node: ran.append(node.name) or propagate(node))
+    seen = Seen.of(gm.graph, traced=True)
+    verify(gm, "tracing", seen)
+    assert ran == []
+    mul = find(gm, "mul")
+    mul.target = torch.ops.aten.add.Tensor
+    verify(gm, "one", seen)
+    assert ran == ["mul"]
+    mul.meta["val"] = mul.meta["val"].double()
+    with pytest.raises(PassError, match=r"%mul.*meta\['val'\] says f64\[4,6\], its arguments give f32\[4,6\]"):
+        verify(gm, "two", seen)
+    mul.target, mul.args = torch.ops.aten.to.dtype, (mul.args[0], torch.float64)
+    with pytest.raises(PassError, match=r"%all_reduce.*meta\['val'\] says f32\[4,6\], its arguments give f64\[4,6\]"):
+        verify(gm, "three", seen)
+
+
 def test_symbolic_sizes_get_no_guards(bench):
     gm = bench.trace(lambda x: ops.all_gather(x, 0, x.shape[0] * 2, bench.tp) @ x.t(), (4, 8), symbolic=True)
     env = next(iter(gm.graph.nodes)).meta["val"].fake_mode.shape_env
