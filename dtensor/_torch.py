@@ -224,8 +224,9 @@ def root_mesh(mesh):
 
 
 def real_object(x):
-    """What stands behind the stand-in that a mesh has while a graph is traced; `x` itself otherwise."""
-    return x.real_obj if isinstance(x, FakeScriptObject) else x
+    """What stands behind the stand-in that a mesh has while a graph is traced; `x` itself otherwise, and where Dynamo
+    traces this very line."""
+    return x.real_obj if not torch.compiler.is_dynamo_compiling() and isinstance(x, FakeScriptObject) else x
 
 
 def schema(op: OpOverload) -> torch.FunctionSchema:

@@ -338,13 +338,13 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:
     """The call as rules see it: arguments with specs in place of DTensors, on the mesh itself and no stand-in."""
-    specs = tuple([mapped(a, _known) for a in args]), {k: mapped(v, _known) for k, v in kwargs.items()}
+    specs = tuple([mapped(a, _real_spec) for a in args]), {k: mapped(v, _real_spec) for k, v in kwargs.items()}
     outputs, many = _outputs(func, args, kwargs)
-    return Call(func, *specs, [o.known for o in operands], outputs, many)
+    return Call(func, *specs, [o.real or o for o in operands], outputs, many)
 
 
-def _known(x: Any) -> Spec:
-    return x._spec.known
+def _real_spec(x: Any) -> Spec:
+    return x._spec.real or x._spec
 
 
 def mapped(a, of: Callable[[Any], Any]):

@@ -131,10 +131,11 @@ def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
         kind = type(a)
         if kind is DTensorType:
             spec = a._spec
-            known = spec.known
-            parts.append(known)
             local.append(a._local_tensor)
-            if known is not spec:
+            if spec.real is None:
+                parts.append(spec)
+            else:
+                parts.append(spec.real)
                 found |= STAND_IN
             if not spec.static:
                 found |= SYMBOLIC
@@ -164,9 +165,10 @@ def _other(a: Any, parts: list[Any], local: list[Any]) -> int:
     """As `_walk`, of an argument that is none of the usual."""
     parts.append(type(a))
     if isinstance(a, DTensorType):
-        parts.append(a._spec.known)
+        spec = a._spec
+        parts.append(spec.real or spec)
         local.append(a._local_tensor)
-        return (STAND_IN if a._spec.known is not a._spec else 0) | (0 if a._spec.static else SYMBOLIC)
+        return (0 if spec.real is None else STAND_IN) | (0 if spec.static else SYMBOLIC)
     local.append(a)
     if isinstance(a, torch.Tensor):
         return PLAIN

@@ -1,8 +1,8 @@
 """Spec: all that is known of a distributed tensor but its values: mesh, layout, global shape, stride and dtype.
 
 Specs of static sizes are interned, so that the dispatch cache compares them by identity. While a graph is traced sizes
-may be symbols, and each of its inputs has a stand-in for its mesh: such specs exist only then and are kept nowhere. The
-one on the mesh itself is their `known`, which decisions are made of.
+may be symbols, and each of its inputs has a stand-in for its mesh: such specs exist only then and are kept nowhere.
+Decisions are made of the spec on the mesh itself, `real`.
 """
 
 import math
@@ -27,16 +27,16 @@ class Spec:
         shape: global sizes.
         stride: strides of the global tensor, in elements.
         dtype: element type.
-        known: the same on the mesh itself, where `mesh` is a stand-in; else this spec.
+        real: the same on the mesh itself, where `mesh` is a stand-in for it; else None.
         static: whether all sizes are plain ints.
         unusual_stride: the stride; None where it is contiguous, which torch works out sooner than it reads a stride.
     """
 
-    __slots__ = ("dtype", "known", "layout", "mesh", "shape", "static", "stride", "unusual_stride")
+    __slots__ = ("dtype", "layout", "mesh", "real", "shape", "static", "stride", "unusual_stride")
 
     def __init__(self, mesh: Any, layout: Layout, shape: tuple, stride: tuple, dtype: torch.dtype, static: bool):
         real = real_object(mesh)
-        self.known = self if real is mesh else Spec.make(real, layout, shape, stride, dtype)
+        self.real = None if real is mesh else Spec.make(real, layout, shape, stride, dtype)
         self.mesh = mesh
         self.layout = layout
         self.shape = shape
@@ -56,7 +56,7 @@ class Spec:
         found = _interned.get(key)
         if found is None:
             found = Spec(mesh, layout, shape, stride, dtype, True)
-            if found.known is found:
+            if found.real is None:
                 return _interned.setdefault(key, found)
         return found
 

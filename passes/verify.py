@@ -46,7 +46,7 @@ class Seen:
     """What need not be recomputed in the verification after one more pass.
 
     Attributes:
-        nodes: the nodes whose values are right.
+        nodes: the nodes whose values are right, as they were found.
         calls: operators, what they were called on and what they gave, up to the data: layers of a model are alike.
     """
 

@@ -217,4 +217,4 @@ def test_what_is_decided_in_a_trace_is_known_in_the_next(mesh, monkeypatch):
     assert first.count(aten.mm.default) == 2  # of the forward, and of the backward
     assert decided_in_a_step() == []
     kept = [*spec._interned.values(), *[s for d in dispatch._cache.values() for s in d.outputs if s is not None]]
-    assert all(s.mesh is mesh and s.known is s for s in kept)
+    assert all(s.mesh is mesh and s.real is None for s in kept)
