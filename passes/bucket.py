@@ -118,11 +118,11 @@ class _Windows:
 
     def __init__(self, graph: fx.Graph, before: Before):
         self.place = {node: k for k, node in enumerate(graph.nodes)}
-        users: Before = {}
-        floats = floating(self.place)
+        self.users: Before = {}
+        self.floats = floats = floating(self.place)
         for node, earlier in before.items():
             for x in earlier:
-                users.setdefault(x, []).append(node)
+                self.users.setdefault(x, []).append(node)
         self.first, self.last, self.above = dict[fx.Node, int](), dict[fx.Node, int](), dict[fx.Node, int]()
         for node, k in self.place.items():
             self.first[node] = max([self.first[x] for x in before[node]], default=0) if node in floats else k
@@ -130,8 +130,18 @@ class _Windows:
             for x in before[node]:
                 self.above[node] |= self.above[x] | (1 << self.place[x] if x.target in ir.STARTS else 0)
         for node, k in reversed(self.place.items()):
-            latest = min([self.last[x] for x in users.get(node, ())], default=len(self.place))
+            latest = min([self.last[x] for x in self.users.get(node, ())], default=len(self.place))
             self.last[node] = latest if node in floats else k
+
+    def delay(self, bucket: list[_Start]) -> None:
+        """Know that all of a bucket starts when the last of it can, and what sends its results on after that."""
+        late = max([self.first[s.node] for s in bucket])
+        todo = [s.node for s in bucket]
+        while todo:
+            node = todo.pop()
+            if node in self.floats and self.first[node] < late:
+                self.first[node] = late
+                todo += self.users.get(node, ())
 
     def bits(self, bucket: list[_Start]) -> int:
         """The starts of a bucket as a set of bits."""
@@ -157,7 +167,11 @@ class _Windows:
 
 
 def _packed(starts: list[_Start], windows: _Windows) -> list[list[_Start]]:
-    """The starts that share a buffer, those of two or more; by order of first use, or of being ready."""
+    """The starts that share a buffer, those of two or more; by order of first use, or of being ready.
+
+    One kind after the other, in the order of the graph: what sends results on is ready when the bucket is that brings
+    these.
+    """
     by_kind: dict[tuple, list[_Start]] = {}
     for s in starts:
         if s.copy < s.fixed:
@@ -165,14 +179,15 @@ def _packed(starts: list[_Start], windows: _Windows) -> list[list[_Start]]:
     full = list[list[_Start]]()
     for alike in by_kind.values():
         order = sorted(alike, key=lambda s: (windows.last[s.wait], windows.first[s.node], windows.place[s.node]))
-        bucket = order[:1]
+        filled = [order[:1]]
         for s in order[1:]:
-            if _fits([*bucket, s], windows) and not windows.is_circle([*bucket, s], full):
-                bucket.append(s)
+            if _fits([*filled[-1], s], windows) and not windows.is_circle([*filled[-1], s], full + filled[:-1]):
+                filled[-1].append(s)
             else:
-                full.append(bucket)
-                bucket = [s]
-        full.append(bucket)
+                filled.append([s])
+        for bucket in filled:
+            windows.delay(bucket)
+        full += filled
     return [bucket for bucket in full if len(bucket) > 1]
 
 

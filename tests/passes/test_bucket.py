@@ -177,6 +177,38 @@ def test_what_is_large_travels_alone(bench):
     assert count(gm) == {"all_reduce": 3}
 
 
+def above(node):
+    """Names of what `node` is computed from."""
+    found, todo = set(), [node]
+    while todo:
+        for x in todo.pop().all_input_nodes:
+            if x.name not in found:
+                found.add(x.name)
+                todo.append(x)
+    return found
+
+
+def test_what_is_ready_early_does_not_travel_with_what_waits_for_a_late_bucket(bench):
+    """As in hybrid sharding: small gradients are scattered together when the last is there, large ones one by one, and
+    the sums over replicas of these do not wait for it."""
+
+    def f(x, y):
+        gradients = [x.exp(), y.exp(), x.sin(), y.sin()]
+        scattered = [ops.reduce_scatter(g, "sum", 0, bench.tp) for g in gradients]
+        return [ops.all_reduce(s, "sum", bench.dp) for s in scattered]
+
+    # What is scattered is worth a copy if it has less than 40 bytes; a bucket of sums holds 66 bytes.
+    replicas = Link(alpha=1, bandwidth=2.2, memory=1e9, launch=0, start=1)
+    shards = Link(alpha=1, bandwidth=1e9, memory=40, launch=0, start=1)
+    with bench.links(replicas, shards):
+        gm = lowered(bench, f, (4, 4), (2, 2))
+        assert bench.apply(Bucket(), gm) == 3
+    assert count(gm) == {"reduce_scatter": 3, "all_reduce": 2}
+    sums = [node for node in gm.graph.nodes if node.target is c10d.all_reduce.default]
+    computed = [above(node) & {"exp", "exp_1", "sin", "sin_1"} for node in sums]
+    assert sorted(computed, key=sorted) == [{"exp", "sin"}, {"exp_1", "sin_1"}]
+
+
 def test_what_takes_longer_to_copy_than_to_start_travels_alone(bench):
     with bench.links(*[Link(alpha=1, bandwidth=1e9, memory=1, launch=0, start=1)] * 2):
         assert bench.keeps(Bucket(), lowered(bench, lambda x, y: reduced(bench, x, y), (4,), (4,)))
