@@ -17,6 +17,7 @@ from .rules.random import keep_shard
 from .sampling import sample
 from .spec import Spec, contiguous_stride
 from .tensor import DTensor
+from .wrapping import Give, Take, wrap_forward
 
 
 def distribute_tensor(
@@ -142,8 +143,9 @@ def distribute_module(
         device_mesh: the mesh; None takes the current one.
         partition_fn: called with (name, submodule, device_mesh) for every submodule, to distribute its parameters;
             what it leaves plain is replicated.
-        input_fn: called with (module, inputs, device_mesh) before the forward; returns the inputs.
-        output_fn: called with (module, outputs, device_mesh) after it; returns the outputs.
+        input_fn: called with (module, inputs, device_mesh) before the forward; returns the inputs, or None for those
+            it was given.
+        output_fn: called with (module, outputs, device_mesh) after it; returns the outputs, or None likewise.
 
     Raises:
         TypeError: a hook takes a wrong number of arguments.
@@ -157,21 +159,33 @@ def distribute_module(
             partition_fn(name, sub, mesh)
         _replicate_rest(sub, mesh)
     if input_fn is not None:
-        wants_module = _takes_module(input_fn, "input_fn", "(module, inputs, device_mesh)")
-        module.register_forward_pre_hook(
-            (lambda mod, inputs: input_fn(mod, inputs, mesh))
-            if wants_module
-            else (lambda _, inputs: input_fn(inputs, mesh))
-        )
+        wrap_forward(module, take=_take(input_fn, mesh))
     if output_fn is not None:
-        wants_module = _takes_module(output_fn, "output_fn", "(module, outputs, device_mesh)")
-        module.register_forward_hook(
-            (lambda mod, _, outputs: output_fn(mod, outputs, mesh))
-            if wants_module
-            else (lambda _, __, outputs: output_fn(outputs, mesh))
-        )
+        wrap_forward(module, give=_give(output_fn, mesh))
     module._distributed_module = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return module
+
+
+def _take(input_fn: Callable[..., Any], mesh: Any) -> Take:
+    wants_module = _takes_module(input_fn, "input_fn", "(module, inputs, device_mesh)")
+
+    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        found = input_fn(module, args, mesh) if wants_module else input_fn(args, mesh)
+        if found is None:
+            return args, kwargs
+        return found if isinstance(found, tuple) else (found,), kwargs
+
+    return take
+
+
+def _give(output_fn: Callable[..., Any], mesh: Any) -> Give:
+    wants_module = _takes_module(output_fn, "output_fn", "(module, outputs, device_mesh)")
+
+    def give(module: nn.Module, args: tuple, output: Any) -> Any:
+        found = output_fn(module, output, mesh) if wants_module else output_fn(output, mesh)
+        return output if found is None else found
+
+    return give
 
 
 def _replicate_rest(module: nn.Module, mesh: Any) -> None:
@@ -187,7 +201,7 @@ def _replicate_rest(module: nn.Module, mesh: Any) -> None:
 def _takes_module(hook: Callable[..., Any], name: str, form: str) -> bool:
     count = len(inspect.signature(hook).parameters)
     if count == 2:
-        warnings.warn(f"{name} with two arguments is deprecated; write {name}{form}", FutureWarning, stacklevel=3)
+        warnings.warn(f"{name} with two arguments is deprecated; write {name}{form}", FutureWarning, stacklevel=4)
         return False
     if count != 3:
         raise TypeError(f"{name} takes {form}, the one given takes {count} arguments")

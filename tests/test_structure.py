@@ -12,7 +12,7 @@ FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dt
 LINKS = ("compile", "passes")
 
 LAYERS = [
-    ["errors", "_torch", "_torch_fsdp", "caches", "environment", "fallback"],
+    ["errors", "_torch", "_torch_fsdp", "caches", "environment", "fallback", "wrapping"],
     ["placements", "cost", "links", "starts", "collectives", "hooks", "invariance", "provenance"],
     ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan"],

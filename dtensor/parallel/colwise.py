@@ -4,13 +4,12 @@ With it a row-wise layer makes a pair (Shoeybi et al., "Megatron-LM", 2019): the
 stays sharded, so that the pair communicates once, at its end.
 """
 
-from functools import partial
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..api import distribute_module
 from ..placements import Placement, Replicate, Shard
+from ..wrapping import wrap_forward
 from .style import ParallelStyle, as_layout, first_to_layout, linear_dims, output_to_layout
 
 
@@ -52,13 +51,13 @@ class ColwiseParallel(ParallelStyle):
             for parameter, placement in placements.items() if submodule is module else ():
                 self.distribute_parameter(submodule, parameter, mesh, placement)
 
-        return distribute_module(
+        distribute_module(module, device_mesh, partition)
+        wrap_forward(
             module,
-            device_mesh,
-            partition,
-            partial(first_to_layout, self.input_layouts, Replicate()),
-            partial(output_to_layout, self.output_layouts, self.use_local_output),
+            first_to_layout(self.input_layouts, Replicate(), device_mesh),
+            output_to_layout(self.output_layouts, self.use_local_output, device_mesh),
         )
+        return module
 
     def __repr__(self) -> str:
         return (

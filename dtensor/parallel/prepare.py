@@ -1,8 +1,8 @@
 """PrepareModuleInput, PrepareModuleOutput and both in one: the layouts in which a module takes and gives its
 values.
 
-They shard nothing: forward hooks turn plain tensors into DTensors of a declared layout and redistribute them
-to the desired one. They go on modules whose parts are sharded by other styles.
+They shard nothing: plain tensors become DTensors of a declared layout, which are redistributed to the desired
+one. They go on modules whose parts are sharded by other styles.
 """
 
 import difflib
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..placements import Placement
+from ..wrapping import wrap_forward
 from .style import ParallelStyle, as_layout, to_layout
 
 Layouts: TypeAlias = Placement | Sequence[Placement | None] | None
@@ -59,10 +60,10 @@ class PrepareModuleInput(ParallelStyle):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_keywords(module, self.kwarg_layouts)
 
-        def prepare(module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict]:
-            return self._positional(inputs, device_mesh), self._named(kwargs, device_mesh)
+        def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return self._positional(args, device_mesh), self._named(kwargs, device_mesh)
 
-        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        wrap_forward(module, take=take)
         return module
 
     def _positional(self, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
@@ -78,6 +79,8 @@ class PrepareModuleInput(ParallelStyle):
         )
 
     def _named(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+        if not self.kwarg_layouts:
+            return kwargs
         prepared = dict(kwargs)
         for name, (given, desired) in self.kwarg_layouts.items():
             if name in kwargs:
@@ -116,10 +119,10 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepare(module: nn.Module, inputs: tuple[Any, ...], outputs: Any) -> Any:
+        def give(module: nn.Module, args: tuple, outputs: Any) -> Any:
             return self._prepared(outputs, device_mesh)
 
-        module.register_forward_hook(prepare)
+        wrap_forward(module, give=give)
         return module
 
     def _prepared(self, outputs: Any, mesh: DeviceMesh) -> Any:

@@ -5,17 +5,13 @@ tensor parallel regions norms and dropouts need no other token, so each rank kee
 sequence.
 """
 
-from functools import partial
-from typing import Any
-
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..api import distribute_module
 from ..placements import Replicate, Shard
-from ..tensor import DTensor
-from .style import ParallelStyle, first_to_layout
+from ..wrapping import wrap_forward
+from .style import ParallelStyle, first_to_layout, output_to_layout
 
 
 class SequenceParallel(ParallelStyle):
@@ -40,20 +36,16 @@ class SequenceParallel(ParallelStyle):
             for parameter, _ in list(submodule.named_parameters(recurse=False)):
                 self.distribute_parameter(submodule, parameter, mesh, Replicate())
 
-        return distribute_module(
+        distribute_module(module, device_mesh, partition)
+        wrap_forward(
             module,
-            device_mesh,
-            partition,
-            partial(first_to_layout, self.sequence_sharding, self.sequence_sharding),
-            partial(_output, self.use_local_output),
+            first_to_layout(self.sequence_sharding, self.sequence_sharding, device_mesh),
+            output_to_layout(None, self.use_local_output, device_mesh),
         )
+        return module
 
     def __repr__(self) -> str:
         return f"SequenceParallel(sequence_dim={self.sequence_sharding.dim}, use_local_output={self.use_local_output})"
-
-
-def _output(use_local_output: bool, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any | torch.Tensor:
-    return output.to_local() if use_local_output else output
 
 
 __all__ = ["SequenceParallel"]

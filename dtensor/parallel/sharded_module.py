@@ -16,6 +16,7 @@ from torch import nn
 from .._torch import tree_map
 from ..boundary import refuse_export
 from ..tensor import DTensor
+from ..wrapping import WRAPPED, wrapped_class
 from .accumulation import set_reduced
 from .sharding import SHARDED_AS, sharded_otherwise
 from .unit import MEMBER, Member, Unit, members
@@ -79,7 +80,7 @@ class FullyShardedModule(nn.Module):
     def __reduce_ex__(self, protocol):
         # The class is made on the fly: copies and pickles name what it was made from.
         _, _, *state = super().__reduce_ex__(protocol)
-        return _new, (self._plain_class, self._sharded_names), *state
+        return _new, (plain_class(self), self._sharded_names), *state
 
 
 def _new(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
@@ -96,9 +97,11 @@ def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) ->
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before it was fully sharded."""
+    """The class of a module without what is fully sharded."""
     cls = type(module)
-    return cls._plain_class if issubclass(cls, FullyShardedModule) else cls
+    plain = cls._plain_class if issubclass(cls, FullyShardedModule) else cls
+    # If it was wrapped after it was fully sharded, its plain class was not.
+    return wrapped_class(plain) if hasattr(cls, WRAPPED) else plain
 
 
 @functools.cache

@@ -2,8 +2,8 @@
 
 A style says how one module is sharded: what becomes of its parameters, in which layout its inputs are taken
 and in which its outputs are given. `api.parallelize_module` applies styles to the modules of a plan; each
-style stands on `dtensor.api.distribute_module` or on plain forward hooks. The hooks are kept so simple that
-Dynamo traces them.
+style stands on `dtensor.api.distribute_module`, for parameters, and on `dtensor.wrapping`. What is called around a
+forward is kept short: Dynamo traces it once for each module.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api import distribute_parameter
 from ..placements import Placement, as_placement
 from ..tensor import DTensor
+from ..wrapping import Give, Take
 from .sharded_module import FullyShardedModule
 
 
@@ -31,7 +32,7 @@ class ParallelStyle(ABC):
 
     @abstractmethod
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Shard `module` in place over `device_mesh`, install its hooks, and return it."""
+        """Shard `module` in place over `device_mesh`, wrap its forward, and return it."""
 
     def distribute_parameter(self, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
         """Replace parameter `name` of `module` (nothing happens if it is None) by a DTensor placed as
@@ -96,24 +97,28 @@ def to_layout(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | No
     return x if wanted is None else x.redistribute(mesh, (wanted,))
 
 
-def first_to_layout(
-    given: Placement, wanted: Placement, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh
-) -> tuple[Any, ...]:
-    """Input hook: the first positional input brought to `wanted`, the others as they are."""
-    if not inputs:
-        raise ValueError(
-            f"{type(module).__name__} is parallelized by a style that prepares its first positional input, but was "
-            "called with keywords only; pass the input by position"
-        )
-    return (to_layout(inputs[0], mesh, given, wanted), *inputs[1:])
+def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh) -> Take:
+    """Takes the first positional input in layout `wanted`, the others as they are."""
+
+    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        if not args:
+            raise ValueError(
+                f"{type(module).__name__} is parallelized by a style that prepares its first positional input, but "
+                "was called with keywords only; pass the input by position"
+            )
+        return (to_layout(args[0], mesh, given, wanted), *args[1:]), kwargs
+
+    return take
 
 
-def output_to_layout(
-    wanted: Placement, use_local_output: bool, module: nn.Module, output: DTensor, mesh: DeviceMesh
-) -> torch.Tensor:
-    """Output hook: the output brought to `wanted`, as a plain local tensor if asked."""
-    output = output.redistribute(mesh, (wanted,))
-    return output.to_local() if use_local_output else output
+def output_to_layout(wanted: Placement | None, use_local_output: bool, mesh: DeviceMesh) -> Give:
+    """Gives the output in layout `wanted` (None: as it is), as a plain local tensor if asked."""
+
+    def give(module: nn.Module, args: tuple, output: DTensor) -> torch.Tensor:
+        output = output if wanted is None else output.redistribute(mesh, (wanted,))
+        return output.to_local() if use_local_output else output
+
+    return give
 
 
 __all__ = ["ParallelStyle", "as_layout", "first_to_layout", "linear_dims", "output_to_layout", "to_layout"]

@@ -1,0 +1,86 @@
+"""What stands around the forward of a module: a function that takes its inputs, and one that gives its output.
+
+No forward hooks: of a module that has one, Dynamo traces all of `nn.Module._call_impl`, some two hundred instructions
+a call and more than most forwards have. Here the module gets a class of its own, derived from the one it has and named
+like it, whose forward calls the two.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torch import nn
+
+Take: TypeAlias = Callable[[nn.Module, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]]
+"""(module, args, kwargs) -> args and kwargs of the forward."""
+
+Give: TypeAlias = Callable[[nn.Module, tuple, Any], Any]
+"""(module, args of the forward, its output) -> output of the module."""
+
+WRAPPED = "_dtensor_wrapped"
+"""The attribute of a module under which the two lie."""
+
+
+def wrap_forward(module: nn.Module, take: Take | None = None, give: Give | None = None) -> None:
+    """Have `take` look at what comes into the forward of `module`, and `give` at what goes out.
+
+    They are called after those that the module has already. Hooks of the user see what the module is called with, and
+    what it gives. Copies of the module share both functions.
+    """
+    before = vars(module).get(WRAPPED)
+    vars(module)[WRAPPED] = (take or _taken, give or _given) if before is None else _both(before, (take, give))
+    if before is not None:
+        return
+    if "forward" in vars(module):
+        vars(module)["forward"] = functools.partial(_wrapped, module, vars(module)["forward"])
+    else:
+        module.__class__ = wrapped_class(type(module))
+
+
+@functools.cache
+def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of modules of class `cls` that are wrapped; `cls` itself if it is one."""
+    if WRAPPED in vars(cls):
+        return cls
+    inner = cls.forward
+
+    @functools.wraps(inner)
+    def forward(self, *args, **kwargs):
+        take, give = self._dtensor_wrapped
+        args, kwargs = take(self, args, kwargs)
+        return give(self, args, inner(self, *args, **kwargs))
+
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**named, "forward": forward, WRAPPED: (_taken, _given)})
+
+
+def _wrapped(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    take, give = vars(module)[WRAPPED]
+    args, kwargs = take(module, args, kwargs)
+    return give(module, args, forward(*args, **kwargs))
+
+
+def _taken(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return args, kwargs
+
+
+def _given(module: nn.Module, args: tuple, output: Any) -> Any:
+    return output
+
+
+def _both(first: tuple[Take, Give], second: tuple[Take | None, Give | None]) -> tuple[Take, Give]:
+    """The functions of `first`, and after them those of `second`."""
+    (take, give), (then_take, then_give) = first, second
+
+    def takes(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        assert then_take is not None
+        return then_take(module, *take(module, args, kwargs))
+
+    def gives(module: nn.Module, args: tuple, output: Any) -> Any:
+        assert then_give is not None
+        return then_give(module, args, give(module, args, output))
+
+    return take if then_take is None else takes, give if then_give is None else gives
+
+
+__all__ = ["WRAPPED", "Give", "Take", "wrap_forward", "wrapped_class"]
