@@ -14,7 +14,7 @@ from torch import fx
 from dtensor._torch import aot_backend, boxed, inductor_compile, min_cut_partition
 from dtensor.hooks import PARTITIONER, chained, others_partitioner
 from dtensor.strictness import strict
-from dtensor.tensor import DTensor, with_tangent_border
+from dtensor.tensor import DTensor, put_tangent_border
 
 from .inductor import STAGES, Partition
 from .options import Options
@@ -96,13 +96,10 @@ def _bordered(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         out = compiled(*args)
-        found = [i for i, o in enumerate(out) if isinstance(o, DTensor) and _is_computed(o)]
-        if not found:
-            return out
-        changed = list(out)
-        for i, x in zip(found, with_tangent_border([out[i] for i in found])):
-            changed[i] = x
-        return type(out)(changed)
+        found = [x for x in out if isinstance(x, DTensor) and _is_computed(x)]
+        if found:
+            put_tangent_border(found)
+        return out
 
     return run
 

@@ -460,13 +460,17 @@ class _ToLocal(torch.autograd.Function):
 
 
 class _TangentBorder(torch.autograd.Function):
-    """Identity on several DTensors; their gradients leave as DTensors, whatever arrives: a plain tensor, or nothing."""
+    """Identity on several DTensors; their gradients leave as DTensors, whatever arrives: a plain tensor, or nothing.
+
+    As if it wrote to them: the tensors themselves come out, with this node as their history.
+    """
 
     @staticmethod
     def forward(ctx, *xs):
         ctx.set_materialize_grads(False)
+        ctx.mark_dirty(*xs)
         ctx.specs = [x._spec for x in xs]
-        return tuple(_wrap(x._local_tensor, x._spec) for x in xs)
+        return xs
 
     @staticmethod
     def backward(ctx, *grads):
@@ -484,9 +488,9 @@ def _tangent(grad, spec: Spec):
     return move(_wrap(grad, whole), target.layout)
 
 
-def with_tangent_border(xs: Sequence[DTensor]) -> tuple[DTensor, ...]:
-    """The same DTensors, to which plain (replicated) gradients may flow back, or none to some of them."""
-    return _TangentBorder.apply(*xs) if xs else ()
+def put_tangent_border(xs: Sequence[DTensor]) -> None:
+    """Let plain (replicated) gradients flow back to DTensors that were computed, or none to some of them."""
+    _TangentBorder.apply(*xs)
 
 
 def _build(local, mesh, layout, shape, stride) -> DTensor:
@@ -495,4 +499,4 @@ def _build(local, mesh, layout, shape, stride) -> DTensor:
 
 
 install(DTensor, _wrap)
-__all__ = ["DTensor", "fake_like", "move", "with_tangent_border"]
+__all__ = ["DTensor", "fake_like", "move", "put_tangent_border"]

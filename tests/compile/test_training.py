@@ -118,6 +118,7 @@ LOSSES = {
     "second output unused": lambda outs: (outs[0] * outs[0]).sum().backward(),
     "plain tangent": lambda outs: outs[0].backward(torch.arange(32.0).view(4, 8)),
     "local loss": lambda outs: outs[0].redistribute(placements=[Replicate()]).to_local().sum().backward(),
+    "written to": lambda outs: (outs[0].mul_(2.0) * 3).sum().backward(),
     "sharded tangent": lambda outs: (outs[0].redistribute(placements=[Shard(0)]) * 3).sum().backward(),
 }
 
