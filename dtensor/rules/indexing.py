@@ -45,8 +45,9 @@ def first_row(size, axes: tuple[int, ...], mesh, device) -> torch.Tensor:
     for axis in axes:
         n = mesh.size(axis)
         step = -(-size // n)
-        starts = torch.arange(0, n, device=device) * step
-        total = total + emit.shard(starts, 0, group_name(mesh, axis))
+        # The coordinate by itself, so that a graph looks it up once.
+        place = emit.shard(torch.arange(0, n, device=device), 0, group_name(mesh, axis))
+        total = total + place * step
         size = chunk_length(size, n, coordinate[axis])
     return total
 
