@@ -62,6 +62,7 @@ LAYERS = {
 
 RANKS = {"tiny": (2, 4), "quick": (2, 4096), "full": (2, 8, 64, 512, 4096)}
 RANK_ROUNDS = {"tiny": 1, "quick": 3, "full": 7}
+PROCESS_ROUNDS = {"tiny": 0, "quick": 2, "full": 5}
 
 
 @contextmanager
@@ -132,12 +133,12 @@ def run(effort: Effort) -> Iterator[Record]:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for side in (OURS, TORCH):
             step(side, "aot_eager", "tp", 1, mesh)
-    jobs = [*effort.of(LAYERS), "by ranks", *(["second process"] if effort.level != "tiny" else [])]
+    jobs = [*effort.of(LAYERS), "by ranks", *(["second process"] if effort.of(PROCESS_ROUNDS) else [])]
     for job in effort.progress(jobs, "compile"):
         if job == "by ranks":
             yield from _by_ranks(effort.of(RANKS), effort.of(RANK_ROUNDS))
         elif job == "second process":
-            yield from _second_process()
+            yield from _second_process(effort.of(PROCESS_ROUNDS))
         else:
             yield from _by_layers(*job)
 
@@ -190,16 +191,18 @@ def first_call(side: str) -> float:
         return step(side, "inductor", "tp", 1, mesh)
 
 
-def _second_process() -> Iterator[Record]:
-    found: dict[str, list[float]] = {}
-    for side in (OURS, TORCH):
-        with cold_caches():
-            found[side] = [_in_a_process(side) for _ in range(2)]
+def _second_process(rounds: int) -> Iterator[Record]:
+    found: dict[str, tuple[list[float], list[float]]] = {OURS: ([], []), TORCH: ([], [])}
+    for i in range(rounds):
+        for side in (OURS, TORCH) if i % 2 else (TORCH, OURS):
+            with cold_caches():
+                for times in found[side]:
+                    times.append(_in_a_process(side))
     at = Setting("compile", "transformer-1", "tp", 2)
     for index, figure in enumerate(("first process", "second process")):
-        yield at.counted(f"inductor: {figure}", "s", found[OURS][index], TORCH, found[TORCH][index])
+        yield at.timed(f"inductor: {figure}", "s", compared(found[OURS][index], found[TORCH][index]), TORCH)
     for side, (first, second) in found.items():
-        yield at.counted("inductor: second process", "s", second, "its first process", first, side=side)
+        yield at.timed("inductor: second process", "s", compared(second, first), "its first process", side=side)
 
 
 def _in_a_process(side: str) -> float:
