@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor._torch import order_after
+from dtensor._torch_compile import order_after
 from dtensor.agreement import ENTRY, dumps
 from dtensor.collectives import COMMUNICATING
 from dtensor.passes import ir

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from dtensor._torch import aot_backend, boxed, inductor_compile, min_cut_partition
+from dtensor._torch_compile import aot_backend, boxed, inductor_compile, min_cut_partition
 from dtensor.hooks import PARTITIONER, chained, others_partitioner
 from dtensor.strictness import strict
 from dtensor.tensor import DTensor, put_tangent_border

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
-from dtensor._torch import compile_context
+from dtensor._torch_compile import compile_context
 from dtensor.passes import CollectiveInfo
 from dtensor.passes.count import describe
 from dtensor.passes.source import FRAME, Source, module, source

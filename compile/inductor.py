@@ -8,13 +8,13 @@ from torch import fx
 
 import dtensor
 from dtensor import registration, strictness
-from dtensor._torch import (
+from dtensor._torch import process_groups
+from dtensor._torch_compile import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
     get_hash_for_files,
     lower_as_collective,
     min_cut_partition,
-    process_groups,
 )
 from dtensor.starts import OVER_GLOO
 

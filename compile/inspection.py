@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 from dtensor import mesh as meshes
-from dtensor._torch import fake_store, symbolic_sizes
+from dtensor._torch import fake_store
+from dtensor._torch_compile import symbolic_sizes
 
 from .folder import rank_folder, write_whole
 from .watch import dump

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 
-from dtensor._torch import trace_artifact
+from dtensor._torch_compile import trace_artifact
 from dtensor.passes import PassRecord
 
 from .frames import Frame

@@ -8,7 +8,7 @@ start and its wait depend on the start, and the wait on the last of them.
 import torch
 from torch import fx
 
-from dtensor._torch import order_after
+from dtensor._torch_compile import order_after
 from dtensor.passes import ir
 
 aten = torch.ops.aten

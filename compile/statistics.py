@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from dtensor._torch import dynamo_counters, without_compile_caches
+from dtensor._torch_compile import dynamo_counters, without_compile_caches
 from dtensor.passes import CollectiveInfo, PassRecord, collectives
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from dtensor._torch import TRACE_LOG, observed_graphs, on_bytecode, without_compile_caches
+from dtensor._torch_compile import TRACE_LOG, observed_graphs, on_bytecode, without_compile_caches
 from dtensor.passes import text
 from dtensor.passes.groups import known
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from . import environment
-from ._torch import (
+from ._torch_compile import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
     inductor_config,

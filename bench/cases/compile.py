@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 
 from dtensor import init_device_mesh
-from dtensor._torch import without_compile_caches
+from dtensor._torch_compile import without_compile_caches
 from dtensor.compile import Statistics, statistics
 from dtensor.testing import fake_ranks
 

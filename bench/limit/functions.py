@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor._torch import lower_as_collective
+from dtensor._torch_compile import lower_as_collective
 from dtensor.starts import FUNCTIONAL, OVER_GLOO, Starts, starts
 
 c10d = torch.ops._c10d_functional

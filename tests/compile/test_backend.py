@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dtensor import Replicate, Shard, distribute_tensor, hooks
-from dtensor._torch import inductor_config, make_fx
+from dtensor._torch import make_fx
+from dtensor._torch_compile import inductor_config
 from dtensor.compile import Options, pipeline, statistics
 
 

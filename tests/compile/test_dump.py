@@ -14,7 +14,7 @@ from torch._inductor.utils import fresh_cache
 
 import dtensor.compile
 from dtensor import Replicate, Shard, distribute_tensor
-from dtensor._torch import dynamo_counters
+from dtensor._torch_compile import dynamo_counters
 from dtensor.compile import bytecode, statistics
 from dtensor.compile.bytecode import decompiled
 from dtensor.compile.folder import write_whole

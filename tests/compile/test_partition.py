@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from dtensor import Replicate, Shard, distribute_tensor, hooks, init_device_mesh
-from dtensor._torch import CustomPartitionerFn, inductor_config, min_cut_partition
+from dtensor._torch_compile import CustomPartitionerFn, inductor_config, min_cut_partition
 from dtensor.compile import statistics
 from dtensor.testing import with_ranks
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import dtensor
 from dtensor import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor._torch import dynamo_counters
+from dtensor._torch_compile import dynamo_counters
 from dtensor.testing import with_ranks, with_threads
 
 N = 5

@@ -23,7 +23,7 @@ from dtensor import (
     init_device_mesh,
     rules,
 )
-from dtensor._torch import inductor_config
+from dtensor._torch_compile import inductor_config
 from dtensor.decision import decide
 from dtensor.layout import Layout
 from dtensor.placements import as_placements

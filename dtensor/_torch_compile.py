@@ -1,0 +1,253 @@
+"""Everything of torch.compile that is not public: Dynamo, AOTAutograd and Inductor. See `_torch`."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ._torch import OpOverload  # first: it checks the version of torch
+
+# isort: split
+from torch._dynamo import register_backend
+from torch._guards import CompileContext, TracingContext
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+
+def min_cut_partition(gm, joint_inputs, **kwargs):
+    """Torch's partitioner: the graphs of forward and backward, with least saved between them."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    _states_among_tensors(forward, backward)
+    return forward, backward
+
+
+def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+    """Put the saved states of random generators before saved meshes, and say what their operators give.
+
+    Where checkpointing draws random numbers again, torch saves these states last. It takes what is saved to be tensors
+    first and other objects, such as a DTensor's mesh, after them.
+    """
+    from torch._functorch._aot_autograd.graph_compile import is_opaque_node
+    from torch._prims import rng_prims as rng
+
+    draws = forward.graph.find_nodes(op="call_function", target=rng.run_and_save_rng_state)
+    states = {user: draw for draw in draws for user in draw.users if user.args[1] == 0}
+    output: Any = forward.graph.output_node()
+    saved = list(output.args[0])
+    places = [k for k, node in enumerate(saved) if node in states]
+    if not places:
+        return
+    for draw in draws:
+        parts = {user.args[1]: user.meta["val"] for user in draw.users}
+        draw.meta["val"] = parts[0], parts.get(1)
+    taken: dict[Any, torch.fx.Node] = {}
+    for node in backward.graph.find_nodes(op="call_function", target=rng.run_with_rng_state):
+        taken[node.args[0]] = node
+    given = [node for node in backward.graph.find_nodes(op="placeholder") if node in taken]
+    for k, state in zip(places, given, strict=True):
+        taken[state].meta["val"] = states[saved[k]].meta["val"][1]
+    first = places[0]
+    while first and is_opaque_node(saved[first - 1]):
+        first -= 1
+    others, after = saved[first : places[0]], saved[places[-1] + 1 :]
+    output.args = ((*saved[:first], *[saved[k] for k in places], *others, *after),)
+    before = given[0]
+    for _ in others:
+        before = before.prev
+    for state in given:
+        before.prepend(state)
+    forward.recompile()
+    backward.recompile()
+
+
+def static_placeholders(graph: torch.fx.Graph, static: Sequence[int]) -> list[torch.fx.Node]:
+    """The placeholders of a joint graph that are parameters, buffers, or parts of them.
+
+    `static` are indices of arguments as Dynamo counts them, which is before subclasses are taken apart.
+    """
+    from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput
+
+    def is_static(found: Any) -> bool:
+        while hasattr(found, "base"):
+            found = found.base
+        plain = isinstance(found, PlainAOTInput) and found.idx in static
+        return plain or isinstance(found, (BufferAOTInput, ParamAOTInput))
+
+    return [node for node in graph.find_nodes(op="placeholder") if is_static(node.meta.get("desc"))]
+
+
+def static_inputs() -> Sequence[int]:
+    """Indices of the arguments that are parameters or buffers, of what is compiled now; as `static_placeholders`."""
+    context = TracingContext.try_get()
+    return context.fw_metadata.static_input_indices if context is not None and context.fw_metadata else ()
+
+
+def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
+    """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(
+        fw_compiler=forward_compiler,
+        inference_compiler=inference_compiler,
+        bw_compiler=backward_compiler,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
+    """Inductor on a Dynamo graph, with its configuration patched for forward and backward."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(gm, example_inputs, config_patches=config_patches)
+
+
+@functools.cache
+def lower_as_collective(operator: OpOverload) -> None:
+    """Have Inductor leave what `operator` reads as it is until the wait for its result, as of torch's collectives."""
+    from torch._inductor.comm_lowering import _create_out_of_place
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    add_layout_constraint(operator, constrain_to_fx_strides)
+    register_lowering(operator)(functools.partial(_create_out_of_place, operator))
+
+
+def order_after(graph: torch.fx.Graph, later: dict[torch.fx.Node, list[torch.fx.Node]]) -> None:
+    """Have Inductor run each node after those given for it, on which it does not depend."""
+    preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in later.items()})
+
+
+def boxed(function):
+    """Mark a graph callable as taking its arguments in one list."""
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(function)
+
+
+@contextlib.contextmanager
+def without_compile_caches():
+    """Inside, nothing compiled is taken from the caches of Inductor and AOTAutograd, nor put there."""
+    from torch._functorch import config as functorch_config
+
+    with (
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
+
+
+def compile_context() -> Any:
+    """What torch.compile works on in this thread: one object, with a `compile_id`, for all that is made of one frame,
+    its backward included; None outside."""
+    return CompileContext.try_get()
+
+
+TRACE_LOG = "torch.__trace"
+"""The logger to which torch writes what TORCH_TRACE collects: records with `metadata` and `payload`."""
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a text among the artefacts of what is being compiled, for TORCH_TRACE and tlparse; it is made if one asks."""
+    if CompileContext.try_get() is not None:
+        torch._logging.trace_structured(
+            "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
+        )
+
+
+def on_bytecode(hook: Callable[[Any, Any], None]) -> Any:
+    """Have `hook` called with the code of each function that Dynamo rewrites, and the new code; gives a handle with
+    `remove()`."""
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    return register_bytecode_hook(lambda code, new_code: hook(code, new_code))
+
+
+@contextlib.contextmanager
+def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable], Callable]):
+    """Context in which all that torch.compile makes is shown, whatever the backend.
+
+    What a compiler compiles for itself while it is at work, as Inductor does to match patterns, is not.
+
+    Args:
+        dynamo: called with each graph module that Dynamo hands to a backend.
+        wrap: gives what stands for a function that AOTAutograd calls with a graph module: "joint" (the partitioner),
+            "forward", "backward" and "inference" (the compilers of these graphs).
+    """
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._functorch import aot_autograd
+
+    call, stage = OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile
+    at_work = threading.local()
+
+    def alone(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def work(*args, **kwargs):
+            at_work.now = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                at_work.now = False
+
+        return work
+
+    @functools.wraps(call)
+    def call_user_compiler(self, gm, example_inputs):
+        dynamo(gm)
+        return call(self, gm, example_inputs)
+
+    @functools.wraps(stage)
+    def stage2(state, capture, partition_fn, fw_compiler, bw_compiler=None, inference_compiler=None):
+        given = (partition_fn, fw_compiler, bw_compiler or fw_compiler, inference_compiler or fw_compiler)
+        if not getattr(at_work, "now", False):
+            given = map(wrap, ("joint", "forward", "backward", "inference"), map(alone, given))
+        return stage(state, capture, *given)
+
+    OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call_user_compiler, stage2
+    try:
+        yield
+    finally:
+        OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call, stage
+
+
+def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
+    """Context in which sizes of tensors are symbols from the first compilation on, if that is wanted."""
+    return torch._dynamo.config.patch(assume_static_by_default=not wanted)
+
+
+def dynamo_counters() -> dict:
+    """Dynamo's counters: group -> name -> count."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+__all__ = [
+    "TRACE_LOG",
+    "CustomInferenceAwareGraphPass",
+    "CustomPartitionerFn",
+    "aot_backend",
+    "boxed",
+    "compile_context",
+    "dynamo_counters",
+    "get_hash_for_files",
+    "inductor_compile",
+    "inductor_config",
+    "lower_as_collective",
+    "min_cut_partition",
+    "observed_graphs",
+    "on_bytecode",
+    "order_after",
+    "register_backend",
+    "static_inputs",
+    "static_placeholders",
+    "symbolic_sizes",
+    "trace_artifact",
+    "without_compile_caches",
+]
