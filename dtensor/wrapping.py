@@ -50,6 +50,8 @@ def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         args, kwargs = take(self, args, kwargs)
         return give(self, args, inner(self, *args, **kwargs))
 
+    # Dynamo keeps what it compiles by code, and gives up on code that it compiled for too many classes.
+    forward.__code__ = forward.__code__.replace()
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**named, "forward": forward, WRAPPED: (_taken, _given)})
 

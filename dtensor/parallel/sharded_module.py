@@ -112,6 +112,7 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
     def forward(self, *args, **kwargs):
         return _run(self, cls.forward, args, kwargs)
 
+    forward.__code__ = forward.__code__.replace()  # as in wrapped_class
     inside = {"forward": forward, "_plain_class": cls, "_sharded_names": names}
     inside.update({name: _property(name) for name in names})
     return type(f"FullySharded{cls.__name__}", (FullyShardedModule, cls), inside)

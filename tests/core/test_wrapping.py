@@ -123,6 +123,21 @@ def test_no_style_leaves_a_hook_which_dynamo_traces_slowly(rank):
         assert "_dtensor_wrapped" in vars(part)
 
 
+@pytest.mark.parametrize("wrap", ["styles", "fully_shard"])
+@with_threads(1)
+def test_modules_of_many_classes_compile_one_by_one(rank, wrap):
+    mesh = init_device_mesh("cpu", (1,))
+    torch.compiler.reset()
+    for k in range(torch._dynamo.config.recompile_limit + 2):
+        module = type(f"Named{k}", (Named,), {"forward": lambda self, x, k=k: x * k})()
+        if wrap == "styles":
+            wrap_forward(module, takes([], ""), gives([], ""))
+        else:
+            fully_shard(module, mesh)
+        found = torch.compile(module, backend="eager", fullgraph=True)(torch.tensor(1.0))
+        assert found == (4 * k if wrap == "styles" else k)
+
+
 DENSE = nn.Linear(4, 6)
 
 
