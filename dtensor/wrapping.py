@@ -44,16 +44,22 @@ def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         return cls
     inner = cls.forward
 
+    @with_own_code
     @functools.wraps(inner)
     def forward(self, *args, **kwargs):
         take, give = self._dtensor_wrapped
         args, kwargs = take(self, args, kwargs)
         return give(self, args, inner(self, *args, **kwargs))
 
-    # Dynamo keeps what it compiles by code, and gives up on code that it compiled for too many classes.
-    forward.__code__ = forward.__code__.replace()
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**named, "forward": forward, WRAPPED: (_taken, _given)})
+
+
+def with_own_code(function: Any) -> Any:
+    """`function`, which a class is made with, with code that no other class has: Dynamo keeps what it compiles by code,
+    and gives up on code that it has compiled too often."""
+    function.__code__ = function.__code__.replace()
+    return function
 
 
 def _wrapped(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -85,4 +91,4 @@ def _both(first: tuple[Take, Give], second: tuple[Take | None, Give | None]) -> 
     return take if then_take is None else takes, give if then_give is None else gives
 
 
-__all__ = ["WRAPPED", "Give", "Take", "wrap_forward", "wrapped_class"]
+__all__ = ["WRAPPED", "Give", "Take", "with_own_code", "wrap_forward", "wrapped_class"]

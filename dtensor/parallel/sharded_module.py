@@ -16,7 +16,7 @@ from torch import nn
 from .._torch import tree_map
 from ..boundary import refuse_export
 from ..tensor import DTensor
-from ..wrapping import WRAPPED, wrapped_class
+from ..wrapping import WRAPPED, with_own_code, wrapped_class
 from .accumulation import set_reduced
 from .sharding import SHARDED_AS, sharded_otherwise
 from .unit import MEMBER, Member, Unit, members
@@ -108,11 +108,11 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The class of modules of class `cls` whose parameters `names` are sharded."""
 
+    @with_own_code
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
         return _run(self, cls.forward, args, kwargs)
 
-    forward.__code__ = forward.__code__.replace()  # as in wrapped_class
     inside = {"forward": forward, "_plain_class": cls, "_sharded_names": names}
     inside.update({name: _property(name) for name in names})
     return type(f"FullySharded{cls.__name__}", (FullyShardedModule, cls), inside)
