@@ -19,6 +19,10 @@ aten = ir.aten
 ROOM = 10
 """A bucket is full when its bytes take this many times as long as what is saved by not starting another."""
 
+PATIENCE = 4
+"""A bucket waits for what is ready later only while its bytes take no longer than this many times what that saves: what
+it waits with may be what is still on its way when nothing is left to compute."""
+
 
 class Bucket:
     """Started collectives over one group, of one dtype and reduction, become one on all their elements.
@@ -44,7 +48,8 @@ class Bucket:
     Only what `lower` made takes part; what others started and `raise` left stays as it is. A collective goes into a
     bucket if copying it in and out takes less than starting it, and if the bucket still has
     room: what is large already uses the link well, and waits for nothing better on its own (`ROOM`). Its work must not
-    be needed before all of the bucket can start: overlap is not given up for fewer starts. The rank's place in the
+    be needed before all of the bucket can start: overlap is not given up for fewer starts. Nor does much wait for what
+    is ready later, even if nobody needs it sooner, as with gradients (`PATIENCE`). The rank's place in the
     buffer is found when the graph runs; sizes are those that all ranks of the group send, so that these decide alike.
     Symbolic sizes are left alone, and so is memory that is written to; what leaves the graph is copied out of the
     buffer. Parts of a batch that was split do not travel together, or there was no use in splitting it.
@@ -192,11 +197,14 @@ def _packed(starts: list[_Start], windows: _Windows) -> list[list[_Start]]:
 
 
 def _fits(bucket: list[_Start], windows: _Windows) -> bool:
-    """Whether there is room for all of `bucket`, and work can go on between its start and its wait as before."""
-    s = bucket[-1]
-    if sum([x.size for x in bucket]) * s.per_byte > ROOM * s.fixed:
+    """Whether the last of `bucket` has room there, and work can go on between its start and its wait as before."""
+    *others, s = bucket
+    waiting, ready = sum([x.size for x in others]), max([windows.first[x.node] for x in others])
+    if (waiting + s.size) * s.per_byte > ROOM * s.fixed:
         return False
-    return max([windows.first[x.node] for x in bucket]) < min([windows.last[x.wait] for x in bucket])
+    if windows.first[s.node] > ready and waiting * s.per_byte > PATIENCE * s.fixed:
+        return False
+    return max(ready, windows.first[s.node]) < min([windows.last[x.wait] for x in bucket])
 
 
 def _write(bucket: list[_Start]) -> None:

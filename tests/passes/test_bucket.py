@@ -192,21 +192,34 @@ def test_what_is_ready_early_does_not_travel_with_what_waits_for_a_late_bucket(b
     """As in hybrid sharding: small gradients are scattered together when the last is there, large ones one by one, and
     the sums over replicas of these do not wait for it."""
 
-    def f(x, y):
-        gradients = [x.exp(), y.exp(), x.sin(), y.sin()]
+    def f(x, y, z):
+        gradients = [x.exp(), y.exp(), z.sin(), y.sin()]
         scattered = [ops.reduce_scatter(g, "sum", 0, bench.tp) for g in gradients]
         return [ops.all_reduce(s, "sum", bench.dp) for s in scattered]
 
-    # What is scattered is worth a copy if it has less than 40 bytes; a bucket of sums holds 66 bytes.
-    replicas = Link(alpha=1, bandwidth=2.2, memory=1e9, launch=0, start=1)
+    # What is scattered is worth a copy if it has less than 40 bytes; a bucket of sums holds 84 bytes, and waits with 33.
+    replicas = Link(alpha=1, bandwidth=2.8, memory=1e9, launch=0, start=1)
     shards = Link(alpha=1, bandwidth=1e9, memory=40, launch=0, start=1)
     with bench.links(replicas, shards):
-        gm = lowered(bench, f, (4, 4), (2, 2))
+        gm = lowered(bench, f, (4, 4), (2, 2), (6, 4))
         assert bench.apply(Bucket(), gm) == 3
     assert count(gm) == {"reduce_scatter": 3, "all_reduce": 2}
     sums = [node for node in gm.graph.nodes if node.target is c10d.all_reduce.default]
     computed = [above(node) & {"exp", "exp_1", "sin", "sin_1"} for node in sums]
     assert sorted(computed, key=sorted) == [{"exp", "sin"}, {"exp_1", "sin_1"}]
+
+
+@pytest.mark.parametrize(("size", "is_late", "buckets"), [(4, True, 1), (5, True, 0), (5, False, 1)])
+def test_much_does_not_wait_for_what_is_ready_later(bench, size, is_late, buckets):
+    """Of a gradient nothing needs the sum, and yet a long one goes at once: what waits goes while nothing is computed."""
+
+    def f(x, y):
+        return reduced(bench, x.exp(), x.sin()) if is_late else reduced(bench, x, y)
+
+    # Not to start another saves 3 s: 12 s, or 18 bytes, may wait, and a bucket holds 45 bytes.
+    with bench.links(*[Link(alpha=1, bandwidth=1.5, memory=1e9, launch=0, start=1)] * 2):
+        gm = lowered(bench, f, (size,), (size,))
+        assert Bucket()(gm.graph) == buckets
 
 
 def test_what_takes_longer_to_copy_than_to_start_travels_alone(bench):
