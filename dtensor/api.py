@@ -158,10 +158,10 @@ def distribute_module(
         if partition_fn is not None:
             partition_fn(name, sub, mesh)
         _replicate_rest(sub, mesh)
-    if input_fn is not None:
-        wrap_forward(module, take=_take(input_fn, mesh))
-    if output_fn is not None:
-        wrap_forward(module, give=_give(output_fn, mesh))
+    take = None if input_fn is None else _take(input_fn, mesh)
+    give = None if output_fn is None else _give(output_fn, mesh)
+    if take or give:
+        wrap_forward(module, take, give)
     module._distributed_module = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
     return module
 

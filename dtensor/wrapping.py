@@ -27,9 +27,10 @@ def wrap_forward(module: nn.Module, take: Take | None = None, give: Give | None 
     They are called after those that the module has already. Hooks of the user see what the module is called with, and
     what it gives. Copies of the module share both functions.
     """
-    before = vars(module).get(WRAPPED)
-    vars(module)[WRAPPED] = (take or _taken, give or _given) if before is None else _both(before, (take, give))
-    if before is not None:
+    wrapped = vars(module).get(WRAPPED)
+    before, after = wrapped or (_taken, _given)
+    vars(module)[WRAPPED] = _takes(before, take), _gives(after, give)
+    if wrapped is not None:
         return
     if "forward" in vars(module):
         vars(module)["forward"] = functools.partial(_wrapped, module, vars(module)["forward"])
@@ -76,19 +77,24 @@ def _given(module: nn.Module, args: tuple, output: Any) -> Any:
     return output
 
 
-def _both(first: tuple[Take, Give], second: tuple[Take | None, Give | None]) -> tuple[Take, Give]:
-    """The functions of `first`, and after them those of `second`."""
-    (take, give), (then_take, then_give) = first, second
+def _takes(first: Take, then: Take | None) -> Take:
+    if then is None:
+        return first
 
-    def takes(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        assert then_take is not None
-        return then_take(module, *take(module, args, kwargs))
+    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return then(module, *first(module, args, kwargs))
 
-    def gives(module: nn.Module, args: tuple, output: Any) -> Any:
-        assert then_give is not None
-        return then_give(module, args, give(module, args, output))
+    return then if first is _taken else take
 
-    return take if then_take is None else takes, give if then_give is None else gives
+
+def _gives(first: Give, then: Give | None) -> Give:
+    if then is None:
+        return first
+
+    def give(module: nn.Module, args: tuple, output: Any) -> Any:
+        return then(module, args, first(module, args, output))
+
+    return then if first is _given else give
 
 
 __all__ = ["WRAPPED", "Give", "Take", "with_own_code", "wrap_forward", "wrapped_class"]
