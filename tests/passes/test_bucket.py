@@ -197,7 +197,7 @@ def test_what_is_ready_early_does_not_travel_with_what_waits_for_a_late_bucket(b
         scattered = [ops.reduce_scatter(g, "sum", 0, bench.tp) for g in gradients]
         return [ops.all_reduce(s, "sum", bench.dp) for s in scattered]
 
-    # What is scattered is worth a copy if it has less than 40 bytes; a bucket of sums holds 84 bytes, and waits with 33.
+    # What is scattered is worth a copy if it has less than 40 bytes; a bucket of sums holds 84 bytes, and 33 wait.
     replicas = Link(alpha=1, bandwidth=2.8, memory=1e9, launch=0, start=1)
     shards = Link(alpha=1, bandwidth=1e9, memory=40, launch=0, start=1)
     with bench.links(replicas, shards):
@@ -211,7 +211,7 @@ def test_what_is_ready_early_does_not_travel_with_what_waits_for_a_late_bucket(b
 
 @pytest.mark.parametrize(("size", "is_late", "buckets"), [(4, True, 1), (5, True, 0), (5, False, 1)])
 def test_much_does_not_wait_for_what_is_ready_later(bench, size, is_late, buckets):
-    """Of a gradient nothing needs the sum, and yet a long one goes at once: what waits goes while nothing is computed."""
+    """Nothing needs the sum of a gradient, and yet a long one goes at once: later there may be nothing to compute."""
 
     def f(x, y):
         return reduced(bench, x.exp(), x.sin()) if is_late else reduced(bench, x, y)
