@@ -8,11 +8,13 @@ Importing this module checks the torch version and raises `ImportError` outside 
 import contextlib
 import functools
 import operator
+import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -158,6 +160,25 @@ def operator_database() -> dict[str, Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
+
+
+def operator_samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterator[Any]:
+    """The values of `op.sample_inputs` of an `OpInfo` on the CPU; changes the state of all global generators.
+
+    That one formats the stack for each sample, to seed devices that may come and to find the test it is called from,
+    which takes several times as long as all operators take to run.
+    """
+    from torch.testing._internal.common_utils import SEED
+
+    made = iter(op.sample_inputs_func(op, "cpu", dtype, requires_grad))
+    while True:
+        torch.default_generator.manual_seed(SEED)
+        random.seed(SEED)
+        numpy.random.seed(SEED)
+        try:
+            yield next(made)
+        except StopIteration:
+            return
 
 
 def shard_order(x: Any) -> dict[int, tuple[int, ...]] | None:
@@ -452,6 +473,7 @@ __all__ = [
     "mesh_resources",
     "never_traced",
     "operator_database",
+    "operator_samples",
     "optim_foreach_types",
     "overloads_of",
     "process_groups",

@@ -97,7 +97,7 @@ def test_a_foreign_file_is_refused_before_anything_runs(tmp_path, monkeypatch):
     assert path.read_text() == "{}"
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_ranks_on_two_hosts_measure_the_link_between_them(rank, tmp_path):
     os.environ.update(LOCAL_WORLD_SIZE="1", DTENSOR_LINKS=str(tmp_path / "links.json"))
     options = Options(sizes=(1000, 1 << 23), rounds=2)
@@ -137,7 +137,7 @@ def test_a_real_run(tmp_path, monkeypatch):
     path, plot = tmp_path / "deep" / "links.json", tmp_path / "fits.svg"
     monkeypatch.setenv("DTENSOR_LINKS", str(path))
     command = [sys.executable, "-m", "dtensor", "calibrate", "--sizes", "1000,8388608", "--rounds", "3"]
-    result = subprocess.run([*command, "--plot", plot], capture_output=True, text=True, timeout=200)
+    result = subprocess.run([*command, "--plot", plot], capture_output=True, text=True, timeout=580)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""  # no terminal, no progress bar
     lines = result.stdout.splitlines()

@@ -161,7 +161,7 @@ def test_a_real_run_of_each_plan(plan, nproc, backend, dtype, steps):
 def test_a_real_run(tmp_path):
     plot = tmp_path / "curves.svg"
     command = [sys.executable, "-m", "dtensor", "demo", "--nproc", "2", "--steps", "3"]
-    result = subprocess.run([*command, "--plot", plot], capture_output=True, text=True, timeout=280)
+    result = subprocess.run([*command, "--plot", plot], capture_output=True, text=True, timeout=580)
     assert result.returncode == 0, result.stderr
     lines = {line.split("  ")[0]: line for line in result.stdout.splitlines()}
     # Two layers. Forward: an all-reduce for each embedding, two a layer, the gather of the logits.

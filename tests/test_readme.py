@@ -10,7 +10,7 @@ from dtensor.testing import with_ranks
 README = Path(__file__).resolve().parent.parent / "README.md"
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_python_of_the_readme_runs(rank):
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len(blocks) == 4

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._torch import operator_database
+from .._torch import operator_database, operator_samples
 from ..api import distribute_tensor
 from ..placements import Partial, Placement, Replicate, Shard
 from ..tensor import DTensor
@@ -71,7 +71,7 @@ def samples(name: str, most: int) -> list[Sample]:
     op = operator_database()[name]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(7)
-        given = list(op.sample_inputs("cpu", torch.float32, requires_grad=op.supports_autograd))
+        given = list(operator_samples(op, torch.float32, op.supports_autograd))
     found = [Sample(name, op.op, (s.input, *s.args), s.kwargs) for s in given]
     found = drawn([s for s in found if tensors((s.args, s.kwargs))], most, name)
     extra = []

@@ -31,6 +31,9 @@ READ_AT_IMPORT = ("TORCH", "PYTORCH", "DTENSOR", "OMP_", "MKL_", "PYTHON")
 READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Those that are not read at import, and that Inductor sets."""
 
+TIMEOUT = 600.0
+"""Seconds that all ranks have by default: against a hang, and so far more than slow ranks that compile need."""
+
 GRACE = 1.0
 """Seconds left to the other ranks to report after the first failure, and to all to write their stacks."""
 
@@ -48,7 +51,7 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], nproc: int, *args: Any, backend: str = "gloo", timeout: float = 60.0
+    fn: Callable[..., Any], nproc: int, *args: Any, backend: str = "gloo", timeout: float = TIMEOUT
 ) -> list[Any]:
     """Call `fn(rank, *args)` in `nproc` new processes and return what each returned, in the order of ranks.
 

@@ -15,13 +15,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from .processes import run_ranks
+from .processes import TIMEOUT, run_ranks
 from .threads import run_threads
 
 Test = Callable[..., Any]
 
 
-def with_ranks(nproc: int, *, backend: str = "gloo", timeout: float = 60.0) -> Callable[[Test], Test]:
+def with_ranks(nproc: int, *, backend: str = "gloo", timeout: float = TIMEOUT) -> Callable[[Test], Test]:
     """Decorator: run the test on `nproc` processes, see `run_ranks`."""
 
     def run(fn: Test, *args: Any) -> None:
@@ -30,7 +30,7 @@ def with_ranks(nproc: int, *, backend: str = "gloo", timeout: float = 60.0) -> C
     return functools.partial(_on_ranks, run)
 
 
-def with_threads(nthreads: int, *, timeout: float = 60.0) -> Callable[[Test], Test]:
+def with_threads(nthreads: int, *, timeout: float = TIMEOUT) -> Callable[[Test], Test]:
     """Decorator: run the test on `nthreads` threads of the process, see `run_threads`."""
 
     def run(fn: Test, *args: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._torch import TorchDispatchMode, operator_database
+from .._torch import TorchDispatchMode, operator_database, operator_samples
 from ..rules import base_name
 from .candidates import mapped, tensors
 
@@ -70,7 +70,7 @@ def _record(op, recorder: Recorder) -> None:
     if dtype is None:
         return
     differentiable = op.supports_autograd and dtype.is_floating_point
-    for sample in list(op.sample_inputs("cpu", dtype, requires_grad=differentiable))[:SAMPLES]:
+    for sample in list(operator_samples(op, dtype, differentiable))[:SAMPLES]:
         try:
             with recorder:
                 _run(op, sample, differentiable)

@@ -18,13 +18,13 @@ from typing import Any
 import torch.distributed as dist
 
 from .._torch import threaded_process_group
-from .processes import RankError
+from .processes import TIMEOUT, RankError
 
 GRACE = 1.0
 """Seconds left to threads whose collectives were ended because time is up or another rank failed."""
 
 
-def run_threads(fn: Callable[..., Any], nthreads: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_threads(fn: Callable[..., Any], nthreads: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Call `fn(rank, *args)` in `nthreads` threads of this process and return what each returned, in the
     order of ranks.
 

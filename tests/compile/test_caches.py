@@ -21,7 +21,7 @@ def anew(f):
     return torch.compile(f, fullgraph=True)
 
 
-@with_ranks(4, timeout=300)
+@with_ranks(4)
 def test_what_a_graph_depends_on_is_in_the_key(rank):
     """Reduction, layout, mesh and this rank's uneven shard: local tensors look alike, graphs differ."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -41,7 +41,7 @@ def test_what_a_graph_depends_on_is_in_the_key(rank):
         assert cut.to_local().tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0], []][rank]
 
 
-@with_ranks(2, timeout=300)
+@with_ranks(2)
 def test_both_caches_hit(rank):
     """Forward and backward, static and symbolic sizes."""
     mesh = init_device_mesh("cpu", (2,))

@@ -108,7 +108,7 @@ def test_no_parameter_is_gathered_a_third_time(fake_mesh):
 CASES = [("tp", "nothing"), ("sp", "products"), ("fsdp", "nothing")]
 
 
-@with_ranks(2, timeout=280)
+@with_ranks(2)
 def test_numbers_are_those_of_one_process(rank):
     mesh = init_device_mesh("cpu", (2,))
     single = made()

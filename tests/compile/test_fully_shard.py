@@ -291,7 +291,7 @@ def variants(mesh2, mesh):
     yield "2d", two_dimensional(mesh2, "styles last"), WIDTH
 
 
-@with_ranks(4, timeout=280)
+@with_ranks(4)
 def test_numbers_on_real_ranks(rank):
     mesh = init_device_mesh("cpu", (4,))
     mesh2 = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -316,7 +316,7 @@ def test_numbers_on_real_ranks(rank):
                 torch.testing.assert_close(grad.full_tensor(), want, **loose)
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_numbers_of_a_cycle_of_backwards(rank):
     model, single = by_layer(init_device_mesh("cpu", (2,))), Deep()
     compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})

@@ -170,7 +170,7 @@ def opened(folder, *options):
     path = folder / "tried.html"
     path.write_text(pages.page(folder).replace("</body>", f"<script>{{{SCRIPT}}}</script></body>"))
     run = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", *options, path.as_uri()]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=580, check=True)
     found = re.search(r'<output id="said">(.*?)</output>', done.stdout, re.DOTALL)
     assert found, done.stdout[-2000:] + done.stderr[-2000:]
     return json.loads(html.unescape(found[1]))

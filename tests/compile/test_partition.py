@@ -158,7 +158,7 @@ def test_checkpointing_recomputes_what_is_read_and_leaves_nothing_dead(fake_mesh
     assert ops(s.backward) == {"all_reduce": LAYERS - 1}
 
 
-@with_ranks(2, timeout=240)
+@with_ranks(2)
 def test_numbers_on_real_ranks(rank):
     mesh = init_device_mesh("cpu", (2,))
     for rows in (8, 7):
@@ -176,7 +176,7 @@ def test_numbers_on_real_ranks(rank):
                 torch.testing.assert_close(p.grad.full_tensor(), want, atol=1e-4, rtol=1e-4)
 
 
-@with_ranks(2, timeout=240)
+@with_ranks(2)
 def test_numbers_under_checkpointing_on_real_ranks(rank):
     mesh = init_device_mesh("cpu", (2,))
     block = Block(mesh)

@@ -63,7 +63,7 @@ def step(model, x, y):
     return [t.full_tensor().detach() for t in (out, *(p.grad for p in model.parameters()))]
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_a_model_of_torch_dtensor_trains(rank):
     mesh = init_device_mesh("cpu", (2,))
     for width in (8, 7):
@@ -78,7 +78,7 @@ def test_a_model_of_torch_dtensor_trains(rank):
         assert ops(s.forward) == {"all_reduce": 1}
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_torchs_transformer_gets_the_counts_of_ours(rank):
     """As `test_number_of_collectives` in test_training, but for norms' gradients: torch leaves them partial."""
     mesh = init_device_mesh("cpu", (2,))
@@ -124,7 +124,7 @@ def uneven(a, b, x):
     return total.to_local(), other.to_local(), x.redistribute(placements=[peer.Replicate()]).to_local() + 1
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_redistributions_of_torch_dtensor(rank):
     """What is gathered twice is gathered once. Padding, which is cut off on some ranks only, is left alone: all ranks
     must run the same collectives."""
@@ -144,7 +144,7 @@ def test_redistributions_of_torch_dtensor(rank):
         assert (traced(s, "inference"), ops(s.forward)) == (before, after)
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_rows_sent_to_one_rank_alone(rank):
     """Rank 0 sends three rows to rank 1 and gets one: what ranks send differs, and they agree all the same."""
     group = init_device_mesh("cpu", (2,)).get_group().group_name
@@ -213,7 +213,7 @@ class Gathered(nn.Module):
         return funcol.reduce_scatter_tensor_autograd(h, "sum", 0, self.group)
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_parameters_gathered_by_hand(rank):
     mesh = init_device_mesh("cpu", (2,))
     model = Gathered(mesh.get_group().group_name, rank)

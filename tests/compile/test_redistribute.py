@@ -93,7 +93,7 @@ def test_pending_results_are_inputs_like_others(mesh):
         assert f(y).to_local().shape == (8,)
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_a_scale_of_ones_own_stays_ones_own(rank):
     """Numbers on DTensors are the same on all ranks; on what `to_local` gives, a program may well use its rank."""
     mesh = init_device_mesh("cpu", (2,))

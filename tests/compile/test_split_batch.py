@@ -41,7 +41,7 @@ def step(run, model, x):
 
 
 @pytest.mark.parametrize(("sequence", "inner"), [(False, "inductor"), (False, "aot_eager"), (True, "aot_eager")])
-@with_ranks(2, timeout=300)
+@with_ranks(2)
 def test_transformer_trains_and_infers(rank, sequence, inner):
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)

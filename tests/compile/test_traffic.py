@@ -109,7 +109,7 @@ def train(rank, plan, nproc, folder):
 @pytest.mark.parametrize("plan", demo.PLANS)
 def test_the_manifest_of_the_demo_is_what_goes_through_the_process_group(plan, tmp_path):
     nproc = 2 if len(demo.PLANS[plan].axes) == 1 else 4
-    for forward, backward, manifest in run_ranks(train, nproc, plan, nproc, str(tmp_path), timeout=250):
+    for forward, backward, manifest in run_ranks(train, nproc, plan, nproc, str(tmp_path)):
         for direction, found in (("forward", forward), ("backward", backward)):
             listed = [c for c in manifest["collectives"] if c["direction"] == direction]
             # In groups of two all but a sum is one message. A ring sends as many bytes of it as it has.

@@ -43,9 +43,15 @@ def close(found, expected):
         torch.testing.assert_close(f, e, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
-@with_ranks(2, timeout=200)
+@pytest.mark.parametrize(
+    ("sequence", "backend"),
+    [
+        *(pytest.param(False, b, id=f"tp-{b}") for b in BACKENDS),
+        *(pytest.param(True, b, id=f"sp-{b}") for b in BACKENDS if b != "plain"),
+        pytest.param(True, "plain", id="sp-plain", marks=pytest.mark.nightly),
+    ],
+)
+@with_ranks(2)
 def test_transformer_trains_and_infers(rank, sequence, backend):
     mesh = init_device_mesh("cpu", (2,))
     reference = transformer(layers=1)
@@ -64,9 +70,16 @@ def test_transformer_trains_and_infers(rank, sequence, backend):
     assert s.graphs == 3
 
 
-@pytest.mark.parametrize("layers", [1, 3])
-@pytest.mark.parametrize("backend", ["dtensor, aot_eager", "plain"])
-@with_ranks(2, timeout=200)
+@pytest.mark.parametrize(
+    ("backend", "layers"),
+    [
+        ("dtensor, aot_eager", 1),
+        ("dtensor, aot_eager", 3),
+        ("plain", 1),
+        pytest.param("plain", 3, marks=pytest.mark.nightly),
+    ],
+)
+@with_ranks(2)
 def test_number_of_collectives(rank, backend, layers):
     mesh = init_device_mesh("cpu", (2,))
     for sequence in (False, True):
@@ -124,7 +137,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "dtensor, aot_eager", "plain"])
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_borders(rank, backend):
     mesh = init_device_mesh("cpu", (2,))
     for graph_break in (False, True):
@@ -142,7 +155,7 @@ def test_borders(rank, backend):
             close(found, expected)
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_plain_tangents_by_autograd_grad(rank):
     """Through torch.autograd.grad, which a method of the tensor cannot catch: the backend's border does."""
     mesh = init_device_mesh("cpu", (2,))

@@ -27,7 +27,7 @@ CASES = {
 }
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_collectives_keep_one_order(rank):
     mesh = init_device_mesh("cpu", (2,))
     for name, (call, args, placements) in CASES.items():

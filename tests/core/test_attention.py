@@ -80,7 +80,7 @@ def all_masks(rank, path):
 @pytest.mark.parametrize("path", PATHS)
 def test_masks(path):
     with sdpa_kernel(path):
-        run_threads(all_masks, 2, path, timeout=120)
+        run_threads(all_masks, 2, path)
 
 
 def two_axes(rank, path):

@@ -9,7 +9,7 @@ from dtensor.checkpoint import chunk
 from dtensor.testing import with_ranks, with_threads
 
 
-@with_ranks(4, timeout=120)
+@with_ranks(4)
 def test_save_and_load_in_another_layout(rank, tmp_path):
     flat, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     full = {"w": torch.arange(35.0).view(7, 5), "b": torch.arange(6), "s": torch.tensor(3.0)}

@@ -41,7 +41,7 @@ def steps_on(folder):
     return sorted(p for p in os.listdir(folder) if not p.startswith("."))
 
 
-@with_ranks(4, timeout=120)
+@with_ranks(4)
 def test_saved_in_both_ways_and_read_on_another_mesh(rank, tmp_path):
     flat, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     checkpoints = Checkpoints(tmp_path, keep=2)
@@ -73,7 +73,7 @@ def test_saved_in_both_ways_and_read_on_another_mesh(rank, tmp_path):
         Checkpoints(tmp_path, keep=0)
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_torn_files_are_found(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     checkpoints = Checkpoints(tmp_path)
@@ -186,7 +186,7 @@ def test_what_is_half_removed_is_no_checkpoint(monkeypatch, tmp_path):
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_a_save_waits_for_the_one_in_the_background(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     checkpoints, state = Checkpoints(tmp_path), empty(mesh, FLAT)
@@ -200,7 +200,7 @@ def test_a_save_waits_for_the_one_in_the_background(rank, tmp_path):
     assert checkpoints.steps() == [1, 2, 3, 4]
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_a_failure_in_the_background_is_told_once(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     checkpoints, finish = Checkpoints(tmp_path), Checkpoints._finish
@@ -222,7 +222,7 @@ def test_a_failure_in_the_background_is_told_once(rank, tmp_path):
     assert checkpoints.steps() == [3]
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_a_rank_that_cannot_write_is_an_error_on_all(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     checkpoints = Checkpoints(tmp_path)
@@ -248,7 +248,7 @@ def as_theirs(placements):
     return [theirs.Shard(p.dim) if isinstance(p, Shard) else theirs.Replicate() for p in placements]
 
 
-@with_ranks(4, timeout=120)
+@with_ranks(4)
 def test_checkpoints_of_torch_are_read_and_the_other_way(rank, tmp_path):
     flat, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     dcp.save(
@@ -286,7 +286,7 @@ def train(model, optimizer, steps):
     return losses
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_training_goes_on_where_it_was(rank, tmp_path):
     """Model and optimizer by name: saved sharded on two ranks, read into one device's model, and sharded again."""
     mesh = init_device_mesh("cpu", (2,))

@@ -67,7 +67,7 @@ def parallelized(mesh, model, **options):
     return fully_shard(model, mesh=mesh["dp"], **options)
 
 
-@with_ranks(4, timeout=200)
+@with_ranks(4)
 def test_trains_beside_tensor_parallelism_eager_and_compiled(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     at = mesh.get_local_rank("dp")

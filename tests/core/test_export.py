@@ -21,7 +21,7 @@ def collectives(program):
     return [name.split("::")[1] for name in names if name.startswith("dtensor::") and name != "dtensor::shard"]
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_a_program_is_the_model(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     expected = MLPModule("cpu")(X)
@@ -53,7 +53,7 @@ def test_a_program_is_the_model(rank, tmp_path):
     torch.testing.assert_close(program.module()(tokens=TOKENS.flip(0)), expected.flip(0))
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_sizes_may_vary(rank):
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)

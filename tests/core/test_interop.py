@@ -110,7 +110,7 @@ def trained(model, run):
     return losses
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_a_parallelized_model_is_converted_and_trains(rank):
     mesh = init_device_mesh("cpu", (2,))
     model = plain()

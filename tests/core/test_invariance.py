@@ -84,7 +84,7 @@ def test_in_a_region(rank, fn):
             same(placed(fn, values(), mesh, placement), dense(fn, values()))
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_a_compiled_graph_is_a_region(rank):
     mesh = init_device_mesh("cpu", (2,))
     for fn in INVARIANT:

@@ -131,7 +131,7 @@ def test_measured_links_are_of_one_backend_and_device(fake_mesh, tmp_path, monke
     assert facts(fake_mesh(2)).network.links == (INTRA,)
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_ranks_with_different_files_agree(rank, tmp_path):
     mine = tmp_path / f"{rank}.json"
     save_links(mine, machine_key("gloo", "cpu"), Measured(intra=(ONE, OTHER)[rank]))

@@ -159,7 +159,7 @@ def test_wrong_declarations(rank):
         local_map(torch.neg, Shard(0))
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_compiled_is_eager(rank):
     mesh = init_device_mesh("cpu", (2,))
     by_rows = local_map(rows, **ROWS, in_grad_placements=(None, [Partial()]))

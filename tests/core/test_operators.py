@@ -143,7 +143,7 @@ def sweep(mesh, names, limit):
 
 
 @pytest.mark.parametrize("part", range(4))
-@with_threads(2, timeout=120)
+@with_threads(2)
 def test_every_placement(rank, part):
     sweep(init_device_mesh("cpu", (2,)), [name for name in TABLE if name not in ON_PROCESSES][part::4], 40)
 
@@ -154,7 +154,7 @@ def test_every_placement_on_processes(rank):
     sweep(init_device_mesh("cpu", (2,)), ON_PROCESSES, 40)
 
 
-@with_threads(4, timeout=120)
+@with_threads(4)
 def test_on_two_axes(rank):
     sweep(init_device_mesh("cpu", (2, 2)), TABLE_2D, 12)
 

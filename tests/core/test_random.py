@@ -237,7 +237,7 @@ def attention_with_dropout(mesh, placements):
     torch.testing.assert_close(found.full_tensor(), expected)
 
 
-@with_ranks(2, timeout=90)
+@with_ranks(2)
 def test_on_two_ranks(rank):
     mesh = init_device_mesh("cpu", (2,))
     for shape in SHAPES:
@@ -264,7 +264,7 @@ def test_on_two_ranks(rank):
     assert parts.placements == (Partial(),)
 
 
-@with_ranks(4, timeout=90)
+@with_ranks(4)
 def test_on_two_axes(rank):
     mesh = init_device_mesh("cpu", (2, 2))
     for placements in ([Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]):
@@ -275,7 +275,7 @@ def test_on_two_axes(rank):
     attention_with_dropout(mesh, [Shard(0), Shard(1)])
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_compiled(rank):
     mesh = init_device_mesh("cpu", (2,))
     names = ("dropout bf16", "two", "alpha_dropout", "dropout2d", "rrelu", "rrelu_", "noise", "attention")

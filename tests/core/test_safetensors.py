@@ -94,7 +94,7 @@ def test_what_is_torn_or_cannot_be_written(tmp_path):
         export({"z": torch.zeros(1, dtype=torch.complex128)}, path)
 
 
-@with_ranks(2, timeout=60)
+@with_ranks(2)
 def test_an_error_while_writing_is_one_on_all_ranks(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     x = {"x": distribute_tensor(torch.ones(4), mesh, [Shard(0)])}

@@ -49,7 +49,7 @@ def under_way(rank, n):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_several_under_way(n):
-    run_ranks(under_way, n, n, timeout=120)
+    run_ranks(under_way, n, n)
 
 
 def of_all_kinds(rank, n):
@@ -89,7 +89,7 @@ def of_all_kinds(rank, n):
 
 
 def test_of_all_kinds():
-    run_ranks(of_all_kinds, 3, 3, timeout=120)
+    run_ranks(of_all_kinds, 3, 3)
 
 
 def compiled(rank, n):
@@ -111,7 +111,7 @@ def compiled(rank, n):
 
 
 def test_compiled():
-    run_ranks(compiled, 2, 2, timeout=200)
+    run_ranks(compiled, 2, 2)
 
 
 def left_alone(rank):
@@ -126,7 +126,7 @@ def left_alone(rank):
 
 
 def test_a_rank_that_does_not_come():
-    run_ranks(left_alone, 2, timeout=60)
+    run_ranks(left_alone, 2)
 
 
 def test_elsewhere_torchs(fake_mesh):

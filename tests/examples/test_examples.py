@@ -51,7 +51,7 @@ def losses(text):
 def test_each_gives_the_curve_of_one_device(name, options):
     assert len(one_device()) == 10
     assert one_device()[-1] < 0.8 * one_device()[0]
-    for text in run_ranks(on_rank, RANKS[name], name, options, timeout=280):
+    for text in run_ranks(on_rank, RANKS[name], name, options):
         assert losses(text) == pytest.approx(one_device(), abs=2e-5)
 
 

@@ -29,7 +29,7 @@ def torchrun(nproc, *command, restarts=0):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, env={**os.environ, **OWN_STORE, **inside}, text=True, **pipes) as process:
         try:
-            out, errors = process.communicate(timeout=250)
+            out, errors = process.communicate(timeout=580)
         except subprocess.TimeoutExpired:
             process.terminate()  # by which the launcher ends the ranks
             raise

@@ -98,7 +98,7 @@ def test_half_precision_nothing_to_clip_and_what_is_not_finite(rank):
         clip_grad_norm_(parameters, 1.0, 0)
 
 
-@with_ranks(2, timeout=120)
+@with_ranks(2)
 def test_compiled_is_eager(rank):
     mesh = init_device_mesh("cpu", (2,))
     norm, grads = dense(2.0, 0.5)

@@ -80,7 +80,7 @@ def mean_over_dp(mesh, losses):
     return parts.full_tensor().tolist()
 
 
-@with_ranks(4, timeout=200)
+@with_ranks(4)
 def test_trains_and_its_states_go_out_and_in(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     enable_fsdp1()

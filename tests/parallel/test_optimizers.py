@@ -135,7 +135,7 @@ def compiled_steps(cases, backend):
         assert graphs[0] == graphs[1], (name, mode)
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_compiled_step(rank):
     compiled_steps([("AdamW", {"foreach": True}), ("AdamW", {"fused": True})], "dtensor")
 

@@ -249,7 +249,7 @@ def all_cases(rank):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_ranks(all_cases, NPROC, timeout=240)
+    return run_ranks(all_cases, NPROC)
 
 
 @pytest.mark.parametrize(("name", "compiled"), RUNS)

@@ -185,7 +185,7 @@ def test_autocast_on_two_axes(rank):
         torch.testing.assert_close(s.grad.full_tensor(), d.grad, rtol=0.05, atol=0.01)
 
 
-@with_ranks(2, timeout=200)
+@with_ranks(2)
 def test_autocast_and_scaling_compiled(rank):
     """The step of a loop: the model compiled under autocast, its gradients scaled, clipped, and taken."""
     mesh, losses = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), []

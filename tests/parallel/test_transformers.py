@@ -145,7 +145,7 @@ def test_compiled_on_two_axes(rank, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@with_ranks(2, timeout=250)
+@with_ranks(2)
 def test_compiled_is_unsharded(rank, name):
     """With the passes, one graph; Inductor's code is left out for the sake of time."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"

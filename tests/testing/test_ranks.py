@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor.collectives import ops
 from dtensor.testing import RankError, run_ranks, run_threads, with_ranks, with_threads
+from dtensor.testing.processes import TIMEOUT
 
 
 @dataclass
@@ -98,7 +99,7 @@ def test_a_rank_that_dies_is_reported_with_its_exit_code():
 
 def test_a_hang_shows_the_stacks(capfd):
     with pytest.raises(TimeoutError, match=r"rank 0 is done\nrank 1 is in:(.|\n)*in hanging"):
-        run_ranks(hanging, 2, timeout=15)
+        run_ranks(hanging, 2, timeout=30)
     assert "in hanging" in capfd.readouterr().err
 
 
@@ -150,7 +151,7 @@ def test_a_failing_thread_ends_the_others():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 2 .* failed:(.|\n)*this rank is broken"):
         run_threads(failing, 2)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < TIMEOUT / 4
 
 
 def test_a_thread_that_waits_for_ever_shows_the_stacks(capfd):
