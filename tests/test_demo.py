@@ -146,7 +146,6 @@ PAIRS = [(p, 4) for p in PLANS] + [(p, 8) for p in ("fsdp", "hsdp", "2d", "3d")]
 FULL = [pytest.param(p, n, "dtensor", d, 30, marks=pytest.mark.nightly) for p, n in PAIRS for d in ("fp32", "bf16")]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("plan", "nproc", "backend", "dtype", "steps"), [("fsdp", 2, "eager", "bf16", 2), *FULL])
 def test_a_real_run_of_each_plan(plan, nproc, backend, dtype, steps):
     options = ["--nproc", nproc, "--steps", steps, "--plan", plan, "--backend", backend, "--dtype", dtype]

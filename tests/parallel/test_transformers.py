@@ -132,7 +132,6 @@ def test_on_two_axes(name):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", MODELS)
 @with_ranks(4, timeout=850)
 def test_compiled_on_two_axes(rank, name):

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor.collectives import ops
 from dtensor.testing import RankError, run_ranks, run_threads, with_ranks, with_threads
-from dtensor.testing.processes import TIMEOUT
 
 
 @dataclass
@@ -151,7 +150,7 @@ def test_a_failing_thread_ends_the_others():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 2 .* failed:(.|\n)*this rank is broken"):
         run_threads(failing, 2)
-    assert time.monotonic() - start < TIMEOUT / 4
+    assert time.monotonic() - start < 10
 
 
 def test_a_thread_that_waits_for_ever_shows_the_stacks(capfd):
