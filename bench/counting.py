@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future  # pyright: ignore[reportAttributeAccessIssue]
+from torch._dynamo import trace_rules
 from torch.futures import Future
 
 from dtensor._torch import fake_store
@@ -271,6 +272,7 @@ def _on_gloo(store: Any, rank: int, size: int, timeout: Any) -> CountingGroup:
 
 def register() -> None:
     """Make the backends known to torch."""
+    trace_rules.add(__name__)  # while DDP's forward is traced, C++ calls the methods: they are not of the model
     for name, create in ((BACKEND, _alone), (OVER_GLOO, _on_gloo)):
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, create, devices=["cpu", "cuda"])

@@ -1,7 +1,8 @@
 """How a model is sharded: the plans of the demonstration, in the classes of either library.
 
 `dtensor.demo_plan.PLANS` says which mesh a plan takes and which part of a batch is whose; here are the styles for all
-models, and `applied`, which shards a model by one library or the other. torch's `fully_shard` is FSDP2.
+models, and `applied`, which shards a model by one library or the other. torch's `fully_shard` is FSDP2; its peer of
+replicas is DistributedDataParallel, with its own defaults.
 """
 
 from collections.abc import Callable
@@ -13,14 +14,15 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as their_fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as their_styles
+from torch.nn.parallel import DistributedDataParallel
 
 from dtensor import parallel as our_styles
 from dtensor.demo_plan import PLANS, TENSOR
 
-RANKS = {"tp": 2, "sp": 2, "fsdp": 2, "hsdp": 4, "2d": 4}
+RANKS = {"tp": 2, "sp": 2, "ddp": 2, "fsdp": 2, "hsdp": 4, "2d": 4}
 """Plans that are compared -> the ranks each takes at least."""
 
-NO_COLLECTIVES = ("fsdp", "hsdp")
+NO_COLLECTIVES = ("ddp", "fsdp", "hsdp")
 """Plans by which torch communicates outside of the graphs that it compiles: options on them change nothing."""
 
 STYLES: dict[str, ModuleType] = {"dtensor": our_styles, "torch": their_styles}
@@ -84,11 +86,13 @@ def own_part(batch: torch.Tensor, family: str, plan: str, mesh: Any) -> torch.Te
 
 
 def applied(model: nn.Module, family: str, library: str, plan: str, mesh: Any) -> nn.Module:
-    """Shard `model` in place by a plan, and return it."""
+    """Shard `model` in place by a plan, and return what is called in its place."""
     chosen = PLANS[plan]
     if TENSOR in chosen.axes:
         given = styles(family, library, chosen.sequence)
         model = STYLES[library].parallelize_module(model, mesh[TENSOR], given)
+    if chosen.replicas and library == "torch":
+        return DistributedDataParallel(model, process_group=mesh[chosen.axes[0]].get_group())
     if chosen.data_axes:
         axes = mesh[chosen.data_axes]
         for layer in model.get_submodule("layers").children():

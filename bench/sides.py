@@ -76,7 +76,7 @@ SIDES: dict[str, Side] = {
         "the same with split_batch=2: one half of a batch computes while the other travels",
     ),
     "dtensor eager": Side("dtensor", _as_it_is, "the same, not compiled"),
-    "torch eager": Side("torch", _as_it_is, "torch DTensor, FSDP2 for fsdp and hsdp; not compiled"),
+    "torch eager": Side("torch", _as_it_is, "torch DTensor, FSDP2 for fsdp and hsdp, DDP for ddp; not compiled"),
     "torch compiled": Side("torch", _inductor(), "the same under torch.compile"),
     "torch tuned": Side("torch", _inductor(**SWITCHES), "the same with Inductor's options on communication"),
     "by hand": Side("hand", _inductor(**AS_WRITTEN), "local tensors and functional collectives, compiled"),

@@ -26,18 +26,20 @@ class DemoPlan:
         title: in words.
         axes: of the mesh, outermost first.
         sequence: whether activations are sharded along the sequence, where layers are divided.
+        replicas: whether every rank has all parameters: the axes after the first have one rank each.
     """
 
     title: str
     axes: tuple[str, ...]
     sequence: bool = False
+    replicas: bool = False
 
     def mesh_shape(self, nproc: int) -> tuple[int, ...]:
         """Sizes of the axes for `nproc` processes: 2 each as far as that goes, the last first; the first takes the
-        rest."""
+        rest, that is all of them where ranks are replicas."""
         sizes, left = [], nproc
         for _ in self.axes[1:]:
-            sizes.insert(0, 2 if left % 2 == 0 else 1)
+            sizes.insert(0, 2 if left % 2 == 0 and not self.replicas else 1)
             left //= sizes[0]
         return (left, *sizes)
 
@@ -75,6 +77,7 @@ class DemoPlan:
 PLANS = {
     "tp": DemoPlan("tensor parallel", (TENSOR,)),
     "sp": DemoPlan("tensor and sequence parallel", (TENSOR,), sequence=True),
+    "ddp": DemoPlan("data parallel", ("replicate", "shard"), replicas=True),
     "fsdp": DemoPlan("fully sharded", ("shard",)),
     "hsdp": DemoPlan("hybrid: fully sharded, and replicated", ("replicate", "shard")),
     "2d": DemoPlan("fully sharded and tensor parallel", ("shard", TENSOR)),

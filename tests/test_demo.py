@@ -121,6 +121,7 @@ def test_the_default_text_is_there():
     ("plan", "nproc", "shape", "parts"),
     [
         ("tp", 4, (4,), (1, 4)),
+        ("ddp", 4, (4, 1), (4, 1)),
         ("fsdp", 8, (8,), (8, 1)),
         ("hsdp", 4, (2, 2), (4, 1)),
         ("hsdp", 8, (4, 2), (8, 1)),
@@ -142,7 +143,7 @@ def test_each_rank_takes_its_part_of_a_batch(rank):
     assert PLANS["3d"].own_part(batch, mesh).flatten().tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
 
 
-PAIRS = [(p, 4) for p in PLANS] + [(p, 8) for p in ("fsdp", "hsdp", "2d", "3d")]
+PAIRS = [(p, 4) for p in PLANS] + [(p, 8) for p in ("ddp", "fsdp", "hsdp", "2d", "3d")]
 FULL = [pytest.param(p, n, "dtensor", d, 30, marks=pytest.mark.nightly) for p, n in PAIRS for d in ("fp32", "bf16")]
 
 

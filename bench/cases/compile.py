@@ -3,9 +3,11 @@
 One process on a fake process group compiles forward and backward of a Transformer, by `backend="dtensor"` and torch's
 DTensor by torch.compile, in rounds that take turns. The clock runs from the first call to the end of the backward,
 caches of compiled code passed over. "aot_eager" ends with a graph that runs operator by operator, "inductor" makes
-code of it. Passes are timed one by one, and so are what stands around them: verifying, counting, what is known of
-meshes, sealing the agreement. By ranks it is our own time over that on the fewest; a second process has the caches of
-the first.
+code of it. By ranks it is our own time over that on the fewest; a second process has the caches of the first.
+
+The passes' share is of steps of their own, in which passes are timed one by one, and so is what stands around them:
+verifying, counting, what is known of meshes, sealing the agreement. There Python's collector is off, as in `timeit`: a
+collection goes over the whole heap, and the pass that it happens to fall into would pay for all.
 """
 
 import contextlib
@@ -66,6 +68,18 @@ PROCESS_ROUNDS = {"tiny": 0, "quick": 2, "full": 5}
 
 
 @contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's collector."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+@contextmanager
 def timed(names: dict[str, str], seconds: dict[str, float]) -> Iterator[None]:
     """Add the time of each call of what `names` names to `seconds`, under its key."""
 
@@ -109,10 +123,10 @@ def step(side: str, inner: str, plan: str, layers: int, mesh: Any) -> float:
 
 
 def our_step(inner: str, plan: str, layers: int, mesh: Any) -> tuple[float, float, dict[str, float], Statistics]:
-    """Seconds of the step, of all our work in it, and of its parts; and the statistics."""
+    """Seconds of the step, of all our work in it, and of its parts, nothing collected; and the statistics."""
     ours: dict[str, float] = defaultdict(float)
     parts: dict[str, float] = defaultdict(float)
-    with statistics() as s, timed({name: name for name in WHOLE}, ours), timed(PARTS, parts):
+    with statistics() as s, timed({name: name for name in WHOLE}, ours), timed(PARTS, parts), uncollected():
         total = step(OURS, inner, plan, layers, mesh)
     return total, sum(ours.values()), parts, s
 
@@ -145,27 +159,26 @@ def run(effort: Effort) -> Iterator[Record]:
 
 def _by_layers(inner: str, plan: str, layers: int, rounds: int) -> Iterator[Record]:
     times: dict[str, list[float]] = {OURS: [], TORCH: []}
-    shares, found = [], []
+    shares: dict[str, list[float]] = defaultdict(list)
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for i in range(rounds):
             for side in (OURS, TORCH) if i % 2 else (TORCH, OURS):
-                if side == TORCH:
-                    with without_compile_caches():
-                        times[side].append(step(side, inner, plan, layers, mesh))
-                else:
-                    total, ours, parts, s = our_step(inner, plan, layers, mesh)
-                    times[side].append(total)
-                    shares.append(100 * ours / total)
-                    found.append((total, breakdown(parts, s), s.graph_breaks))
+                with without_compile_caches():
+                    times[side].append(step(side, inner, plan, layers, mesh))
+            total, ours, parts, s = our_step(inner, plan, layers, mesh)
+            rows = breakdown(parts, s)
+            for name, t in [("the passes and all around", ours), *[(name, t) for name, t, _ in rows]]:
+                shares[name].append(100 * t / total)
     at = Setting("compile", f"transformer-{layers}", plan, 2)
     yield at.timed(f"{inner}: time", "s", compared(times[OURS], times[TORCH]), TORCH)
-    total, rows, breaks = found[-1]
-    low, middle, high = quartiles(shares)
-    spread = f"quartiles {low:.1f} to {high:.1f}; graph breaks: {breaks}"
-    yield at.alone(f"{inner}: share of the passes and all around", middle, "%", note=spread)
-    for name, t, rewrites in rows[:SLOWEST]:
-        yield at.alone(f"{inner}: share of {name}", 100 * t / total, "%", note=f"{rewrites} rewrites")
+    rewrites = {name: f"; {n} rewrites" for name, _, n in rows} | {
+        "the passes and all around": f"; graph breaks: {s.graph_breaks}"
+    }
+    found = {name: quartiles(percent) for name, percent in shares.items()}
+    for name, (low, middle, high) in sorted(found.items(), key=lambda item: -item[1][1])[: SLOWEST + 1]:
+        spread = f"quartiles {low:.1f} to {high:.1f}{rewrites[name]}"
+        yield at.alone(f"{inner}: share of {name}", middle, "%", note=spread)
 
 
 def _by_ranks(worlds: tuple[int, ...], rounds: int) -> Iterator[Record]:

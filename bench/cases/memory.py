@@ -26,7 +26,7 @@ from .step import PEERS, REAL
 
 MODELS = {
     "tiny": (("mlp", "tp"),),
-    "quick": tuple([("transformer-2", plan) for plan in ("tp", "fsdp")]),
+    "quick": tuple([("transformer-2", plan) for plan in ("tp", "ddp", "fsdp")]),
     "full": tuple([(name, plan) for name in ("mlp", "transformer-2", "transformer-8", "llama-2") for plan in RANKS]),
 }
 SIDES = {"tiny": ("torch eager", "by hand"), "quick": PEERS, "full": PEERS}

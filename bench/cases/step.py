@@ -76,7 +76,7 @@ AMOUNTS = {
     "quick": Amount(
         (
             *[Job("transformer-2", plan, 2, EVERYWHERE) for plan in ("tp", "sp")],
-            Job("transformer-2", "fsdp", 2, (LOOPBACK, RATES[0])),
+            *[Job("transformer-2", plan, 2, (LOOPBACK, RATES[0])) for plan in ("ddp", "fsdp")],
             *[Job("transformer-2", plan, 4, (RATES[0],)) for plan in ("hsdp", "2d")],
         ),
         (OURS, HALVES, *PEERS),
