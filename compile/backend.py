@@ -1,7 +1,7 @@
 """The `dtensor` backend of torch.compile: AOTAutograd, the passes, then the inner compiler.
 
-Outputs that are DTensors pass through a border on their way to the user, so that a plain tangent, which AOTAutograd
-cannot take where it traced a DTensor, arrives in the right form.
+The backward of what was compiled gives tangents the form in which they were traced: AOTAutograd cannot take a plain
+tensor, or the plain zeros of an output that no loss used, where it traced a DTensor.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,10 +11,17 @@ from typing import Any
 
 from torch import fx
 
-from dtensor._torch_compile import aot_backend, boxed, inductor_compile, min_cut_partition
+from dtensor._torch_compile import (
+    aot_backend,
+    boxed,
+    inductor_compile,
+    leave_missing,
+    min_cut_partition,
+    on_tangents,
+)
 from dtensor.hooks import PARTITIONER, chained, others_partitioner
 from dtensor.strictness import strict
-from dtensor.tensor import DTensor, put_tangent_border
+from dtensor.tensor import DTensor, complete_tangents
 
 from .inductor import STAGES, Partition
 from .options import Options
@@ -64,7 +71,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Calla
         compiled = inductor_compile(gm, example_inputs, patches)
     else:
         compiled = aot_backend(partial(_partition, chosen), *_interpreters(chosen))(gm, example_inputs)
-    return _bordered(compiled)
+    return _taking_all_tangents(compiled)
 
 
 def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -88,17 +95,19 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
     return compiler(False), compiler(True), compiler(False)
 
 
-def _bordered(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, with those of its outputs behind one border that are DTensors with a history of their own.
-
-    One border for all: it sees the outputs that the loss does not use, too, and gives them zeros of the right layout.
-    """
+def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose backward takes any tangents, and none, where it traced DTensors."""
+    own: list[int] = []  # those of the outputs that are DTensors with a history of their own; of all calls the same
 
     def run(*args: Any) -> Any:
         out = compiled(*args)
-        found = [x for x in out if isinstance(x, DTensor) and _is_computed(x)]
-        if found:
-            put_tangent_border(found)
+        if not own:
+            own.extend([k for k, x in enumerate(out) if isinstance(x, DTensor) and _is_computed(x)])
+            if not own:
+                return out
+            specs = {out[k].output_nr: out[k]._spec for k in own}
+            on_tangents(out[own[0]].grad_fn, partial(complete_tangents, specs))
+        leave_missing(out[own[0]].grad_fn)
         return out
 
     return run

@@ -124,6 +124,31 @@ def order_after(graph: torch.fx.Graph, later: dict[torch.fx.Node, list[torch.fx.
     preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in later.items()})
 
 
+def on_tangents(node: Any, change: Callable[[Any, list], None]) -> None:
+    """Have `change` at what arrives at the backward of a function that AOTAutograd compiled, in all its calls.
+
+    Args:
+        node: the autograd node of one call.
+        change: is given the node of a call and the list of its tangents, and changes it in place. One that did not
+            arrive is None after `leave_missing`, and else plain zeros.
+    """
+    compiled = node._forward_cls
+    backward = compiled.backward
+
+    def changed(ctx: Any, *args: Any) -> Any:
+        in_a_list = len(args) == 1 and isinstance(args[0], list)
+        tangents = args[0] if in_a_list else list(args)
+        change(ctx, tangents)
+        return backward(ctx, tangents) if in_a_list else backward(ctx, *tangents)
+
+    compiled.backward = staticmethod(changed)
+
+
+def leave_missing(node: Any) -> None:
+    """Have no zeros put in place of tangents that do not arrive at this call's backward."""
+    node.set_materialize_grads(False)
+
+
 def boxed(function):
     """Mark a graph callable as taking its arguments in one list."""
     from functorch.compile import make_boxed_func
@@ -239,10 +264,12 @@ __all__ = [
     "get_hash_for_files",
     "inductor_compile",
     "inductor_config",
+    "leave_missing",
     "lower_as_collective",
     "min_cut_partition",
     "observed_graphs",
     "on_bytecode",
+    "on_tangents",
     "order_after",
     "register_backend",
     "static_inputs",

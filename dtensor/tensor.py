@@ -35,7 +35,7 @@ from .pending import Pending, waited
 from .placements import Placement, Replicate, Shard, as_placements, parsed, words
 from .plan import Prefer
 from .redistribute import check_target, redistribute_local
-from .spec import Spec, define_local_sizes
+from .spec import Spec, contiguous_stride, define_local_sizes
 
 PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
 """Types of indices that are no lists, at a glance."""
@@ -459,38 +459,31 @@ class _ToLocal(torch.autograd.Function):
         return _build(grad, ctx.mesh, ctx.layout, ctx.sizes[0], ctx.sizes[1]), None
 
 
-class _TangentBorder(torch.autograd.Function):
-    """Identity on several DTensors; their gradients leave as DTensors, whatever arrives: a plain tensor, or nothing.
+def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list) -> None:
+    """Give what arrives at a compiled function's backward the form it was traced with, in place.
 
-    As if it wrote to them: the tensors themselves come out, with this node as their history.
+    Args:
+        specs: index of an output that is a DTensor -> its spec, of whatever sizes.
+        node: the autograd node of the call, which knows the sizes of its outputs.
+        tangents: one for each output; None, or a plain (replicated) tensor in place of a DTensor, is what changes.
     """
-
-    @staticmethod
-    def forward(ctx, *xs):
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(*xs)
-        ctx.specs = [x._spec for x in xs]
-        return xs
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return tuple(_tangent(g, spec) for g, spec in zip(grads, ctx.specs))
+    for k, tangent in enumerate(tangents):
+        spec = specs.get(k)
+        if spec is not None and not isinstance(tangent, DTensor):
+            tangents[k] = _tangent(tangent, spec, tuple(node._input_metadata[k].shape))
+        elif tangent is None:
+            output = node._input_metadata[k]
+            tangents[k] = torch.zeros(output.shape, dtype=output.dtype, device=output.device)
 
 
-def _tangent(grad, spec: Spec):
-    if isinstance(grad, DTensor):
-        return grad
-    target = spec.with_layout(spec.layout.without_partial())
-    if grad is None:
-        device = spec.mesh.device_type
-        return _wrap(torch.zeros(target.local_shape(), dtype=spec.dtype, device=device), target)
-    whole = spec.with_layout(Layout.make(spec.layout.mesh_ndim, ((),) * spec.ndim, ()))
-    return move(_wrap(grad, whole), target.layout)
-
-
-def put_tangent_border(xs: Sequence[DTensor]) -> None:
-    """Let plain (replicated) gradients flow back to DTensors that were computed, or none to some of them."""
-    _TangentBorder.apply(*xs)
+def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> DTensor:
+    stride = contiguous_stride(shape) if plain is None else plain.stride()
+    whole = Spec.make(spec.mesh, Layout.make(spec.layout.mesh_ndim, ((),) * spec.ndim, ()), shape, stride, spec.dtype)
+    layout = spec.layout.without_partial()
+    if plain is not None:
+        return move(_wrap(plain, whole), layout)
+    zeros = whole.with_layout(layout)
+    return _wrap(torch.zeros(zeros.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type), zeros)
 
 
 def _build(local, mesh, layout, shape, stride) -> DTensor:
@@ -499,4 +492,4 @@ def _build(local, mesh, layout, shape, stride) -> DTensor:
 
 
 install(DTensor, _wrap)
-__all__ = ["DTensor", "fake_like", "move", "put_tangent_border"]
+__all__ = ["DTensor", "complete_tangents", "fake_like", "move"]

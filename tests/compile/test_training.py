@@ -113,7 +113,8 @@ class Net(nn.Module):
         h = torch.relu(x @ self.up)
         if self.graph_break:
             torch._dynamo.graph_break()
-        return (h @ self.down, h * 2)[: self.outputs]
+        y = h @ self.down
+        return (y, h * 2, (y * y).full_tensor().sum())[: self.outputs]
 
 
 def gradients(model, x, loss):
@@ -126,14 +127,17 @@ def gradients(model, x, loss):
 
 
 LOSSES = {
-    "both outputs": lambda outs: (outs[0].sum() + (outs[1] * outs[1]).sum()).backward(),
-    "first output unused": lambda outs: outs[1].sum().backward(),
-    "second output unused": lambda outs: (outs[0] * outs[0]).sum().backward(),
-    "plain tangent": lambda outs: outs[0].backward(torch.arange(32.0).view(4, 8)),
-    "local loss": lambda outs: outs[0].redistribute(placements=[Replicate()]).to_local().sum().backward(),
-    "written to": lambda outs: (outs[0].mul_(2.0) * 3).sum().backward(),
-    "sharded tangent": lambda outs: (outs[0].redistribute(placements=[Shard(0)]) * 3).sum().backward(),
+    "both outputs": (2, lambda outs: (outs[0].sum() + (outs[1] * outs[1]).sum()).backward()),
+    "first output unused": (2, lambda outs: outs[1].sum().backward()),
+    "second output unused": (2, lambda outs: (outs[0] * outs[0]).sum().backward()),
+    "plain loss, both outputs unused": (3, lambda outs: outs[2].backward()),
+    "third output, which is plain, unused": (3, lambda outs: outs[1].sum().backward()),
+    "plain tangent": (1, lambda outs: outs[0].backward(torch.arange(32.0).view(4, 8))),
+    "local loss": (1, lambda outs: outs[0].redistribute(placements=[Replicate()]).to_local().sum().backward()),
+    "written to": (1, lambda outs: (outs[0].mul_(2.0) * 3).sum().backward()),
+    "sharded tangent": (1, lambda outs: (outs[0].redistribute(placements=[Shard(0)]) * 3).sum().backward()),
 }
+"""What is done -> the number of outputs, and how."""
 
 
 @pytest.mark.parametrize("backend", ["dtensor", "dtensor, aot_eager", "plain"])
@@ -141,11 +145,11 @@ LOSSES = {
 def test_borders(rank, backend):
     mesh = init_device_mesh("cpu", (2,))
     for graph_break in (False, True):
-        for name, loss in LOSSES.items():
+        for name, (outputs, loss) in LOSSES.items():
             if backend == "plain" and "unused" in name:
-                continue  # Torch hands a plain zero to a graph that expects a DTensor; only our backend has a border.
+                continue  # Torch hands a plain zero to a graph that expects a DTensor; only our backend takes it.
             torch.compiler.reset()
-            model = Net(mesh, graph_break, outputs=2 if "output" in name else 1)
+            model = Net(mesh, graph_break, outputs)
             x = distribute_tensor(torch.randn(4, 8, generator=torch.Generator().manual_seed(3)), mesh, [Replicate()])
             expected = gradients(model, x, loss)
             compiled = torch.compile(model, fullgraph=not graph_break, **BACKENDS[backend])
@@ -157,7 +161,7 @@ def test_borders(rank, backend):
 
 @with_ranks(2)
 def test_plain_tangents_by_autograd_grad(rank):
-    """Through torch.autograd.grad, which a method of the tensor cannot catch: the backend's border does."""
+    """Through torch.autograd.grad, which a method of the tensor cannot catch: the backend does."""
     mesh = init_device_mesh("cpu", (2,))
     model = Net(mesh)
     x = distribute_tensor(torch.randn(4, 8), mesh, [Replicate()])
@@ -167,3 +171,17 @@ def test_plain_tangents_by_autograd_grad(rank):
     (found,) = torch.autograd.grad(compiled(x)[0], model.up, weight)
     assert found.placements == (Shard(1),)
     close([whole(found)], [whole(expected)])
+
+
+@pytest.mark.parametrize("used", [0, 1, 2])
+@with_ranks(2)
+def test_unused_outputs_of_any_length(rank, used):
+    """Zeros in their place have the length of the call; they are made in parts, as the outputs are."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = Net(mesh, outputs=3)
+    options = {"inner": "aot_eager", "agreement": False}
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="dtensor", options=options)
+    for length in (4, 6):
+        x = distribute_tensor(torch.randn(length, 8, generator=torch.Generator().manual_seed(3)), mesh, [Replicate()])
+        found, expected = (gradients(m, x, lambda outs: outs[used].sum().backward()) for m in (compiled, model))
+        close(found, expected)
