@@ -19,7 +19,7 @@ wait = c10d.wait_tensor
 
 @dataclass(frozen=True)
 class Group:
-    """A process group and this rank in it. Of one rank, nothing is sent.
+    """A process group and this rank in it. Of one rank, nothing is gathered.
 
     What starts gathers and scatters is the library's: over gloo it sends both ways at once, and has no reduce_scatter,
     which would send what an all_reduce does; parts are exchanged and added up here (`dtensor.starts`).
@@ -42,8 +42,6 @@ class Group:
 
     def start_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """Start to add up over ranks, of which each gets its rows from `scattered`."""
-        if self.size == 1:
-            return x
         if self.starts.reduce_scatter is not None:
             return self.starts.reduce_scatter(x.contiguous(), "sum", self.size, self.name)
         rows = [x.shape[0] // self.size] * self.size
@@ -51,8 +49,6 @@ class Group:
 
     def scattered(self, started: torch.Tensor) -> torch.Tensor:
         """Wait for what `start_scatter` started."""
-        if self.size == 1:
-            return started
         x = wait(started)
         return x.unflatten(0, (self.size, -1)).sum(0) if self.starts.reduce_scatter is None else x
 

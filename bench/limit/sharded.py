@@ -3,7 +3,8 @@
     forward     the gather of stage i + 1 travels while stage i computes
     backward    the gather of stage i - 1 travels while stage i computes; the last stage kept what it had, and
                 a stage without saved parameters (an embedding) is not gathered again
-    gradients   are scattered as sums while the next stage computes, then summed over the replicas, if there are any
+    gradients   are scattered as sums while the next stage computes, then summed over the replicas, if there are any;
+                where all ranks are replicas, summed at once
 
 What autograd saves of gathered parameters is replaced by where it lay (saved-tensor hooks), so that a stage's memory is
 free between its forward and its backward. Stages may be compiled: they see plain tensors, and no collectives of this.
@@ -152,6 +153,9 @@ class Sharded(nn.Module):
         flat.whole = None
         parts = [g.flatten() for g in grads]
         parts.append(parts[0].new_zeros(flat.length - sum(map(len, parts))))
+        if self.replicas is not None and flat.group.size == 1:
+            self._summing.append((i, c10d.all_reduce(torch.cat(parts), "sum", self.replicas[0])))
+            return
         started = flat.group.start_scatter(torch.cat(parts))
         self._settle()
         self._pending.append((i, started))
