@@ -48,8 +48,8 @@ class Schedule:
     small. A reduction whose result no other needs (a gradient's) is waited for when too much is in flight; if another
     collective sends its result on (the sum over replicas of what was scattered), that starts then. `ahead` bounds, for
     each of these kinds, the bytes of buffers started and not waited for; one is always allowed. By default it is the
-    largest buffer in the graph, that of a batch in parts counted as one. An all_reduce counts nothing: its result takes
-    the place of what it adds up, so that to wait for it frees no memory.
+    largest buffer in the graph, that of a batch in parts counted as one. An all_reduce of what was computed counts
+    nothing: its result takes the place of what it adds up, so that to wait for it frees no memory.
 
     Where starts stand among each other follows from the graph and from the sizes of their buffers, which are alike on
     all ranks of a group.
@@ -99,11 +99,6 @@ def _is_plain(node: fx.Node) -> bool:
 def _in_flight(start: fx.Node) -> int:
     """Bytes that are held between a start and its wait."""
     return _bytes(ir.value(start)) + _bytes(ir.value(start.all_input_nodes[0]))
-
-
-def _freed(start: fx.Node) -> int:
-    """Of these, those that nobody needs to hold if the start comes later, or its wait sooner."""
-    return 0 if ir.STARTS[start.target] == "all_reduce" else _in_flight(start)
 
 
 def _bytes(val: torch.Tensor) -> int:
@@ -197,7 +192,7 @@ class _Walk:
             self.order[node] = len(self.order)
             self.ready.discard(node)
             if _is_plain(node):
-                self.like(node)[node] = _freed(node)
+                self.like(node)[node] = self.held(node)
                 self.ready.update([s for s in self.then.get(node, ()) if s not in self.later and s not in self.order])
             for start in self.next.get(node, ()):
                 if all(x.target is not ir.WAIT for x in self.missing(start)):
@@ -254,7 +249,7 @@ class _Walk:
             start = self.left[0]
             flying = self.like(start)
             missing = self.missing(start)
-            full = flying and sum(flying.values()) + _freed(start) > self.ahead
+            full = flying and sum(flying.values()) + _in_flight(start) > self.ahead
             # What is gathered in two steps cannot start its second before the first is waited for.
             if missing and (full or any(x.target is ir.WAIT for x in missing)):
                 return
@@ -264,11 +259,16 @@ class _Walk:
     def make_room(self, start: fx.Node) -> None:
         """Wait for what was started first, until there is room for `start`."""
         flying = self.like(start)
-        while flying and _freed(start) and sum(flying.values()) + _freed(start) > self.ahead:
+        while flying and self.held(start) and sum(flying.values()) + self.held(start) > self.ahead:
             oldest = next(iter(flying))
             self.ongoing.add(_wait_of(oldest))
             self.need(_wait_of(oldest))
             flying.pop(oldest, None)
+
+    def held(self, start: fx.Node) -> int:
+        """Bytes in flight that an earlier wait would give free, or a later start not take yet."""
+        in_place = self.computed[start] and ir.STARTS[start.target] == "all_reduce"
+        return 0 if in_place else _in_flight(start)
 
     def like(self, start: fx.Node) -> dict[fx.Node, int]:
         """The bytes in flight of each start of the same kind."""

@@ -49,6 +49,7 @@ PARTS = {
 
 WHOLE = [f"dtensor.compile.{m}.{f}" for m in ("backend", "inductor") for f in ("simplify_joint", "optimise")]
 SIZES = Sizes(dim=16, seq=16, batch=2, vocab=32)
+ALL = "the passes and all around"
 SLOWEST = 6
 """Passes that get a record of their own."""
 
@@ -168,17 +169,15 @@ def _by_layers(inner: str, plan: str, layers: int, rounds: int) -> Iterator[Reco
                     times[side].append(step(side, inner, plan, layers, mesh))
             total, ours, parts, s = our_step(inner, plan, layers, mesh)
             rows = breakdown(parts, s)
-            for name, t in [("the passes and all around", ours), *[(name, t) for name, t, _ in rows]]:
+            for name, t in [(ALL, ours), *[(name, t) for name, t, _ in rows]]:
                 shares[name].append(100 * t / total)
     at = Setting("compile", f"transformer-{layers}", plan, 2)
     yield at.timed(f"{inner}: time", "s", compared(times[OURS], times[TORCH]), TORCH)
-    rewrites = {name: f"; {n} rewrites" for name, _, n in rows} | {
-        "the passes and all around": f"; graph breaks: {s.graph_breaks}"
-    }
+    more = {name: f"{n} rewrites" for name, _, n in rows} | {ALL: f"graph breaks: {s.graph_breaks}"}
     found = {name: quartiles(percent) for name, percent in shares.items()}
     for name, (low, middle, high) in sorted(found.items(), key=lambda item: -item[1][1])[: SLOWEST + 1]:
-        spread = f"quartiles {low:.1f} to {high:.1f}{rewrites[name]}"
-        yield at.alone(f"{inner}: share of {name}", middle, "%", note=spread)
+        spread = f"quartiles {low:.1f} to {high:.1f}"
+        yield at.alone(f"{inner}: share of {name}", middle, "%", note=f"{spread}; {more[name]}")
 
 
 def _by_ranks(worlds: tuple[int, ...], rounds: int) -> Iterator[Record]:
