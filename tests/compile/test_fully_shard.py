@@ -206,8 +206,9 @@ def test_weights_are_gathered_one_ahead(fake_mesh, shape):
         assert min(under_way) > 0
         assert last == 0
     else:
-        # What was scattered a layer ago arrives, and its sum over replicas, which starts then, has a layer's products.
-        assert backward.count("WWSSSWmm") == 2 * LAYERS - 4
+        # What was scattered a layer ago arrives; its sum over replicas starts then, and is waited for at the end.
+        assert backward.count("WSSSWmm") == 2 * LAYERS - 4
+        assert backward.endswith("S" + "W" * 2 * LAYERS)
 
 
 def two_dimensional(mesh, order, data_axes="dp"):
