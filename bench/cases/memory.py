@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from dtensor import init_device_mesh
 from dtensor.compile import report
@@ -59,11 +60,13 @@ def peak(trainer: Trainer, given: tuple[Any, Any], device: str) -> int:
 
 
 def persistent(trainer: Trainer) -> int:
-    """Bytes of parameters and buffers on this rank."""
+    """Bytes of parameters and buffers on this rank, and of the buckets that DDP keeps beside the gradients."""
     found = 0
     for t in (*trainer.model.parameters(), *trainer.model.buffers()):
         local: Any = t.to_local() if hasattr(t, "to_local") else t  # pyright: ignore
-        found += local.numel() * local.element_size()
+        found += local.nbytes
+    if isinstance(trainer.model, DistributedDataParallel):
+        found += sum([bucket.buffer().nbytes for bucket in trainer.model.reducer._get_zeros_like_grad_buckets()])
     return found
 
 

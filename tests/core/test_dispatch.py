@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, dispatch, distribute_tensor, explain, init_device_mesh, spec
+from dtensor._torch import _OF_LISTS, without_frame
 from dtensor.caches import clear_caches
 from dtensor.testing import CountCollectives, fake_ranks, with_threads
 
@@ -190,6 +191,14 @@ def test_a_norms_gradients_are_explained_where_they_move(rank):
         masked = call(*arguments[:-1], [False, True, False])
         assert (masked[0], masked[2]) == (None, None)
         torch.testing.assert_close(masked[1].full_tensor(), found[1].full_tensor())
+
+
+@pytest.mark.parametrize("func", _OF_LISTS)
+def test_bindings_of_lists_are_the_operators(func):
+    """What takes the place of an operator takes its arguments by place and by name, and gives the same."""
+    xs = [torch.randn(2, 3), torch.randn(2, 3)]
+    for args, kwargs in (((xs,), {}), ((xs, 1), {}), ((xs,), {"dim": -1}), ((), {"tensors": xs, "dim": 1})):
+        torch.testing.assert_close(without_frame(func)(*args, **kwargs), func(*args, **kwargs), rtol=0, atol=0)
 
 
 def test_what_is_decided_in_a_trace_is_known_in_the_next(mesh, monkeypatch):
