@@ -48,7 +48,7 @@ def fully_shard(
     Args:
         module: the module, or several that make one unit.
         mesh: a mesh of one axis; or of two, (replicate, shard): then parameters are sharded over the second and
-            replicated over the first (hybrid sharding).
+            replicated over the first (hybrid sharding); with one rank in the second this is data parallel.
         reshard_after_forward: gather again in the backward. False keeps what the forward gathered. Compiled graphs do
             so; eager autograd keeps what it saves in either case.
         mp_policy: dtypes of what is gathered, computed and reduced; torch's policies of FSDP2 are taken, too.
