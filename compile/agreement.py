@@ -4,6 +4,9 @@ The last pass on a graph, after which nothing reorders its collectives: it lists
 `dtensor::agree` with the list in front, and has the first collective wait for it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,7 +14,7 @@ from torch import fx
 
 from dtensor._torch_compile import order_after
 from dtensor.agreement import ENTRY, dumps
-from dtensor.collectives import COMMUNICATING
+from dtensor.collectives import COMMUNICATING, chunk_length, group_ranks, group_size
 from dtensor.passes import ir
 from dtensor.passes.count import describe
 
@@ -23,20 +26,42 @@ def seal(graph: fx.Graph, *, scheduled: bool) -> None:
         graph: a graph that no pass changes any more.
         scheduled: whether what runs it may reorder what does not depend on each other, as Inductor does.
     """
-    sequences: dict[str, list[ENTRY]] = {}
-    first = None
-    for node in graph.nodes:
-        info = describe(node)
-        if info is not None and info.group_size > 1:
-            first = first or node
-            sequences.setdefault(info.group, []).append((entry(node), _where(node)))
-    if first is None:
+    found = _communicating(graph)
+    if (heard := _heard.get()) is not None:
+        heard.append([(group_ranks(group), entry(node)) for node, group in found])
+    if not found:
         return
+    sequences: dict[str, list[ENTRY]] = {}
+    for node, group in found:
+        sequences.setdefault(group, []).append((entry(node), _where(node)))
+    first = found[0][0]
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
     told = ir.insert(start, torch.ops.dtensor.agree.default, (token, dumps(sequences)), like=first)
     if scheduled:
         order_after(graph, {first: [told]})
+
+
+def _communicating(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
+    """The collectives of a graph over more than one rank, in order, each with its group."""
+    found = [(node, describe(node)) for node in graph.nodes]
+    return [(node, info.group) for node, info in found if info is not None and info.group_size > 1]
+
+
+Collectives = list[tuple[tuple[int, ...], str]]
+"""What a graph communicates, in order: the ranks of a collective, and the collective as ranks compare it."""
+
+_heard: ContextVar[list[Collectives] | None] = ContextVar("dtensor_heard", default=None)
+
+
+@contextmanager
+def overheard() -> Iterator[list[Collectives]]:
+    """Give the list to which each graph that is sealed inside adds what it communicates: one item, forwards first."""
+    token = _heard.set(heard := [])
+    try:
+        yield heard
+    finally:
+        _heard.reset(token)
 
 
 def entry(node: fx.Node) -> str:
@@ -52,11 +77,18 @@ def entry(node: fx.Node) -> str:
     parts = node.meta.get(ir.PARTS) or [ir.value(x) for x in sent if isinstance(x, fx.Node)]
     # Others' exchange as many rows as they say, which may be more on one rank than on the next.
     rows_differ = node.target in ir.ALL_TO_ALLS and record is None
+    if c is not None and c.gather_dim is not None and isinstance(c.size, int):
+        # A shard that is shorter than the first one is padded when it is sent.
+        parts = [_of_length(parts[0], c.gather_dim, chunk_length(c.size, group_size(c.group), 0))]
     if op == "reduce_scatter" and node.target in ir.ALL_TO_ALLS:
         parts = [part.flatten(0, 1) for part in parts]  # over gloo its rows are exchanged
     given = ", ".join([_kind(part, rows_differ) for part in parts])
     how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"
     return f"{how} of {given}"
+
+
+def _of_length(x: Any, dim: int, length: int) -> torch.Tensor:
+    return torch.empty([length if d == dim else n for d, n in enumerate(x.shape)], dtype=x.dtype, device="meta")
 
 
 def _kind(x: Any, rows_differ: bool = False) -> str:
@@ -74,4 +106,4 @@ def _where(node: fx.Node) -> str:
     return f"{file}:{line}"
 
 
-__all__ = ["entry", "seal"]
+__all__ = ["Collectives", "entry", "overheard", "seal"]

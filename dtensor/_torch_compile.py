@@ -28,6 +28,34 @@ def min_cut_partition(gm, joint_inputs, **kwargs):
     return forward, backward
 
 
+@functools.cache
+def weigh_by(nbytes: Callable[[torch.fx.Node], int]) -> None:
+    """Have torch's min-cut partitioner, whichever backend calls it, take the bytes of a node from `nbytes`.
+
+    Torch takes the sizes that the values have on this rank, so that ranks with other sizes save other values.
+    """
+    from torch._functorch import partitioners
+
+    choose, own = partitioners.choose_saved_values_set, partitioners._size_of
+
+    @functools.wraps(choose)
+    def chosen(graph: torch.fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        for node in graph.nodes:
+            nbytes(node)  # while what it is computed from is there: some go on as inputs of the backward
+        partitioners._size_of = lambda node: nbytes(node) if _has_tensors(node) else own(node)
+        try:
+            return choose(graph, *args, **kwargs)
+        finally:
+            partitioners._size_of = own
+
+    partitioners.choose_saved_values_set = chosen
+
+
+def _has_tensors(node: torch.fx.Node) -> bool:
+    found = node.meta.get("val")
+    return any(isinstance(x, torch.Tensor) for x in (found if isinstance(found, (list, tuple)) else [found]))
+
+
 def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
     """Put the saved states of random generators before saved meshes, and say what their operators give.
 
@@ -276,5 +304,6 @@ __all__ = [
     "static_placeholders",
     "symbolic_sizes",
     "trace_artifact",
+    "weigh_by",
     "without_compile_caches",
 ]

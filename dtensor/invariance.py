@@ -34,7 +34,7 @@ from ._torch import (
     tree_leaves,
 )
 from .errors import MixedTensorError
-from .provenance import LAYOUT, LOCAL, OPERATOR
+from .provenance import LAYOUT, LOCAL, OPERATOR, note_shards
 
 MARK = "rank_invariant"
 """Attribute of a storage: the tensor's version when it was recorded; the `_Recorder` where versions are not counted."""
@@ -146,18 +146,25 @@ def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None
     """While a graph is traced: note in it that the locals of the DTensors `out` are one rank's parts.
 
     They may be computed from factories and this rank's coordinate, and `to_local` gives them to users. Where the local
-    operator is the one that was called, with the same numbers, that is noted too.
+    operator is the one that was called, with the same numbers, that is noted too; and the sizes of all ranks' shards,
+    of what was given as well: an input of the graph is seen here first.
     """
+    traced = False
     for x in out if isinstance(out, (tuple, list)) else (out,):
         local = getattr(x, "_local_tensor", None)
         if type(local) is torch.Tensor:
             continue
+        traced = True
         node = graph_node(local) if isinstance(local, (FakeTensor, FunctionalTensor)) else None
         if node is not None:
             node.meta[LOCAL] = True
             node.meta.setdefault(LAYOUT, x._spec.layout.text)
+            note_shards(local, x._spec.shards())
             if node.target is func and _numbers(node.args, node.kwargs) == _numbers(args, kwargs):
                 node.meta[OPERATOR] = True
+    for x in tree_leaves((args, kwargs)) if traced else ():
+        if (spec := getattr(x, "_spec", None)) is not None:
+            note_shards(x._local_tensor, spec.shards())
 
 
 def _numbers(args: Any, kwargs: Any) -> list[Any]:

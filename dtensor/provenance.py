@@ -1,16 +1,18 @@
 """What the nodes of a traced graph know of the DTensors they were traced from: notes in `node.meta`.
 
-`LOCAL` and `OPERATOR` tell tracing and the passes what they may take for granted. Of the others nothing depends: they
-are for texts, manifests and reports. A rewrite hands `MOVE` and `TRACED` on to what it makes; `LAYOUT` is true of one
-value alone.
+`LOCAL`, `OPERATOR` and `SHARDS` tell tracing and the passes what they may take for granted. Of the others nothing
+depends: they are for texts, manifests and reports. A rewrite hands `MOVE` and `TRACED` on to what it makes; `LAYOUT`
+and `SHARDS` are true of one value alone.
 """
 
+import importlib
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ._torch import FakeTensor, FunctionalTensor, graph_node
+from ._torch_compile import weigh_by
 
 LOCAL = "dtensor_local"
 """The node is the local tensor of a computed DTensor: this rank's part, whatever it was computed from."""
@@ -21,6 +23,10 @@ OPERATOR = "dtensor_operator"
 LAYOUT = "dtensor_layout"
 """The layout of the DTensor whose local tensor the node is, as text such as `S(0)R`."""
 
+SHARDS = "dtensor_shards"
+"""The `Shards` of the DTensor whose local tensor the node is. What decides by size goes by these: all ranks know them
+alike, and a local tensor's own sizes only where the shards are even."""
+
 MOVE = "dtensor_move"
 """The `Moved` that made a collective."""
 
@@ -29,6 +35,29 @@ TRACED = "dtensor_traced"
 
 PASSES = "dtensor_passes"
 """Names of the passes that made a collective what it is, in order."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dimension of so many elements that is cut over mesh axes of these sizes, in turn."""
+
+    length: int
+    parts: tuple[int, ...]
+
+
+class Shards(NamedTuple):
+    """The local tensors of one DTensor, over all ranks; symbolic sizes count with their example values.
+
+    Attributes:
+        largest: the shape of the largest, which is the first rank's.
+        even: whether all have that shape.
+        lengths: each dimension's length, or how it is cut where ranks have other lengths; None where sizes are
+            symbolic.
+    """
+
+    largest: tuple[int, ...]
+    even: bool
+    lengths: tuple[Any, ...] | None
 
 
 @dataclass(frozen=True)
@@ -67,6 +96,21 @@ def note_layout(local: Any, layout: str) -> None:
         node.meta.setdefault(LAYOUT, layout)
 
 
+def note_shards(local: Any, shards: Shards | None) -> None:
+    """While a graph is traced: note that `local` is one of `shards`; None notes nothing.
+
+    From the first note on, torch's partitioner weighs by these notes.
+    """
+    node = _node(local)
+    if node is not None and shards is not None:
+        node.meta.setdefault(SHARDS, shards)
+        weigh_by(_nbytes)
+
+
+def _nbytes(node: torch.fx.Node) -> int:
+    return importlib.import_module("dtensor.passes.sizes").nbytes(node)
+
+
 def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:
     """While a graph is traced: note that `step` of a plan (`dtensor.plan.Step`) for a tensor of `spec` gave `local`."""
     node = _node(local)
@@ -79,10 +123,26 @@ def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:
     moved = Moved(src, dst, asked, lengths, count, step.axes, spec.dtype.itemsize, tuple(names), tuple(spec.mesh.shape))
     node.meta.setdefault(MOVE, moved)
     node.meta[LAYOUT] = step.dst.text
+    if (shards := spec.with_layout(step.dst).shards()) is not None:
+        node.meta[SHARDS] = shards
 
 
 def _node(local: Any) -> Any:
     return graph_node(local) if isinstance(local, (FakeTensor, FunctionalTensor)) else None
 
 
-__all__ = ["LAYOUT", "LOCAL", "MOVE", "OPERATOR", "PASSES", "TRACED", "Moved", "note_layout", "note_move"]
+__all__ = [
+    "LAYOUT",
+    "LOCAL",
+    "MOVE",
+    "OPERATOR",
+    "PASSES",
+    "SHARDS",
+    "TRACED",
+    "Cut",
+    "Moved",
+    "Shards",
+    "note_layout",
+    "note_move",
+    "note_shards",
+]

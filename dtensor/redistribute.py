@@ -13,7 +13,7 @@ from .mesh import MeshFacts, facts
 from .pending import Pending
 from .placements import Placement
 from .plan import Plan, Prefer, Step, plan
-from .provenance import note_layout, note_move
+from .provenance import note_layout, note_move, note_shards
 from .spec import Spec
 from .steps import senders
 
@@ -59,6 +59,7 @@ def redistribute_local(
 def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec, asked: bool = False) -> torch.Tensor:
     for step in steps:
         note_layout(local, step.src.text)
+        note_shards(local, spec.with_layout(step.src).shards())
         if step.op == "partial":
             local = _partial(local, step, facts(spec.mesh))
         else:

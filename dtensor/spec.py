@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from ._torch import define_size, hint, real_object
+from ._torch import define_size, has_hint, hint, real_object
 from .caches import cache
 from .layout import Layout
 from .mesh import facts, mesh_shape
+from .provenance import Cut, Shards
 
 _interned: dict[tuple, "Spec"] = cache()
 
@@ -76,6 +77,18 @@ class Spec:
         if coordinate is None:
             return (0,)
         return self.layout.local_shape(self.shape, mesh_shape(self.mesh), coordinate)
+
+    def shards(self) -> Shards | None:
+        """The shapes of all ranks' shards; None if a size is not known at all."""
+        shape, sizes = self.shape, mesh_shape(self.mesh)
+        if not self.static:
+            if not all(map(has_hint, shape)):
+                return None
+            shape = tuple(map(hint, shape))
+        first, last = (self.layout.local_shape(shape, sizes, [k * (n - 1) for n in sizes]) for k in (0, 1))
+        cuts = [tuple([sizes[axis] for axis in axes]) for axes in self.layout.dims]
+        lengths = [a if a == b else Cut(n, cut) for n, cut, a, b in zip(shape, cuts, first, last)]
+        return Shards(first, first == last, tuple(lengths) if self.static else None)
 
     def with_layout(self, layout: Layout) -> "Spec":
         """The same tensor in another layout."""

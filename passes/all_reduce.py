@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from . import ir
+from . import ir, sizes
 
 
 class AllReduce:
@@ -39,7 +39,7 @@ def _join(node: fx.Node) -> bool:
         return False
     if ir.only_user(gather.x) is not node or not ir.same_phase(gather.x, node):
         return False
-    if not ir.same_kind(ir.value(scatter.x), ir.value(node)):
+    if not sizes.same_kind(scatter.x, node):
         return False
     ir.replace(node, ir.emit(node, replace(scatter, op="all_reduce", scatter_dim=None), like=node))
     node.graph.erase_node(gather.x)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import fx
 from torch.fx.node import map_arg
 
-from . import ir
+from . import ir, sizes
 from .alike import is_alike
 
 aten = ir.aten
@@ -89,7 +89,7 @@ def _pointwise(node: fx.Node) -> bool:
     if not all(x in found or _beside(x, dim, one.group) for x in node.all_input_nodes):
         return False
     # Told by shapes and dtypes: bytes may differ between ranks, and must decide nothing.
-    whole = [ir.value(x) for x in found if ir.same(tuple(ir.value(x).shape), tuple(out.shape))]
+    whole = [ir.value(x) for x in found if sizes.same(sizes.lengths(x), sizes.lengths(node))]
     spared = sum([x.dtype.itemsize for x in whole]) - out.dtype.itemsize
     if spared < 0 or (spared == 0 and len(whole) == len(found)):
         return False
@@ -99,15 +99,17 @@ def _pointwise(node: fx.Node) -> bool:
 
 def _beside(x: fx.Node, dim: int, group: str) -> bool:
     """Whether `x` is the same on all ranks, and for all of `dim`."""
-    shape = ir.value(x).shape
-    return (len(shape) < -dim or ir.same(shape[dim], 1)) and is_alike(x, group)
+    return (ir.value(x).dim() < -dim or sizes.same(sizes.length(x, dim), 1)) and is_alike(x, group)
 
 
 def _along(node: fx.Node, after: Callable[[fx.Node, ir.Collective], int | None]) -> bool:
     x = node.all_input_nodes[0]
     c = _gather(x, node)
     dim = after(node, c) if c is not None else None
-    if c is None or dim is None or ir.memory_order(ir.value(node)) is None:
+    # Of uneven parts, a rank with one row may find dense what the next does not.
+    if c is None or dim is None or not (sizes.is_even(c.x) and sizes.is_even(node)):
+        return False
+    if ir.memory_order(ir.value(node)) is None:
         return False
     _move(node, {x: c}, replace(c, gather_dim=dim))
     return True
@@ -126,7 +128,7 @@ def _after_reduction(node: fx.Node, c: ir.Collective) -> int | None:
     narrower = ir.value(node).dtype.itemsize <= x.dtype.itemsize
     if c.gather_dim is None or not dims or c.gather_dim in dims or not narrower:
         return None
-    if all(ir.same(x.shape[dim], 1) for dim in dims):
+    if all(sizes.same(sizes.length(c.x, dim), 1) for dim in dims):
         return None
     keeps = node.args[place + 1] if len(node.args) > place + 1 else node.kwargs.get("keepdim", False)
     return c.gather_dim - (0 if keeps else len([dim for dim in dims if dim < c.gather_dim]))
@@ -139,8 +141,8 @@ def _after_cut(node: fx.Node, c: ir.Collective) -> int | None:
     if c.gather_dim is None or dim == c.gather_dim:
         return None
     if node.target is aten.select.int:
-        return None if ir.same(x.shape[dim], 1) else c.gather_dim - (dim < c.gather_dim)
-    return None if ir.same(x.shape[dim], ir.value(node).shape[dim]) else c.gather_dim
+        return None if sizes.same(sizes.length(c.x, dim), 1) else c.gather_dim - (dim < c.gather_dim)
+    return None if sizes.same(sizes.length(c.x, dim), sizes.length(node, dim)) else c.gather_dim
 
 
 def _move(node: fx.Node, found: dict[fx.Node, ir.Collective], c: ir.Collective) -> None:
@@ -162,14 +164,14 @@ def _broadcast_last(node: fx.Node) -> bool:
         return False
     x = wide.all_input_nodes[0]
     dim = c.gather_dim - (ir.value(wide).dim() - ir.value(x).dim())
-    if dim < 0 or not ir.same(ir.value(x).shape[dim], ir.value(wide).shape[c.gather_dim]):
+    if dim < 0 or not sizes.same(sizes.length(x, dim), sizes.length(wide, c.gather_dim)):
         return False
-    if ir.same(ir.value(x).numel(), ir.value(wide).numel()) or ir.is_written(x):
+    if sizes.elements(x) == sizes.elements(wide) or ir.is_written(x):
         return False
     narrow = ir.emit(node, replace(c, x=x, gather_dim=dim), like=node)
     given: Any = wide.args[1]
-    sizes = [-1 if k == c.gather_dim else n for k, n in enumerate(given)]
-    ir.replace(node, ir.insert(node, aten.expand.default, (narrow, sizes), like=wide))
+    wanted = [-1 if k == c.gather_dim else n for k, n in enumerate(given)]
+    ir.replace(node, ir.insert(node, aten.expand.default, (narrow, wanted), like=wide))
     node.graph.erase_node(wide)
     return True
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import fx
 
-from . import ir
+from . import ir, sizes
 from .gather_later import REDUCTIONS, reduced_dims
 from .sink import KEEP_ORDER, changes_nothing
 
@@ -73,9 +73,8 @@ def _reduced(gather: fx.Node) -> _Reduced | None:
     if node.target not in REDUCTIONS:
         return None
     x, dims = node.all_input_nodes[0], reduced_dims(node)
-    shape: Any = ir.value(x).shape
-    kept = [dim for dim in range(len(shape)) if dim not in dims]
-    if not dims or not ir.same(tuple([shape[dim] for dim in kept]), tuple(ir.value(c.x).shape)):
+    kept = [dim for dim in range(ir.value(x).dim()) if dim not in dims]
+    if not dims or not sizes.same([sizes.length(x, dim) for dim in kept], sizes.lengths(c.x)):
         return None
     return _Reduced(_same_as(x), node, tuple(sorted(dims)), kept[c.gather_dim])
 

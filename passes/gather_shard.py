@@ -6,7 +6,7 @@ from torch import fx
 
 from dtensor.collectives import group_size
 
-from . import ir
+from . import ir, sizes
 
 
 class GatherShard:
@@ -44,7 +44,7 @@ def _cancel(node: fx.Node, inner: str) -> bool:
     found = ir.collective(outer.x, inner)
     if found is None or found.group != outer.group or _dim(found) != _dim(outer):
         return False
-    if not ir.same_kind(ir.value(found.x), ir.value(node)):
+    if not sizes.same_kind(found.x, node):
         return False
     ir.stand_in(node, found.x)
     if not outer.x.users:

@@ -18,7 +18,7 @@ from torch.fx.node import map_arg
 
 from dtensor._torch import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
 from dtensor.collectives import ops
-from dtensor.provenance import LAYOUT, OPERATOR, TRACED
+from dtensor.provenance import LAYOUT, OPERATOR, SHARDS, TRACED
 
 aten = torch.ops.aten
 
@@ -67,6 +67,10 @@ RECORD = "dtensor_collective"
 ORIGIN = "dtensor_lowered"
 """The key in a start's `meta` under which `lower` leaves the operator it lowered and the values of its arguments."""
 
+SENT = "dtensor_sent"
+"""The key in a start's `meta` under which `lower` leaves the bytes that it sends on the rank that sends most, where
+shards are not even."""
+
 PARTS = "dtensor_parts"
 """The key in a start's `meta` under which `bucket` leaves the values of what travels together."""
 
@@ -75,6 +79,9 @@ ARRIVAL = "dtensor_arrival"
 
 PARAMETER = "dtensor_parameter"
 """The key in a placeholder's `meta` that says that the caller holds it anyway: a parameter or a buffer."""
+
+SIZE = "dtensor_size"
+"""The key in a node's `meta` under which `sizes` keeps what it worked out."""
 
 PART = "dtensor_part"
 """The key in the `meta` of what runs on a part of a batch under which `split_batch` leaves which part that is."""
@@ -89,9 +96,12 @@ _OWN_META = frozenset(
         "example_value",
         RECORD,
         ORIGIN,
+        SENT,
         PARTS,
         ARRIVAL,
         LAYOUT,
+        SHARDS,
+        SIZE,
     )
 )
 

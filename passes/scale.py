@@ -2,7 +2,7 @@
 
 from torch import fx
 
-from . import ir
+from . import ir, sizes
 from .alike import is_alike
 from .sink import KEEP_ORDER, Path, sink_to_sum
 from .sum_of_all_reduces import SUMS
@@ -50,7 +50,7 @@ def _scaled(node: fx.Node) -> fx.Node | None:
     if node.target not in SCALES or node.kwargs or not ir.numbers_agree(node):
         return None
     factors = node.args if node.target is aten.mul.Tensor else node.args[:1]
-    found = [x for x in factors if isinstance(x, fx.Node) and ir.same_kind(ir.value(x), ir.value(node))]
+    found = [x for x in factors if isinstance(x, fx.Node) and sizes.same_kind(x, node)]
     return found[0] if found and len(node.all_input_nodes) == sum(isinstance(x, fx.Node) for x in node.args) else None
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from . import ir
+from . import ir, sizes
 from .sum_of_all_reduces import SUMS, is_root, leaves, mergeable, operands, reduction
 
 aten = ir.aten
@@ -61,7 +61,7 @@ class Sink:
 
 def changes_nothing(node: fx.Node) -> bool:
     """Whether `node` is a view of its operand in the shape that this has."""
-    return node.target in RESHAPES and ir.same_kind(ir.value(node), ir.value(node.all_input_nodes[0]))
+    return node.target in RESHAPES and sizes.same_kind(node, node.all_input_nodes[0])
 
 
 def _keeps_order(node: fx.Node) -> fx.Node | None:
@@ -159,7 +159,7 @@ def _sum_first(node: fx.Node) -> int:
     (p, q) = (v.args[0], w.args[0])
     if not isinstance(p, fx.Node) or not isinstance(q, fx.Node) or p is q:
         return 0
-    if (v.target, v.args[1:]) != (w.target, w.args[1:]) or not ir.same_kind(ir.value(p), ir.value(q)):
+    if (v.target, v.args[1:]) != (w.target, w.args[1:]) or not sizes.same_kind(p, q):
         return 0
     if ir.only_user(v) is None or ir.only_user(w) is None:
         return 0

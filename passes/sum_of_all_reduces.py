@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from . import ir
+from . import ir, sizes
 
 PLAIN = ir.aten.add.Tensor
 SUMS = frozenset((PLAIN, ir.aten.sub.Tensor))
@@ -96,7 +96,7 @@ def leaves(root: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _is_inner(x: fx.Node, parent: fx.Node) -> bool:
-    return is_plain(x) and ir.only_user(x) is parent and ir.same_kind(ir.value(x), ir.value(parent))
+    return is_plain(x) and ir.only_user(x) is parent and sizes.same_kind(x, parent)
 
 
 def _merge_operands(node: fx.Node) -> bool:
@@ -123,24 +123,18 @@ def _wide(a: ir.Collective, b: ir.Collective, pair: tuple[fx.Node, fx.Node], nod
     if not x.dtype == y.dtype == out.dtype:
         return None
     dim = _from_back(a)
-    if dim is not None and not ir.same(x.shape[dim], y.shape[dim]):
+    if dim is not None and not sizes.same(sizes.length(a.x, dim), sizes.length(b.x, dim)):
         return None
-    return next((c for c, result in zip((a, b), pair) if ir.same_kind(ir.value(result), out)), None)
+    return next((c for c, result in zip((a, b), pair) if sizes.same_kind(result, node)), None)
 
 
 def _merge_leaves(root: fx.Node) -> fx.Node | None:
     """Merge two reductions among the terms of `root`; the sum that is left, or None if there are no such two."""
     terms = [(leaf, parent, reduction(leaf)) for leaf, parent in leaves(root)]
-    fit = [t for t in terms if t[2] is not None and ir.same_kind(ir.value(t[0]), ir.value(t[1]))]
+    fit = [t for t in terms if t[2] is not None and sizes.same_kind(t[0], t[1])]
     for k, (leaf, parent, c) in enumerate(fit):
         for other, above, d in fit[:k]:
-            if (
-                leaf is other
-                or c is None
-                or d is None
-                or not mergeable(c, d)
-                or not ir.same_kind(ir.value(c.x), ir.value(d.x))
-            ):
+            if leaf is other or c is None or d is None or not mergeable(c, d) or not sizes.same_kind(c.x, d.x):
                 continue
             (early, gone), (late, _) = sorted([(other, above), (leaf, parent)], key=lambda term: term[0])
             rest = _move(early, gone, late)
@@ -159,7 +153,7 @@ def _move(early: fx.Node, parent: fx.Node, late: fx.Node) -> fx.Node | None:
         return None
     rest = pair[1] if pair[0] is early else pair[0]
     x, out = ir.value(rest), ir.value(parent)
-    if not ir.same_kind(x, out) or not ir.same_strides(x, out.stride()):
+    if not sizes.is_even(rest) or not sizes.same_kind(rest, parent) or not ir.same_strides(x, out.stride()):
         return None
     total = ir.insert(late, PLAIN, (a.x, b.x), like=parent)
     parent.replace_all_uses_with(rest)
