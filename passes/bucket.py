@@ -50,7 +50,7 @@ class Bucket:
     room: what is large already uses the link well, and waits for nothing better on its own (`ROOM`). Its work must not
     be needed before all of the bucket can start: overlap is not given up for fewer starts. Nor does much wait for what
     is ready later, even if nobody needs it sooner, as with gradients (`PATIENCE`). The rank's place in the
-    buffer is found when the graph runs; sizes are those that all ranks of the group send, so that these decide alike.
+    buffer is found when the graph runs; sizes are those of the rank that sends most, so that all ranks decide alike.
     Symbolic sizes are left alone, and so is memory that is written to; what leaves the graph is copied out of the
     buffer. Parts of a batch that was split do not travel together, or there was no use in splitting it.
 
@@ -104,13 +104,17 @@ def _read(node: fx.Node) -> _Start | None:
     if not ir.is_contiguous(val) or ir.is_written(x) or ir.is_written(wait) or val.numel() == 0:
         return None
     op, group = MEMBERS[node.target], str(node.args[-1])
-    nbytes = val.numel() * val.element_size()
+    nbytes = node.meta.get(ir.SENT, val.numel() * val.element_size())
     size = nbytes * info.group_size if op == "all_gather" else nbytes
     fixed = groups.seconds(op, 0, group)
     per_byte = groups.seconds(op, 1, group) - fixed
     copied = groups.seconds("shard", size, group) - groups.seconds("shard", 0, group)
     key = (node.target, info.op, info.reduce_op, val.dtype, node.meta.get(ir.PART), *map(str, node.args[1:]))
     return _Start(node, wait, op, key, size, fixed, per_byte, 2 * copied)
+
+
+def _sent(s: _Start) -> int:
+    return s.size // group_size(str(s.node.args[-1])) if s.op == "all_gather" else s.size
 
 
 def _is_even(node: fx.Node) -> bool:
@@ -216,6 +220,8 @@ def _write(bucket: list[_Start]) -> None:
     buffer = join(here, [s.x for s in bucket], n, first)
     start = ir.insert(here, first.target, (buffer, *first.args[1:]), like=first)
     start.meta[ir.RECORD] = _record(bucket)
+    if any(ir.SENT in s.node.meta for s in bucket):
+        start.meta[ir.SENT] = sum([_sent(s) for s in bucket])
     start.meta[ir.PARTS] = [ir.value(s.x) for s in bucket]
     start.meta[TRACED] = ir.traced([s.node for s in bucket])
     wait = ir.insert(here, ir.WAIT, (start,), like=bucket[0].wait)

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from dtensor._torch import make_fx
-from dtensor.collectives import KERNELS, LOWERED
+from dtensor.collectives import KERNELS, LOWERED, group_size
 
-from . import ir
+from . import ir, sizes
 from .count import describe
 
 aten = ir.aten
@@ -69,7 +69,7 @@ def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
     body = lowered(c.op, args) if traced_before is None or not _is_static(args) else traced_before
     bodies[likeness] = body
     known: dict[fx.Node, Any] = {}
-    origin = ir.provenance(node)
+    origin, sent = ir.provenance(node), _sent(node, c)
     with ir.inside(ir.fake_mode(node)), node.graph.inserting_before(node):
         for step in body.nodes:
             if step.op == "placeholder":
@@ -80,15 +80,25 @@ def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
                 val = ir.evaluated(new) if body is traced_before else ir.value(step)
                 new.meta = {**origin, "val": val}
                 if new.target in ir.STARTS:
-                    new.meta |= {ir.RECORD: info, ir.ORIGIN: (c.op, args)}
+                    new.meta |= {ir.RECORD: info, ir.ORIGIN: (c.op, args), **sent}
                 elif new.target in REDUCTIONS:
                     new.meta[ir.ARRIVAL] = True
     ir.replace(node, known[body.output_node().args[0]])  # pyright: ignore
 
 
+def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
+    """The note `ir.SENT` for what starts `node`; none where its shards are even."""
+    if sizes.is_even(node) and sizes.is_even(c.x):
+        return {}
+    before, after = sizes.nbytes(c.x), sizes.nbytes(node)
+    if c.op == "reduce_scatter":
+        return {ir.SENT: after * group_size(c.group)}
+    return {ir.SENT: max(before, after) if c.op == "all_to_all" else before}
+
+
 def _is_static(args: tuple) -> bool:
-    sizes = [n for x in args if isinstance(x, torch.Tensor) for n in x.shape]
-    return not any(isinstance(n, torch.SymInt) for n in (*args, *sizes))
+    lengths = [n for x in args if isinstance(x, torch.Tensor) for n in x.shape]
+    return not any(isinstance(n, torch.SymInt) for n in (*args, *lengths))
 
 
 def lowered(op: str, args: tuple) -> fx.Graph:

@@ -122,7 +122,8 @@ def _is_number(node: fx.Node) -> bool:
 CARRIERS = frozenset(
     (
         *(aten.cat.default, aten.clone.default, aten.constant_pad_nd.default, aten._to_copy.default),
-        *(aten.new_zeros.default, aten.zeros.default, aten.split.Tensor, aten.split_with_sizes.default),
+        *(aten.new_zeros.default, aten.new_empty.default, aten.zeros.default),
+        *(aten.split.Tensor, aten.split_with_sizes.default),
         torch.ops.prims.convert_element_type.default,
     )
 )

@@ -6,10 +6,9 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dtensor._torch import hint
 from dtensor.collectives import KEPT
 
-from . import groups, ir
+from . import groups, ir, sizes
 
 aten = ir.aten
 
@@ -40,9 +39,8 @@ class Regather:
     What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers
     that the program annotates as kept (`dtensor.collectives.KEPT`). But what leaves a region is saved if the backward
     of what comes after reads it, as in eager mode: for it alone the partitioner would do the region's last collectives
-    again. A gather that the backward does not read is not marked. A budget compares bytes, and where lengths do not
-    divide ranks may hold more or fewer: then they may decide differently, which `dtensor.agreement` finds before
-    anything hangs.
+    again. A gather that the backward does not read is not marked. Bytes are those of the rank that holds most, so that
+    all ranks decide alike.
     """
 
     name = "regather"
@@ -169,19 +167,14 @@ def _beyond(found: list[fx.Node], budget: int) -> list[fx.Node]:
 
 def _freed(node: fx.Node) -> int:
     """Bytes that need not be held if `node` is gathered again, from its shard."""
-    shard = 0 if _is_of_parameter(node) else _bytes(node.all_input_nodes[0])
-    return max(_bytes(node) - shard, 0)
+    shard = 0 if _is_of_parameter(node) else sizes.nbytes(node.all_input_nodes[0])
+    return max(sizes.nbytes(node) - shard, 0)
 
 
 def _seconds(node: fx.Node) -> float:
     c = ir.collective(node)
     assert c is not None, f"{node.format_node()} is no collective"
-    return groups.seconds("all_gather", _bytes(node), c.group)
-
-
-def _bytes(node: fx.Node) -> int:
-    val = ir.value(node)
-    return hint(val.numel()) * val.element_size()
+    return groups.seconds("all_gather", sizes.nbytes(node), c.group)
 
 
 __all__ = ["CARRIERS", "Regather"]

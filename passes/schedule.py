@@ -7,6 +7,7 @@ import torch
 from torch import fx
 
 from dtensor._torch import hint
+from dtensor.collectives import group_size
 
 from . import ir
 from .order import Before, dependencies, floating, rearrange
@@ -51,8 +52,8 @@ class Schedule:
     largest buffer in the graph, that of a batch in parts counted as one. An all_reduce of what was computed counts
     nothing: its result takes the place of what it adds up, so that to wait for it frees no memory.
 
-    Where starts stand among each other follows from the graph and from the sizes of their buffers, which are alike on
-    all ranks of a group.
+    Where starts stand among each other follows from the graph and from the sizes of their buffers, of which where
+    shards are not even the largest rank's counts: they are the same on all ranks.
     """
 
     name = "schedule"
@@ -97,8 +98,12 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _in_flight(start: fx.Node) -> int:
-    """Bytes that are held between a start and its wait."""
-    return _bytes(ir.value(start)) + _bytes(ir.value(start.all_input_nodes[0]))
+    """Bytes that are held between a start and its wait, on the rank that holds most."""
+    sent = start.meta.get(ir.SENT)
+    if sent is None:
+        return _bytes(ir.value(start)) + _bytes(ir.value(start.all_input_nodes[0]))
+    op, n = ir.STARTS[start.target], group_size(str(start.args[-1]))
+    return sent + (sent * n if op == "all_gather" else sent // n if op == "reduce_scatter" else sent)
 
 
 def _bytes(val: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ from dtensor.rules.call import replaced
 from dtensor.rules.pointwise import pointwise
 from dtensor.spec import Spec
 
-from . import ir
+from . import ir, sizes
 
 aten = ir.aten
 
@@ -60,7 +60,7 @@ class SplitBatch:
     operator runs on parts where its rule lets it with no more than views of other operands; where it sums over the
     batch, as for a gradient of a parameter, parts are added up, if that is no more than what it reads; everything else,
     random draws included, runs once, on parts put together. Collectives along other dimensions run on parts. Where
-    fewer than `FEWEST` do, where the parts would not be even, and where sizes are symbolic, nothing is done.
+    fewer than `FEWEST` do, where parts or shards would not be even, and where sizes are symbolic, nothing is done.
 
     Gradients are added up in another order. All ranks of a group have to have batches that divide alike.
 
@@ -126,12 +126,12 @@ def _batch(graph: fx.Graph, parts: int) -> list[fx.Node]:
     inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(ir.value(n), torch.Tensor)]
     given = [n for n in inputs if ir.PARAMETER not in n.meta and ir.value(n).dim()]
     first = next((n for n in given if not _is_tangent(n)), None)
-    if first is None:
+    if first is None or not sizes.is_even(first):
         return []
     length = ir.value(first).shape[0]
     if not isinstance(length, int) or length == 0 or length % parts:
         return []
-    return [n for n in given if ir.value(n).shape[0] == length]
+    return [n for n in given if ir.value(n).shape[0] == length and sizes.is_even(n)]
 
 
 def _is_tangent(node: fx.Node) -> bool:
@@ -168,6 +168,8 @@ def _split(node: fx.Node, outputs: dict[fx.Node, tuple[Cut, ...]], parts: int) -
         return None
     operands: list[fx.Node] = []
     call = _call(node, operands)
+    if not all(map(sizes.is_even, (node, *operands))):
+        return None
     rule = make(call)
     read = sum([ir.value(x).numel() for x in operands])
     for candidate in candidates(rule):
