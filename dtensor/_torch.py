@@ -10,11 +10,12 @@ import functools
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy
+import sympy
 import torch
 import torch.distributed as dist
 
@@ -65,13 +66,24 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, guard_or_false
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    ValueRangesSLoc,
+    guard_or_false,
+    statically_known_true,
+)
+from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
@@ -412,8 +424,6 @@ def hint(size) -> int:
 
 def size_formula(size) -> Any:
     """A size as a sympy expression; of a SymInt, in symbols that are called as the inputs they come from."""
-    import sympy
-
     if not isinstance(size, torch.SymInt):
         return sympy.Integer(int(size))
     sources = size.node.shape_env.var_to_sources
@@ -431,17 +441,80 @@ def has_hint(size) -> bool:
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
-def define_size(size: torch.SymInt, value: torch.SymInt) -> None:
-    """Have graphs write `value`, which equals `size` and is made of other symbols, wherever `size` stands.
+def replace_size(size: torch.SymInt, value: torch.SymInt) -> None:
+    """Have a trace write `value`, which equals `size`, wherever `size` stands, and take its example value.
 
-    Does nothing where `size` is no symbol of its own. Torch guards that both are equal.
+    Does nothing where `size` is no symbol of its own.
     """
     symbol, expression = size.node.expr, value.node.expr
-    if symbol.is_Symbol and symbol not in expression.free_symbols and hint(size) == hint(value):
-        size.node.shape_env._set_replacement(symbol, expression, "size of a local tensor")
+    if symbol.is_Symbol and symbol not in expression.free_symbols:
+        env = size.node.shape_env
+        bounds = env.var_to_range[symbol]
+        env._set_replacement(symbol, expression, "size of a local tensor")
+        env.var_to_range[symbol] = bounds  # what the trace assumes is not to be asserted of what it is given
+    size.node._hint = value.node.hint
+
+
+def define_strides(x: torch.Tensor) -> None:
+    """Have symbolic strides of a fake tensor, made before its sizes were replaced, take the example values of these."""
+    for step in x.stride():
+        if isinstance(step, torch.SymInt):
+            expr = step.node.expr
+            step.node._hint = int(expr.xreplace(step.node.shape_env.backed_var_to_val))
+
+
+def assumed_size(env: ShapeEnv, name: str, value: int) -> torch.SymInt:
+    """A new symbol for a size of which a trace assumes that it is `value`, and that it is neither 0 nor 1."""
+    symbol = sympy.Symbol(f"s{env._generate_unique_id(name)}", positive=True, integer=True)
+    env.backed_var_to_val[symbol] = sympy.Integer(value)
+    env.var_to_sources[symbol] = []
+    env.var_to_range[symbol] = ValueRanges(2, int_oo)
+    here = env._get_sloc()
+    env.var_to_range_sloc[symbol] = ValueRangesSLoc(here, here)
+    return torch.SymInt(SymNode(symbol, env, int, value))
+
+
+def guards_written_by(
+    env: ShapeEnv, write: Callable[[sympy.Basic], sympy.Basic], unbounded: Collection[sympy.Symbol]
+) -> None:
+    """Have what a trace took for granted pass through `write` before it becomes code; `unbounded` symbols have no
+    bounds there."""
+    produce = env.produce_guards_verbose
+
+    def written(*args: Any, guards: Any = None, **kwargs: Any) -> Any:
+        taken = [g._replace(expr=write(g.expr)) for g in (env.guards if guards is None else guards)]
+        ranges = {s: env.var_to_range.pop(s) for s in unbounded if s in env.var_to_range}
+        try:
+            return produce(*args, guards=taken, **kwargs)
+        finally:
+            env.var_to_range.update(ranges)
+
+    env.produce_guards_verbose = written
+
+
+def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
+    """Whether a trace knows without another guard that `condition` holds."""
+    return env._maybe_evaluate_static(condition) is sympy.true
+
+
+def known_equal(a, b) -> bool:
+    """Whether two sizes are equal; of symbolic ones, whether a trace knows that without another guard."""
+    return statically_known_true(a == b)
+
+
+def is_in_graph_as_node(size: torch.SymInt) -> bool:
+    """Whether the graph that is traced on this thread, if one is, can write `size` already."""
+    mode = get_proxy_mode()
+    return mode is None or size.node.expr in mode.tracer.sympy_expr_tracker
 
 
 __all__ = [
+    "ShapeEnv",
+    "Mod",
+    "Min",
+    "Max",
+    "FloorDiv",
+    "CeilDiv",
     "OWN_KEYSET",
     "FakeTensor",
     "FakeTensorMode",
@@ -457,8 +530,8 @@ __all__ = [
     "decompositions",
     "default_group_timeout",
     "default_store",
-    "define_size",
     "detect_fake_mode",
+    "define_strides",
     "disable_current_modes",
     "disable_dynamo",
     "disabled_torch_function",
@@ -509,4 +582,10 @@ __all__ = [
     "utils_foreach_types",
     "without_frame",
     "without_own_key",
+    "replace_size",
+    "known_equal",
+    "known_true",
+    "is_in_graph_as_node",
+    "guards_written_by",
+    "assumed_size",
 ]

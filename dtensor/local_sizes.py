@@ -1,0 +1,165 @@
+"""Sizes of local tensors while a graph of symbolic sizes is traced: the same symbols, values and guards on every rank.
+
+A dimension of symbolic global length that an axis cuts has a local length that is a symbol of its own. Compiled code
+reads it from the tensors that it is given, so one graph is right for every length, whether the axis divides it or not,
+and for shards of length 1 and 0. While the graph is traced, all ranks take the symbol to be what the first rank has,
+the length of the longest shard. So nothing in a trace follows from what this rank has, and all ranks trace alike.
+
+What the trace found out about local lengths has to hold on every rank, and all ranks have to see it alike when they
+choose a graph. So a guard is asked of the global length: it holds where it holds on the first rank, on the one with the
+last shard that is not empty, and on the last. All shards between these are as long as the first.
+
+    length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
+"""
+
+from itertools import product
+from weakref import WeakKeyDictionary
+
+import sympy
+import torch
+
+from ._torch import (
+    CeilDiv,
+    FloorDiv,
+    Max,
+    Min,
+    Mod,
+    ShapeEnv,
+    assumed_size,
+    guards_written_by,
+    is_in_graph_as_node,
+    known_true,
+    replace_size,
+)
+from .groups import chunk_length, group_rank, group_size
+from .starts import library
+
+_traces: "WeakKeyDictionary[ShapeEnv, _Lengths]" = WeakKeyDictionary()
+
+
+class _Lengths:
+    """The local lengths of one trace.
+
+    Attributes:
+        found: (global length, group, whether of the first rank) -> local length.
+        made_of: symbol of a local length -> the same.
+    """
+
+    def __init__(self, env: ShapeEnv):
+        self.env = env
+        self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
+        self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
+        guards_written_by(env, self.on_all_ranks, self.made_of.keys())
+
+    def of(self, size: torch.SymInt, group: str, first: bool) -> torch.SymInt:
+        """The length of this rank's part of `size`, or of the first rank's."""
+        key = size.node.expr, group, first
+        found = self.found.get(key)
+        if found is None:  # a guard may have replaced symbols since
+            found = next((x for (e, *k), x in self.found.items() if (self.env.replace(e), *k) == key), None)
+        if found is None:
+            example = int(size.node.expr.xreplace(self.env.backed_var_to_val))
+            longest = chunk_length(example, group_size(group), 0)
+            found = assumed_size(self.env, f"part of {key}", max(longest, 2))
+            self.made_of[found.node.expr] = key
+        self.found[key] = found
+        return found
+
+    def on_all_ranks(self, guard: sympy.Basic) -> sympy.Basic:
+        """A condition that local lengths occur in, as one on global lengths: that it holds on every rank."""
+        used = self._parts_in(guard)
+        if not used:
+            return guard
+        groups = dict.fromkeys(self.made_of[s][1] for s in used)
+        held = []
+        for places in product(*[self._places(group, used) for group in groups]):
+            at = dict(zip(groups, places))
+            held.append(self._at(guard, used, at))
+        return sympy.And(*held)
+
+    def _parts_in(self, expr: sympy.Basic) -> list[sympy.Symbol]:
+        """The local lengths that occur in `expr`, and what they are parts of, later ones first."""
+        used, todo = set(), list(expr.free_symbols)
+        while todo:
+            s = todo.pop()
+            if s in self.made_of and s not in used:
+                used.add(s)
+                todo += self.made_of[s][0].free_symbols
+        return [s for s in reversed(self.made_of) if s in used]
+
+    def _places(self, group: str, used: list[sympy.Symbol]) -> list[sympy.Expr]:
+        """The ranks of the group that are asked: the first, the last, and those with a last shard that is not empty."""
+        n = group_size(group)
+        ends = []
+        for s in used:
+            size, cut_by, first = self.made_of[s]
+            if cut_by == group and not first and not known_true(self.env, sympy.Eq(Mod(size, n), 0)):
+                ends.append(Max(FloorDiv(size - 1, CeilDiv(size, n)), 0))
+        return list(dict.fromkeys([sympy.Integer(0), *ends, sympy.Integer(n - 1)]))
+
+    def _at(self, guard: sympy.Basic, used: list[sympy.Symbol], at: dict[str, sympy.Expr]) -> sympy.Basic:
+        for s in used:
+            size, group, first = self.made_of[s]
+            step, place = CeilDiv(size, group_size(group)), at[group]
+            length = step if first or place == 0 else Max(Min(step, size - place * step), 0)
+            guard = guard.xreplace({s: length})
+        return guard
+
+
+def _lengths(env: ShapeEnv) -> _Lengths:
+    found = _traces.get(env)
+    if found is None:
+        found = _traces[env] = _Lengths(env)
+    return found
+
+
+def divides(n: int, size) -> bool:
+    """Whether `n` divides `size`; of a symbolic size, whether the trace knows that."""
+    if isinstance(size, torch.SymInt):
+        return known_true(size.node.shape_env, sympy.Eq(Mod(size.node.expr, n), 0))
+    return size % n == 0
+
+
+def local_length(size, group: str, *, first: bool = False):
+    """The length of this rank's part of `size` elements that the ranks of `group` cut as `torch.chunk` does, or of the
+    first rank's, which is the longest.
+
+    Of a symbolic size a symbol, unless the group is known to divide it.
+    """
+    n = group_size(group)
+    if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is not None:
+        size = int(size)
+    if divides(n, size):
+        return size // n
+    if not isinstance(size, torch.SymInt):
+        return chunk_length(size, n, 0 if first else group_rank(group))
+    length = _lengths(size.node.shape_env).of(size, group, first)
+    return length if is_in_graph_as_node(length) else torch.ops.dtensor.local_length(size, group, first)
+
+
+def define_local_length(mine, size, groups: tuple[str, ...]) -> None:
+    """Let a trace know that `mine`, a length of an input's local tensor, is this rank's part of `size`.
+
+    `groups` cut it one after the other. What torch made for it is replaced.
+    """
+    if isinstance(mine, torch.SymInt) and isinstance(size, torch.SymInt):
+        for group in groups:
+            size = local_length(size, group)
+        replace_size(mine, size)
+
+
+library.define("local_length(SymInt size, str group, bool first) -> SymInt")
+
+
+def _local_length(size: int, group: str, first: bool) -> int:
+    return chunk_length(size, group_size(group), 0 if first else group_rank(group))
+
+
+def _fake_local_length(size, group: str, first: bool):
+    return _lengths(size.node.shape_env).of(size, group, first)
+
+
+library.impl("local_length", _local_length, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::local_length", _fake_local_length, lib=library)
+
+__all__ = ["define_local_length", "divides", "local_length"]
