@@ -65,7 +65,14 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    _build_proxy_for_sym_expr,
+    _sympy_handlers,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+)
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -455,6 +462,12 @@ def replace_size(size: torch.SymInt, value: torch.SymInt) -> None:
     size.node._hint = value.node.hint
 
 
+def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
+    """The size that `expression` says in symbols of the same trace as `like`."""
+    env = like.node.shape_env
+    return torch.SymInt(SymNode(expression, env, int, int(expression.xreplace(env.backed_var_to_val))))
+
+
 def define_strides(x: torch.Tensor) -> None:
     """Have symbolic strides of a fake tensor, made before its sizes were replaced, take the example values of these."""
     for step in x.stride():
@@ -502,7 +515,23 @@ def known_equal(a, b) -> bool:
     return statically_known_true(a == b)
 
 
-def is_in_graph_as_node(size: torch.SymInt) -> bool:
+# Torch rebuilds a size that it meets outside of what it traced, but for powers, as which sympy writes s * s.
+_sympy_handlers()[sympy.Pow] = operator.pow
+
+
+def traced_size(size: Any) -> Any:
+    """A size that was worked out beside what is traced, as one that the graph knows how to compute.
+
+    Otherwise arithmetic with it could be taken for the definition of its own symbols.
+    """
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(size, torch.SymInt) or size in mode.tracer.symnode_tracker:
+        return size
+    made = _build_proxy_for_sym_expr(mode.tracer, size.node.expr)
+    return size if made is None else made
+
+
+def is_written(size: torch.SymInt) -> bool:
     """Whether the graph that is traced on this thread, if one is, can write `size` already."""
     mode = get_proxy_mode()
     return mode is None or size.node.expr in mode.tracer.sympy_expr_tracker
@@ -534,6 +563,7 @@ __all__ = [
     "define_strides",
     "disable_current_modes",
     "disable_dynamo",
+    "disable_proxy_modes_tracing",
     "disabled_torch_function",
     "fake_store",
     "functional_collectives",
@@ -565,6 +595,7 @@ __all__ = [
     "root_mesh",
     "same_size",
     "schema",
+    "size_of",
     "set_thread_state",
     "shard_order",
     "size_formula",
@@ -574,6 +605,7 @@ __all__ = [
     "thread_state",
     "threaded_process_group",
     "trace_with",
+    "traced_size",
     "traced_into_backward",
     "tree_flatten",
     "tree_leaves",
@@ -585,7 +617,7 @@ __all__ = [
     "replace_size",
     "known_equal",
     "known_true",
-    "is_in_graph_as_node",
+    "is_written",
     "guards_written_by",
     "assumed_size",
 ]

@@ -85,6 +85,11 @@ class Decision:
         return dataclasses.replace(self, outputs=outputs, homes=homes)
 
 
+    def traced(self) -> "Decision":
+        """The same with sizes of results that the graph which is traced can compute."""
+        return dataclasses.replace(self, outputs=tuple([s and s.traced() for s in self.outputs]))
+
+
 def is_dtensor(a: Any) -> bool:
     """Whether an argument is a DTensor of ours: what carries a spec."""
     return isinstance(getattr(a, "_spec", None), Spec)

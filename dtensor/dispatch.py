@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from . import strictness
+from ._torch import disable_proxy_modes_tracing
 from .aliasing import remember, write_through
 from .caches import cache
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .errors import MixedTensorError
 from .invariance import mark_local
 from .layout import Layout
+from .local_sizes import write
 from .redistribute import redistribute_local
 from .rules.call import replaced
 from .spec import Spec
@@ -99,7 +101,9 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
     """A call with plain tensors among its arguments, or with sizes that no key can hold."""
     if not found & PLAIN:
-        return run(decide(func, args, kwargs).on(_mesh_of((args, kwargs))), func, args, kwargs)
+        with disable_proxy_modes_tracing():  # what is worked out of sizes on the way is no part of the graph
+            decision = decide(func, args, kwargs).on(_mesh_of((args, kwargs)))
+        return run(decision.traced(), func, args, kwargs)
     if func._schema.name.startswith(FOREACH):
         return KINDS["foreach"](func, args, kwargs)
     if has_out(func):
@@ -225,6 +229,7 @@ def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
         local_args = [_local_of(a) for a in args]
         local_kwargs = {k: _local_of(a) for k, a in kwargs.items()}
     if decision.replace:
+        write([n for _, shape in decision.replace for n in shape])
         changed, local_kwargs = replaced(func, tuple(local_args), local_kwargs, dict(decision.replace))
         local_args = list(changed)
     if decision.local is not None:

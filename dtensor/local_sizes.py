@@ -12,7 +12,9 @@ last shard that is not empty, and on the last. All shards between these are as l
     length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
 """
 
+from collections.abc import Iterable
 from itertools import product
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import sympy
@@ -27,9 +29,10 @@ from ._torch import (
     ShapeEnv,
     assumed_size,
     guards_written_by,
-    is_in_graph_as_node,
+    is_written,
     known_true,
     replace_size,
+    size_of,
 )
 from .groups import chunk_length, group_rank, group_size
 from .starts import library
@@ -134,7 +137,20 @@ def local_length(size, group: str, *, first: bool = False):
     if not isinstance(size, torch.SymInt):
         return chunk_length(size, n, 0 if first else group_rank(group))
     length = _lengths(size.node.shape_env).of(size, group, first)
-    return length if is_in_graph_as_node(length) else torch.ops.dtensor.local_length(size, group, first)
+    write([length])
+    return length
+
+
+def write(sizes: Iterable[Any]) -> None:
+    """See to it that the graph that is traced, if one is, computes the local lengths in `sizes` before they are used."""
+    for size in sizes:
+        if isinstance(size, torch.SymInt) and not is_written(size):
+            made_of = _lengths(size.node.shape_env).made_of
+            for symbol in sorted(size.node.expr.free_symbols & made_of.keys(), key=str):
+                whole, group, first = made_of[symbol]
+                if not is_written(size_of(size, symbol)):
+                    write([whole := size_of(size, whole)])
+                    torch.ops.dtensor.local_length(whole, group, first)
 
 
 def define_local_length(mine, size, groups: tuple[str, ...]) -> None:
@@ -162,4 +178,4 @@ def _fake_local_length(size, group: str, first: bool):
 library.impl("local_length", _local_length, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::local_length", _fake_local_length, lib=library)
 
-__all__ = ["define_local_length", "divides", "local_length"]
+__all__ = ["define_local_length", "divides", "local_length", "write"]

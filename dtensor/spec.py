@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch import define_strides, real_object
+from ._torch import define_strides, real_object, traced_size
 from .caches import cache
 from .layout import Layout
 from .local_sizes import define_local_length, local_length
@@ -91,6 +91,13 @@ class Spec:
     def on(self, mesh: Any) -> "Spec":
         """The same with `mesh`, the mesh itself or a stand-in for it."""
         return self if mesh is self.mesh else Spec.make(mesh, self.layout, self.shape, self.stride, self.dtype)
+
+    def traced(self) -> "Spec":
+        """The same with sizes that the graph which is traced, if one is, knows how to compute."""
+        if self.static:
+            return self
+        shape, stride = ([traced_size(n) for n in sizes] for sizes in (self.shape, self.stride))
+        return Spec.make(self.mesh, self.layout, shape, stride, self.dtype)
 
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)} {self.layout}"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .._torch import hint
-from ..collectives import chunk_length, emit
+from ..collectives import emit
+from ..local_sizes import local_length
 from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .local import empty_outputs
@@ -41,14 +42,13 @@ def embedding(call: Call) -> Rule:
 def first_row(size, axes: tuple[int, ...], mesh, device) -> torch.Tensor:
     """Index, as an int64 tensor of one element, of this rank's first row when `size` rows are cut by `axes` in turn."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
-    coordinate = mesh.get_coordinate()
     for axis in axes:
         n = mesh.size(axis)
         step = -(-size // n)
         # The coordinate by itself, so that a graph looks it up once.
         place = emit.shard(torch.arange(0, n, device=device), 0, group_name(mesh, axis))
         total = total + place * step
-        size = chunk_length(size, n, coordinate[axis])
+        size = local_length(size, group_name(mesh, axis))
     return total
 
 
