@@ -448,18 +448,20 @@ def has_hint(size) -> bool:
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
-def replace_size(size: torch.SymInt, value: torch.SymInt) -> None:
+def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
     """Have a trace write `value`, which equals `size`, wherever `size` stands, and take its example value.
 
     Does nothing where `size` is no symbol of its own.
     """
-    symbol, expression = size.node.expr, value.node.expr
+    symbol, expression = size.node.expr, value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
     if symbol.is_Symbol and symbol not in expression.free_symbols:
         env = size.node.shape_env
         bounds = env.var_to_range[symbol]
+        env.var_to_range[symbol] = ValueRanges(0, int_oo)
+        env.size_like.discard(symbol)  # or its bounds would be compared by another rule
         env._set_replacement(symbol, expression, "size of a local tensor")
         env.var_to_range[symbol] = bounds  # what the trace assumes is not to be asserted of what it is given
-    size.node._hint = value.node.hint
+    size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
 
 
 def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:

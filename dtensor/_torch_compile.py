@@ -111,8 +111,8 @@ def inner_sizes_follow(cls: type) -> None:
             if isinstance(getattr(e, attr), torch.Tensor):
                 inner[attr] = StatefulSymbolicContext(
                     dynamic_sizes=[
-                        DimDynamic.STATIC if size is DimDynamic.STATIC else DimDynamic.UNBACKED
-                        for size in outer.dynamic_sizes
+                        DimDynamic.STATIC if kind is DimDynamic.STATIC or size in (0, 1) else DimDynamic.UNBACKED
+                        for kind, size in zip(outer.dynamic_sizes, e.shape)  # torch makes no symbols of 0 and 1
                     ],
                     tensor_source=AttrSource(source, attr),
                 )

@@ -29,6 +29,7 @@ from ._torch import (
     ShapeEnv,
     assumed_size,
     guards_written_by,
+    hint,
     is_written,
     known_true,
     replace_size,
@@ -61,12 +62,18 @@ class _Lengths:
         if found is None:  # a guard may have replaced symbols since
             found = next((x for (e, *k), x in self.found.items() if (self.env.replace(e), *k) == key), None)
         if found is None:
-            example = int(size.node.expr.xreplace(self.env.backed_var_to_val))
-            longest = chunk_length(example, group_size(group), 0)
-            found = assumed_size(self.env, f"part of {key}", max(longest, 2))
+            longest = chunk_length(hint(size), group_size(group), 0)
+            found = assumed_size(self.env, f"part of {key}", longest)
             self.made_of[found.node.expr] = key
         self.found[key] = found
         return found
+
+    def settle(self) -> None:
+        """Let the trace know parts by their whole where it has learnt since that the group divides it."""
+        for (expr, group, _), part in list(self.found.items()):
+            whole = size_of(part, self.env.replace(expr))
+            if divides(group_size(group), whole):
+                replace_size(part, whole // group_size(group))
 
     def on_all_ranks(self, guard: sympy.Basic) -> sympy.Basic:
         """A condition that local lengths occur in, as one on global lengths: that it holds on every rank."""
@@ -133,6 +140,8 @@ def local_length(size, group: str, *, first: bool = False):
     if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is not None:
         size = int(size)
     if divides(n, size):
+        if isinstance(size, torch.SymInt):
+            _lengths(size.node.shape_env).settle()
         return size // n
     if not isinstance(size, torch.SymInt):
         return chunk_length(size, n, 0 if first else group_rank(group))
@@ -158,7 +167,7 @@ def define_local_length(mine, size, groups: tuple[str, ...]) -> None:
 
     `groups` cut it one after the other. What torch made for it is replaced.
     """
-    if isinstance(mine, torch.SymInt) and isinstance(size, torch.SymInt):
+    if isinstance(mine, torch.SymInt):
         for group in groups:
             size = local_length(size, group)
         replace_size(mine, size)
