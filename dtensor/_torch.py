@@ -10,7 +10,7 @@ import functools
 import operator
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -66,7 +66,6 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import (
-    _build_proxy_for_sym_expr,
     _sympy_handlers,
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -478,12 +477,12 @@ def define_strides(x: torch.Tensor) -> None:
             step.node._hint = int(expr.xreplace(step.node.shape_env.backed_var_to_val))
 
 
-def assumed_size(env: ShapeEnv, name: str, value: int) -> torch.SymInt:
-    """A new symbol for a size of which a trace assumes that it is `value`, and that it is neither 0 nor 1."""
+def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymInt:
+    """A new symbol for a size of which a trace assumes that it is `value`, and never below `least`."""
     symbol = sympy.Symbol(f"s{env._generate_unique_id(name)}", positive=True, integer=True)
     env.backed_var_to_val[symbol] = sympy.Integer(value)
     env.var_to_sources[symbol] = []
-    env.var_to_range[symbol] = ValueRanges(2, int_oo)
+    env.var_to_range[symbol] = ValueRanges(least, int_oo)
     here = env._get_sloc()
     env.var_to_range_sloc[symbol] = ValueRangesSLoc(here, here)
     return torch.SymInt(SymNode(symbol, env, int, value))
@@ -529,14 +528,44 @@ def traced_size(size: Any) -> Any:
     mode = get_proxy_mode()
     if mode is None or not isinstance(size, torch.SymInt) or size in mode.tracer.symnode_tracker:
         return size
-    made = _build_proxy_for_sym_expr(mode.tracer, size.node.expr)
+    number = size.node.maybe_as_int()
+    if number is not None:
+        return number
+    made = _traced(mode.tracer.sympy_expr_tracker, size.node.shape_env.replace(size.node.expr))
     return size if made is None else made
 
 
-def is_written(size: torch.SymInt) -> bool:
-    """Whether the graph that is traced on this thread, if one is, can write `size` already."""
+def _traced(known: Mapping[sympy.Symbol, Any], expr: sympy.Expr) -> Any:
+    """`expr` worked out anew from the symbols that a trace has, two operands at a time; None if one is missing."""
+    if expr in known:
+        return known[expr].value
+    if expr.is_Integer:
+        return int(expr)
+    make = _ARITHMETIC.get(expr.func)
+    args = [_traced(known, x) for x in expr.args]
+    return None if make is None or None in args else functools.reduce(make, args)
+
+
+_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    sympy.Pow: lambda x, n: functools.reduce(operator.mul, [x] * n),
+    FloorDiv: operator.floordiv,
+    Mod: operator.mod,
+    Max: torch.sym_max,
+    Min: torch.sym_min,
+}
+
+
+def is_traced() -> bool:
+    """Whether arithmetic with sizes is recorded in a graph on this thread."""
+    return get_proxy_mode() is not None
+
+
+def is_written(symbol: sympy.Symbol) -> bool:
+    """Whether the graph that is traced on this thread can write `symbol`."""
     mode = get_proxy_mode()
-    return mode is None or size.node.expr in mode.tracer.sympy_expr_tracker
+    return mode is None or symbol in mode.tracer.sympy_expr_tracker
 
 
 __all__ = [
@@ -619,6 +648,7 @@ __all__ = [
     "replace_size",
     "known_equal",
     "known_true",
+    "is_traced",
     "is_written",
     "guards_written_by",
     "assumed_size",

@@ -12,7 +12,6 @@ last shard that is not empty, and on the last. All shards between these are as l
     length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
 """
 
-from collections.abc import Iterable
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,10 +29,12 @@ from ._torch import (
     assumed_size,
     guards_written_by,
     hint,
+    is_traced,
     is_written,
     known_true,
     replace_size,
     size_of,
+    traced_size,
 )
 from .groups import chunk_length, group_rank, group_size
 from .starts import library
@@ -62,8 +63,10 @@ class _Lengths:
         if found is None:  # a guard may have replaced symbols since
             found = next((x for (e, *k), x in self.found.items() if (self.env.replace(e), *k) == key), None)
         if found is None:
-            longest = chunk_length(hint(size), group_size(group), 0)
-            found = assumed_size(self.env, f"part of {key}", longest)
+            whole, n = hint(size), group_size(group)
+            # Where ranks have parts of 1 and 0, neither is to be taken for what all have.
+            least = 1 if whole == n else 2
+            found = assumed_size(self.env, f"part of {key}", max(chunk_length(whole, n, 0), least), least)
             self.made_of[found.node.expr] = key
         self.found[key] = found
         return found
@@ -146,20 +149,20 @@ def local_length(size, group: str, *, first: bool = False):
     if not isinstance(size, torch.SymInt):
         return chunk_length(size, n, 0 if first else group_rank(group))
     length = _lengths(size.node.shape_env).of(size, group, first)
-    write([length])
-    return length
+    if not is_written(length.node.expr):
+        torch.ops.dtensor.local_length(traced_size(size), group, first)
+    return traced_size(length)
 
 
-def write(sizes: Iterable[Any]) -> None:
-    """See to it that the graph that is traced, if one is, computes the local lengths in `sizes` before they are used."""
-    for size in sizes:
-        if isinstance(size, torch.SymInt) and not is_written(size):
-            made_of = _lengths(size.node.shape_env).made_of
-            for symbol in sorted(size.node.expr.free_symbols & made_of.keys(), key=str):
+def written(size: Any) -> Any:
+    """A size as the graph that is traced, if one is, can compute it: local lengths are looked up in it before."""
+    if isinstance(size, torch.SymInt) and is_traced():
+        made_of = _lengths(size.node.shape_env).made_of
+        for symbol in sorted(size.node.expr.free_symbols & made_of.keys(), key=str):
+            if not is_written(symbol):
                 whole, group, first = made_of[symbol]
-                if not is_written(size_of(size, symbol)):
-                    write([whole := size_of(size, whole)])
-                    torch.ops.dtensor.local_length(whole, group, first)
+                torch.ops.dtensor.local_length(written(size_of(size, whole)), group, first)
+    return traced_size(size)
 
 
 def define_local_length(mine, size, groups: tuple[str, ...]) -> None:
@@ -187,4 +190,4 @@ def _fake_local_length(size, group: str, first: bool):
 library.impl("local_length", _local_length, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::local_length", _fake_local_length, lib=library)
 
-__all__ = ["define_local_length", "divides", "local_length", "write"]
+__all__ = ["define_local_length", "divides", "local_length", "written"]

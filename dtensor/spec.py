@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ._torch import define_strides, real_object, traced_size
+from ._torch import define_strides, real_object
 from .caches import cache
 from .layout import Layout
-from .local_sizes import define_local_length, local_length
+from .local_sizes import define_local_length, local_length, written
 from .mesh import facts
 
 _interned: dict[tuple, "Spec"] = cache()
@@ -96,7 +96,7 @@ class Spec:
         """The same with sizes that the graph which is traced, if one is, knows how to compute."""
         if self.static:
             return self
-        shape, stride = ([traced_size(n) for n in sizes] for sizes in (self.shape, self.stride))
+        shape, stride = ([written(n) for n in sizes] for sizes in (self.shape, self.stride))
         return Spec.make(self.mesh, self.layout, shape, stride, self.dtype)
 
     def __repr__(self) -> str:
