@@ -60,16 +60,23 @@ def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
 
 
 def check_replicas(
-    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool
+    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool, wrong: str = ""
 ) -> torch.Tensor:
     """Compare shape (if `with_shape`) and dtype across the mesh, then broadcast replicas from their axis' first rank.
 
+    Args:
+        wrong: what this rank has found wrong by itself, if anything.
+
     Raises:
-        PlacementError: on every rank of the mesh, if any two ranks differ.
+        PlacementError: on every rank of the mesh, if any two ranks differ, or one has found something wrong.
     """
     if mesh.get_coordinate() is None:
         return local
-    found = of_all_ranks((dist.get_rank(), tuple(local.shape) if with_shape else None, str(local.dtype)), mesh)
+    shape = tuple(local.shape) if with_shape else None
+    everything = of_all_ranks((dist.get_rank(), wrong, shape, str(local.dtype)), mesh)
+    if refused := sorted((rank, why) for rank, why, *_ in everything if why):
+        raise PlacementError("from_local: " + "; ".join(f"rank {rank}: {why}" for rank, why in refused))
+    found = [(rank, *what) for rank, _, *what in everything]
     if any(item[1:] != found[0][1:] for item in found):
         ranks = {rank: what for rank, *what in sorted(found)}
         raise PlacementError(

@@ -16,6 +16,7 @@ import torch
 
 from . import strictness
 from ._torch import intercept, meets_only_autograd, never_traced, without_own_key
+from .boundary import is_tracing
 from .collectives import library
 from .decision import COMPOSITES, functional_of, has_out
 from .dispatch import dispatch
@@ -254,6 +255,20 @@ def tensor_split(x, tensor_indices_or_sections, dim=0):
     return torch.tensor_split(x, whole.tolist(), dim)
 
 
+def one_hot(x, num_classes=-1):
+    """One-hot codes. torch's own, given a subclass of tensor, makes zeros of what is no class; in eager code, where
+    torch looks at the values of plain tensors, an error does. In a graph torch looks at none, nor do we."""
+    with without_own_key(), region_of_torch():
+        made = aten.one_hot(x, num_classes)
+    if isinstance(x, DTensor) and not is_tracing(x):
+        legal: dict[str, Any] = {"non-negative": x >= 0}
+        if num_classes != -1:
+            legal["smaller than num_classes"] = x < num_classes
+        for text, found in legal.items():
+            aten._assert_async.msg(found.to_local().all(), f"Class values must be {text}; num_classes is {num_classes}")
+    return made
+
+
 IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matrix_power", "nanquantile", "quantile")
 """Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
 
@@ -285,6 +300,7 @@ for _operator in [*_overloads(IN_REGION), *filter(has_out, _overloads(OUT))]:
     intercept(str(_operator).removeprefix("aten.").removesuffix(".default"), _whole(_operator))
 
 
+intercept("one_hot", one_hot)
 intercept("rms_norm", rms_norm)
 intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)

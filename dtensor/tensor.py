@@ -25,8 +25,9 @@ from ._torch import (
 from .boundary import check_replicas, current_mesh, is_tracing, refuse_export
 from .collectives import library
 from .decision import COMPOSITES
+from .declared import gradient_placements, wrong_sizes
 from .dispatch import dispatch, install
-from .errors import ShardingError
+from .errors import PlacementError, ShardingError
 from .exchange import exchanged
 from .invariance import region_of_torch
 from .layout import Layout
@@ -133,10 +134,12 @@ class DTensor(torch.Tensor):
             run_check: compare shape and dtype across ranks and broadcast replicas from the first rank of their axis.
             shape, stride: of the global tensor, both or neither. Without them all shards are taken to have this one's
                 shape; uneven shards need them.
-            grad_placements: where the gradient arrives; `placements` with Replicate for Partial by default.
+            grad_placements: where the gradient arrives; `placements` with Replicate for Partial by default. It has
+                the local tensor's shape, so dimensions are sharded as in `placements`.
 
         Raises:
-            PlacementError: placements do not fit mesh or tensor.
+            PlacementError: placements do not fit mesh or tensor; `local_tensor` is not this rank's shard of a tensor
+                of `shape`, which only this rank sees unless `run_check`; no local gradient lies in `grad_placements`.
             ValueError: only one of shape and stride was given.
             TypeError: `local_tensor` is no plain tensor.
         """
@@ -152,9 +155,14 @@ class DTensor(torch.Tensor):
             given = words(placements), shape or (), stride or (), words(grad_placements)
             return torch.ops.dtensor.from_local(local_tensor, mesh, *given)
         checked = as_placements(placements, mesh.ndim, local_tensor.dim())
-        grads = None if grad_placements is None else as_placements(grad_placements, mesh.ndim, local_tensor.dim())
+        grads = None
+        if grad_placements is not None:
+            grads = gradient_placements(grad_placements, mesh.ndim, local_tensor.dim(), checked)
+        wrong = "" if shape is None else wrong_sizes(local_tensor, mesh, checked, shape, stride)
         if run_check:
-            local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None)
+            local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None, wrong=wrong)
+        elif wrong:
+            raise PlacementError(f"from_local: {wrong}")
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
         return _FromLocal.apply(local_tensor, mesh, checked, tuple(shape), tuple(stride), grads)
@@ -164,13 +172,17 @@ class DTensor(torch.Tensor):
 
         Args:
             grad_placements: the placements the local gradients are taken to have; by default this tensor's, with
-                Replicate for Partial.
+                Replicate for Partial. They have the local tensor's shape, so dimensions are sharded as this tensor's.
+
+        Raises:
+            PlacementError: no local gradient lies in `grad_placements`.
         """
+        if grad_placements is not None:
+            ndims = self.device_mesh.ndim, self.dim()
+            grad_placements = gradient_placements(grad_placements, *ndims, self.placements)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
-        if grad_placements is None:
-            return _ToLocal.apply(self, None)
-        return _ToLocal.apply(self, as_placements(grad_placements, self.device_mesh.ndim, self.dim()))
+        return _ToLocal.apply(self, grad_placements)
 
     def redistribute(
         self,
@@ -208,7 +220,9 @@ class DTensor(torch.Tensor):
         if target == self.placements and grad_placements is None:
             return self
         check_target(self.placements, target)
-        grads = () if grad_placements is None else as_placements(grad_placements, self.device_mesh.ndim, self.dim())
+        grads = ()
+        if grad_placements is not None:
+            grads = gradient_placements(grad_placements, self.device_mesh.ndim, self.dim())
         return torch.ops.dtensor.redistribute(self, _text(target), async_op, _text(grads), prefer)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -376,7 +390,7 @@ def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
     check_target((Replicate(),) * mesh.ndim, target)
     layout = x._spec.layout.without_partial()
     if grad_placements is not None:
-        layout = Layout.of(as_placements(grad_placements, x.device_mesh.ndim, x.dim()), x.dim())
+        layout = Layout.of(gradient_placements(grad_placements, x.device_mesh.ndim, x.dim()), x.dim())
     return _ToMesh.apply(x, mesh, Layout.of(target, x.dim()), layout)
 
 
@@ -434,7 +448,7 @@ library.define(
 
 def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str) -> DTensor:
     """`dtensor::from_local`: taken apart at once, on any tensor and by any mode. What is empty was not given."""
-    sizes = {"shape": shape, "stride": stride} if shape else {}
+    sizes = {"shape": shape, "stride": stride} if shape or stride else {}
     placements, grads = (parsed(t) if t else None for t in (text, grad_text))
     return DTensor.from_local(x, mesh, placements, **sizes, grad_placements=grads)
 

@@ -61,9 +61,9 @@ def linear_cases():
     x, w, rows = f(5, 3), f(4, 3), torch.tensor([0, 3, 1, -1, 2])
     forward, backward = torch.ops.dtensor.linear_lse.default, torch.ops.dtensor.linear_lse_backward.default
     for bias in (None, f(4)):
-        yield c(forward, x, w, bias, rows, 2, at_least=3)
-        lse, _ = forward(x, w, bias, rows, 2)
-        yield c(backward, f(5), f(5), x, w, bias, rows, lse, 2, at_least=5)
+        yield c(forward, x, w, bias, rows, -1, 2, at_least=3)
+        lse, _ = forward(x, w, bias, rows, -1, 2)
+        yield c(backward, f(5), f(5), x, w, bias, rows, -1, lse, 2, at_least=5)
 
 
 @pytest.mark.parametrize("n", [2, 3])
