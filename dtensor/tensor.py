@@ -67,6 +67,12 @@ class DTensor(torch.Tensor):
         # Dynamo puts this call into its graph as it stands, so it takes what a graph can hold.
         if not isinstance(layout, Layout):
             layout = Layout.of(tuple(layout), len(shape))
+        if local_tensor.requires_grad and torch.is_grad_enabled():
+            raise ShardingError(
+                f"a DTensor that its class makes of a tensor that requires a gradient (of shape "
+                f"{list(local_tensor.shape)}) would be cut off from that tensor's graph, and its gradient lost; write "
+                "DTensor.from_local(x, device_mesh, placements), or x.detach() for one without a history"
+            )
         if device_mesh.get_coordinate() is None:
             local_tensor = local_tensor.new_empty(0)
         return _wrap(local_tensor, Spec.make(device_mesh, layout, shape, stride, local_tensor.dtype), requires_grad)
@@ -151,13 +157,17 @@ class DTensor(torch.Tensor):
         if torch.compiler.is_dynamo_compiling() and not run_check:
             given = words(placements), shape or (), stride or (), words(grad_placements)
             return torch.ops.dtensor.from_local(local_tensor, mesh, *given)
-        checked = as_placements(placements, mesh.ndim, local_tensor.dim())
-        grads = None if grad_placements is None else as_placements(grad_placements, mesh.ndim, local_tensor.dim())
+        ndim = local_tensor.dim()
+        checked = as_placements(placements, mesh.ndim, ndim)
+        layout = Layout.of(checked, ndim)
+        grads = layout.without_partial()
+        if grad_placements is not None:
+            grads = Layout.of(as_placements(grad_placements, mesh.ndim, ndim), ndim)
         if run_check:
             local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None)
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
-        return _FromLocal.apply(local_tensor, mesh, checked, tuple(shape), tuple(stride), grads)
+        return _FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's local tensor; differentiable.
@@ -166,11 +176,14 @@ class DTensor(torch.Tensor):
             grad_placements: the placements the local gradients are taken to have; by default this tensor's, with
                 Replicate for Partial.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.dtensor.to_local(self, words(grad_placements))
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
         if grad_placements is None:
-            return _ToLocal.apply(self, None)
-        return _ToLocal.apply(self, as_placements(grad_placements, self.device_mesh.ndim, self.dim()))
+            return _ToLocal.apply(self, self._spec.layout.without_partial())
+        ndim = self.dim()
+        return _ToLocal.apply(self, Layout.of(as_placements(grad_placements, self.device_mesh.ndim, ndim), ndim))
 
     def redistribute(
         self,
@@ -398,38 +411,58 @@ class _ToMesh(torch.autograd.Function):
 
 
 class _FromLocal(torch.autograd.Function):
+    """A plain tensor in a layout; the gradient's local tensor in `grad_layout`, by what can be differentiated again."""
+
     @staticmethod
-    def forward(ctx, local, mesh, placements, shape, stride, grad_placements):
+    def forward(ctx, local, mesh, layout, shape, stride, grad_layout):
         ctx.set_materialize_grads(False)
-        ctx.placements = placements
-        ctx.grad_placements = grad_placements
-        ctx.mesh = mesh
-        return _build(local, mesh, placements, shape, stride)
+        ctx.layout, ctx.grad_layout = layout, grad_layout
+        return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
 
     @staticmethod
     def backward(ctx, grad):
         if grad is None:
             return None, None, None, None, None, None
-        target = ctx.grad_placements
-        if target is None:
-            target = tuple([Replicate() if p.is_partial() else p for p in ctx.placements])
-        # No look at the gradient's placements: Dynamo traces this with a guess of them, dispatch knows them.
-        grad = torch.ops.dtensor.redistribute(grad, _text(target), False)
+        # No look at the gradient's layout: Dynamo traces this with a guess of it, dispatch knows it.
+        grad = torch.ops.dtensor.redistribute(grad, ctx.grad_layout.text, False)
         local = grad.to_local()
-        for axis, p in enumerate(ctx.placements):
-            if p.is_partial("avg"):
-                local = local / mesh_shape(ctx.mesh)[axis]
-            elif p.is_partial() and not p.is_partial("sum"):
-                raise ShardingError(f"the gradient of from_local with {p!r} is not defined; reduce before from_local")
+        for axis, reduce_op in ctx.layout.partial:
+            if reduce_op == "avg":
+                local = local / mesh_shape(grad.device_mesh)[axis]
+            elif reduce_op != "sum":
+                raise ShardingError(
+                    f"the gradient of from_local with {Partial(reduce_op)!r} is not defined; reduce before from_local"
+                )
         return local, None, None, None, None, None
 
 
-# What Dynamo puts into its graph for `from_local`: an autograd function it traces twice over, forward and backward, and
-# each line of Python is slow there.
+class _ToLocal(torch.autograd.Function):
+    """The local tensor; its gradient is taken as this rank's part of one in `grad_layout`, which tells the order of two
+    axes on one dimension, as placements do not."""
+
+    @staticmethod
+    def forward(ctx, x, grad_layout):
+        ctx.set_materialize_grads(False)
+        ctx.whole = x.device_mesh, grad_layout, tuple(x.shape), tuple(x.stride())
+        return _alias(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None
+        mesh, layout, shape, stride = ctx.whole
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return _FromLocal.apply(grad, mesh, layout, shape, stride, layout.without_partial()), None
+        return DTensor(_alias(grad), mesh, layout, shape, stride), None
+
+
+# What Dynamo puts into its graph for the two: an autograd function it traces twice over, forward and backward, which is
+# slow, and its backward without a graph, which leaves nothing to differentiate again.
 library.define(
     "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, "
     "SymInt[] shape, SymInt[] stride, str grad_placements) -> Tensor(a)"
 )
+library.define("to_local(Tensor(a) x, str grad_placements) -> Tensor(a)")
 
 
 def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str) -> DTensor:
@@ -439,24 +472,14 @@ def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str) -> D
     return DTensor.from_local(x, mesh, placements, **sizes, grad_placements=grads)
 
 
+def _to_local_operator(x: DTensor, grad_text: str) -> torch.Tensor:
+    """`dtensor::to_local`, taken apart likewise."""
+    return x.to_local(grad_placements=parsed(grad_text) if grad_text else None)
+
+
 library.impl("from_local", _from_local_operator, "CompositeImplicitAutograd")
-
-
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, grad_placements):
-        ctx.set_materialize_grads(False)
-        ctx.mesh = x.device_mesh
-        ctx.sizes = (tuple(x.shape), tuple(x.stride()))
-        # The layout and not its placements: these do not tell the order of two axes on one dimension.
-        ctx.layout = x._spec.layout.without_partial() if grad_placements is None else grad_placements
-        return _alias(x._local_tensor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if grad is None:
-            return None, None
-        return _build(grad, ctx.mesh, ctx.layout, ctx.sizes[0], ctx.sizes[1]), None
+library.impl("to_local", _to_local_operator, "CompositeImplicitAutograd")
+COMPOSITES["dtensor::to_local"] = _to_local_operator
 
 
 def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list) -> None:
@@ -484,11 +507,6 @@ def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> 
         return move(_wrap(plain, whole), layout)
     zeros = whole.with_layout(layout)
     return _wrap(torch.zeros(zeros.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type), zeros)
-
-
-def _build(local, mesh, layout, shape, stride) -> DTensor:
-    """A DTensor that shares memory with `local`; `layout` may be placements."""
-    return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
 
 
 install(DTensor, _wrap)
