@@ -53,6 +53,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import (
@@ -307,6 +308,15 @@ def is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
+is_zero_tensor = torch._is_zerotensor
+"""Whether a tensor is one of those zeros without memory that stand for tangents that are not there."""
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation runs, and `x` carries a tangent of it."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have `callback` called when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -468,12 +478,14 @@ __all__ = [
     "guards_hold",
     "guards_on",
     "has_hint",
+    "has_tangent",
     "hint",
     "intercept",
     "is_being_compiled",
     "is_below_autograd",
     "is_in_formula",
     "is_in_graph",
+    "is_zero_tensor",
     "make_fx",
     "make_wrapper_subclass",
     "meets_only_autograd",

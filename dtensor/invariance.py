@@ -30,6 +30,7 @@ from ._torch import (
     is_being_compiled,
     is_below_autograd,
     is_in_formula,
+    is_zero_tensor,
     schema,
     tree_leaves,
 )
@@ -57,6 +58,12 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
     Raises:
         MixedTensorError: it may not.
     """
+    if is_zero_tensor(x):
+        raise MixedTensorError(
+            f"{func}: forward-mode differentiation (torch.func.jvp, jacfwd, hessian, linearize) stands a plain zero for "
+            f"the tangent of argument '{name}', which has none, beside DTensors; write torch.autograd.functional.jvp or "
+            "hvp, or torch.func.jacrev of jacrev, which differentiate backwards"
+        )
     reason = _objection(x)
     if reason is not None:
         raise MixedTensorError(

@@ -8,6 +8,7 @@ import torch
 
 from . import linear_lse as linear_lse  # registers the operators
 from ._torch import intercept
+from .boundary import refuse_tangent
 from .placements import Replicate
 from .tensor import DTensor
 
@@ -50,6 +51,9 @@ def linear_cross_entropy(
         ValueError: shapes that do not fit, or an unknown reduction.
     """
     _check(x, weight, target, bias, reduction)
+    for given in (x, weight, bias):
+        if given is not None:
+            refuse_tangent(given, "linear_cross_entropy")
     valid = target != ignore_index
     row = target.masked_fill(~valid, -1)
     lse, picked = torch.ops.dtensor.linear_lse(x, weight, bias, row, chunk)

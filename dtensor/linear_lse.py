@@ -5,7 +5,8 @@
 
 x is (..., d), weight (v, d), bias (v) or none; row (...) is the class picked of each sample, negative for none. lse and
 picked (...) are the logsumexp over the classes of `x @ weight.T + bias` and the logit of the picked class, or 0. Logits
-live for `chunk` samples at a time; the backward makes them again. Numbers of half precision are widened. What ranks
+live for `chunk` samples at a time; the backward makes them again. A gradient that is to be differentiated again
+(create_graph=True) takes all logits at once. Numbers of half precision are widened. What ranks
 that hold some of the classes each do together is the rule's business (`rules/linear_lse.py`).
 """
 
@@ -85,14 +86,28 @@ def _fake_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk):
 
 def _save(ctx, inputs, output) -> None:
     x, weight, bias, row, chunk = inputs
+    ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.save_for_backward(x, weight, bias, row, output[0])
     ctx.chunk = chunk
 
 
 def _backward(ctx, grad_lse, grad_picked):
     x, weight, bias, row, lse = ctx.saved_tensors
+    grad_lse, grad_picked = (torch.zeros_like(lse) if g is None else g for g in (grad_lse, grad_picked))
+    if torch.is_grad_enabled():
+        return *_recorded(grad_lse, grad_picked, x, weight, bias, row), None, None
     grads = torch.ops.dtensor.linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, ctx.chunk)
     return grads[0], grads[1], None if bias is None else grads[2], None, None
+
+
+def _recorded(grad_lse, grad_picked, x, weight, bias, row) -> list[torch.Tensor | None]:
+    """The gradients, to be differentiated again: by operators that have derivatives, on whole logits."""
+    logits = torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
+    found = logits.gather(-1, row.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    made = logits.logsumexp(-1), found.masked_fill(row < 0, 0)
+    given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    supply = iter(torch.autograd.grad(made, given, (grad_lse, grad_picked), create_graph=True))
+    return [next(supply) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
 
 
 library.impl("linear_lse", linear_lse, "CompositeExplicitAutograd")

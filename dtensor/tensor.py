@@ -22,7 +22,7 @@ from ._torch import (
     make_wrapper_subclass,
     never_traced,
 )
-from .boundary import check_replicas, current_mesh, is_tracing, refuse_export
+from .boundary import check_replicas, current_mesh, is_tracing, refuse_export, refuse_tangent
 from .collectives import library
 from .decision import COMPOSITES
 from .dispatch import dispatch, install
@@ -159,6 +159,7 @@ class DTensor(torch.Tensor):
             return torch.ops.dtensor.from_local(local_tensor, mesh, *given)
         ndim = local_tensor.dim()
         checked = as_placements(placements, mesh.ndim, ndim)
+        refuse_tangent(local_tensor, "from_local")
         layout = Layout.of(checked, ndim)
         grads = layout.without_partial()
         if grad_placements is not None:
@@ -178,6 +179,7 @@ class DTensor(torch.Tensor):
         """
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.dtensor.to_local(self, words(grad_placements))
+        refuse_tangent(self, "to_local")
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
         if grad_placements is None:
@@ -357,17 +359,19 @@ def _redistribute_operator(
     x: DTensor, text: str, async_op: bool = False, grad_layout: str = "", prefer: Prefer = "time"
 ) -> DTensor:
     """`dtensor::redistribute` on a DTensor: what dispatch runs."""
+    refuse_tangent(x, "redistribute")
     layout = Layout.parse(text, x.dim())
     return _redistribute(x, layout, async_op and not is_tracing(x), prefer, asked=True)
 
 
 def _save_layout(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.layout = inputs[3] or inputs[0]._spec.layout.without_partial().text
     ctx.prefer = inputs[4]
 
 
 def _redistribute_backward(ctx, grad):
-    if not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
+    if grad is not None and not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
         grad = torch.ops.dtensor.redistribute(grad, ctx.layout, False, "", ctx.prefer)
     return grad, None, None, None, None
 
@@ -385,6 +389,7 @@ def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
             f"redistribute from {x.device_mesh} to another mesh cannot be compiled: what it sends differs from rank to "
             "rank; call it outside the compiled function, or write @torch.compiler.disable on the function that does"
         )
+    refuse_tangent(x, "redistribute")
     target = as_placements(placements, mesh.ndim, x.dim())
     check_target((Replicate(),) * mesh.ndim, target)
     layout = x._spec.layout.without_partial()
@@ -396,12 +401,15 @@ def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
 class _ToMesh(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mesh, layout, grad_layout):
+        ctx.set_materialize_grads(False)
         ctx.source = x.device_mesh, grad_layout, layout
         spec = Spec.make(mesh, layout, x._spec.shape, x._spec.stride, x._spec.dtype)
         return _wrap(exchanged(waited(x._local_tensor), x._spec, spec), spec)
 
     @staticmethod
     def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None
         mesh, grad_layout, layout = ctx.source
         final = grad_layout.without_partial()
         grad = _ToMesh.apply(grad, mesh, final, layout)

@@ -55,11 +55,10 @@ class _Unsharded(torch.autograd.Function):
     """The parameter as the forward gets it; `target` is the layout in which its gradient arrives."""
 
     @staticmethod
-    def forward(ctx, parameter, mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype):
-        ctx.mesh, ctx.entering, ctx.target = mesh, entering, target
-        ctx.inner_mesh, ctx.inner = inner_mesh, inner
-        ctx.dtype, ctx.reduce_dtype = parameter.dtype, reduce_dtype
-        ctx.sizes = tuple(parameter.shape), tuple(parameter.stride())
+    def forward(ctx, parameter, *given):
+        ctx.set_materialize_grads(False)
+        mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype = ctx.given = given
+        ctx.dtype, ctx.sizes = parameter.dtype, (tuple(parameter.shape), tuple(parameter.stride()))
         x = parameter if dtype is None else parameter.to(dtype)
         x = torch.ops.dtensor.redistribute(x, whole.text, False)
         if entering is None:
@@ -69,15 +68,46 @@ class _Unsharded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.inner_mesh is not None:
-            grad = torch.ops.dtensor.redistribute(grad, ctx.inner.text, False).to_local()
-        if ctx.entering is not None:
-            grad = _wrapped(grad, ctx.mesh, ctx.entering, ctx.sizes)
-        if ctx.reduce_dtype is not None:
-            grad = grad.to(ctx.reduce_dtype)
-        if ctx.target is not None:
-            grad = torch.ops.dtensor.redistribute(grad, ctx.target.text, False)
-        return grad.to(ctx.dtype), None, None, None, None, None, None, None, None
+        if grad is None:
+            made = None
+        elif torch.is_grad_enabled() and grad.requires_grad:
+            made = _Reduced.apply(grad, ctx.dtype, ctx.sizes, *ctx.given)
+        else:
+            made = _reduced(grad, ctx.dtype, ctx.sizes, *ctx.given)
+        return made, *(None,) * len(ctx.given)
+
+
+class _Reduced(torch.autograd.Function):
+    """The gradient of an unsharded parameter, to be differentiated again: its own gradient is unsharded in turn.
+
+    The losses of the ranks of the data axes count as their mean, and each rank differentiates its own. So what one rank
+    gives to the mean has the whole gradient of the mean, and not a part of it.
+    """
+
+    @staticmethod
+    def forward(ctx, grad, dtype, sizes, *given):
+        ctx.set_materialize_grads(False)
+        ctx.given, ctx.dtype = given, grad.dtype
+        return _reduced(grad, dtype, sizes, *given)
+
+    @staticmethod
+    def backward(ctx, grad):
+        mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype = ctx.given
+        given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype)
+        made = None if grad is None else _Unsharded.apply(grad, *given)
+        return made, None, None, *(None,) * len(ctx.given)
+
+
+def _reduced(grad, dtype, sizes, mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype) -> torch.Tensor:
+    if inner_mesh is not None:
+        grad = torch.ops.dtensor.redistribute(grad, inner.text, False).to_local()
+    if entering is not None:
+        grad = _wrapped(grad, mesh, entering, sizes)
+    if reduce_dtype is not None:
+        grad = grad.to(reduce_dtype)
+    if target is not None:
+        grad = torch.ops.dtensor.redistribute(grad, target.text, False)
+    return grad.to(dtype)
 
 
 def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple) -> DTensor:
