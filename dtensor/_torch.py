@@ -308,12 +308,13 @@ def is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
-is_zero_tensor = torch._is_zerotensor
-"""Whether a tensor is one of those zeros without memory that stand for tangents that are not there."""
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation runs."""
+    return forward_ad._current_level >= 0
 
 
 def has_tangent(x: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation runs, and `x` carries a tangent of it."""
+    """Whether forward-mode differentiation runs, and `x` carries a tangent of it. To be asked above autograd."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
@@ -480,12 +481,12 @@ __all__ = [
     "has_hint",
     "has_tangent",
     "hint",
+    "in_forward_mode",
     "intercept",
     "is_being_compiled",
     "is_below_autograd",
     "is_in_formula",
     "is_in_graph",
-    "is_zero_tensor",
     "make_fx",
     "make_wrapper_subclass",
     "meets_only_autograd",

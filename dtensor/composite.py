@@ -16,6 +16,7 @@ import torch
 
 from . import strictness
 from ._torch import intercept, meets_only_autograd, never_traced, without_own_key
+from .boundary import refuse_tangent
 from .decision import functional_of, has_out
 from .dispatch import dispatch
 from .errors import StrictReason
@@ -178,6 +179,7 @@ def _homing(x):
     """`x` with its gradient in the layout of `x`, not partial."""
     if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
         return x
+    refuse_tangent(x, "this norm's weight or bias")
     return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient goes back to where it came from
 
 

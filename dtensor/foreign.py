@@ -109,7 +109,7 @@ def _torch_placements(layout: Layout, mesh: Any) -> list[Any]:
 
 
 class _FromTorch(torch.autograd.Function):
-    """A tensor of torch's as one of ours. Its gradient can be differentiated again, which that of torch's own `to_local`
+    """A tensor of torch's as one of ours, whose gradient can be differentiated again. That of torch's own `to_local`
     cannot: it is cut off from its graph."""
 
     @staticmethod

@@ -32,7 +32,7 @@ from .invariance import region_of_torch
 from .layout import Layout
 from .mesh import mesh_shape, world_of
 from .pending import Pending, waited
-from .placements import Placement, Replicate, Shard, as_placements, parsed, words
+from .placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from .plan import Prefer
 from .redistribute import check_target, redistribute_local
 from .spec import Spec, contiguous_stride, define_local_sizes
@@ -101,6 +101,7 @@ class DTensor(torch.Tensor):
         """What tangents are traced as: as the tensor itself, but never partial."""
         return move(self, self._spec.layout.without_partial())
 
+    @never_traced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None):
         """A tangent brought to the layout it was traced with; to a whole plain tensor if it was traced as one."""
         if expected_type is torch.Tensor:
@@ -223,6 +224,8 @@ class DTensor(torch.Tensor):
         if target == self.placements and grad_placements is None:
             return self
         check_target(self.placements, target)
+        if not torch.compiler.is_dynamo_compiling():
+            refuse_tangent(self, "redistribute")
         grads = () if grad_placements is None else as_placements(grad_placements, self.device_mesh.ndim, self.dim())
         return torch.ops.dtensor.redistribute(self, _text(target), async_op, _text(grads), prefer)
 
@@ -292,6 +295,7 @@ def _alias(local: torch.Tensor) -> torch.Tensor:
     return local.view_as(local) if local.layout == torch.strided else local.detach()
 
 
+@never_traced
 def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTensor:
     # By position: torch takes a fifth longer to make one from keywords.
     offset, memory, pinned, policy, by_device, by_layout = None, None, False, None, False, False
@@ -335,6 +339,7 @@ def fake_like(x: DTensor) -> DTensor:
     return _wrap(made, x._spec, x.requires_grad)
 
 
+@never_traced
 def move(x: DTensor, layout: Layout) -> DTensor:
     """`x` in another layout, below autograd."""
     if x._spec.layout is layout:
@@ -359,19 +364,23 @@ def _redistribute_operator(
     x: DTensor, text: str, async_op: bool = False, grad_layout: str = "", prefer: Prefer = "time"
 ) -> DTensor:
     """`dtensor::redistribute` on a DTensor: what dispatch runs."""
-    refuse_tangent(x, "redistribute")
     layout = Layout.parse(text, x.dim())
     return _redistribute(x, layout, async_op and not is_tracing(x), prefer, asked=True)
 
 
+@never_traced
 def _save_layout(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.layout = inputs[3] or inputs[0]._spec.layout.without_partial().text
     ctx.prefer = inputs[4]
 
 
+@never_traced
 def _redistribute_backward(ctx, grad):
-    if grad is not None and not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
+    if grad is None:
+        return None, None, None, None, None
+    refuse_tangent(grad, "the gradient of redistribute")
+    if not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
         grad = torch.ops.dtensor.redistribute(grad, ctx.layout, False, "", ctx.prefer)
     return grad, None, None, None, None
 
@@ -400,6 +409,7 @@ def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
 
 class _ToMesh(torch.autograd.Function):
     @staticmethod
+    @never_traced
     def forward(ctx, x, mesh, layout, grad_layout):
         ctx.set_materialize_grads(False)
         ctx.source = x.device_mesh, grad_layout, layout
@@ -407,6 +417,7 @@ class _ToMesh(torch.autograd.Function):
         return _wrap(exchanged(waited(x._local_tensor), x._spec, spec), spec)
 
     @staticmethod
+    @never_traced
     def backward(ctx, grad):
         if grad is None:
             return None, None, None, None
@@ -422,12 +433,14 @@ class _FromLocal(torch.autograd.Function):
     """A plain tensor in a layout; the gradient's local tensor in `grad_layout`, by what can be differentiated again."""
 
     @staticmethod
+    @never_traced
     def forward(ctx, local, mesh, layout, shape, stride, grad_layout):
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.grad_layout = layout, grad_layout
         return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
 
     @staticmethod
+    @never_traced
     def backward(ctx, grad):
         if grad is None:
             return None, None, None, None, None, None
@@ -449,12 +462,14 @@ class _ToLocal(torch.autograd.Function):
     axes on one dimension, as placements do not."""
 
     @staticmethod
+    @never_traced
     def forward(ctx, x, grad_layout):
         ctx.set_materialize_grads(False)
         ctx.whole = x.device_mesh, grad_layout, tuple(x.shape), tuple(x.stride())
         return _alias(x._local_tensor)
 
     @staticmethod
+    @never_traced
     def backward(ctx, grad):
         if grad is None:
             return None, None
@@ -490,6 +505,7 @@ library.impl("to_local", _to_local_operator, "CompositeImplicitAutograd")
 COMPOSITES["dtensor::to_local"] = _to_local_operator
 
 
+@never_traced
 def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list) -> None:
     """Give what arrives at a compiled function's backward the form it was traced with, in place.
 

@@ -82,7 +82,7 @@ def placed(mesh, text):
 
 @with_threads(4)
 def test_every_redistribution(rank):
-    """From any layout to any other, as local tensors and whole; sizes do not divide, and two axes cut in both orders."""
+    """From any layout to any other, local and whole; sizes do not divide, and two axes cut in both orders."""
     mesh = init_device_mesh("cpu", (2, 2))
     expected = on_one_device(lambda x, w: ((x * w) ** 3).sum(), VALUES, WEIGHTS)
     for src, dst in product(LAYOUTS, repeat=2):
@@ -141,6 +141,13 @@ def test_to_local_with_grad_placements(rank):
     (dense_h,) = torch.autograd.grad((dense_g**2).sum(), dense)
     torch.testing.assert_close(g.full_tensor(), dense_g)
     torch.testing.assert_close(h.full_tensor(), dense_h)
+
+
+def test_what_has_no_gradient_says_so(fake_mesh):
+    local = VALUES[:, 0].clone().requires_grad_()
+    x = DTensor.from_local(local, fake_mesh(2), [Partial("max")])
+    with pytest.raises(ShardingError, match=r"gradient of from_local with Partial\(reduce_op='max'\) is not defined"):
+        x.sum().backward()
 
 
 @with_threads(2)
@@ -274,7 +281,7 @@ def _forward_mode():
         "a product with a constant": (
             lambda x: x * distribute_tensor(v, x.device_mesh, [Shard(0)]),
             MixedTensorError,
-            "argument 'self', which has none.*write torch.autograd.functional.jvp",
+            "which has none, beside DTensors; write torch.autograd.functional.jvp",
         ),
         "linear_cross_entropy": (
             lambda x: linear_cross_entropy(x, x, torch.zeros(4, dtype=torch.int64)),
@@ -284,6 +291,7 @@ def _forward_mode():
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")  # what torch asks of a tensor and its tangent
 @pytest.mark.parametrize("name", _forward_mode())
 def test_forward_mode_loses_no_tangent(fake_mesh, name):
     program, error, text = _forward_mode()[name]
@@ -296,6 +304,7 @@ def test_forward_mode_loses_no_tangent(fake_mesh, name):
             DTensor.from_local(forward_ad.make_dual(x.to_local(), t.to_local()), x.device_mesh, [Shard(0)])
 
 
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
 def test_forward_mode_where_operators_have_it(fake_mesh):
     mesh = fake_mesh(2)
     x, t = (distribute_tensor(v[:4, :2], mesh, [Shard(0)]) for v in (VALUES, WEIGHTS))

@@ -263,9 +263,7 @@ def test_accumulated_gradients_keep_their_graph(rank):
     wanted = twice(make(), (IDS, shifts()), (IDS, shifts() * 2), lambda on: None)
     model = fully_shard(make(), mesh)
     rows = part(mesh)
-    found = twice(
-        model, (IDS[rows], shifts(rows)), (IDS[rows], shifts(rows) * 2), model.set_requires_gradient_sync
-    )
+    found = twice(model, (IDS[rows], shifts(rows)), (IDS[rows], shifts(rows) * 2), model.set_requires_gradient_sync)
     assert all(g.requires_grad for g in found[: len(found) // 2])
     check(found, wanted)
 
@@ -289,4 +287,6 @@ def test_copies_of_a_model_are_differentiated_apart(fake_mesh):
     other = copy.deepcopy(model)
     g = torch.autograd.grad(F.mse_loss(other(IDS, shifts()), shifts()), list(other.parameters()), create_graph=True)
     assert all(p.requires_grad for p in g)
-    assert not any(torch.autograd.grad(sum(plain((p**2).sum()) for p in g), list(model.parameters()), allow_unused=True))
+    assert not any(
+        torch.autograd.grad(sum(plain((p**2).sum()) for p in g), list(model.parameters()), allow_unused=True)
+    )

@@ -4,8 +4,8 @@ Forward and backward, in place and with out=, eager and compiled, on two ranks, 
 the database rarely divide, so most shards are uneven and some are empty. In every run each mesh has a sixth of the
 operators, always the same and not another's, and so has the compiler; `pytest -m nightly` tries each everywhere.
 
-The gradients of gradients, by the arguments and by what flows back, are compared in double precision: eager, for an eighth
-of the operators on two ranks, for all of them there and on two by two in the nightly run.
+The gradients of gradients, by the arguments and by what flows back, are compared in double precision: eager, for an
+eighth of the operators on two ranks, for all of them there and on two by two in the nightly run.
 """
 
 import contextlib
