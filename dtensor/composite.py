@@ -157,7 +157,9 @@ class _Embedding(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         made = aten.embedding_dense_backward(grad, *ctx.saved_tensors, *ctx.rest)
-        return torch.ops.dtensor.redistribute(made, ctx.layout, False), None, None, None
+        if not (made.__class__ is DTensor and made._spec.layout.text == ctx.layout):
+            made = torch.ops.dtensor.redistribute(made, ctx.layout, False)
+        return made, None, None, None
 
 
 _EMBEDDING = aten.embedding.default
