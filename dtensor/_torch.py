@@ -53,6 +53,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import (
@@ -307,6 +308,16 @@ def is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation runs."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation runs, and `x` carries a tangent of it. To be asked above autograd."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have `callback` called when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -468,7 +479,9 @@ __all__ = [
     "guards_hold",
     "guards_on",
     "has_hint",
+    "has_tangent",
     "hint",
+    "in_forward_mode",
     "intercept",
     "is_being_compiled",
     "is_below_autograd",

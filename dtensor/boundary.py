@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._torch import FakeTensor, FunctionalTensor, current_device_mesh
+from ._torch import FakeTensor, FunctionalTensor, current_device_mesh, has_tangent
 from .errors import MeshError, PlacementError, ShardingError
 from .placements import Placement
 
@@ -42,6 +42,19 @@ def refuse_export() -> None:
         raise ShardingError(
             "torch.export.export cannot trace through DTensors: it records operators above the point where they are "
             "taken apart; write dtensor.export(model, args), which gives the same kind of program"
+        )
+
+
+def refuse_tangent(x: torch.Tensor, name: str) -> None:
+    """Raise where forward-mode differentiation would lose the tangent of `x` in `name`.
+
+    Raises:
+        ShardingError: `x` carries one.
+    """
+    if has_tangent(x):
+        raise ShardingError(
+            f"forward-mode differentiation does not go through {name}, whose result would have no tangent; write "
+            "torch.autograd.functional.jvp or hvp, which differentiate backwards twice"
         )
 
 
@@ -123,4 +136,5 @@ __all__ = [
     "is_tracing",
     "of_all_ranks",
     "refuse_export",
+    "refuse_tangent",
 ]

@@ -16,9 +16,8 @@ import torch
 
 from . import strictness
 from ._torch import intercept, meets_only_autograd, never_traced, without_own_key
-from .boundary import is_tracing
-from .collectives import library
-from .decision import COMPOSITES, functional_of, has_out
+from .boundary import is_tracing, refuse_tangent
+from .decision import functional_of, has_out
 from .dispatch import dispatch
 from .errors import StrictReason
 from .invariance import check_invariant, region_of_torch
@@ -28,7 +27,7 @@ from .out import put
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
 from .spec import contiguous_stride
-from .tensor import DTensor, move
+from .tensor import DTensor
 
 aten = torch.ops.aten
 
@@ -144,36 +143,23 @@ def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tens
     return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
 
 
-library.define(
-    "embedding_backward(Tensor grad, Tensor indices, SymInt rows, int padding_idx, bool scale_grad_by_freq, str layout)"
-    " -> Tensor"
-)
-
-
-def _embedding_backward(grad, indices, rows, padding_idx, scale_grad_by_freq, layout):
-    """Gradient of the table, in the table's layout."""
-    made = aten.embedding_dense_backward(grad, indices, rows, padding_idx, scale_grad_by_freq)
-    return move(made, Layout.parse(layout, 2))
-
-
-COMPOSITES["dtensor::embedding_backward"] = _embedding_backward
-
-
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, indices, padding_idx, scale_grad_by_freq):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
-        ctx.rest = (
-            weight.shape[0],
-            padding_idx,
-            scale_grad_by_freq,
-            weight._spec.layout.without_partial().text,
-        )
+        ctx.rest = weight.shape[0], padding_idx, scale_grad_by_freq
+        ctx.layout = weight._spec.layout.without_partial().text
         return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.ops.dtensor.embedding_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None
+        if grad is None:
+            return None, None, None, None
+        made = aten.embedding_dense_backward(grad, *ctx.saved_tensors, *ctx.rest)
+        if not (made.__class__ is DTensor and made._spec.layout.text == ctx.layout):
+            made = torch.ops.dtensor.redistribute(made, ctx.layout, False)
+        return made, None, None, None
 
 
 _EMBEDDING = aten.embedding.default
@@ -195,6 +181,7 @@ def _homing(x):
     """`x` with its gradient in the layout of `x`, not partial."""
     if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
         return x
+    refuse_tangent(x, "this norm's weight or bias")
     return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient goes back to where it came from
 
 

@@ -8,6 +8,7 @@ import torch
 
 from . import linear_lse as linear_lse  # registers the operators
 from ._torch import intercept
+from .boundary import refuse_tangent
 from .placements import Replicate
 from .tensor import DTensor
 
@@ -51,6 +52,9 @@ def linear_cross_entropy(
         RuntimeError: a target that is no class.
     """
     _check(x, weight, target, bias, reduction)
+    for given in (x, weight, bias):
+        if given is not None:
+            refuse_tangent(given, "linear_cross_entropy")
     valid = target != ignore_index
     lse, picked = torch.ops.dtensor.linear_lse(x, weight, bias, target, ignore_index, chunk)
     share = valid.to(lse.dtype)

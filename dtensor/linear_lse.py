@@ -6,8 +6,9 @@
 
 x is (..., d), weight (v, d), bias (v) or none; row (...) is the class picked of each sample, where it is not the number
 `none`. lse and picked (...) are the logsumexp over the classes of `x @ weight.T + bias` and the logit of the picked
-class, or 0. Logits live for `chunk` samples at a time; the backward makes them again. Numbers of half precision are
-widened. What ranks that hold some of the classes each do together is the rule's business (`rules/linear_lse.py`).
+class, or 0. Logits live for `chunk` samples at a time; the backward makes them again. A gradient that is to be
+differentiated again (create_graph=True) takes all logits at once. Numbers of half precision are widened. What ranks
+that hold some of the classes each do together is the rule's business (`rules/linear_lse.py`).
 """
 
 from collections.abc import Iterator
@@ -90,15 +91,30 @@ def _fake_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk
 
 def _save(ctx, inputs, output) -> None:
     x, weight, bias, row, none, chunk = inputs
+    ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.save_for_backward(x, weight, bias, row, output[0])
     ctx.none, ctx.chunk = none, chunk
 
 
 def _backward(ctx, grad_lse, grad_picked):
     x, weight, bias, row, lse = ctx.saved_tensors
+    grad_lse, grad_picked = (torch.zeros_like(lse) if g is None else g for g in (grad_lse, grad_picked))
+    if torch.is_grad_enabled():
+        return *_recorded(grad_lse, grad_picked, x, weight, bias, row, ctx.none), None, None, None
     operands = (grad_lse, grad_picked, x, weight, bias, row)
     grads = torch.ops.dtensor.linear_lse_backward(*operands, ctx.none, lse, ctx.chunk)
     return grads[0], grads[1], None if bias is None else grads[2], None, None, None
+
+
+def _recorded(grad_lse, grad_picked, x, weight, bias, row, none) -> list[torch.Tensor | None]:
+    """The gradients, to be differentiated again: by operators that have derivatives, on whole logits."""
+    logits = torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
+    left_out = row == none
+    found = logits.gather(-1, row.masked_fill(left_out, 0).unsqueeze(-1)).squeeze(-1)
+    made = logits.logsumexp(-1), found.masked_fill(left_out, 0)
+    given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    supply = iter(torch.autograd.grad(made, given, (grad_lse, grad_picked), create_graph=True))
+    return [next(supply) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
 
 
 library.impl("linear_lse", linear_lse, "CompositeExplicitAutograd")

@@ -22,6 +22,10 @@ def elementwise_cases():
         yield c(aten.soft_margin_loss.default, x, y, reduction, at_least=3)
         yield c(aten.soft_margin_loss_backward.default, grad, x, y, reduction, at_least=5)
         yield c(aten.mse_loss.default, x, y, reduction, at_least=3)
+        for way in (grad, f(5, 4)):  # the second: where a gradient is differentiated again
+            yield c(aten.mse_loss_backward.default, way, x, y, reduction, at_least=5)
+            yield c(aten.smooth_l1_loss_backward.default, way, x, y, reduction, 0.3, at_least=5)
+            yield c(aten.huber_loss_backward.default, way, x, y, reduction, 0.3, at_least=5)
 
 
 def margin_cases():
