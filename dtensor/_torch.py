@@ -54,6 +54,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import (
@@ -72,6 +73,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     make_fx,
 )
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
@@ -80,7 +82,6 @@ from torch.fx.experimental.symbolic_shapes import (
     guard_or_false,
     statically_known_true,
 )
-from torch.fx.experimental.sym_node import SymNode
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
@@ -323,6 +324,16 @@ def is_being_compiled() -> bool:
 def is_below_autograd() -> bool:
     """Whether autograd is done with the operator that runs: then no version is counted and no gradient recorded."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation runs."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation runs, and `x` carries a tangent of it. To be asked above autograd."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 def after_backward(callback: Callable[[], None]) -> None:
@@ -569,20 +580,21 @@ def is_written(symbol: sympy.Symbol) -> bool:
 
 
 __all__ = [
-    "ShapeEnv",
-    "Mod",
-    "Min",
-    "Max",
-    "FloorDiv",
-    "CeilDiv",
     "OWN_KEYSET",
+    "CeilDiv",
     "FakeTensor",
     "FakeTensorMode",
+    "FloorDiv",
     "FunctionalTensor",
+    "Max",
     "MemberType",
+    "Min",
+    "Mod",
     "OpOverload",
+    "ShapeEnv",
     "TorchDispatchMode",
     "UnknownValue",
+    "assumed_size",
     "binary_products",
     "c10d",
     "check_version",
@@ -590,8 +602,8 @@ __all__ = [
     "decompositions",
     "default_group_timeout",
     "default_store",
-    "detect_fake_mode",
     "define_strides",
+    "detect_fake_mode",
     "disable_current_modes",
     "disable_dynamo",
     "disable_proxy_modes_tracing",
@@ -601,13 +613,20 @@ __all__ = [
     "graph_node",
     "guards_hold",
     "guards_on",
+    "guards_written_by",
     "has_hint",
+    "has_tangent",
     "hint",
+    "in_forward_mode",
     "intercept",
     "is_being_compiled",
     "is_below_autograd",
     "is_in_formula",
     "is_in_graph",
+    "is_traced",
+    "is_written",
+    "known_equal",
+    "known_true",
     "make_fx",
     "make_wrapper_subclass",
     "meets_only_autograd",
@@ -621,23 +640,24 @@ __all__ = [
     "real_object",
     "register_value_type",
     "register_work",
+    "replace_size",
     "resolve_process_group",
     "return_and_correct_aliasing",
     "root_mesh",
     "same_size",
     "schema",
-    "size_of",
     "set_thread_state",
     "shard_order",
     "size_formula",
+    "size_of",
     "stand_in",
     "strided_shard",
     "symbolic_mode",
     "thread_state",
     "threaded_process_group",
     "trace_with",
-    "traced_size",
     "traced_into_backward",
+    "traced_size",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
@@ -645,11 +665,4 @@ __all__ = [
     "utils_foreach_types",
     "without_frame",
     "without_own_key",
-    "replace_size",
-    "known_equal",
-    "known_true",
-    "is_traced",
-    "is_written",
-    "guards_written_by",
-    "assumed_size",
 ]

@@ -13,6 +13,7 @@ from ._torch import OpOverload  # first: it checks the version of torch
 # isort: split
 from torch._dynamo import register_backend
 from torch._dynamo.source import AttrSource
+from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
@@ -288,6 +289,18 @@ def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
     return torch._dynamo.config.patch(assume_static_by_default=not wanted)
 
 
+def compiler_settings() -> dict[Any, dict[str, Any]]:
+    """What the configurations of Dynamo, AOTAutograd and Inductor say: module -> name -> value."""
+    return {config: config.shallow_copy_dict() for config in (torch._dynamo.config, functorch_config, inductor_config)}
+
+
+def set_compiler_settings(settings: dict[Any, dict[str, Any]]) -> None:
+    """Have the configurations say again what `compiler_settings` gave; what has not changed is not touched."""
+    for config, given in settings.items():
+        now = config.shallow_copy_dict()
+        config.load_config({name: value for name, value in given.items() if now[name] is not value})
+
+
 def dynamo_counters() -> dict:
     """Dynamo's counters: group -> name -> count."""
     from torch._dynamo.utils import counters
@@ -302,11 +315,12 @@ __all__ = [
     "aot_backend",
     "boxed",
     "compile_context",
+    "compiler_settings",
     "dynamo_counters",
     "get_hash_for_files",
-    "inner_sizes_follow",
     "inductor_compile",
     "inductor_config",
+    "inner_sizes_follow",
     "leave_missing",
     "lower_as_collective",
     "min_cut_partition",
@@ -315,6 +329,7 @@ __all__ = [
     "on_tangents",
     "order_after",
     "register_backend",
+    "set_compiler_settings",
     "static_inputs",
     "static_placeholders",
     "symbolic_sizes",

@@ -84,7 +84,6 @@ class Decision:
         outputs, homes = (tuple([s and s.on(mesh) for s in some]) for some in (self.outputs, self.homes))
         return dataclasses.replace(self, outputs=outputs, homes=homes)
 
-
     def traced(self) -> "Decision":
         """The same with sizes of results that the graph which is traced can compute."""
         return dataclasses.replace(self, outputs=tuple([s and s.traced() for s in self.outputs]))
