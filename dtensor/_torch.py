@@ -307,6 +307,11 @@ def is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Context in which autograd neither records nor counts versions, as inside `__torch_dispatch__`."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have `callback` called when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -450,6 +455,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "UnknownValue",
+    "below_autograd",
     "binary_products",
     "c10d",
     "check_version",
