@@ -93,7 +93,7 @@ class _Origin:
 
     def own(self, local: torch.Tensor) -> list[tuple[torch.Tensor, Spec]]:
         """Local tensor and spec of each part; `local` is any tensor in the copy's storage."""
-        return [(local if place == _place(local) else local.as_strided(*place), spec) for _, spec, place in self.parts]
+        return [(_at(local, spec.dtype, place), spec) for _, spec, place in self.parts]
 
 
 def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool, taken_apart: bool) -> None:
@@ -128,17 +128,17 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
             memory.origin.parts.append((index if many else None, made._spec, _place(made._local_tensor)))
 
 
-def freshen(func, args: tuple, kwargs: dict[str, Any]) -> None:
-    """Make stale copies among the operands of a call again, before it runs.
+def freshen(written: tuple[int, ...], func, args: tuple, kwargs: dict[str, Any]) -> None:
+    """Make stale copies among the operands of a call again, before it runs and writes to those at `written`.
 
     Raises:
-        OperatorError: the call writes to a copy several elements of which are one element of its base.
+        OperatorError: it would write to a copy several elements of which are one element of its base.
     """
-    for x in _dtensors((args, kwargs)):
+    operands = list(_dtensors((args, kwargs)))
+    for x in operands:
         fresh(x)
-    if func._schema.is_mutable:
-        for x in _written(func, args, kwargs):
-            _check_writable(func, x)
+    for i in written:
+        _check_writable(func, operands[i])
 
 
 def fresh(x: Any) -> Any:
@@ -150,10 +150,11 @@ def fresh(x: Any) -> Any:
     return x
 
 
-def wrote(func, args: tuple, kwargs: dict[str, Any]) -> None:
-    """What `func` wrote to its operands is written to the bases of those that are copies; other copies become stale."""
-    for x in _written(func, args, kwargs):
-        local = x._local_tensor
+def wrote(written: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> None:
+    """The operands at `written` were written to: so are the bases of those that are copies; other copies are stale."""
+    operands = list(_dtensors((args, kwargs)))
+    for i in written:
+        local = operands[i]._local_tensor
         memory = _memory(local)
         if memory is None:
             continue
@@ -247,6 +248,14 @@ def _place(local: torch.Tensor) -> tuple:
     return tuple(local.shape), local.stride(), local.storage_offset()
 
 
+def _at(local: torch.Tensor, dtype: torch.dtype, place: tuple) -> torch.Tensor:
+    """What lies at `place` in the storage of `local`."""
+    if local.dtype != dtype:
+        length = local.untyped_storage().nbytes() // local.dtype.itemsize
+        local = local.as_strided((length,), (1,), 0).view(dtype)
+    return local if place == _place(local) else local.as_strided(*place)
+
+
 def _dtensors(a: Any):
     if hasattr(a, "_spec"):
         yield a
@@ -256,13 +265,6 @@ def _dtensors(a: Any):
     elif isinstance(a, dict):
         for item in a.values():
             yield from _dtensors(item)
-
-
-def _written(func, args: tuple, kwargs: dict[str, Any]):
-    """The DTensors among the arguments that the operator says it writes to."""
-    for i, a in enumerate(func._schema.arguments):
-        if a.alias_info is not None and a.alias_info.is_write:
-            yield from _dtensors(args[i] if i < len(args) else kwargs.get(a.name))
 
 
 def _replicated(spec: Spec) -> Layout:

@@ -87,12 +87,12 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
             out = run(decision, func, args, kwargs)
         else:
             if copies:
-                freshen(func, args, kwargs)
+                freshen(decision.written, func, args, kwargs)
             made = decision.simple(*local, **kwargs)
             specs: Any = decision.outputs
             out = _wrapped(made, specs) if decision.many else wrap(made, specs[0])
-            if copies and func._schema.is_mutable:
-                wrote(func, args, kwargs)
+            if copies and decision.written:
+                wrote(decision.written, args, kwargs)
             if type(made) is Tensor:
                 return out
     mark_local(out, func, args, kwargs)
@@ -208,12 +208,12 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
 def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Carry out any decision."""
     if copies:
-        freshen(func, args, kwargs)
+        freshen(decision.written, func, args, kwargs)
     out = _run(decision, func, args, kwargs)
     if func.is_view:
         remember(func, args, kwargs, out, moved=bool(decision.moves), taken_apart=bool(decision.kind))
-    elif copies and not decision.kind and func._schema.is_mutable:
-        wrote(func, args, kwargs)
+    elif copies and decision.written:
+        wrote(decision.written, args, kwargs)
     return out
 
 
