@@ -16,12 +16,13 @@ What is written to a local tensor by plain torch, through `to_local` or the tens
 up: copies do not see it.
 """
 
+import weakref
 from typing import Any
 
 import torch
 
-from ._torch import below_autograd, is_alias_of
-from .errors import OperatorError
+from ._torch import FakeTensor, below_autograd, graph_node, is_alias_of
+from .errors import OperatorError, ShardingError
 from .layout import Layout
 from .pending import Pending, waited
 from .redistribute import redistribute_local
@@ -53,16 +54,26 @@ class _Family:
 
 
 class _Memory:
-    """What is known of one storage: its family, how it was made if it is a copy, and the version it was made at."""
+    """What is known of one storage: its family, how it was made if it is a copy, and the version it was made at.
 
-    __slots__ = ("family", "origin", "seen")
+    Attributes:
+        counted: autograd's version of the copy, which it shares with its base: compiled functions write past dispatch,
+            and count up nothing else.
+    """
 
-    def __init__(self, family: _Family, origin: "_Origin | None" = None):
-        self.family, self.origin, self.seen = family, origin, family.version
+    __slots__ = ("counted", "family", "origin", "seen")
+
+    def __init__(self, family: _Family, origin: "_Origin | None" = None, counted: int = 0):
+        self.family, self.origin, self.seen, self.counted = family, origin, family.version, counted
 
     @property
     def stale(self) -> bool:
         return self.origin is not None and self.seen != self.family.version
+
+    def of_family(self, local: torch.Tensor) -> bool:
+        """Whether another local tensor lies in the memory of a base or copy of the same family."""
+        other = _memory(local)
+        return other is not None and other.family is self.family
 
 
 class _Origin:
@@ -71,8 +82,8 @@ class _Origin:
     Attributes:
         base, spec: the local tensor of the base, and its spec.
         moved: whether operands were redistributed: of another copy only this rank may know.
-        parts: for each result its index (None of an operator that gives one), its spec, and where it lies in the
-            storage. A tensor would hold the storage that holds it.
+        parts: for each result its index (None of an operator that gives one), its spec, where it lies in the storage,
+            and a weak reference to its local tensor: a strong one would hold the storage that holds it.
     """
 
     __slots__ = ("args", "base", "func", "kwargs", "moved", "parts", "spec")
@@ -80,7 +91,7 @@ class _Origin:
     def __init__(self, func, args: tuple, kwargs: dict[str, Any], base: torch.Tensor, spec: Spec, moved: bool):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.base, self.spec, self.moved = base, spec, moved
-        self.parts: list[tuple[int | None, Spec, tuple]] = []
+        self.parts: list[tuple[int | None, Spec, tuple, weakref.ref]] = []
         copies.add(id(self))
 
     def __del__(self):
@@ -89,11 +100,15 @@ class _Origin:
     def of(self, base: Any) -> list[Any]:
         """The view of `base`, plain or not, for each part."""
         made = self.func(base, *self.args, **self.kwargs)
-        return [made if index is None else made[index] for index, _, _ in self.parts]
+        return [made if index is None else made[index] for index, *_ in self.parts]
 
     def own(self, local: torch.Tensor) -> list[tuple[torch.Tensor, Spec]]:
         """Local tensor and spec of each part; `local` is any tensor in the copy's storage."""
-        return [(_at(local, spec.dtype, place), spec) for _, spec, place in self.parts]
+        found = []
+        for _, spec, place, made in self.parts:
+            known = made()
+            found.append((_at(local, spec.dtype, place) if known is None else known, spec))
+        return found
 
 
 def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool, taken_apart: bool) -> None:
@@ -121,11 +136,12 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
         memory = getattr(storage, ATTRIBUTE, None)
         if memory is None or (memory.origin is None and memory not in mine):
             origin = _Origin(func, tuple(rest), kwargs, source, base._spec, moved or taken_apart)
-            memory = _Memory(_memory_or_new(source).family, origin)
+            memory = _Memory(_memory_or_new(source).family, origin, _version(base))
             setattr(storage, ATTRIBUTE, memory)
             mine.append(memory)
         if memory in mine:
-            memory.origin.parts.append((index if many else None, made._spec, _place(made._local_tensor)))
+            part = made._local_tensor
+            memory.origin.parts.append((index if many else None, made._spec, _place(part), weakref.ref(part)))
 
 
 def freshen(written: tuple[int, ...], func, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -144,9 +160,13 @@ def freshen(written: tuple[int, ...], func, args: tuple, kwargs: dict[str, Any])
 def fresh(x: Any) -> Any:
     """The DTensor `x`, made again in place if it is a stale copy."""
     memory = _memory(x._local_tensor)
-    if memory is not None and memory.stale:
+    if memory is None or memory.origin is None:
+        return x
+    version = _version(x)
+    if memory.stale or memory.counted != version:
         with below_autograd():
-            _refresh(memory, x._local_tensor)
+            _refresh(memory, x._local_tensor, memory.counted != version)
+        memory.counted = version
     return x
 
 
@@ -155,10 +175,13 @@ def wrote(written: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> None
     operands = list(_dtensors((args, kwargs)))
     for i in written:
         local = operands[i]._local_tensor
+        if isinstance(local, FakeTensor):
+            _check_input(local)
         memory = _memory(local)
         if memory is None:
             continue
         memory.family.version += 1
+        memory.counted = _version(operands[i]) + 1
         while memory.origin is not None:
             _push(memory.origin, local)
             memory.seen = memory.family.version
@@ -166,12 +189,13 @@ def wrote(written: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> None
             memory = _memory_or_new(local)
 
 
-def _refresh(memory: _Memory, local: torch.Tensor) -> None:
+def _refresh(memory: _Memory, local: torch.Tensor, all_of_them: bool) -> None:
+    """Make the copy `memory` again; first the copies it is made of, those that are stale or `all_of_them`."""
     origin = memory.origin
     assert origin is not None, "a base is never stale"
     base = _memory_or_new(origin.base)
-    if base.stale:
-        _refresh(base, origin.base)
+    if base.origin is not None and (base.stale or all_of_them):
+        _refresh(base, origin.base, all_of_them)
     for made, (own, spec) in zip(origin.of(make(origin.base, origin.spec)), origin.own(local)):
         _copy(own, redistribute_local(made._local_tensor, made._spec, spec.layout))
     memory.seen = memory.family.version
@@ -198,7 +222,7 @@ def _push(origin: _Origin, local: torch.Tensor) -> None:
 def _check_writable(func, x: Any) -> None:
     memory = _memory(x._local_tensor)
     while memory is not None and memory.origin is not None:
-        for _, spec, _ in memory.origin.parts:
+        for _, spec, *_ in memory.origin.parts:
             if _overlaps(spec):
                 raise OperatorError(
                     f"{func} would write to a view of shape {list(spec.shape)} and strides {list(spec.stride)}, in "
@@ -206,6 +230,37 @@ def _check_writable(func, x: Any) -> None:
                     "moved; write to the base, or to view.clone()"
                 )
         memory = _memory(memory.origin.base)
+
+
+def _check_input(local: torch.Tensor) -> None:
+    """Refuse that a compiled function writes to an input that shares memory with what it cannot see change.
+
+    Each input of a graph is a tensor of its own: another one that is a view of it would keep its values, and the base
+    of one that is a copy is no part of the graph.
+
+    Raises:
+        ShardingError: `local` is that of such an input.
+    """
+    node = graph_node(local)
+    while node is not None and node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
+        node = node.args[0]  # what stands for an input once it was written to
+    if node is None or node.op != "placeholder":
+        return
+    memory, storage = _memory(local), local.untyped_storage()._cdata
+    given = [other.meta.get("val") for other in node.graph.find_nodes(op="placeholder") if other is not node]
+    others = [x for x in given if isinstance(x, FakeTensor)]
+    shared = [x for x in others if x.untyped_storage()._cdata == storage or (memory and memory.of_family(x))]
+    if shared:
+        raise ShardingError(
+            "a compiled function writes to an input that shares memory with another input (local shapes "
+            f"{list(local.shape)} and {list(shared[0].shape)}), which would not see it; give it the base alone and "
+            "make the views inside, or call clone() on what is only read"
+        )
+    if memory is not None and memory.origin is not None:
+        raise ShardingError(
+            f"a compiled function writes to an input (local shape {list(local.shape)}) that is a view made outside, "
+            "and a copy because a sharded dimension moved; give it the base and make the view inside"
+        )
 
 
 def _overlaps(spec: Spec) -> bool:
@@ -226,6 +281,10 @@ def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
         if isinstance(step, int) and step == 0 and into.shape[dim] > 1:
             into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
     into.copy_(source)
+
+
+def _version(x: Any) -> int:
+    return 0 if x.is_inference() else x._version
 
 
 def _memory(local: torch.Tensor) -> _Memory | None:
