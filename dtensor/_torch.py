@@ -336,6 +336,11 @@ def has_tangent(x: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Context in which autograd neither records nor counts versions, as inside `__torch_dispatch__`."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have `callback` called when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -595,6 +600,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnknownValue",
     "assumed_size",
+    "below_autograd",
     "binary_products",
     "c10d",
     "check_version",

@@ -22,6 +22,7 @@ from ._torch import (
     make_wrapper_subclass,
     never_traced,
 )
+from .aliasing import copies, fresh
 from .boundary import check_replicas, current_mesh, is_tracing, refuse_export, refuse_tangent
 from .collectives import library
 from .decision import COMPOSITES
@@ -58,7 +59,6 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
-    _view_of: tuple | None = None
 
     __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
@@ -88,6 +88,8 @@ class DTensor(torch.Tensor):
     def __tensor_flatten__(self):
         if type(self._local_tensor) is Pending:
             self._local_tensor = self._local_tensor.wait()
+        if copies:
+            fresh(self)
         return ("_local_tensor", "device_mesh"), self._spec.layout.context
 
     @staticmethod
@@ -194,6 +196,8 @@ class DTensor(torch.Tensor):
         if grad_placements is not None:
             ndim = self.dim()
             grads = Layout.of(gradient_placements(grad_placements, self.device_mesh.ndim, ndim, self.placements), ndim)
+        if copies:
+            fresh(self)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
         return _ToLocal.apply(self, grads)
@@ -266,33 +270,33 @@ class DTensor(torch.Tensor):
         super().backward(gradient, retain_graph, create_graph, inputs)
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        text = tensor_contents if tensor_contents is not None else repr(self._local_tensor)
+        text = tensor_contents if tensor_contents is not None else repr(fresh(self)._local_tensor)
         return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
 
     def __reduce_ex__(self, protocol):
         spec = self._spec
         state = (spec.mesh, spec.layout, spec.shape, spec.stride)
-        return _rebuild, (type(self), self._local_tensor.detach(), *state, self.requires_grad)
+        return _rebuild, (type(self), fresh(self)._local_tensor.detach(), *state, self.requires_grad)
 
     def __deepcopy__(self, memo):
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
         made = memo.get(id(self))
         if made is None:
-            made = _wrap(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
+            made = _wrap(fresh(self)._local_tensor.detach().clone(), self._spec, self.requires_grad)
             for name in vars(self).keys() - vars(made).keys():
                 setattr(made, name, vars(self)[name])
             memo[id(self)] = made
         return made
 
     def __create_write_items__(self, fqn: str, object: Any):
-        return checkpoint.write_items(self._spec, self._local_tensor.detach(), fqn)
+        return checkpoint.write_items(self._spec, fresh(self)._local_tensor.detach(), fqn)
 
     def __create_chunk_list__(self):
         return checkpoint.chunk_list(self._spec)
 
     def __get_tensor_shard__(self, index):
-        return checkpoint.tensor_shard(self._spec, self._local_tensor.detach(), index)
+        return checkpoint.tensor_shard(self._spec, fresh(self)._local_tensor.detach(), index)
 
 
 def _rebuild(cls, local, mesh, layout, shape, stride, requires_grad):
@@ -363,6 +367,8 @@ def move(x: DTensor, layout: Layout) -> DTensor:
 def _redistribute(
     x: DTensor, layout: Layout, async_op: bool = False, prefer: Prefer = "time", asked: bool = False
 ) -> DTensor:
+    if copies:
+        fresh(x)
     local = redistribute_local(x._local_tensor, x._spec, layout, async_op=async_op, prefer=prefer, asked=asked)
     return _wrap(local, x._spec.with_layout(layout))
 
@@ -426,7 +432,7 @@ class _ToMesh(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.source = x.device_mesh, grad_layout, layout
         spec = Spec.make(mesh, layout, x._spec.shape, x._spec.stride, x._spec.dtype)
-        return _wrap(exchanged(waited(x._local_tensor), x._spec, spec), spec)
+        return _wrap(exchanged(waited(fresh(x)._local_tensor), x._spec, spec), spec)
 
     @staticmethod
     @never_traced
