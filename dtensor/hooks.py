@@ -14,11 +14,9 @@ from ._torch_compile import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
     inductor_config,
-    inner_sizes_follow,
     min_cut_partition,
     register_backend,
 )
-from .tensor import DTensor
 
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
 """The lists of Inductor's that the passes of plain `torch.compile` are in."""
@@ -116,6 +114,5 @@ def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
 
 register_backend(backend, name="dtensor")
 install()
-inner_sizes_follow(DTensor)
 
 __all__ = ["PARTITIONER", "STAGES", "PlainPasses", "backend", "chained", "dump_from_now_on", "install", "uninstall"]

@@ -22,6 +22,7 @@ from ._torch import (
     make_wrapper_subclass,
     never_traced,
 )
+from ._torch_compile import inner_sizes_follow
 from .aliasing import copies, fresh
 from .boundary import check_replicas, current_mesh, is_tracing, refuse_export, refuse_tangent
 from .collectives import library
@@ -552,4 +553,5 @@ def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> 
 
 
 install(DTensor, _wrap)
+inner_sizes_follow(DTensor)
 __all__ = ["DTensor", "complete_tangents", "fake_like", "move"]
