@@ -139,7 +139,7 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
             memory = _Memory(_memory_or_new(source).family, origin, _version(base))
             setattr(storage, ATTRIBUTE, memory)
             mine.append(memory)
-        if memory in mine:
+        if memory in mine and memory.origin is not None:
             part = made._local_tensor
             memory.origin.parts.append((index if many else None, made._spec, _place(part), weakref.ref(part)))
 
@@ -241,7 +241,7 @@ def _check_input(local: torch.Tensor) -> None:
     Raises:
         ShardingError: `local` is that of such an input.
     """
-    node = graph_node(local)
+    node: Any = graph_node(local)
     while node is not None and node.op == "call_function" and node.target is torch.ops.aten.copy_.default:
         node = node.args[0]  # what stands for an input once it was written to
     if node is None or node.op != "placeholder":

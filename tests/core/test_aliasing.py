@@ -375,7 +375,7 @@ def programs(examples: int):
 
 
 def test_programs_of_views_and_writes():
-    programs(12)
+    programs(60)
 
 
 @pytest.mark.nightly
