@@ -10,11 +10,12 @@ import functools
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy
+import sympy
 import torch
 import torch.distributed as dist
 
@@ -53,6 +54,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import (
@@ -64,14 +66,31 @@ from torch.distributed.distributed_c10d import (
     _world,
 )
 from torch.fx import traceback as fx_traceback
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, guard_or_false
+from torch.fx.experimental.proxy_tensor import (
+    _sympy_handlers,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+)
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+    ValueRangesSLoc,
+    guard_or_false,
+    statically_known_true,
+)
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.value_ranges import ValueRanges
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
@@ -307,6 +326,21 @@ def is_below_autograd() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation runs."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation runs, and `x` carries a tangent of it. To be asked above autograd."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def below_autograd() -> contextlib.AbstractContextManager[Any]:
+    """Context in which autograd neither records nor counts versions, as inside `__torch_dispatch__`."""
+    return torch._C._AutoDispatchBelowADInplaceOrView()
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have `callback` called when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -412,8 +446,6 @@ def hint(size) -> int:
 
 def size_formula(size) -> Any:
     """A size as a sympy expression; of a SymInt, in symbols that are called as the inputs they come from."""
-    import sympy
-
     if not isinstance(size, torch.SymInt):
         return sympy.Integer(int(size))
     sources = size.node.shape_env.var_to_sources
@@ -431,25 +463,144 @@ def has_hint(size) -> bool:
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
-def define_size(size: torch.SymInt, value: torch.SymInt) -> None:
-    """Have graphs write `value`, which equals `size` and is made of other symbols, wherever `size` stands.
+def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
+    """Have a trace write `value`, which equals `size`, wherever `size` stands, and take its example value.
 
-    Does nothing where `size` is no symbol of its own. Torch guards that both are equal.
+    Does nothing where `size` is no symbol of its own.
     """
-    symbol, expression = size.node.expr, value.node.expr
-    if symbol.is_Symbol and symbol not in expression.free_symbols and hint(size) == hint(value):
-        size.node.shape_env._set_replacement(symbol, expression, "size of a local tensor")
+    symbol, expression = size.node.expr, value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
+    if symbol.is_Symbol and symbol not in expression.free_symbols:
+        env = size.node.shape_env
+        bounds = env.var_to_range[symbol]
+        env.var_to_range[symbol] = ValueRanges(0, int_oo)
+        env.size_like.discard(symbol)  # or its bounds would be compared by another rule
+        env._set_replacement(symbol, expression, "size of a local tensor")
+        env.var_to_range[symbol] = bounds  # what the trace assumes is not to be asserted of what it is given
+    size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
+
+
+def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
+    """The size that `expression` says in symbols of the same trace as `like`."""
+    env = like.node.shape_env
+    return torch.SymInt(SymNode(expression, env, int, int(expression.xreplace(env.backed_var_to_val))))
+
+
+def define_strides(x: torch.Tensor) -> None:
+    """Have symbolic strides of a fake tensor, made before its sizes were replaced, take the example values of these."""
+    for step in x.stride():
+        if isinstance(step, torch.SymInt):
+            expr = step.node.expr
+            step.node._hint = int(expr.xreplace(step.node.shape_env.backed_var_to_val))
+
+
+def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymInt:
+    """A new symbol for a size of which a trace assumes that it is `value`, and never below `least`."""
+    symbol = sympy.Symbol(f"s{env._generate_unique_id(name)}", positive=True, integer=True)
+    env.backed_var_to_val[symbol] = sympy.Integer(value)
+    env.var_to_sources[symbol] = []
+    env.var_to_range[symbol] = ValueRanges(least, int_oo)
+    here = env._get_sloc()
+    env.var_to_range_sloc[symbol] = ValueRangesSLoc(here, here)
+    return torch.SymInt(SymNode(symbol, env, int, value))
+
+
+def guards_written_by(
+    env: ShapeEnv, write: Callable[[sympy.Basic], sympy.Basic], unbounded: Collection[sympy.Symbol]
+) -> None:
+    """Have what a trace took for granted pass through `write` before it becomes code; `unbounded` symbols have no
+    bounds there."""
+    produce = env.produce_guards_verbose
+
+    def written(*args: Any, guards: Any = None, **kwargs: Any) -> Any:
+        taken = [g._replace(expr=write(g.expr)) for g in (env.guards if guards is None else guards)]
+        ranges = {s: env.var_to_range.pop(s) for s in unbounded if s in env.var_to_range}
+        try:
+            return produce(*args, guards=taken, **kwargs)
+        finally:
+            env.var_to_range.update(ranges)
+
+    env.produce_guards_verbose = written
+
+
+def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
+    """Whether a trace knows without another guard that `condition` holds."""
+    return env._maybe_evaluate_static(condition) is sympy.true
+
+
+def known_equal(a, b) -> bool:
+    """Whether two sizes are equal; of symbolic ones, whether a trace knows that without another guard."""
+    return statically_known_true(a == b)
+
+
+# Torch rebuilds a size that it meets outside of what it traced, but for powers, as which sympy writes s * s.
+_sympy_handlers()[sympy.Pow] = operator.pow
+
+
+def traced_size(size: Any) -> Any:
+    """A size that was worked out beside what is traced, as one that the graph knows how to compute.
+
+    Otherwise arithmetic with it could be taken for the definition of its own symbols.
+    """
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(size, torch.SymInt) or size in mode.tracer.symnode_tracker:
+        return size
+    number = size.node.maybe_as_int()
+    if number is not None:
+        return number
+    made = _traced(mode.tracer.sympy_expr_tracker, size.node.shape_env.replace(size.node.expr))
+    return size if made is None else made
+
+
+def _traced(known: Mapping[sympy.Symbol, Any], expr: sympy.Expr) -> Any:
+    """`expr` worked out anew from the symbols that a trace has, two operands at a time; None if one is missing."""
+    if expr in known:
+        return known[expr].value
+    if expr.is_Integer:
+        return int(expr)
+    make = _ARITHMETIC.get(expr.func)
+    args = [_traced(known, x) for x in expr.args]
+    return None if make is None or None in args else functools.reduce(make, args)
+
+
+_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    sympy.Pow: lambda x, n: functools.reduce(operator.mul, [x] * n),
+    FloorDiv: operator.floordiv,
+    Mod: operator.mod,
+    Max: torch.sym_max,
+    Min: torch.sym_min,
+}
+
+
+def is_traced() -> bool:
+    """Whether arithmetic with sizes is recorded in a graph on this thread."""
+    return get_proxy_mode() is not None
+
+
+def is_written(symbol: sympy.Symbol) -> bool:
+    """Whether the graph that is traced on this thread can write `symbol`."""
+    mode = get_proxy_mode()
+    return mode is None or symbol in mode.tracer.sympy_expr_tracker
 
 
 __all__ = [
     "OWN_KEYSET",
+    "CeilDiv",
     "FakeTensor",
     "FakeTensorMode",
+    "FloorDiv",
     "FunctionalTensor",
+    "Max",
     "MemberType",
+    "Min",
+    "Mod",
     "OpOverload",
+    "ShapeEnv",
     "TorchDispatchMode",
     "UnknownValue",
+    "assumed_size",
+    "below_autograd",
     "binary_products",
     "c10d",
     "check_version",
@@ -457,23 +608,31 @@ __all__ = [
     "decompositions",
     "default_group_timeout",
     "default_store",
-    "define_size",
+    "define_strides",
     "detect_fake_mode",
     "disable_current_modes",
     "disable_dynamo",
+    "disable_proxy_modes_tracing",
     "disabled_torch_function",
     "fake_store",
     "functional_collectives",
     "graph_node",
     "guards_hold",
     "guards_on",
+    "guards_written_by",
     "has_hint",
+    "has_tangent",
     "hint",
+    "in_forward_mode",
     "intercept",
     "is_being_compiled",
     "is_below_autograd",
     "is_in_formula",
     "is_in_graph",
+    "is_traced",
+    "is_written",
+    "known_equal",
+    "known_true",
     "make_fx",
     "make_wrapper_subclass",
     "meets_only_autograd",
@@ -487,6 +646,7 @@ __all__ = [
     "real_object",
     "register_value_type",
     "register_work",
+    "replace_size",
     "resolve_process_group",
     "return_and_correct_aliasing",
     "root_mesh",
@@ -495,6 +655,7 @@ __all__ = [
     "set_thread_state",
     "shard_order",
     "size_formula",
+    "size_of",
     "stand_in",
     "strided_shard",
     "symbolic_mode",
@@ -502,6 +663,7 @@ __all__ = [
     "threaded_process_group",
     "trace_with",
     "traced_into_backward",
+    "traced_size",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

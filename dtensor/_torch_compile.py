@@ -12,10 +12,13 @@ from ._torch import OpOverload  # first: it checks the version of torch
 
 # isort: split
 from torch._dynamo import register_backend
+from torch._dynamo.source import AttrSource
+from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext, SubclassSymbolicContext
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -115,6 +118,46 @@ def static_inputs() -> Sequence[int]:
     """Indices of the arguments that are parameters or buffers, of what is compiled now; as `static_placeholders`."""
     context = TracingContext.try_get()
     return context.fw_metadata.static_input_indices if context is not None and context.fw_metadata else ()
+
+
+def inner_sizes_follow(cls: type) -> None:
+    """Have Dynamo make the sizes of the inner tensors of `cls` symbols where those of the outer tensor are, and
+    nowhere else, whatever inner sizes it has seen before.
+
+    The symbols say nothing of the values (as `mark_unbacked` would have it): `cls.__tensor_unflatten__` defines them.
+    """
+    from torch._dynamo.variables import builder
+
+    own = builder._automatic_dynamic
+
+    @functools.wraps(own)
+    def policy(e, tx, source, static_shapes, outer_only=False, *args, **kwargs):
+        if type(e) is not cls or outer_only:
+            return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
+        outer = own(e, tx, source, static_shapes, True, *args, **kwargs)
+        inner = {}
+        for attr in e.__tensor_flatten__()[0]:
+            if isinstance(getattr(e, attr), torch.Tensor):
+                inner[attr] = StatefulSymbolicContext(
+                    dynamic_sizes=[
+                        DimDynamic.STATIC if kind is DimDynamic.STATIC or size in (0, 1) else DimDynamic.UNBACKED
+                        for kind, size in zip(outer.dynamic_sizes, e.shape)  # torch makes no symbols of 0 and 1
+                    ],
+                    tensor_source=AttrSource(source, attr),
+                )
+        return SubclassSymbolicContext(
+            dynamic_sizes=outer.dynamic_sizes,
+            dynamic_strides=outer.dynamic_strides,
+            constraint_sizes=outer.constraint_sizes,
+            constraint_strides=outer.constraint_strides,
+            view_base_context=outer.view_base_context,
+            tensor_source=outer.tensor_source,
+            shape_env_to_source_to_symbol_cache=outer.shape_env_to_source_to_symbol_cache,
+            excluded_sizes=outer.excluded_sizes,
+            inner_contexts=inner,
+        )
+
+    builder._automatic_dynamic = policy
 
 
 def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
@@ -274,6 +317,18 @@ def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
     return torch._dynamo.config.patch(assume_static_by_default=not wanted)
 
 
+def compiler_settings() -> dict[Any, dict[str, Any]]:
+    """What the configurations of Dynamo, AOTAutograd and Inductor say: module -> name -> value."""
+    return {config: config.shallow_copy_dict() for config in (torch._dynamo.config, functorch_config, inductor_config)}
+
+
+def set_compiler_settings(settings: dict[Any, dict[str, Any]]) -> None:
+    """Have the configurations say again what `compiler_settings` gave; what has not changed is not touched."""
+    for config, given in settings.items():
+        now = config.shallow_copy_dict()
+        config.load_config({name: value for name, value in given.items() if now[name] is not value})
+
+
 def dynamo_counters() -> dict:
     """Dynamo's counters: group -> name -> count."""
     from torch._dynamo.utils import counters
@@ -288,10 +343,12 @@ __all__ = [
     "aot_backend",
     "boxed",
     "compile_context",
+    "compiler_settings",
     "dynamo_counters",
     "get_hash_for_files",
     "inductor_compile",
     "inductor_config",
+    "inner_sizes_follow",
     "leave_missing",
     "lower_as_collective",
     "min_cut_partition",
@@ -300,6 +357,7 @@ __all__ = [
     "on_tangents",
     "order_after",
     "register_backend",
+    "set_compiler_settings",
     "static_inputs",
     "static_placeholders",
     "symbolic_sizes",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .boundary import current_mesh, from_source
+from .declared import is_size
 from .errors import MeshError, PlacementError
 from .layout import Layout
 from .placements import Placement, Replicate, as_placements
@@ -43,9 +44,12 @@ def distribute_tensor(
 
     Raises:
         PlacementError: placements do not fit mesh or tensor, or one is Partial.
-        ValueError: `tensor` is no leaf.
+        ValueError: `tensor` is no leaf, or some mesh axis has no rank `src_data_rank`.
+        TypeError: `tensor` is no tensor.
         MeshError: `tensor` is a DTensor on another mesh or in other placements.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}; write torch.tensor(x)")
     mesh = device_mesh if device_mesh is not None else current_mesh()
     if getattr(mesh, "device_type", None) == "xla":
         return _xla(tensor, mesh, placements)
@@ -219,6 +223,8 @@ def _spec(size, dtype, layout, device_mesh, placements) -> Spec:
     if layout != torch.strided:
         raise ValueError(f"DTensor factories make torch.strided tensors, got layout={layout}")
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
+    if not all(map(is_size, shape)):
+        raise ValueError(f"a factory takes the global size, ints of at least 0; got {shape}")
     mesh = device_mesh if device_mesh is not None else current_mesh()
     checked = as_placements(placements, mesh.ndim, len(shape))
     if any(p.is_partial() for p in checked):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._torch import FakeTensor, FunctionalTensor, current_device_mesh
+from ._torch import FakeTensor, FunctionalTensor, current_device_mesh, has_tangent
 from .errors import MeshError, PlacementError, ShardingError
 from .placements import Placement
 
@@ -45,6 +45,19 @@ def refuse_export() -> None:
         )
 
 
+def refuse_tangent(x: torch.Tensor, name: str) -> None:
+    """Raise where forward-mode differentiation would lose the tangent of `x` in `name`.
+
+    Raises:
+        ShardingError: `x` carries one.
+    """
+    if has_tangent(x):
+        raise ShardingError(
+            f"forward-mode differentiation does not go through {name}, whose result would have no tangent; write "
+            "torch.autograd.functional.jvp or hvp, which differentiate backwards twice"
+        )
+
+
 def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
     """What each rank of the mesh gave as `item`, picklable, in some order that is the same on all of them.
 
@@ -60,16 +73,23 @@ def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
 
 
 def check_replicas(
-    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool
+    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool, wrong: str = ""
 ) -> torch.Tensor:
     """Compare shape (if `with_shape`) and dtype across the mesh, then broadcast replicas from their axis' first rank.
 
+    Args:
+        wrong: what this rank has found wrong by itself, if anything.
+
     Raises:
-        PlacementError: on every rank of the mesh, if any two ranks differ.
+        PlacementError: on every rank of the mesh, if any two ranks differ, or one has found something wrong.
     """
     if mesh.get_coordinate() is None:
         return local
-    found = of_all_ranks((dist.get_rank(), tuple(local.shape) if with_shape else None, str(local.dtype)), mesh)
+    shape = tuple(local.shape) if with_shape else None
+    everything = of_all_ranks((dist.get_rank(), wrong, shape, str(local.dtype)), mesh)
+    if refused := sorted((rank, why) for rank, why, *_ in everything if why):
+        raise PlacementError("from_local: " + "; ".join(f"rank {rank}: {why}" for rank, why in refused))
+    found = [(rank, *what) for rank, _, *what in everything]
     if any(item[1:] != found[0][1:] for item in found):
         ranks = {rank: what for rank, *what in sorted(found)}
         raise PlacementError(
@@ -116,4 +136,5 @@ __all__ = [
     "is_tracing",
     "of_all_ranks",
     "refuse_export",
+    "refuse_tangent",
 ]

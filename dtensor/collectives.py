@@ -25,7 +25,9 @@ from typing import Any
 
 import torch
 
-from ._torch import c10d, resolve_process_group, traced_into_backward
+from ._torch import c10d, known_equal, traced_into_backward
+from .groups import chunk_length, group_rank, group_ranks, group_size
+from .local_sizes import divides, local_length
 from .starts import library, starts
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
@@ -62,32 +64,11 @@ class _Emit:
 emit = _Emit()
 
 
-def group_size(group: str) -> int:
-    """Number of ranks of the named process group."""
-    return resolve_process_group(group).size()
-
-
-def group_rank(group: str) -> int:
-    """This process's rank within the named process group."""
-    return resolve_process_group(group).rank()
-
-
-def group_ranks(group: str) -> tuple[int, ...]:
-    """Global ranks of the named process group, in group order."""
-    return tuple(torch.distributed.get_process_group_ranks(resolve_process_group(group)))
-
-
-def chunk_length(size, parts: int, index: int):
-    """Length of chunk `index` when `size` elements are cut into `parts` as `torch.chunk` cuts; 0 past the end."""
-    if size % parts == 0:
-        return size // parts
-    step = (size + parts - 1) // parts
-    return min(step, max(size - index * step, 0))
-
-
 def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
     """`x` with zeros appended along `dim` up to `length`."""
     missing = length - x.shape[dim]
+    if isinstance(missing, torch.SymInt):
+        return x if known_equal(length, x.shape[dim]) else ops.fit(x, dim, length)
     if missing == 0:
         return x
     shape = list(x.shape)
@@ -95,9 +76,16 @@ def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-def _split(x: torch.Tensor, dim: int, parts: int) -> list[torch.Tensor]:
-    """`x` cut along `dim` into `parts` chunks of equal length, the last ones padded with zeros."""
-    step = chunk_length(x.shape[dim], parts, 0)
+def _cut(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+    """The first `length` elements of `x` along `dim`, contiguous."""
+    if isinstance(length, torch.SymInt) or isinstance(x.shape[dim], torch.SymInt):
+        return x if known_equal(length, x.shape[dim]) else ops.fit(x, dim, length)
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()
+
+
+def _split(x: torch.Tensor, dim: int, group: str) -> list[torch.Tensor]:
+    """`x` cut along `dim` into a chunk of equal length for each rank, the last ones padded with zeros."""
+    step, parts = local_length(x.shape[dim], group, first=True), group_size(group)
     return list(torch.split(_padded(x, dim, step * parts), step, dim)) if step else [x] * parts
 
 
@@ -109,7 +97,7 @@ def _is_outermost(x: torch.Tensor, dim: int) -> bool:
 def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
     """Chunks of equal, padded length put together along `dim` and cut to `size`."""
     x = torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0]
-    return x if x.shape[dim] == size else x.narrow(dim, 0, size).contiguous()
+    return _cut(x, dim, size)
 
 
 Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -117,13 +105,13 @@ Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     n = group_size(group)
-    x = _padded(x, dim, chunk_length(size, n, 0)).contiguous()
+    x = _padded(x, dim, local_length(size, group, first=True)).contiguous()
     if x.numel() == 0:
         return _resized(x, dim, size)
     y = yield starts(group, x.device).all_gather(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
     if _is_outermost(x, dim):
         y = y.view(*x.shape[:dim], -1, *x.shape[dim + 1 :]) if dim else y
-        return y if y.shape[dim] == size else y.narrow(dim, 0, size).contiguous()
+        return _cut(y, dim, size)
     return _joined(list(torch.split(y, x.shape[0], 0)), dim, size)
 
 
@@ -139,12 +127,13 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Kernel:
     n, size = group_size(group), x.shape[dim]
     if x.numel() == 0:
-        return _resized(x, dim, chunk_length(size, n, group_rank(group)))
-    ones = x.shape[:dim] if _is_outermost(x, dim) and size % n == 0 else ()
+        return _resized(x, dim, local_length(size, group))
+    even = divides(n, size)
+    ones = x.shape[:dim] if _is_outermost(x, dim) and even else ()
     if ones:
         x = x.contiguous().view(x.shape[dim:])
-    elif dim or size % n:
-        x = torch.cat(_split(x, dim, n), 0)
+    elif dim or not even:
+        x = torch.cat(_split(x, dim, group), 0)
     op = "sum" if reduce_op == "avg" else reduce_op
     x = x.contiguous()
     if (start := starts(group, x.device)).reduce_scatter is None:
@@ -154,7 +143,7 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
         y = yield start.reduce_scatter(x, op, n, group)
     y = y.view(*ones, *y.shape) if ones else y
     y = y / n if reduce_op == "avg" else y
-    return y if size % n == 0 else y.narrow(dim, 0, chunk_length(size, n, group_rank(group))).contiguous()
+    return y if even else _cut(y, dim, local_length(size, group))
 
 
 # "avg" is carried out as a sum and a division: gloo has no average, and the result is the same everywhere.
@@ -168,15 +157,14 @@ def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
 
 def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group: str) -> Kernel:
     n, length = group_size(group), x.shape[scatter_dim]
-    x = _padded(x, gather_dim, chunk_length(size, n, 0))
-    chunks = _split(x, scatter_dim, n)
-    mine = length // n if length % n == 0 else chunk_length(length, n, group_rank(group))
+    x = _padded(x, gather_dim, local_length(size, group, first=True))
+    chunks = _split(x, scatter_dim, group)
+    mine = local_length(length, group)
     if chunks[0].numel() == 0:
         return _resized(_resized(x, gather_dim, size), scatter_dim, mine)
     y = torch.cat([c.unsqueeze(0) for c in chunks])  # Inductor, which is given this kernel traced, has no stack
     y = yield starts(group, x.device).all_to_all(y, [1] * n, [1] * n, group)
-    y = _joined(list(y.unbind(0)), gather_dim, size)
-    return y if y.shape[scatter_dim] == mine else y.narrow(scatter_dim, 0, mine).contiguous()
+    return _cut(_joined(list(y.unbind(0)), gather_dim, size), scatter_dim, mine)
 
 
 def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kernel:
@@ -303,9 +291,7 @@ def _fake_all_to_all(x, gather_dim, scatter_dim, size, group):
 
 
 def _fake_shard(x, dim, group):
-    size, n = x.shape[dim], group_size(group)
-    # The rank is asked for only where it matters, so that even shards trace alike on every rank.
-    return _resized(x, dim, size // n if size % n == 0 else chunk_length(size, n, group_rank(group)))
+    return _resized(x, dim, local_length(x.shape[dim], group))
 
 
 def _fake_collective_permute(x, senders, group):
@@ -332,6 +318,17 @@ def hold(x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
     return x.clone()
 
 
+def fit(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+    """`x` cut, or padded with zeros, to `length` along `dim`: for lengths that a graph does not know."""
+    missing = length - x.shape[dim]
+    if missing <= 0:
+        return x.narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
+    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
+
+
+library.define("fit(Tensor x, int dim, SymInt length) -> Tensor")
+library.impl("fit", fit, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::fit", lambda x, dim, length: _resized(x, dim, length), lib=library)
 library.impl("hold", hold, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::hold", hold, lib=library)
 

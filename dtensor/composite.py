@@ -16,8 +16,8 @@ import torch
 
 from . import strictness
 from ._torch import intercept, meets_only_autograd, never_traced, without_own_key
-from .collectives import library
-from .decision import COMPOSITES, functional_of, has_out
+from .boundary import is_tracing, refuse_tangent
+from .decision import functional_of, has_out
 from .dispatch import dispatch
 from .errors import StrictReason
 from .invariance import check_invariant, region_of_torch
@@ -27,7 +27,7 @@ from .out import put
 from .placements import Partial, Placement, Replicate, Shard
 from .rules.random import keep_shard
 from .spec import contiguous_stride
-from .tensor import DTensor, move
+from .tensor import DTensor
 
 aten = torch.ops.aten
 
@@ -143,36 +143,23 @@ def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tens
     return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
 
 
-library.define(
-    "embedding_backward(Tensor grad, Tensor indices, SymInt rows, int padding_idx, bool scale_grad_by_freq, str layout)"
-    " -> Tensor"
-)
-
-
-def _embedding_backward(grad, indices, rows, padding_idx, scale_grad_by_freq, layout):
-    """Gradient of the table, in the table's layout."""
-    made = aten.embedding_dense_backward(grad, indices, rows, padding_idx, scale_grad_by_freq)
-    return move(made, Layout.parse(layout, 2))
-
-
-COMPOSITES["dtensor::embedding_backward"] = _embedding_backward
-
-
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, indices, padding_idx, scale_grad_by_freq):
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
-        ctx.rest = (
-            weight.shape[0],
-            padding_idx,
-            scale_grad_by_freq,
-            weight._spec.layout.without_partial().text,
-        )
+        ctx.rest = weight.shape[0], padding_idx, scale_grad_by_freq
+        ctx.layout = weight._spec.layout.without_partial().text
         return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
 
     @staticmethod
     def backward(ctx, grad):
-        return torch.ops.dtensor.embedding_backward(grad, *ctx.saved_tensors, *ctx.rest), None, None, None
+        if grad is None:
+            return None, None, None, None
+        made = aten.embedding_dense_backward(grad, *ctx.saved_tensors, *ctx.rest)
+        if not (made.__class__ is DTensor and made._spec.layout.text == ctx.layout):
+            made = torch.ops.dtensor.redistribute(made, ctx.layout, False)
+        return made, None, None, None
 
 
 _EMBEDDING = aten.embedding.default
@@ -194,6 +181,7 @@ def _homing(x):
     """`x` with its gradient in the layout of `x`, not partial."""
     if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
         return x
+    refuse_tangent(x, "this norm's weight or bias")
     return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient goes back to where it came from
 
 
@@ -254,6 +242,20 @@ def tensor_split(x, tensor_indices_or_sections, dim=0):
     return torch.tensor_split(x, whole.tolist(), dim)
 
 
+def one_hot(x, num_classes=-1):
+    """One-hot codes. torch's own, given a subclass of tensor, makes zeros of what is no class; in eager code, where
+    torch looks at the values of plain tensors, an error does. In a graph torch looks at none, nor do we."""
+    with without_own_key(), region_of_torch():
+        made = aten.one_hot(x, num_classes)
+    if isinstance(x, DTensor) and not is_tracing(x):
+        legal: dict[str, Any] = {"non-negative": x >= 0}
+        if num_classes != -1:
+            legal["smaller than num_classes"] = x < num_classes
+        for text, found in legal.items():
+            aten._assert_async.msg(found.to_local().all(), f"Class values must be {text}; num_classes is {num_classes}")
+    return made
+
+
 IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matrix_power", "nanquantile", "quantile")
 """Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
 
@@ -285,6 +287,7 @@ for _operator in [*_overloads(IN_REGION), *filter(has_out, _overloads(OUT))]:
     intercept(str(_operator).removeprefix("aten.").removesuffix(".default"), _whole(_operator))
 
 
+intercept("one_hot", one_hot)
 intercept("rms_norm", rms_norm)
 intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("_scaled_dot_product_attention_math", attention_math)

@@ -56,6 +56,7 @@ class Decision:
         local: runs the local operator if the operator itself will not do.
         returns_self: in-place: the result is the first argument.
         writes: operands that are written to and were moved: they are moved back and copied into what was given.
+        written: all operands that are written to, moved or not.
         kind: "" or a key of `dispatch.KINDS`, which run by other means.
         fallback: whether operands are gathered because the operator has no rule.
         homes: for each output that is put in another layout than it is made in its spec before, None where it stays;
@@ -75,6 +76,7 @@ class Decision:
     fallback: bool = False
     homes: tuple[Spec | None, ...] = ()
     simple: Callable[..., Any] | None = None
+    written: tuple[int, ...] = ()
 
     def on(self, mesh: Any) -> "Decision":
         """The same with results on `mesh`, the mesh of the decision or a stand-in for it."""
@@ -83,6 +85,10 @@ class Decision:
             return self
         outputs, homes = (tuple([s and s.on(mesh) for s in some]) for some in (self.outputs, self.homes))
         return dataclasses.replace(self, outputs=outputs, homes=homes)
+
+    def traced(self) -> "Decision":
+        """The same with sizes of results that the graph which is traced can compute."""
+        return dataclasses.replace(self, outputs=tuple([s and s.traced() for s in self.outputs]))
 
 
 def is_dtensor(a: Any) -> bool:
@@ -212,14 +218,15 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
         local, replace = _outside(specs, call.many), ()
     elif local is not None and any(map(_empty_somewhere, operands, choice.inputs)):
         local = _holding(local, in_place)
-    writes = tuple(sorted(i for i in rule.written.union(written(call)) if moves[i] is not None))
+    changed = tuple(sorted(rule.written.union(written(call))))
+    writes = tuple(i for i in changed if moves[i] is not None)
     fallback = rule.local is _run_whole
     moves = moves if any(moves) else ()
     put = tuple(_put(s, operands[rule.home[i]]) if i in rule.home else s for i, s in enumerate(specs))
     homes = () if put == specs else tuple(None if a is b else a for a, b in zip(specs, put))
     stays = not (moves or replace or local or in_place or writes or homes)
     simple = without_frame(call.func) if stays and _is_plain(call, specs) else None
-    return Decision(moves, put, call.many, replace, local, in_place, writes, "", fallback, homes, simple)
+    return Decision(moves, put, call.many, replace, local, in_place, writes, "", fallback, homes, simple, changed)
 
 
 def _put(spec: Spec | None, home: Spec) -> Spec | None:

@@ -13,13 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import strictness
-from .aliasing import remember, write_through
+from . import aliasing, strictness
+from ._torch import disable_proxy_modes_tracing
+from .aliasing import copies, freshen, remember, wrote
 from .caches import cache
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .errors import MixedTensorError
 from .invariance import mark_local
 from .layout import Layout
+from .local_sizes import written
 from .redistribute import redistribute_local
 from .rules.call import replaced
 from .spec import Spec
@@ -49,6 +51,7 @@ def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> No
     """Tell dispatch which class carries specs and how to build it."""
     global wrap, DTensorType
     DTensorType, wrap = cls, make
+    aliasing.install(make)
 
 
 def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -85,11 +88,13 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
         elif decision.simple is None:
             out = run(decision, func, args, kwargs)
         else:
+            if copies:
+                freshen(decision.written, func, args, kwargs)
             made = decision.simple(*local, **kwargs)
             specs: Any = decision.outputs
             out = _wrapped(made, specs) if decision.many else wrap(made, specs[0])
-            if func.is_view and args[0]._view_of is not None:
-                remember(func, args, kwargs, out)
+            if copies and decision.written:
+                wrote(decision.written, args, kwargs)
             if type(made) is Tensor:
                 return out
     mark_local(out, func, args, kwargs)
@@ -99,7 +104,9 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
     """A call with plain tensors among its arguments, or with sizes that no key can hold."""
     if not found & PLAIN:
-        return run(decide(func, args, kwargs).on(_mesh_of((args, kwargs))), func, args, kwargs)
+        with disable_proxy_modes_tracing():  # what is worked out of sizes on the way is no part of the graph
+            decision = decide(func, args, kwargs).on(_mesh_of((args, kwargs)))
+        return run(decision.traced(), func, args, kwargs)
     if func._schema.name.startswith(FOREACH):
         return KINDS["foreach"](func, args, kwargs)
     if has_out(func):
@@ -204,9 +211,13 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
 
 def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Carry out any decision."""
+    if copies:
+        freshen(decision.written, func, args, kwargs)
     out = _run(decision, func, args, kwargs)
     if func.is_view:
-        remember(func, args, kwargs, out)
+        remember(func, args, kwargs, out, moved=bool(decision.moves), taken_apart=bool(decision.kind))
+    elif copies and decision.written:
+        wrote(decision.written, args, kwargs)
     return out
 
 
@@ -225,14 +236,15 @@ def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
         local_args = [_local_of(a) for a in args]
         local_kwargs = {k: _local_of(a) for k, a in kwargs.items()}
     if decision.replace:
-        changed, local_kwargs = replaced(func, tuple(local_args), local_kwargs, dict(decision.replace))
+        replace = {name: [written(n) for n in shape] for name, shape in decision.replace}
+        changed, local_kwargs = replaced(func, tuple(local_args), local_kwargs, replace)
         local_args = list(changed)
     if decision.local is not None:
         result = decision.local(func, tuple(local_args), local_kwargs)
     else:
         result = func(*local_args, **local_kwargs)
     if decision.returns_self:
-        return _written(args[0])
+        return args[0]
     if decision.homes:
         result = _homed(result, decision)
     if decision.many:
@@ -269,18 +281,11 @@ def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str,
 
     moved_args = [mapped(a, take) for a in args]
     moved_kwargs = {k: mapped(a, take) for k, a in kwargs.items()}
-    out = run(replace(decision, moves=(), writes=()), func, tuple(moved_args), moved_kwargs)
+    out = _run(replace(decision, moves=(), writes=()), func, tuple(moved_args), moved_kwargs)
     for i in decision.writes:
         back = redistribute_local(at_hand[i]._local_tensor, at_hand[i]._spec, operands[i]._spec.layout)
         operands[i]._local_tensor.copy_(back)
-    return _written(args[0]) if decision.returns_self else out
-
-
-def _written(x):
-    for one in x if type(x) is list else (x,):
-        if one._view_of is not None:
-            write_through(one)
-    return x
+    return args[0] if decision.returns_self else out
 
 
 def _moved(x, target: Layout | None):

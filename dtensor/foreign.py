@@ -13,7 +13,7 @@ from ._torch import shard_order, strided_shard
 from .errors import PlacementError
 from .layout import Layout
 from .placements import Partial, Shard, as_placements
-from .tensor import DTensor, move
+from .tensor import DTensor
 
 TORCH = "torch.distributed.tensor"
 
@@ -46,7 +46,7 @@ def from_torch(x: Any) -> DTensor:
             "DTensor.from_local for a plain tensor"
         )
     layout = _layout_of(x)
-    if layout is Layout.of(layout.placements, x.dim()):
+    if torch.compiler.is_dynamo_compiling():  # what is compiled is not differentiated twice
         local = x.to_local(grad_placements=_torch_placements(layout.without_partial(), x.device_mesh))
         return DTensor.from_local(
             local, x.device_mesh, layout.placements, shape=tuple(x.shape), stride=tuple(x.stride())
@@ -109,10 +109,12 @@ def _torch_placements(layout: Layout, mesh: Any) -> list[Any]:
 
 
 class _FromTorch(torch.autograd.Function):
-    """A tensor whose axes cut a dimension in another order than the mesh's, which placements cannot say."""
+    """A tensor of torch's as one of ours, whose gradient can be differentiated again. That of torch's own `to_local`
+    cannot: it is cut off from its graph."""
 
     @staticmethod
     def forward(ctx, x, layout):
+        ctx.set_materialize_grads(False)
         ctx.layout, ctx.mesh = layout.without_partial(), x.device_mesh
         ctx.placements = _torch_placements(ctx.layout, x.device_mesh)
         local = x.to_local()
@@ -120,7 +122,9 @@ class _FromTorch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        local = move(grad, ctx.layout).to_local()
+        if grad is None:
+            return None, None
+        local = torch.ops.dtensor.redistribute(grad, ctx.layout.text, False).to_local()
         theirs = _theirs().DTensor
         made = theirs.from_local(
             local, ctx.mesh, ctx.placements, run_check=False, shape=grad.size(), stride=tuple(grad.stride())

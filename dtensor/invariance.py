@@ -27,6 +27,7 @@ from ._torch import (
     OpOverload,
     TorchDispatchMode,
     graph_node,
+    in_forward_mode,
     is_being_compiled,
     is_below_autograd,
     is_in_formula,
@@ -58,6 +59,12 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
         MixedTensorError: it may not.
     """
     reason = _objection(x)
+    if reason is not None and in_forward_mode():
+        raise MixedTensorError(
+            f"{func}: forward-mode differentiation (torch.func.jvp, jacfwd, hessian, linearize) stands a plain zero "
+            f"for the tangent of argument '{name}', which has none, beside DTensors; write "
+            "torch.autograd.functional.jvp or hvp, or torch.func.jacrev of jacrev, which differentiate backwards"
+        )
     if reason is not None:
         raise MixedTensorError(
             f"{func}: argument '{name}' is a plain tensor of shape {list(x.shape)}{reason}, other arguments are "

@@ -8,6 +8,7 @@ import torch
 
 from . import linear_lse as linear_lse  # registers the operators
 from ._torch import intercept
+from .boundary import refuse_tangent
 from .placements import Replicate
 from .tensor import DTensor
 
@@ -48,14 +49,17 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes that do not fit, or an unknown reduction.
+        RuntimeError: a target that is no class.
     """
     _check(x, weight, target, bias, reduction)
+    for given in (x, weight, bias):
+        if given is not None:
+            refuse_tangent(given, "linear_cross_entropy")
     valid = target != ignore_index
-    row = target.masked_fill(~valid, -1)
-    lse, picked = torch.ops.dtensor.linear_lse(x, weight, bias, row, chunk)
+    lse, picked = torch.ops.dtensor.linear_lse(x, weight, bias, target, ignore_index, chunk)
     share = valid.to(lse.dtype)
     if class_weight is not None:
-        share = share * class_weight.to(lse.dtype).index_select(0, row.clamp(min=0).reshape(-1)).reshape(row.shape)
+        share = share * class_weight.to(lse.dtype).index_select(0, (target * valid).reshape(-1)).reshape(target.shape)
     loss = (lse - picked) * share
     if label_smoothing:
         smooth = _smooth(x, weight, bias, class_weight, lse) * valid

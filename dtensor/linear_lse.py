@@ -1,11 +1,13 @@
 """The logsumexp of logits that are never whole: `dtensor::linear_lse` and its backward, on one rank.
 
-    linear_lse(x, weight, bias, row, chunk) -> (lse, picked)
-    linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk) -> (grad_x, grad_weight, grad_bias)
+    linear_lse(x, weight, bias, row, none, chunk) -> (lse, picked)
+    linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk)
+        -> (grad_x, grad_weight, grad_bias)
 
-x is (..., d), weight (v, d), bias (v) or none; row (...) is the class picked of each sample, negative for none. lse and
-picked (...) are the logsumexp over the classes of `x @ weight.T + bias` and the logit of the picked class, or 0. Logits
-live for `chunk` samples at a time; the backward makes them again. Numbers of half precision are widened. What ranks
+x is (..., d), weight (v, d), bias (v) or none; row (...) is the class picked of each sample, where it is not the number
+`none`. lse and picked (...) are the logsumexp over the classes of `x @ weight.T + bias` and the logit of the picked
+class, or 0. Logits live for `chunk` samples at a time; the backward makes them again. A gradient that is to be
+differentiated again (create_graph=True) takes all logits at once. Numbers of half precision are widened. What ranks
 that hold some of the classes each do together is the rule's business (`rules/linear_lse.py`).
 """
 
@@ -16,11 +18,11 @@ import torch
 from .collectives import library
 
 library.define(
-    "linear_lse(Tensor x, Tensor weight, Tensor? bias, Tensor row, int chunk) -> (Tensor lse, Tensor picked)",
+    "linear_lse(Tensor x, Tensor weight, Tensor? bias, Tensor row, int none, int chunk) -> (Tensor lse, Tensor picked)",
 )
 library.define(
     "linear_lse_backward(Tensor grad_lse, Tensor grad_picked, Tensor x, Tensor weight, Tensor? bias, Tensor row, "
-    "Tensor lse, int chunk) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    "int none, Tensor lse, int chunk) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
 )
 
 HALF = (torch.float16, torch.bfloat16)
@@ -42,7 +44,7 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
 
 
-def linear_lse(x, weight, bias, row, chunk: int):
+def linear_lse(x, weight, bias, row, none: int, chunk: int):
     if chunk < 1:
         raise ValueError(f"chunk is a number of samples, at least 1; got {chunk}")
     lse = x.new_full((row.numel(),), -torch.inf, dtype=accumulated(x.dtype))
@@ -51,12 +53,15 @@ def linear_lse(x, weight, bias, row, chunk: int):
         for part, rows, classes in _chunks(x, row, chunk):
             logits = _logits(rows, weight, bias)
             lse[part] = logits.logsumexp(-1)
-            found = logits.gather(-1, classes.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-            picked[part] = torch.where(classes >= 0, found, torch.zeros_like(found))
+            counts = classes != none
+            found = logits.gather(-1, (classes * counts).unsqueeze(-1)).squeeze(-1)
+            picked[part] = torch.where(counts, found, torch.zeros_like(found))
+    else:
+        picked.new_zeros(1).index_select(0, (row != none).reshape(-1).int())  # refuses to pick what there is none of
     return lse.view(row.shape), picked.view(row.shape)
 
 
-def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk: int):
+def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none: int, lse, chunk: int):
     wide = accumulated(x.dtype)
     grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
@@ -65,8 +70,9 @@ def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk:
     if weight.shape[0]:
         for part, rows, classes in _chunks(x, row, chunk):
             grad = (_logits(rows, weight, bias) - sums[part].unsqueeze(-1)).exp() * of_lse[part].unsqueeze(-1)
-            mine = torch.where(classes >= 0, of_picked[part], torch.zeros_like(of_picked[part]))
-            grad.scatter_add_(-1, classes.clamp(min=0).unsqueeze(-1), mine.unsqueeze(-1))
+            counts = classes != none
+            mine = torch.where(counts, of_picked[part], torch.zeros_like(of_picked[part]))
+            grad.scatter_add_(-1, (classes * counts).unsqueeze(-1), mine.unsqueeze(-1))
             into[part] = grad.to(x.dtype) @ weight
             grad_weight += (grad.to(x.dtype).t() @ rows).to(wide)
             if bias is not None:
@@ -74,25 +80,41 @@ def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk:
     return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
 
 
-def _fake(x, weight, bias, row, chunk):
+def _fake(x, weight, bias, row, none, chunk):
     made = x.new_empty(row.shape, dtype=accumulated(x.dtype))
     return made, torch.empty_like(made)
 
 
-def _fake_backward(grad_lse, grad_picked, x, weight, bias, row, lse, chunk):
+def _fake_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk):
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape[0])
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, bias, row, chunk = inputs
+    x, weight, bias, row, none, chunk = inputs
+    ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.save_for_backward(x, weight, bias, row, output[0])
-    ctx.chunk = chunk
+    ctx.none, ctx.chunk = none, chunk
 
 
 def _backward(ctx, grad_lse, grad_picked):
     x, weight, bias, row, lse = ctx.saved_tensors
-    grads = torch.ops.dtensor.linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, lse, ctx.chunk)
-    return grads[0], grads[1], None if bias is None else grads[2], None, None
+    grad_lse, grad_picked = (torch.zeros_like(lse) if g is None else g for g in (grad_lse, grad_picked))
+    if torch.is_grad_enabled():
+        return *_recorded(grad_lse, grad_picked, x, weight, bias, row, ctx.none), None, None, None
+    operands = (grad_lse, grad_picked, x, weight, bias, row)
+    grads = torch.ops.dtensor.linear_lse_backward(*operands, ctx.none, lse, ctx.chunk)
+    return grads[0], grads[1], None if bias is None else grads[2], None, None, None
+
+
+def _recorded(grad_lse, grad_picked, x, weight, bias, row, none) -> list[torch.Tensor | None]:
+    """The gradients, to be differentiated again: by operators that have derivatives, on whole logits."""
+    logits = torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
+    left_out = row == none
+    found = logits.gather(-1, row.masked_fill(left_out, 0).unsqueeze(-1)).squeeze(-1)
+    made = logits.logsumexp(-1), found.masked_fill(left_out, 0)
+    given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    supply = iter(torch.autograd.grad(made, given, (grad_lse, grad_picked), create_graph=True))
+    return [next(supply) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
 
 
 library.impl("linear_lse", linear_lse, "CompositeExplicitAutograd")

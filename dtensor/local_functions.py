@@ -86,7 +86,8 @@ def local_map(
         wanted = _per_argument(func, "in_placements", in_placements, flat)
         grads = _per_argument(func, "in_grad_placements", in_grad_placements, flat)
         placed = [
-            _placed(func, i, a, wanted[i], in_placements is not None, redistribute_inputs) for i, a in enumerate(flat)
+            _placed(func, i, a, wanted[i], in_placements is not None, redistribute_inputs, mesh)
+            for i, a in enumerate(flat)
         ]
         _check_gradients(func, placed, grads, outs, mesh)
         local = [_local(a, g) if isinstance(a, DTensor) else a for a, g in zip(placed, grads)]
@@ -126,7 +127,7 @@ def _per_output(given: Any) -> tuple[tuple[Placement, ...] | None, ...]:
 def _per_argument(func, argument: str, given: Sequence[Wanted] | None, flat: list[Any]) -> Sequence[Wanted]:
     if given is None:
         return [None] * len(flat)
-    if any(map(_is_placement, given)):
+    if not isinstance(given, (tuple, list)) or any(map(_is_placement, given)):
         raise PlacementError(
             f"local_map: {argument} holds placements for each argument, such as ([Shard(0)], None); got {given!r}"
         )
@@ -158,7 +159,7 @@ def _mesh(func, given: list[DTensor], device_mesh: Any) -> Any:
     return mesh
 
 
-def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool) -> Any:
+def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool, mesh: Any) -> Any:
     """An argument in the placements that are wanted of it."""
     if not isinstance(x, DTensor):
         if wanted is not None and not isinstance(x, torch.Tensor):
@@ -166,6 +167,8 @@ def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool
                 f"local_map: in_placements[{index}] is {list(wanted)}, but argument {index} of {_name(func)} is no "
                 f"tensor but {x!r}; write None for it"
             )
+        if wanted is not None:
+            as_placements(wanted, mesh.ndim, x.dim())
         return x
     if not declared:
         return x
@@ -194,6 +197,11 @@ def _check_gradients(func, args: list[Any], grads: Sequence[Wanted], outs, mesh:
     if not torch.is_grad_enabled():
         return
     for i, x in enumerate(args):
+        if grads[i] is not None and not isinstance(x, torch.Tensor):
+            raise PlacementError(
+                f"local_map: in_grad_placements[{i}] is {grads[i]!r}, but argument {i} of {_name(func)} is no tensor "
+                f"but {x!r}; write None for it"
+            )
         if not isinstance(x, DTensor) or not x.requires_grad or grads[i] is not None:
             continue
         for axis, p in enumerate(x.placements):

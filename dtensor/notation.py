@@ -35,7 +35,8 @@ class Rule:
         blocked: factors that may not be sharded although the text would allow it.
 
     Raises:
-        ValueError: text or names cannot be understood.
+        ValueError: text or names cannot be understood, or contradict each other.
+        TypeError: a keyword is of another type.
 
     For `x @ w.T + bias`, which is linear in x together with the bias, but not in x alone:
 
@@ -55,6 +56,7 @@ class Rule:
     outputs: tuple[Term, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self):
+        self._check_types()
         left, arrow, right = self.text.partition("->")
         if not arrow or "->" in right:
             raise ValueError(f"a rule reads 'operands->outputs', such as 'mk,kn->mn'; got {self.text!r}")
@@ -70,6 +72,34 @@ class Rule:
         for name, value in parsed.items():
             object.__setattr__(self, name, value)
         self._check_factors()
+        self._check_arguments()
+
+    def _check_types(self) -> None:
+        if not isinstance(self.text, str):
+            raise TypeError(f"a rule is a text such as 'mk,kn->mn'; got {self.text!r}")
+        if not isinstance(self.reduce, (str, Mapping)):
+            raise TypeError(f"reduce takes factors, 'k', or a dict such as {{'k': 'max'}}; got {self.reduce!r}")
+        for name, wanted in (("linear", "names of arguments"), ("added", "names of arguments"), ("blocked", "factors")):
+            given = getattr(self, name)
+            items = given if isinstance(given, Iterable) else [given]
+            flat = [i for g in items for i in (g if name == "linear" and isinstance(g, (list, tuple)) else [g])]
+            if not all(isinstance(i, str) for i in flat):
+                raise TypeError(f"{name} takes {wanted}; got {given!r}")
+
+    def _check_arguments(self) -> None:
+        """Refuse what `linear` and `added` say in vain."""
+        for group in self.linear_sets:
+            if not group or len(set(group)) != len(group):
+                raise ValueError(
+                    f"linear takes arguments in which the operator is jointly linear, each once; got {group}"
+                )
+        if len({frozenset(g) for g in self.linear_sets}) != len(self.linear_sets):
+            raise ValueError(f"linear names the same arguments twice: {self.linear_sets}")
+        if self.addends and not self.reductions:
+            raise ValueError(
+                f"{self.text!r}: {', '.join(self.addends)} cannot be added to a reduced result, as nothing is reduced; "
+                "write reduce=, or leave added out"
+            )
 
     def _check_factors(self) -> None:
         taken = {f for t in self.inputs for f in t if f}

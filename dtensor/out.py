@@ -53,6 +53,11 @@ def put(func, name: str, given: torch.Tensor, value: Any) -> None:
         given.resize_(whole.shape).copy_(whole)
     elif given.shape == value.shape:
         given.copy_(value)
+    elif given._is_view():
+        raise OperatorError(
+            f"{func}: {name}= is a view of shape {list(given.shape)}, the result has shape {list(value.shape)}, and a "
+            f"view of a DTensor does not change its size; write {name}=view.new_empty(0), or leave it out"
+        )
     elif given.numel() in (0, value.numel()):
         _become(given, value)
     else:

@@ -50,7 +50,7 @@ class Shards(NamedTuple):
 
     Attributes:
         largest: the shape of the largest, which is the first rank's.
-        even: whether all have that shape.
+        even: whether all have that shape, but for symbolic lengths, which are symbols that all ranks take alike.
         lengths: each dimension's length, or how it is cut where ranks have other lengths; None where sizes are
             symbolic.
     """

@@ -52,7 +52,7 @@ def redistribute_local(
         return _all_of(steps, local, spec)
     local = _all_of(steps[:last], local, spec)
     finish = start(steps[last].op, local, *_arguments(steps[last], spec))
-    shape = dst.local_shape(spec.shape, facts(spec.mesh).shape, spec.coordinate)
+    shape = spec.with_layout(dst).local_shape()
     return Pending(local, shape, lambda: _all_of(steps[last + 1 :], finish(), spec))
 
 
@@ -93,8 +93,7 @@ def _arguments(step: Step, spec: Spec) -> tuple:
 def _length_after(spec: Spec, step: Step):
     assert step.dim is not None, f"{step.op} has no dimension to measure"
     assert spec.coordinate is not None, "nothing is redistributed on a rank outside the mesh"
-    shape = step.dst.local_shape(spec.shape, facts(spec.mesh).shape, spec.coordinate)
-    return shape[step.dim]
+    return spec.with_layout(step.dst).local_shape()[step.dim]
 
 
 def _check_divides(step: Step, spec: Spec, known: MeshFacts) -> None:

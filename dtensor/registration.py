@@ -218,6 +218,12 @@ def _check_schema(rule: Rule, func: OpOverload) -> None:
     names = [n for group in rule.linear_sets for n in group] + list(rule.addends)
     if unknown := [n for n in names if n not in arguments]:
         raise ValueError(f"{func} has no tensor argument {unknown[0]!r}; it takes {', '.join(arguments)}")
+    for name, term in zip(arguments, rule.inputs):
+        if name in rule.addends and (reduced := [f for f in term if f in rule.reductions]):
+            raise ValueError(
+                f"{rule.text!r}: {name} is added to the result of reducing factor {reduced[0]!r}, so it cannot have "
+                "that factor itself; write 1 there, or leave added out"
+            )
 
 
 def _engine_rule(rule: Rule, call: Call) -> EngineRule:

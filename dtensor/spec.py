@@ -5,15 +5,15 @@ may be symbols, and each of its inputs has a stand-in for its mesh: such specs e
 Decisions are made of the spec on the mesh itself, `real`.
 """
 
-import math
 from typing import Any
 
 import torch
 
-from ._torch import define_size, has_hint, hint, real_object
+from ._torch import define_strides, has_hint, hint, real_object
 from .caches import cache
 from .layout import Layout
-from .mesh import facts, mesh_shape
+from .local_sizes import define_local_length, local_length, written
+from .mesh import facts
 from .provenance import Cut, Shards
 
 _interned: dict[tuple, "Spec"] = cache()
@@ -76,19 +76,28 @@ class Spec:
         coordinate = self.coordinate
         if coordinate is None:
             return (0,)
-        return self.layout.local_shape(self.shape, mesh_shape(self.mesh), coordinate)
+        known = facts(self.mesh)
+        if self.static:
+            return self.layout.local_shape(self.shape, known.shape, coordinate)
+        shape = list(self.shape)
+        for dim, axes in enumerate(self.layout.dims):
+            for axis in axes:
+                shape[dim] = local_length(shape[dim], known.groups[(axis,)])
+        return tuple(shape)
 
     def shards(self) -> Shards | None:
         """The shapes of all ranks' shards; None if a size is not known at all."""
-        shape, sizes = self.shape, mesh_shape(self.mesh)
+        shape, sizes = self.shape, facts(self.mesh).shape
         if not self.static:
             if not all(map(has_hint, shape)):
                 return None
             shape = tuple(map(hint, shape))
         first, last = (self.layout.local_shape(shape, sizes, [k * (n - 1) for n in sizes]) for k in (0, 1))
+        # Parts of a symbolic length are one symbol on all ranks.
+        alike = [a == b or isinstance(n, torch.SymInt) for n, a, b in zip(self.shape, first, last)]
         cuts = [tuple([sizes[axis] for axis in axes]) for axes in self.layout.dims]
-        lengths = [a if a == b else Cut(n, cut) for n, cut, a, b in zip(shape, cuts, first, last)]
-        return Shards(first, first == last, tuple(lengths) if self.static else None)
+        lengths = tuple([a if same else Cut(n, cut) for n, cut, a, same in zip(shape, cuts, first, alike)])
+        return Shards(first, all(alike), lengths if self.static else None)
 
     def with_layout(self, layout: Layout) -> "Spec":
         """The same tensor in another layout."""
@@ -98,6 +107,13 @@ class Spec:
         """The same with `mesh`, the mesh itself or a stand-in for it."""
         return self if mesh is self.mesh else Spec.make(mesh, self.layout, self.shape, self.stride, self.dtype)
 
+    def traced(self) -> "Spec":
+        """The same with sizes that the graph which is traced, if one is, knows how to compute."""
+        if self.static:
+            return self
+        shape, stride = ([written(n) for n in sizes] for sizes in (self.shape, self.stride))
+        return Spec.make(self.mesh, self.layout, shape, stride, self.dtype)
+
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)} {self.layout}"
 
@@ -105,19 +121,14 @@ class Spec:
 def define_local_sizes(spec: Spec, local: torch.Tensor) -> None:
     """Have a traced graph know the sizes of the local tensor of an input by the global ones.
 
-    Torch gives both symbols of their own. Left alone, the first comparison of a gathered tensor with the global size
-    defines the global size by the local one; that no caller passes, so that Inductor's cache of graphs could not
-    evaluate its guards. Sizes that do not divide differ from rank to rank and stay symbols.
+    Torch gives both symbols of their own. See `local_sizes` for what takes the place of those of the local tensor.
     """
     if spec.coordinate is None:
         return
-    sizes = mesh_shape(spec.mesh)
+    known = facts(spec.mesh)
     for size, mine, axes in zip(spec.shape, local.shape, spec.layout.dims):
-        n = math.prod(sizes[axis] for axis in axes)
-        if n == 1 or not isinstance(size, torch.SymInt) or not isinstance(mine, torch.SymInt):
-            continue
-        if hint(size) % n == 0 and size >= 2 * n and size % n == 0:  # the last two are guards
-            define_size(mine, size // n)
+        define_local_length(mine, size, tuple([known.groups[(axis,)] for axis in axes]))
+    define_strides(local)
 
 
 def contiguous_stride(shape) -> tuple:

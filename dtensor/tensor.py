@@ -22,17 +22,20 @@ from ._torch import (
     make_wrapper_subclass,
     never_traced,
 )
-from .boundary import check_replicas, current_mesh, is_tracing, refuse_export
+from ._torch_compile import inner_sizes_follow
+from .aliasing import copies, fresh
+from .boundary import check_replicas, current_mesh, is_tracing, refuse_export, refuse_tangent
 from .collectives import library
 from .decision import COMPOSITES
+from .declared import gradient_placements, wrong_sizes
 from .dispatch import dispatch, install
-from .errors import ShardingError
+from .errors import PlacementError, ShardingError
 from .exchange import exchanged
 from .invariance import region_of_torch
 from .layout import Layout
 from .mesh import mesh_shape, world_of
 from .pending import Pending, waited
-from .placements import Placement, Replicate, Shard, as_placements, parsed, words
+from .placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from .plan import Prefer
 from .redistribute import check_target, redistribute_local
 from .spec import Spec, contiguous_stride, define_local_sizes
@@ -57,7 +60,6 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
-    _view_of: tuple | None = None
 
     __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
 
@@ -67,6 +69,12 @@ class DTensor(torch.Tensor):
         # Dynamo puts this call into its graph as it stands, so it takes what a graph can hold.
         if not isinstance(layout, Layout):
             layout = Layout.of(tuple(layout), len(shape))
+        if local_tensor.requires_grad and torch.is_grad_enabled():
+            raise ShardingError(
+                f"a DTensor that its class makes of a tensor that requires a gradient (of shape "
+                f"{list(local_tensor.shape)}) would be cut off from that tensor's graph, and its gradient lost; write "
+                "DTensor.from_local(x, device_mesh, placements), or x.detach() for one without a history"
+            )
         if device_mesh.get_coordinate() is None:
             local_tensor = local_tensor.new_empty(0)
         return _wrap(local_tensor, Spec.make(device_mesh, layout, shape, stride, local_tensor.dtype), requires_grad)
@@ -81,6 +89,8 @@ class DTensor(torch.Tensor):
     def __tensor_flatten__(self):
         if type(self._local_tensor) is Pending:
             self._local_tensor = self._local_tensor.wait()
+        if copies:
+            fresh(self)
         return ("_local_tensor", "device_mesh"), self._spec.layout.context
 
     @staticmethod
@@ -95,6 +105,7 @@ class DTensor(torch.Tensor):
         """What tangents are traced as: as the tensor itself, but never partial."""
         return move(self, self._spec.layout.without_partial())
 
+    @never_traced
     def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None):
         """A tangent brought to the layout it was traced with; to a whole plain tensor if it was traced as one."""
         if expected_type is torch.Tensor:
@@ -133,10 +144,12 @@ class DTensor(torch.Tensor):
             run_check: compare shape and dtype across ranks and broadcast replicas from the first rank of their axis.
             shape, stride: of the global tensor, both or neither. Without them all shards are taken to have this one's
                 shape; uneven shards need them.
-            grad_placements: where the gradient arrives; `placements` with Replicate for Partial by default.
+            grad_placements: where the gradient arrives; `placements` with Replicate for Partial by default. It has
+                the local tensor's shape, so dimensions are sharded as in `placements`.
 
         Raises:
-            PlacementError: placements do not fit mesh or tensor.
+            PlacementError: placements do not fit mesh or tensor; `local_tensor` is not this rank's shard of a tensor
+                of `shape`, which only this rank sees unless `run_check`; no local gradient lies in `grad_placements`.
             ValueError: only one of shape and stride was given.
             TypeError: `local_tensor` is no plain tensor.
         """
@@ -151,26 +164,44 @@ class DTensor(torch.Tensor):
         if torch.compiler.is_dynamo_compiling() and not run_check:
             given = words(placements), shape or (), stride or (), words(grad_placements)
             return torch.ops.dtensor.from_local(local_tensor, mesh, *given)
-        checked = as_placements(placements, mesh.ndim, local_tensor.dim())
-        grads = None if grad_placements is None else as_placements(grad_placements, mesh.ndim, local_tensor.dim())
+        ndim = local_tensor.dim()
+        checked = as_placements(placements, mesh.ndim, ndim)
+        refuse_tangent(local_tensor, "from_local")
+        layout = Layout.of(checked, ndim)
+        grads = layout.without_partial()
+        if grad_placements is not None:
+            grads = Layout.of(gradient_placements(grad_placements, mesh.ndim, ndim, checked), ndim)
+        wrong = "" if shape is None else wrong_sizes(local_tensor, mesh, checked, shape, stride)
         if run_check:
-            local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None)
+            local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None, wrong=wrong)
+        elif wrong:
+            raise PlacementError(f"from_local: {wrong}")
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
-        return _FromLocal.apply(local_tensor, mesh, checked, tuple(shape), tuple(stride), grads)
+        return _FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's local tensor; differentiable.
 
         Args:
             grad_placements: the placements the local gradients are taken to have; by default this tensor's, with
-                Replicate for Partial.
+                Replicate for Partial. They have the local tensor's shape, so dimensions are sharded as this tensor's.
+
+        Raises:
+            PlacementError: no local gradient lies in `grad_placements`.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.dtensor.to_local(self, words(grad_placements))
+        refuse_tangent(self, "to_local")
+        grads = self._spec.layout.without_partial()
+        if grad_placements is not None:
+            ndim = self.dim()
+            grads = Layout.of(gradient_placements(grad_placements, self.device_mesh.ndim, ndim, self.placements), ndim)
+        if copies:
+            fresh(self)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
-        if grad_placements is None:
-            return _ToLocal.apply(self, None)
-        return _ToLocal.apply(self, as_placements(grad_placements, self.device_mesh.ndim, self.dim()))
+        return _ToLocal.apply(self, grads)
 
     def redistribute(
         self,
@@ -208,7 +239,11 @@ class DTensor(torch.Tensor):
         if target == self.placements and grad_placements is None:
             return self
         check_target(self.placements, target)
-        grads = () if grad_placements is None else as_placements(grad_placements, self.device_mesh.ndim, self.dim())
+        if not torch.compiler.is_dynamo_compiling():
+            refuse_tangent(self, "redistribute")
+        grads = ()
+        if grad_placements is not None:
+            grads = gradient_placements(grad_placements, self.device_mesh.ndim, self.dim())
         return torch.ops.dtensor.redistribute(self, _text(target), async_op, _text(grads), prefer)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -236,33 +271,33 @@ class DTensor(torch.Tensor):
         super().backward(gradient, retain_graph, create_graph, inputs)
 
     def __repr__(self, *, tensor_contents=None) -> str:
-        text = tensor_contents if tensor_contents is not None else repr(self._local_tensor)
+        text = tensor_contents if tensor_contents is not None else repr(fresh(self)._local_tensor)
         return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
 
     def __reduce_ex__(self, protocol):
         spec = self._spec
         state = (spec.mesh, spec.layout, spec.shape, spec.stride)
-        return _rebuild, (type(self), self._local_tensor.detach(), *state, self.requires_grad)
+        return _rebuild, (type(self), fresh(self)._local_tensor.detach(), *state, self.requires_grad)
 
     def __deepcopy__(self, memo):
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
         made = memo.get(id(self))
         if made is None:
-            made = _wrap(self._local_tensor.detach().clone(), self._spec, self.requires_grad)
+            made = _wrap(fresh(self)._local_tensor.detach().clone(), self._spec, self.requires_grad)
             for name in vars(self).keys() - vars(made).keys():
                 setattr(made, name, vars(self)[name])
             memo[id(self)] = made
         return made
 
     def __create_write_items__(self, fqn: str, object: Any):
-        return checkpoint.write_items(self._spec, self._local_tensor.detach(), fqn)
+        return checkpoint.write_items(self._spec, fresh(self)._local_tensor.detach(), fqn)
 
     def __create_chunk_list__(self):
         return checkpoint.chunk_list(self._spec)
 
     def __get_tensor_shard__(self, index):
-        return checkpoint.tensor_shard(self._spec, self._local_tensor.detach(), index)
+        return checkpoint.tensor_shard(self._spec, fresh(self)._local_tensor.detach(), index)
 
 
 def _rebuild(cls, local, mesh, layout, shape, stride, requires_grad):
@@ -277,6 +312,7 @@ def _alias(local: torch.Tensor) -> torch.Tensor:
     return local.view_as(local) if local.layout == torch.strided else local.detach()
 
 
+@never_traced
 def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTensor:
     # By position: torch takes a fifth longer to make one from keywords.
     offset, memory, pinned, policy, by_device, by_layout = None, None, False, None, False, False
@@ -320,6 +356,7 @@ def fake_like(x: DTensor) -> DTensor:
     return _wrap(made, x._spec, x.requires_grad)
 
 
+@never_traced
 def move(x: DTensor, layout: Layout) -> DTensor:
     """`x` in another layout, below autograd."""
     if x._spec.layout is layout:
@@ -331,6 +368,8 @@ def move(x: DTensor, layout: Layout) -> DTensor:
 def _redistribute(
     x: DTensor, layout: Layout, async_op: bool = False, prefer: Prefer = "time", asked: bool = False
 ) -> DTensor:
+    if copies:
+        fresh(x)
     local = redistribute_local(x._local_tensor, x._spec, layout, async_op=async_op, prefer=prefer, asked=asked)
     return _wrap(local, x._spec.with_layout(layout))
 
@@ -348,12 +387,18 @@ def _redistribute_operator(
     return _redistribute(x, layout, async_op and not is_tracing(x), prefer, asked=True)
 
 
+@never_traced
 def _save_layout(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.layout = inputs[3] or inputs[0]._spec.layout.without_partial().text
     ctx.prefer = inputs[4]
 
 
+@never_traced
 def _redistribute_backward(ctx, grad):
+    if grad is None:
+        return None, None, None, None, None
+    refuse_tangent(grad, "the gradient of redistribute")
     if not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
         grad = torch.ops.dtensor.redistribute(grad, ctx.layout, False, "", ctx.prefer)
     return grad, None, None, None, None
@@ -372,23 +417,29 @@ def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
             f"redistribute from {x.device_mesh} to another mesh cannot be compiled: what it sends differs from rank to "
             "rank; call it outside the compiled function, or write @torch.compiler.disable on the function that does"
         )
+    refuse_tangent(x, "redistribute")
     target = as_placements(placements, mesh.ndim, x.dim())
     check_target((Replicate(),) * mesh.ndim, target)
     layout = x._spec.layout.without_partial()
     if grad_placements is not None:
-        layout = Layout.of(as_placements(grad_placements, x.device_mesh.ndim, x.dim()), x.dim())
+        layout = Layout.of(gradient_placements(grad_placements, x.device_mesh.ndim, x.dim()), x.dim())
     return _ToMesh.apply(x, mesh, Layout.of(target, x.dim()), layout)
 
 
 class _ToMesh(torch.autograd.Function):
     @staticmethod
+    @never_traced
     def forward(ctx, x, mesh, layout, grad_layout):
+        ctx.set_materialize_grads(False)
         ctx.source = x.device_mesh, grad_layout, layout
         spec = Spec.make(mesh, layout, x._spec.shape, x._spec.stride, x._spec.dtype)
-        return _wrap(exchanged(waited(x._local_tensor), x._spec, spec), spec)
+        return _wrap(exchanged(waited(fresh(x)._local_tensor), x._spec, spec), spec)
 
     @staticmethod
+    @never_traced
     def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None
         mesh, grad_layout, layout = ctx.source
         final = grad_layout.without_partial()
         grad = _ToMesh.apply(grad, mesh, final, layout)
@@ -398,67 +449,82 @@ class _ToMesh(torch.autograd.Function):
 
 
 class _FromLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, local, mesh, placements, shape, stride, grad_placements):
-        ctx.set_materialize_grads(False)
-        ctx.placements = placements
-        ctx.grad_placements = grad_placements
-        ctx.mesh = mesh
-        return _build(local, mesh, placements, shape, stride)
+    """A plain tensor in a layout; the gradient's local tensor in `grad_layout`, by what can be differentiated again."""
 
     @staticmethod
+    @never_traced
+    def forward(ctx, local, mesh, layout, shape, stride, grad_layout):
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.grad_layout = layout, grad_layout
+        return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
+
+    @staticmethod
+    @never_traced
     def backward(ctx, grad):
         if grad is None:
             return None, None, None, None, None, None
-        target = ctx.grad_placements
-        if target is None:
-            target = tuple([Replicate() if p.is_partial() else p for p in ctx.placements])
-        # No look at the gradient's placements: Dynamo traces this with a guess of them, dispatch knows them.
-        grad = torch.ops.dtensor.redistribute(grad, _text(target), False)
+        # No look at the gradient's layout: Dynamo traces this with a guess of it, dispatch knows it.
+        grad = torch.ops.dtensor.redistribute(grad, ctx.grad_layout.text, False)
         local = grad.to_local()
-        for axis, p in enumerate(ctx.placements):
-            if p.is_partial("avg"):
-                local = local / mesh_shape(ctx.mesh)[axis]
-            elif p.is_partial() and not p.is_partial("sum"):
-                raise ShardingError(f"the gradient of from_local with {p!r} is not defined; reduce before from_local")
+        for axis, reduce_op in ctx.layout.partial:
+            if reduce_op == "avg":
+                local = local / mesh_shape(grad.device_mesh)[axis]
+            elif reduce_op != "sum":
+                raise ShardingError(
+                    f"the gradient of from_local with {Partial(reduce_op)!r} is not defined; reduce before from_local"
+                )
         return local, None, None, None, None, None
 
 
-# What Dynamo puts into its graph for `from_local`: an autograd function it traces twice over, forward and backward, and
-# each line of Python is slow there.
+class _ToLocal(torch.autograd.Function):
+    """The local tensor; its gradient is taken as this rank's part of one in `grad_layout`, which tells the order of two
+    axes on one dimension, as placements do not."""
+
+    @staticmethod
+    @never_traced
+    def forward(ctx, x, grad_layout):
+        ctx.set_materialize_grads(False)
+        ctx.whole = x.device_mesh, grad_layout, tuple(x.shape), tuple(x.stride())
+        return _alias(x._local_tensor)
+
+    @staticmethod
+    @never_traced
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None
+        mesh, layout, shape, stride = ctx.whole
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return _FromLocal.apply(grad, mesh, layout, shape, stride, layout.without_partial()), None
+        return DTensor(_alias(grad), mesh, layout, shape, stride), None
+
+
+# What Dynamo puts into its graph for the two: an autograd function it traces twice over, forward and backward, which is
+# slow, and its backward without a graph, which leaves nothing to differentiate again.
 library.define(
     "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, "
     "SymInt[] shape, SymInt[] stride, str grad_placements) -> Tensor(a)"
 )
+library.define("to_local(Tensor(a) x, str grad_placements) -> Tensor(a)")
 
 
 def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str) -> DTensor:
     """`dtensor::from_local`: taken apart at once, on any tensor and by any mode. What is empty was not given."""
-    sizes = {"shape": shape, "stride": stride} if shape else {}
+    sizes = {"shape": shape, "stride": stride} if shape or stride else {}
     placements, grads = (parsed(t) if t else None for t in (text, grad_text))
     return DTensor.from_local(x, mesh, placements, **sizes, grad_placements=grads)
 
 
+def _to_local_operator(x: DTensor, grad_text: str) -> torch.Tensor:
+    """`dtensor::to_local`, taken apart likewise."""
+    return x.to_local(grad_placements=parsed(grad_text) if grad_text else None)
+
+
 library.impl("from_local", _from_local_operator, "CompositeImplicitAutograd")
+library.impl("to_local", _to_local_operator, "CompositeImplicitAutograd")
+COMPOSITES["dtensor::to_local"] = _to_local_operator
 
 
-class _ToLocal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, grad_placements):
-        ctx.set_materialize_grads(False)
-        ctx.mesh = x.device_mesh
-        ctx.sizes = (tuple(x.shape), tuple(x.stride()))
-        # The layout and not its placements: these do not tell the order of two axes on one dimension.
-        ctx.layout = x._spec.layout.without_partial() if grad_placements is None else grad_placements
-        return _alias(x._local_tensor)
-
-    @staticmethod
-    def backward(ctx, grad):
-        if grad is None:
-            return None, None
-        return _build(grad, ctx.mesh, ctx.layout, ctx.sizes[0], ctx.sizes[1]), None
-
-
+@never_traced
 def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list) -> None:
     """Give what arrives at a compiled function's backward the form it was traced with, in place.
 
@@ -486,10 +552,6 @@ def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> 
     return _wrap(torch.zeros(zeros.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type), zeros)
 
 
-def _build(local, mesh, layout, shape, stride) -> DTensor:
-    """A DTensor that shares memory with `local`; `layout` may be placements."""
-    return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
-
-
 install(DTensor, _wrap)
+inner_sizes_follow(DTensor)
 __all__ = ["DTensor", "complete_tangents", "fake_like", "move"]

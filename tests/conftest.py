@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from dtensor import init_device_mesh
-from dtensor.testing import fake_ranks
+from dtensor.testing import fake_ranks, kept_ranks
 
 os.environ["DTENSOR_LINKS"] = ""  # what was measured on the machine that tests is not to change plans
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processes_are_kept():
+    """`run_ranks` and `with_ranks` use their processes again; a test that needs new ones says `fresh=True`."""
+    with kept_ranks():
+        yield
 
 
 @pytest.fixture

@@ -13,9 +13,20 @@ LINKS = ("compile", "passes")
 
 LAYERS = [
     ["errors", "_torch", "_torch_compile", "_torch_fsdp", "caches", "environment", "fallback", "wrapping"],
-    ["placements", "cost", "links", "starts", "collectives", "hooks", "invariance", "provenance"],
+    [
+        "placements",
+        "cost",
+        "links",
+        "groups",
+        "starts",
+        "local_sizes",
+        "collectives",
+        "hooks",
+        "invariance",
+        "provenance",
+    ],
     ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement"],
-    ["spec", "plan"],
+    ["spec", "plan", "declared"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
     ["moves"],
     ["strictness", "decision", "boundary"],

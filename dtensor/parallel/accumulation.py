@@ -53,7 +53,8 @@ class Sums:
         for module, member in self.found:
             member.unit.reduce = member.unit.wanted
             for parameter, target in _accumulated(module, member, member.unit.wanted):
-                with torch.no_grad():
+                # A gradient has a graph of its own after backward(create_graph=True), and keeps it.
+                with torch.set_grad_enabled(parameter.grad.requires_grad):
                     parameter.grad = torch.ops.dtensor.redistribute(parameter.grad, target.text, False)
 
 

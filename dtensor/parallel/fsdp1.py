@@ -177,11 +177,14 @@ class _Unflattened(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, local: torch.Tensor, spec: Spec) -> DTensor:
+        ctx.set_materialize_grads(False)
         ctx.layout = spec.layout
         return DTensor(local.view_as(local), spec.mesh, spec.layout, spec.shape, spec.stride)
 
     @staticmethod
     def backward(ctx, grad: Any):
+        if grad is None:
+            return None, None
         return torch.ops.dtensor.redistribute(grad, ctx.layout.text, False).to_local(), None
 
 

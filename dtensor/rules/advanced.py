@@ -7,8 +7,9 @@ factors of their own. Elements that are added may be sharded over the index: eac
 import torch
 
 from .call import Call, LocalCall, rule_for
-from .indexing import lookup, own_rows
+from .indexing import lookup
 from .local import empty_outputs
+from .own_rows import bounds, own_rows, with_a_row
 from .pattern import Pattern, pattern_rules
 from .pointwise import broadcast
 from .rule import Dims, Rule
@@ -70,13 +71,15 @@ def index(call: Call) -> Rule:
 
 
 def _local_index(call: LocalCall):
-    axes, indices = call.axes["v"], list(call["indices"])
-    source, dim, index = call["self"], len(indices) - 1, indices[-1]
-    rows = call.call["self"].shape[dim]
-    row, mine = own_rows(torch.where(index < 0, index + rows, index), rows, source.shape[dim], axes, call.mesh)
+    given = list(call["indices"])
+    dim, index = len(given) - 1, given[-1]
+    source, size = with_a_row(call["self"], dim), call.call["self"].shape[dim]
     if source.numel() == 0:
         return empty_outputs(call)
-    found = call.run(indices=[*indices[:-1], row])
+    counted = torch.where(index < 0, index + size, index)
+    row, mine = own_rows(counted, size, source.shape[dim], call.axes["v"], call.mesh)
+    with bounds(index, size, dim, least=-size):
+        found = call.run(self=source, indices=[*given[:-1], row])
     mine = mine.reshape(*mine.shape, *[1] * (source.dim() - dim - 1))
     return torch.where(mine, found, torch.zeros_like(found))
 

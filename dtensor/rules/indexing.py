@@ -1,7 +1,7 @@
 """Embedding, gather and index_select: looking rows up.
 
-The looked-up dimension of an embedding table may be sharded: each rank looks up what falls into its rows and puts zeros
-elsewhere, so the result is Partial(sum). The offset of a rank's rows is looked up when the graph runs.
+The looked-up dimension of an embedding table may be sharded: each rank looks up what falls into its rows (`own_rows`)
+and puts zeros elsewhere, so the result is Partial(sum). The offset of a rank's rows is looked up when the graph runs.
 """
 
 from math import prod
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from .._torch import hint
-from ..collectives import chunk_length, emit
-from ..mesh import group_name
 from .call import Call, LocalCall, rule_for
 from .local import empty_outputs
+from .own_rows import bounds, own_rows, with_a_row
 from .pointwise import broadcast
 from .rule import Dims, Rule
 
@@ -38,36 +37,12 @@ def embedding(call: Call) -> Rule:
     )
 
 
-def first_row(size, axes: tuple[int, ...], mesh, device) -> torch.Tensor:
-    """Index, as an int64 tensor of one element, of this rank's first row when `size` rows are cut by `axes` in turn."""
-    total = torch.zeros(1, dtype=torch.int64, device=device)
-    coordinate = mesh.get_coordinate()
-    for axis in axes:
-        n = mesh.size(axis)
-        step = -(-size // n)
-        # The coordinate by itself, so that a graph looks it up once.
-        place = emit.shard(torch.arange(0, n, device=device), 0, group_name(mesh, axis))
-        total = total + place * step
-        size = chunk_length(size, n, coordinate[axis])
-    return total
-
-
 def _local_embedding(call: LocalCall):
-    axes = call.axes["v"]
-    weight, indices = call["weight"], call["indices"]
-    if weight.shape[0] == 0:
-        return weight.new_zeros((*indices.shape, weight.shape[1]))
-    row, mine = own_rows(indices, call.call["weight"].shape[0], weight.shape[0], axes, call.mesh)
-    found = torch.ops.aten.embedding.default(weight, row)
+    weight, indices, size = with_a_row(call["weight"], 0), call["indices"], call.call["weight"].shape[0]
+    row, mine = own_rows(indices, size, weight.shape[0], call.axes["v"], call.mesh)
+    with bounds(indices, size, 0):
+        found = torch.ops.aten.embedding.default(weight, row)
     return torch.where(mine.unsqueeze(-1), found, torch.zeros_like(found))
-
-
-def own_rows(index: torch.Tensor, size, own, axes: tuple[int, ...], mesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where `index` points to in this rank's `own` of `size` rows, 0 for the others' rows; and which are its own."""
-    row = index - first_row(size, axes, mesh, index.device)
-    row = row if index.dim() else row.reshape(())
-    mine = (row >= 0) & (row < own)
-    return torch.where(mine, row, torch.zeros_like(row)), mine
 
 
 @rule_for("embedding_dense_backward")
@@ -131,13 +106,13 @@ def lookup(call: Call) -> dict[str, Any]:
 
 
 def _local_lookup(call: LocalCall):
-    axes = call.axes["v"]
-    source, index = call["self"], call["index"]
-    dim = call.call["dim"] % source.dim()
+    dim = call.call["dim"] % call["self"].dim()
+    source, index, size = with_a_row(call["self"], dim), call["index"], call.call["self"].shape[dim]
     if source.numel() == 0:
         return empty_outputs(call)
-    row, mine = own_rows(index, call.call["self"].shape[dim], source.shape[dim], axes, call.mesh)
-    found = call.run(index=row)
+    row, mine = own_rows(index, size, source.shape[dim], call.axes["v"], call.mesh)
+    with bounds(index, size, dim):
+        found = call.run(self=source, index=row)
     if call.call.name == "index_select":
         mine = mine.reshape([-1 if d == dim else 1 for d in range(found.dim())])
     return torch.where(mine, found, torch.zeros_like(found))
@@ -195,4 +170,4 @@ def index_write(call: Call) -> Rule:
     return Rule(ins, (one,), sizes, reduce={"i": "sum"}, linear=linear, addends=frozenset({0}))
 
 
-__all__ = ["first_row", "lookup", "own_rows"]
+__all__ = ["lookup"]

@@ -7,8 +7,8 @@ the backward communicates nothing of its own.
 import torch
 
 from .call import RULES, Call, LocalCall
-from .indexing import own_rows
 from .local import all_reduce, axes_of
+from .own_rows import bounds, own_rows
 from .rule import Dims, Rule
 
 
@@ -34,17 +34,24 @@ def linear_lse(call: Call) -> Rule:
     )
 
 
-def _own_rows(call: LocalCall) -> torch.Tensor:
-    """The picked classes as indices into this rank's, -1 for the others'."""
-    row, axes = call["row"], call.axes.get("v", ())
-    if not axes:
-        return row
-    own, mine = own_rows(row, call.call["weight"].shape[0], call["weight"].shape[0], axes, call.mesh)
-    return torch.where(mine, own, torch.full_like(own, -1))
+NONE = -1
+"""What stands for no class where classes are counted from a rank's first."""
+
+
+def _run(call: LocalCall):
+    """The operator, with the picked classes as indices into this rank's and `NONE` for the others'."""
+    row, none, axes, own = call["row"], call["none"], call.axes.get("v", ()), call["weight"].shape[0]
+    size, changed = call.call["weight"].shape[0], {}
+    if axes:
+        counts = row != none
+        near, mine = own_rows(row * counts, size, max(own, 1), axes, call.mesh)
+        changed = {"row": torch.where(counts & (mine | (near >= own)), near, NONE), "none": NONE}
+    with bounds(row, size, 0, error=RuntimeError, what="Target", ignored=none):
+        return call.run(**changed)
 
 
 def _local(call: LocalCall):
-    lse, picked = call.run(row=_own_rows(call))
+    lse, picked = _run(call)
     if not axes_of(call, {"v"}):
         return lse, picked
     largest = all_reduce(lse, "max", call, {"v"})
@@ -62,7 +69,7 @@ def linear_lse_backward(call: Call) -> Rule:
         reduce=dict.fromkeys(sizes, "sum"),
         linear=(frozenset({0, 1}),),
         blocked=frozenset({"d"}),
-        local=lambda call: call.run(row=_own_rows(call)),
+        local=_run,
     )
 
 

@@ -7,6 +7,7 @@ import torch
 
 from ..collectives import emit
 from ..mesh import group_name, mesh_shape
+from ..spec import Spec
 from .call import LocalCall
 
 
@@ -37,12 +38,11 @@ def parts(call: LocalCall, factor: str) -> int:
 
 def empty_outputs(call: LocalCall) -> Any:
     """Zeros in the local shape of each output: what a rank without any data contributes."""
-    coordinate, mesh = call.mesh.get_coordinate(), mesh_shape(call.mesh)
     like = _tensors([call.args, list(call.kwargs.values())])[0]
     made = [
         None
         if o is None or layout is None
-        else like.new_zeros(layout.local_shape(o.shape, mesh, coordinate), dtype=o.dtype)
+        else like.new_zeros(Spec.make(call.mesh, layout, o.shape, o.stride, o.dtype).local_shape(), dtype=o.dtype)
         for o, layout in zip(call.call.outputs, call.layouts)
     ]
     return tuple(made) if call.call.many else made[0]

@@ -64,9 +64,8 @@ def _mean_by(call: LocalCall, count):
 @rule_for(*(f"{name}_backward" for name in ELEMENTWISE))
 def elementwise_loss_backward(call: Call) -> Rule:
     """The gradient of a mean divides by the local count, which a shard has to correct."""
-    shape = call["self"].shape
-    (full, *rest), sizes = broadcast([o.shape for o in call.operands[1:]], shape)
-    grad = full if call["reduction"] not in (MEAN, SUM) else ((),) * call.operands[0].ndim
+    # What flows back to a mean or a sum is one number; but where this is differentiated again, one for each element.
+    (grad, full, *rest), sizes = broadcast([o.shape for o in call.operands], call["self"].shape)
     linear = (frozenset({0}), frozenset({1, 2})) if call.name == "mse_loss_backward" else (frozenset({0}),)
     across = _across_mean(call, sizes)
     return Rule((grad, full, *rest), (full,), sizes, linear=linear, local=_local_elementwise_backward, across=across)

@@ -2,14 +2,14 @@
 
 A rank that holds some of the classes adds what the targets among these contribute, and the loss is a sum over the
 ranks. The mean divides by the weight of all targets, so that weight is reduced over the ranks first. A target that is
-no class at all, which one device refuses on the CPU, counts as ignored in the sum over sharded classes.
+no class at all is refused as on one device.
 """
 
 import torch
 
 from .call import Call, LocalCall, rule_for
-from .indexing import own_rows
 from .local import all_reduce
+from .own_rows import bounds, own_rows, with_a_row
 from .rule import Dims, Rule
 
 MEAN, SUM = 1, 2
@@ -54,9 +54,10 @@ def _local_loss(call: LocalCall):
 def _of_own_classes(call: LocalCall):
     """The loss of the targets that are among this rank's classes, summed unless nothing is to be; their weight."""
     scores = call["self"]
-    row, weight = _own_targets(call)
     dim = _class_dim(scores)
-    picked = scores.gather(dim, row.unsqueeze(dim)).squeeze(dim) if scores.shape[dim] else weight
+    row, weight = _own_targets(call)
+    with _bounds(call):
+        picked = with_a_row(scores, dim).gather(dim, row.unsqueeze(dim)).squeeze(dim)
     each = torch.where(weight == 0, weight, -picked * weight)
     if call["reduction"] in (MEAN, SUM) or not each.dim():
         return each.sum(), weight.sum()
@@ -67,14 +68,22 @@ def _class_dim(scores) -> int:
     return 0 if scores.dim() == 1 else 1
 
 
+def _bounds(call: LocalCall) -> bounds:
+    scores, target = call.call["self"], call["target"]
+    dim = _class_dim(call["self"])
+    return bounds(target, scores.shape[dim], dim, error=IndexError, what="Target", ignored=call["ignore_index"])
+
+
 def _own_targets(call: LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each target the index among this rank's classes, and its weight: 0 for those of others and ignored ones."""
     scores, target, weight = call["self"], call["target"], call["weight"]
     dim = _class_dim(scores)
     own = scores.shape[dim]
-    row, mine = own_rows(target, call.call["self"].shape[dim], own, call.axes["c"], call.mesh)
-    mine = mine & (target != call["ignore_index"])
-    each = scores.new_ones(()) if weight is None or not own else weight[row]
+    counts = target != call["ignore_index"]
+    row, mine = own_rows(target * counts, call.call["self"].shape[dim], max(own, 1), call.axes["c"], call.mesh)
+    mine = mine & counts
+    with _bounds(call):
+        each = scores.new_ones(()) if weight is None or own == 0 else weight[row]
     return row, torch.where(mine, each, torch.zeros_like(each))
 
 

@@ -4,6 +4,7 @@ A dimension of which a part is taken is whole on every rank, the others keep the
 """
 
 from .._torch import same_size
+from ..errors import OperatorError
 from .call import Call, rule_for
 from .rule import Dims, Rule
 from .views import LINEAR, follow
@@ -116,7 +117,20 @@ def put_into(call: Call) -> Rule:
 
 @rule_for("as_strided", "as_strided_scatter")
 def as_strided(call: Call) -> Rule:
-    """Strides say nothing about dimensions: everything is whole."""
+    """Strides say nothing about dimensions: everything is whole.
+
+    They count in memory, of which a tensor that is put together has its own.
+
+    Raises:
+        OperatorError: the tensor is sharded and not contiguous.
+    """
+    given = call.operands[0]
+    if given.static and given.unusual_stride is not None and not given.layout.is_replicated:
+        raise OperatorError(
+            f"{call.func} of a tensor of shape {list(given.shape)} and strides {list(given.stride)}, sharded as "
+            f"{given.layout}: no rank has the memory that strides are counted in; write x.contiguous().as_strided(…), "
+            "or select, slice, transpose or unfold it"
+        )
     nothing = tuple(((),) * o.ndim for o in call.operands)
     outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
     return Rule(nothing, outs, {}, linear=(frozenset(range(len(nothing))),))

@@ -19,7 +19,7 @@ from .models import (
     Transformer,
     TransformerBlock,
 )
-from .processes import RankError, run_ranks
+from .processes import RankError, kept_ranks, run_ranks
 from .ranks import with_ranks, with_threads
 from .threads import run_threads
 
@@ -38,6 +38,7 @@ __all__ = [
     "Transformer",
     "TransformerBlock",
     "fake_ranks",
+    "kept_ranks",
     "run_ranks",
     "run_threads",
     "with_ranks",

@@ -1,7 +1,8 @@
 """What runs in a process that `processes.run_ranks` starts: one rank.
 
 It takes a `Job`, joins the process group, calls the function, and says through a pipe how that went: pickled
-pairs ("started", None), ("returned", pickled value) or ("raised", `Failure`).
+pairs ("started", None), ("returned", pickled value) or ("raised", `Failure`). Told to leave the group, it puts the
+process back as it was (`renewal`), says ("left", what it could not put back), and takes the next job.
 """
 
 import faulthandler
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -21,9 +23,14 @@ import torch
 import torch.distributed as dist
 
 from .references import FunctionReference
+from .renewal import Beginning
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write its stacks to its file."""
+
+
+LEAVE = b"leave"
+"""Tells a rank that is done that its peers are done, too."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,8 @@ class Job:
         timeout: seconds a collective may take.
         folder: folder for the rendezvous and for stacks.
         environment: variables of the parent.
+        working_directory: that of the parent.
+        path: where the parent looks for modules.
     """
 
     function: FunctionReference
@@ -47,6 +56,8 @@ class Job:
     timeout: float
     folder: str
     environment: dict[str, str]
+    working_directory: str
+    path: list[str]
 
     def stacks_file(self, rank: int) -> Path:
         """Where `rank` writes its stacks."""
@@ -74,25 +85,37 @@ class Failure:
         return cls(time.monotonic(), line, "".join(traceback.format_exception(error)))
 
 
-def rank_main(pipe: Connection, rank: int, job: Job) -> None:
-    """Be `rank`: report to `pipe`, then stay until its other end is closed, so that no peer loses this rank
-    midway."""
-    with job.stacks_file(rank).open("w") as stacks:
-        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-        pipe.send_bytes(pickle.dumps(("started", None)))
-        try:
-            message = ("returned", _value(rank, job))
-        except BaseException as error:
-            message = ("raised", Failure.of(error))
-        pipe.send_bytes(pickle.dumps(message))
-        _wait_for_end(pipe)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def rank_main(pipe: Connection) -> None:
+    """Run the jobs that come through `pipe`, one after another, until its other end is closed.
+
+    A job is a pair (rank, `Job`). When it is done the rank stays in its process group, so that no peer loses it midway,
+    until the parent writes `LEAVE`.
+    """
+    beginning = Beginning()
+    while (received := _received(pipe)) is not None:
+        rank, job = pickle.loads(received)
+        with job.stacks_file(rank).open("w") as stacks:
+            faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+            pipe.send_bytes(pickle.dumps(("started", None)))
+            try:
+                with warnings.catch_warnings():
+                    message = ("returned", _value(rank, job))
+            except BaseException as error:
+                message = ("raised", Failure.of(error))
+            pipe.send_bytes(pickle.dumps(message))
+            if _received(pipe) != LEAVE:
+                break
+            pipe.send_bytes(pickle.dumps(("left", beginning.restore())))
+            faulthandler.unregister(STACKS_SIGNAL)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _value(rank: int, job: Job) -> bytes:
     os.environ.clear()
     os.environ.update(job.environment)
+    os.chdir(job.working_directory)
+    sys.path[:] = job.path
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -110,11 +133,12 @@ def _value(rank: int, job: Job) -> bytes:
     return pickle.dumps(function(rank, *arguments))
 
 
-def _wait_for_end(pipe: Connection) -> None:
+def _received(pipe: Connection) -> bytes | None:
+    """The next message, None at the end."""
     try:
-        pipe.recv_bytes()
+        return pipe.recv_bytes()
     except (EOFError, ConnectionError):
-        return
+        return None
 
 
-__all__ = ["STACKS_SIGNAL", "Failure", "Job", "rank_main"]
+__all__ = ["LEAVE", "STACKS_SIGNAL", "Failure", "Job", "rank_main"]

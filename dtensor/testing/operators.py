@@ -63,7 +63,12 @@ def operator_names() -> list[str]:
     return [name for name, op in operator_database().items() if op.supports_dtype(torch.float32, "cpu")]
 
 
-def samples(name: str, most: int) -> list[Sample]:
+def twice_differentiable() -> list[str]:
+    """Names of the operators of torch's database whose gradients have gradients, in its order."""
+    return [name for name, op in operator_database().items() if op.supports_autograd and op.supports_gradgrad]
+
+
+def samples(name: str, most: int, dtype: torch.dtype = torch.float32) -> list[Sample]:
     """Up to `most` calls of an operator: its first one, and others drawn alike every time.
 
     Calls without tensors are left out. For an operator that has them, calls in place and with out= follow.
@@ -71,7 +76,7 @@ def samples(name: str, most: int) -> list[Sample]:
     op = operator_database()[name]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(7)
-        given = list(operator_samples(op, torch.float32, op.supports_autograd))
+        given = list(operator_samples(op, dtype, op.supports_autograd))
     found = [Sample(name, op.op, (s.input, *s.args), s.kwargs) for s in given]
     found = drawn([s for s in found if tensors((s.args, s.kwargs))], most, name)
     extra = []
@@ -153,6 +158,7 @@ def disagreement(
     *,
     compiled: Callable[..., Any] | None = None,
     read: Callable[[Any], Any] = lambda out: out,
+    twice: bool = False,
 ) -> str | None:
     """Run a call on DTensors and compare outputs and gradients with the plain call; None if they agree.
 
@@ -162,20 +168,21 @@ def disagreement(
         where: placements of the tensors of the call, in their order.
         compiled: what runs in place of `sample.call` on the DTensors.
         read: what of the outputs is compared, for operators with several right answers.
+        twice: compare the gradients of the gradients too, by the tensors of the call and by what flows back.
 
     Returns:
         A line that says what differs. What the operator raises on DTensors is raised.
 
     Raises:
-        NotPlain: the plain call raises.
+        NotPlain: the plain call raises, or with `twice` has no gradient of a gradient.
     """
-    dense, dense_leaves = _run(sample.fresh(), sample.call, read)
+    dense, dense_leaves = _run(sample.fresh(), sample.call, read, twice)
     supply = iter(where)
     args, kwargs = mapped((sample.fresh().args, sample.fresh().kwargs), lambda x: place(x, mesh, next(supply)))
     placed = Sample(sample.operator, sample.call, args, kwargs)
     _seed()
     outputs = _outputs(read((compiled or sample.call)(*args, **kwargs)))
-    leaves = None if dense_leaves is None else _gradients(outputs, _leaves(placed), mesh)
+    leaves = None if dense_leaves is None else _gradients(outputs, _leaves(placed), mesh, twice)
     # Everything is gathered before anything is compared, so that a rank that finds a difference leaves none waiting.
     found, gradients = list(map(_seen, outputs)), None if leaves is None else list(map(_seen, leaves))
     if len(found) != len(dense):
@@ -190,6 +197,8 @@ def disagreement(
     for i, (one, expected) in enumerate(zip(gradients, map(_seen, dense_leaves))):
         if (text := _gradient_difference(one, expected)) is not None:
             return f"gradient {i}: {text}"
+    if len(gradients) != len(dense_leaves):
+        return f"{len(gradients)} gradients instead of {len(dense_leaves)}"
     return None
 
 
@@ -202,7 +211,7 @@ class NotPlain(Exception):
     """The operator does not run on plain tensors either."""
 
 
-def _run(sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any]):
+def _run(sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any], twice: bool):
     """Outputs and gradients of a plain call; None for the gradients if it has none."""
     _seed()
     try:
@@ -210,8 +219,10 @@ def _run(sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any]):
     except Exception as error:
         raise NotPlain(f"{sample}: {error}") from error
     try:
-        return outputs, _gradients(outputs, _leaves(sample), None)
-    except (RuntimeError, NotImplementedError):
+        return outputs, _gradients(outputs, _leaves(sample), None, twice)
+    except (RuntimeError, NotImplementedError) as error:
+        if twice:
+            raise NotPlain(f"{sample}: {error}") from error
         return outputs, None
 
 
@@ -225,18 +236,31 @@ def _leaves(sample: Sample) -> list[torch.Tensor]:
     return [x for x in tensors((sample.args, sample.kwargs)) if x.requires_grad]
 
 
-def _gradients(outputs: list[Any], leaves: list[torch.Tensor], mesh: Any) -> list[torch.Tensor | None] | None:
+def _gradients(
+    outputs: list[Any], leaves: list[torch.Tensor], mesh: Any, twice: bool
+) -> list[torch.Tensor | None] | None:
+    """The gradients of the leaves; with `twice` followed by the gradients of these, by leaves and tangents."""
     outs = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
     if not outs or not leaves:
         return None
+    tangents = [t.requires_grad_(twice) for t in _tangents(outs, mesh, 1)]
+    first = torch.autograd.grad(outs, leaves, tangents, allow_unused=True, create_graph=twice)
+    again = [g for g in first if twice and g is not None and g.requires_grad]
+    if not again:
+        return list(first)
+    second = torch.autograd.grad(again, [*leaves, *tangents], _tangents(again, mesh, 2), allow_unused=True)
+    return [*first, *second]
+
+
+def _tangents(outs: list[torch.Tensor], mesh: Any, seed: int) -> list[torch.Tensor]:
     tangents = []
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     for o in outs:
         tangent = torch.randn(o.shape, dtype=o.dtype, generator=generator)
         if isinstance(o, DTensor):
             tangent = distribute_tensor(tangent, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
         tangents.append(tangent)
-    return list(torch.autograd.grad(outs, leaves, tangents, allow_unused=True))
+    return tangents
 
 
 def _seen(x: Any) -> Any:
@@ -282,4 +306,5 @@ __all__ = [
     "place",
     "placements",
     "samples",
+    "twice_differentiable",
 ]

@@ -4,22 +4,25 @@ The parent starts one process for each rank (`child`), waits for what each says,
 they are copies of a process that has imported torch and this library and done nothing else, which saves each of them
 some seconds; it ends with the parent. Whatever goes wrong is one exception in the parent: a rank's traceback, the exit
 code of a rank that died, or, when time is up, the Python stacks of all ranks.
+
+Under `kept_ranks` processes that did their job well, and could be put back as they were, take the next job.
 """
 
+import contextlib
 import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from .child import STACKS_SIGNAL, Failure, Job, rank_main
+from .child import LEAVE, STACKS_SIGNAL, Failure, Job, rank_main
 from .references import FunctionReference
 
 PRELOADED = ["dtensor.compile", "dtensor.testing.child", "torch._inductor.compile_fx"]
@@ -33,6 +36,9 @@ READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 TIMEOUT = 600.0
 """Seconds that all ranks have by default: against a hang, and so far more than slow ranks that compile need."""
+
+LEAVING = 30.0
+"""Seconds that a rank has to put its process back as it was; one that takes longer is not kept."""
 
 GRACE = 1.0
 """Seconds left to the other ranks to report after the first failure, and to all to write their stacks."""
@@ -51,11 +57,17 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[..., Any], nproc: int, *args: Any, backend: str = "gloo", timeout: float = TIMEOUT
+    fn: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = TIMEOUT,
+    fresh: bool = False,
 ) -> list[Any]:
-    """Call `fn(rank, *args)` in `nproc` new processes and return what each returned, in the order of ranks.
+    """Call `fn(rank, *args)` in `nproc` processes and return what each returned, in the order of ranks.
 
-    Each process has one torch thread, and the default process group is initialised.
+    Each process has one torch thread, and the default process group is initialised. The processes are new, but for
+    those that `kept_ranks` has.
 
     Args:
         fn: a function at the top level of a module.
@@ -63,6 +75,7 @@ def run_ranks(
         args: more arguments; they and the return values are pickled (tensors by value).
         backend: backend of the process group; with "nccl" rank r takes GPU r.
         timeout: seconds in which all ranks have to be done.
+        fresh: whether the processes are new, and not kept, under `kept_ranks`, too.
 
     Raises:
         RankError: a rank raised, or died.
@@ -72,15 +85,41 @@ def run_ranks(
     if nproc < 1:
         raise ValueError(f"nproc is the number of ranks, at least 1; got {nproc}")
     function = FunctionReference.of(fn)
+    kept = None if fresh else _kept
     with tempfile.TemporaryDirectory(prefix="dtensor-ranks-") as folder:
-        job = Job(function, pickle.dumps(args), nproc, backend, timeout, folder, dict(os.environ))
+        job = Job(
+            function, pickle.dumps(args), nproc, backend, timeout, folder, dict(os.environ), os.getcwd(), list(sys.path)
+        )
         ranks: list[_Rank] = []
         try:
-            ranks.extend(_Rank.spawn(rank, job) for rank in range(nproc))
+            for rank in range(nproc):
+                ranks.append(_Rank(rank, _idle(kept, backend) or _Process(backend)))
+                ranks[-1].process.send(pickle.dumps((rank, job)))
             _collect(ranks, job)
-            return [pickle.loads(r.result) for r in ranks]
+            results = [pickle.loads(r.result) for r in ranks]
+            if kept is not None:
+                kept += _left(ranks)
+                ranks = [r for r in ranks if r.process not in kept]
+            return results
         finally:
-            _end(ranks)
+            _end([r.process for r in ranks], [r.process for r in ranks if not r.done])
+
+
+@contextlib.contextmanager
+def kept_ranks() -> Iterator[None]:
+    """Context in which `run_ranks` uses its processes again, which saves starting them, and what compiling imports.
+
+    Between two jobs a process leaves its process group, forgets what was compiled, and puts settings back (`renewal`).
+    What a job did to modules stays: one that replaces parts of them for good asks for `fresh=True`. The processes of a
+    job that failed are not used again, nor those that still have threads of their own.
+    """
+    global _kept
+    before, _kept = _kept, []
+    try:
+        yield
+    finally:
+        ended, _kept = _kept, before
+        _end(ended)
 
 
 def _read_at_import() -> dict[str, str]:
@@ -97,26 +136,61 @@ def _start_method(backend: str) -> str:
     return "forkserver" if copies else "spawn"
 
 
+class _Process:
+    """A process that takes jobs, and the parent's end of its pipe."""
+
+    def __init__(self, backend: str):
+        context: Any = multiprocessing.get_context(_start_method(backend))
+        context.set_forkserver_preload(PRELOADED)
+        self.backend, self.environment = backend, _read_at_import()
+        self.pipe, there = context.Pipe()
+        self.process: BaseProcess = context.Process(target=rank_main, args=(there,), name="rank")
+        self.process.start()
+        there.close()
+
+    def send(self, message: bytes) -> None:
+        """Send to the process; that it has died shows where its answer is read."""
+        with contextlib.suppress(ConnectionError):
+            self.pipe.send_bytes(message)
+
+
+_kept: list[_Process] | None = None
+"""The idle processes under `kept_ranks`, None outside."""
+
+
+def _idle(kept: list[_Process] | None, backend: str) -> _Process | None:
+    """One of the kept processes for a job of now, taken out; None if there is none."""
+    for process in kept or ():
+        alike = process.backend == backend and process.environment == _read_at_import()
+        if alike and process.process.is_alive():
+            assert kept is not None
+            kept.remove(process)
+            return process
+    return None
+
+
+def _left(ranks: "list[_Rank]") -> list[_Process]:
+    """Have ranks that returned leave their group; the processes that are then as they were."""
+    for r in ranks:
+        r.process.send(LEAVE)
+    deadline, restored = time.monotonic() + LEAVING, []
+    for r in ranks:
+        with contextlib.suppress(EOFError, ConnectionError):
+            if r.process.pipe.poll(max(0.0, deadline - time.monotonic())):
+                _, rest = pickle.loads(r.process.pipe.recv_bytes())
+                restored += [] if rest else [r.process]
+    return restored
+
+
 @dataclass
 class _Rank:
-    """The parent's view of one rank."""
+    """The parent's view of one rank of a job."""
 
     rank: int
-    process: BaseProcess
-    pipe: Any  # its end of a multiprocessing.Pipe
+    process: _Process
     started: bool = False
     result: bytes = b""
     failure: Failure | None = None
-
-    @classmethod
-    def spawn(cls, rank: int, job: Job) -> "_Rank":
-        context: Any = multiprocessing.get_context(_start_method(job.backend))
-        context.set_forkserver_preload(PRELOADED)
-        here, there = context.Pipe()
-        process = context.Process(target=rank_main, args=(there, rank, job), name=f"rank {rank}")
-        process.start()
-        there.close()
-        return cls(rank, process, here)
 
     @property
     def done(self) -> bool:
@@ -127,10 +201,10 @@ class _Rank:
         kind: str
         content: Any
         try:
-            kind, content = pickle.loads(self.pipe.recv_bytes())
+            kind, content = pickle.loads(self.process.pipe.recv_bytes())
         except (EOFError, ConnectionError):
-            self.process.join(GRACE)
-            line = f"its process ended with exit code {self.process.exitcode} and no word"
+            self.process.process.join(GRACE)
+            line = f"its process ended with exit code {self.process.process.exitcode} and no word"
             kind, content = "raised", Failure(0.0, line, line + "\n")  # before all that follow from it
         match kind:
             case "started":
@@ -151,7 +225,7 @@ class _Rank:
 
 def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
     """Wait until a rank that is not done says something; the ranks that did, none if time is up."""
-    waiting = {r.pipe: r for r in ranks if not r.done}
+    waiting = {r.process.pipe: r for r in ranks if not r.done}
     ready = [waiting[pipe] for pipe in wait(list(waiting), max(0.0, deadline - time.monotonic()))]
     for r in ready:
         r.receive()
@@ -185,8 +259,9 @@ def _failed(ranks: list[_Rank]) -> RankError:
 def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
     """Have every rank write its stacks, print them, and give the error that shows them."""
     for r in ranks:
-        if r.started and not r.done and r.process.is_alive() and r.process.pid:
-            os.kill(r.process.pid, STACKS_SIGNAL)
+        process = r.process.process
+        if r.started and not r.done and process.is_alive() and process.pid:
+            os.kill(process.pid, STACKS_SIGNAL)
     time.sleep(GRACE)
     text = f"{job.function.qualname} was not done on {len(ranks)} ranks after {job.timeout:g} s\n"
     text += "".join(f"rank {r.rank} {r.stacks(job)}" for r in ranks)
@@ -194,19 +269,19 @@ def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
     return TimeoutError(text)
 
 
-def _end(ranks: list[_Rank]) -> None:
-    """Let the ranks that are done end by themselves, for a while; kill the others."""
-    for r in ranks:
-        r.pipe.close()
-        if not r.done:
-            r.process.kill()
+def _end(processes: list[_Process], at_once: Sequence[_Process] = ()) -> None:
+    """Let processes end by themselves, for a while; kill those `at_once`."""
+    for p in processes:
+        p.pipe.close()
+    for p in at_once:
+        p.process.kill()
     deadline = time.monotonic() + 5 * GRACE
-    for r in ranks:
-        r.process.join(max(0.0, deadline - time.monotonic()))
-        if r.process.is_alive():
-            r.process.kill()
-            r.process.join()
-        r.process.close()
+    for p in processes:
+        p.process.join(max(0.0, deadline - time.monotonic()))
+        if p.process.is_alive():
+            p.process.kill()
+            p.process.join()
+        p.process.close()
 
 
-__all__ = ["RankError", "run_ranks"]
+__all__ = ["RankError", "kept_ranks", "run_ranks"]

@@ -21,11 +21,13 @@ from .threads import run_threads
 Test = Callable[..., Any]
 
 
-def with_ranks(nproc: int, *, backend: str = "gloo", timeout: float = TIMEOUT) -> Callable[[Test], Test]:
+def with_ranks(
+    nproc: int, *, backend: str = "gloo", timeout: float = TIMEOUT, fresh: bool = False
+) -> Callable[[Test], Test]:
     """Decorator: run the test on `nproc` processes, see `run_ranks`."""
 
     def run(fn: Test, *args: Any) -> None:
-        run_ranks(fn, nproc, *args, backend=backend, timeout=timeout)
+        run_ranks(fn, nproc, *args, backend=backend, timeout=timeout, fresh=fresh)
 
     return functools.partial(_on_ranks, run)
 

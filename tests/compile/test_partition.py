@@ -59,9 +59,16 @@ def compiled(f, **options):
 READ = 3 * LAYERS - 1 - 2
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+OPTIONS = [({}, READ), ({"disable": ["regather"]}, 0), ({"memory_budget": 10**9}, 0)]
+
+
 @pytest.mark.parametrize(
-    ("options", "again"), [({}, READ), ({"disable": ["regather"]}, 0), ({"memory_budget": 10**9}, 0)]
+    ("inner", "options", "again"),
+    [
+        *[("aot_eager", *given) for given in OPTIONS],
+        ("inductor", *OPTIONS[0]),
+        *[pytest.param("inductor", *given, marks=pytest.mark.nightly) for given in OPTIONS[1:]],
+    ],
 )
 def test_parameters_are_gathered_again(fake_mesh, inner, options, again):
     mesh = fake_mesh(4)

@@ -272,12 +272,23 @@ def test_a_function_sees_the_arguments(mesh):
         ),
         ("mk,m->mk,m", {}, r"'mk,m->mk,m' has 2 outputs, dtensor_test.scale_rows.default returns 1 tensors"),
         ("mk,m->mk", {"linear": "y"}, r"has no tensor argument 'y'; it takes x, w"),
+        ("mk,m->mk", {"linear": [("x", "x")]}, r"jointly linear, each once; got \('x', 'x'\)"),
+        ("mk,m->mk", {"linear": [()]}, r"jointly linear, each once; got \(\)"),
+        ("mk,m->mk", {"linear": [("x", "w"), ("w", "x")]}, r"linear names the same arguments twice"),
+        ("mk,m->mk", {"added": "w"}, r"w cannot be added to a reduced result, as nothing is reduced; write reduce="),
+        ("mk,m->m1", {"added": "x", "reduce": "k"}, r"x is added to the result of reducing factor 'k', so it cannot"),
     ],
 )
 def test_what_cannot_be_a_rule(text, options, message):
     with pytest.raises(ValueError, match=message):
         dtensor.register_sharding(scale_rows, text, **options)
     assert str(scale_rows._opoverload) not in RULES
+
+
+@pytest.mark.parametrize("option", ["reduce", "linear", "added", "blocked"])
+def test_options_of_another_type(option):
+    with pytest.raises(TypeError, match=rf"{option} takes .*; got 3"):
+        Rule("mk->m", **{option: 3})
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,9 @@
 Forward and backward, in place and with out=, eager and compiled, on two ranks, four, and a mesh of two by two. Sizes in
 the database rarely divide, so most shards are uneven and some are empty. In every run each mesh has a sixth of the
 operators, always the same and not another's, and so has the compiler; `pytest -m nightly` tries each everywhere.
+
+The gradients of gradients, by the arguments and by what flows back, are compared in double precision: eager, for an
+eighth of the operators on two ranks, for all of them there and on two by two in the nightly run.
 """
 
 import contextlib
@@ -17,7 +20,14 @@ import torch
 
 import dtensor
 from dtensor.testing import run_ranks
-from dtensor.testing.operators import NotPlain, disagreement, operator_names, placements, samples
+from dtensor.testing.operators import (
+    NotPlain,
+    disagreement,
+    operator_names,
+    placements,
+    samples,
+    twice_differentiable,
+)
 
 SKIPPED = {
     "sparse.sampled_addmm": "takes a sparse tensor, and a DTensor is strided",
@@ -46,6 +56,11 @@ IN_REGION = {
 }
 """Operators that run inside `implicit_replication`, and why."""
 
+NOT_TWICE = {
+    "nn.functional.linear_cross_entropy.chunked": "torch's own gradient is cut off from its graph; ours is not",
+}
+"""Operators of which gradients of gradients are not compared, and why."""
+
 CALLS = {"__getitem__": operator.getitem}
 """What is called in place of the database's function: that one goes past the subclass's own method."""
 
@@ -59,20 +74,20 @@ READ = {"svd_lowrank": _product, "pca_lowrank": _product}
 """What is compared where several results are right: the sign of singular vectors is a matter of rounding."""
 
 
-def check(rank, shape, names, calls, ways, compiled):
+def check(rank, shape, names, calls, ways, compiled, twice=False):
     """What is wrong with the named operators, a line each, and how many calls were compared."""
     torch._dynamo.config.recompile_limit = 1 << 16
     mesh = dtensor.init_device_mesh("cpu", shape)
     wrong, compared = [], 0
     for name in names:
         start = time.monotonic()
-        for sample in samples(name, calls):
+        for sample in samples(name, calls, torch.float64 if twice else torch.float32):
             sample = replace(sample, call=CALLS.get(name, sample.call))
-            if compiled and (sample.operator != name or name in NOT_COMPILED):
+            if (compiled and name in NOT_COMPILED) or (sample.operator != name and (compiled or twice)):
                 continue
             for where in placements(sample, mesh, ways)[1 if compiled else 0 :]:
                 try:
-                    text = one(sample, mesh, where, name, compiled)
+                    text = one(sample, mesh, where, name, compiled, twice)
                 except NotPlain:
                     break
                 except Exception as error:
@@ -85,14 +100,14 @@ def check(rank, shape, names, calls, ways, compiled):
     return wrong, compared
 
 
-def one(sample, mesh, where, name, compiled):
+def one(sample, mesh, where, name, compiled, twice):
     region = dtensor.implicit_replication(random=True) if name in IN_REGION else contextlib.nullcontext()
     run = None
     if compiled:
         run = compile_whole(sample.call)
     try:
         with region:
-            return disagreement(sample, mesh, where, compiled=run, read=READ.get(name, lambda out: out))
+            return disagreement(sample, mesh, where, compiled=run, read=READ.get(name, lambda out: out), twice=twice)
     except Exception:
         if compiled:
             raise_unless_plain_compiles(sample)
@@ -153,3 +168,26 @@ def test_agrees_with_one_device(mesh, names, compiled, request):
     print(f"{compared} calls of {len(names)} operators compared")
     assert not wrong, "\n".join(wrong)
     assert compared > len(names) * (0.8 if compiled else 4)
+
+
+TWICE = [name for name in twice_differentiable() if name not in SKIPPED | NOT_TWICE]
+TWICE_RUNS = [
+    pytest.param("2", [n for n in TWICE if zlib.crc32(n.encode()) % 8 == 7], id="2-eighth"),
+    *(
+        pytest.param(m, TWICE[part::PARTS], id=f"{m}-{part}", marks=pytest.mark.nightly)
+        for m, part in itertools.product(("2", "2x2"), range(PARTS))
+    ),
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("mesh", "names"), TWICE_RUNS)
+def test_gradients_of_gradients(mesh, names, request):
+    nightly = request.node.get_closest_marker("nightly") is not None
+    calls, ways = (5, 6) if nightly else (2, 4)
+    shape = MESHES[mesh]
+    results = run_ranks(check, 4 if len(shape) > 1 else shape[0], shape, names, calls, ways, False, True, timeout=1700)
+    wrong, compared = results[0]
+    print(f"{compared} calls of {len(names)} operators compared")
+    assert not wrong, "\n".join(wrong)
+    assert compared > len(names) * 3

@@ -22,6 +22,10 @@ def elementwise_cases():
         yield c(aten.soft_margin_loss.default, x, y, reduction, at_least=3)
         yield c(aten.soft_margin_loss_backward.default, grad, x, y, reduction, at_least=5)
         yield c(aten.mse_loss.default, x, y, reduction, at_least=3)
+        for way in (grad, f(5, 4)):  # the second: where a gradient is differentiated again
+            yield c(aten.mse_loss_backward.default, way, x, y, reduction, at_least=5)
+            yield c(aten.smooth_l1_loss_backward.default, way, x, y, reduction, 0.3, at_least=5)
+            yield c(aten.huber_loss_backward.default, way, x, y, reduction, 0.3, at_least=5)
 
 
 def margin_cases():
@@ -61,9 +65,9 @@ def linear_cases():
     x, w, rows = f(5, 3), f(4, 3), torch.tensor([0, 3, 1, -1, 2])
     forward, backward = torch.ops.dtensor.linear_lse.default, torch.ops.dtensor.linear_lse_backward.default
     for bias in (None, f(4)):
-        yield c(forward, x, w, bias, rows, 2, at_least=3)
-        lse, _ = forward(x, w, bias, rows, 2)
-        yield c(backward, f(5), f(5), x, w, bias, rows, lse, 2, at_least=5)
+        yield c(forward, x, w, bias, rows, -1, 2, at_least=3)
+        lse, _ = forward(x, w, bias, rows, -1, 2)
+        yield c(backward, f(5), f(5), x, w, bias, rows, -1, lse, 2, at_least=5)
 
 
 @pytest.mark.parametrize("n", [2, 3])

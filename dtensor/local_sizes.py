@@ -1,0 +1,193 @@
+"""Sizes of local tensors while a graph of symbolic sizes is traced: the same symbols, values and guards on every rank.
+
+A dimension of symbolic global length that an axis cuts has a local length that is a symbol of its own. Compiled code
+reads it from the tensors that it is given, so one graph is right for every length, whether the axis divides it or not,
+and for shards of length 1 and 0. While the graph is traced, all ranks take the symbol to be what the first rank has,
+the length of the longest shard. So nothing in a trace follows from what this rank has, and all ranks trace alike.
+
+What the trace found out about local lengths has to hold on every rank, and all ranks have to see it alike when they
+choose a graph. So a guard is asked of the global length: it holds where it holds on the first rank, on the one with the
+last shard that is not empty, and on the last. All shards between these are as long as the first.
+
+    length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
+"""
+
+from itertools import product
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import sympy
+import torch
+
+from ._torch import (
+    CeilDiv,
+    FloorDiv,
+    Max,
+    Min,
+    Mod,
+    ShapeEnv,
+    assumed_size,
+    guards_written_by,
+    hint,
+    is_traced,
+    is_written,
+    known_true,
+    replace_size,
+    size_of,
+    traced_size,
+)
+from .groups import chunk_length, group_rank, group_size
+from .starts import library
+
+_traces: "WeakKeyDictionary[ShapeEnv, _Lengths]" = WeakKeyDictionary()
+
+
+class _Lengths:
+    """The local lengths of one trace.
+
+    Attributes:
+        found: (global length, group, whether of the first rank) -> local length.
+        made_of: symbol of a local length -> the same.
+    """
+
+    def __init__(self, env: ShapeEnv):
+        self.env = env
+        self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
+        self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
+        guards_written_by(env, self.on_all_ranks, self.made_of.keys())
+
+    def of(self, size: torch.SymInt, group: str, first: bool) -> torch.SymInt:
+        """The length of this rank's part of `size`, or of the first rank's."""
+        key = size.node.expr, group, first
+        found = self.found.get(key)
+        if found is None:  # a guard may have replaced symbols since
+            found = next((x for (e, *k), x in self.found.items() if (self.env.replace(e), *k) == key), None)
+        if found is None:
+            whole, n = hint(size), group_size(group)
+            # Where ranks have parts of 1 and 0, neither is to be taken for what all have.
+            least = 1 if whole == n else 2
+            found = assumed_size(self.env, f"part of {key}", max(chunk_length(whole, n, 0), least), least)
+            self.made_of[found.node.expr] = key
+        self.found[key] = found
+        return found
+
+    def settle(self) -> None:
+        """Let the trace know parts by their whole where it has learnt since that the group divides it."""
+        for (expr, group, _), part in list(self.found.items()):
+            whole = size_of(part, self.env.replace(expr))
+            if divides(group_size(group), whole):
+                replace_size(part, whole // group_size(group))
+
+    def on_all_ranks(self, guard: sympy.Basic) -> sympy.Basic:
+        """A condition that local lengths occur in, as one on global lengths: that it holds on every rank."""
+        used = self._parts_in(guard)
+        if not used:
+            return guard
+        groups = dict.fromkeys(self.made_of[s][1] for s in used)
+        held = []
+        for places in product(*[self._places(group, used) for group in groups]):
+            at = dict(zip(groups, places))
+            held.append(self._at(guard, used, at))
+        return sympy.And(*held)
+
+    def _parts_in(self, expr: sympy.Basic) -> list[sympy.Symbol]:
+        """The local lengths that occur in `expr`, and what they are parts of, later ones first."""
+        used, todo = set(), list(expr.free_symbols)
+        while todo:
+            s = todo.pop()
+            if s in self.made_of and s not in used:
+                used.add(s)
+                todo += self.made_of[s][0].free_symbols
+        return [s for s in reversed(self.made_of) if s in used]
+
+    def _places(self, group: str, used: list[sympy.Symbol]) -> list[sympy.Expr]:
+        """The ranks of the group that are asked: the first, the last, and those with a last shard that is not empty."""
+        n = group_size(group)
+        ends = []
+        for s in used:
+            size, cut_by, first = self.made_of[s]
+            if cut_by == group and not first and not known_true(self.env, sympy.Eq(Mod(size, n), 0)):
+                ends.append(Max(FloorDiv(size - 1, CeilDiv(size, n)), 0))
+        return list(dict.fromkeys([sympy.Integer(0), *ends, sympy.Integer(n - 1)]))
+
+    def _at(self, guard: sympy.Basic, used: list[sympy.Symbol], at: dict[str, sympy.Expr]) -> sympy.Basic:
+        for s in used:
+            size, group, first = self.made_of[s]
+            step, place = CeilDiv(size, group_size(group)), at[group]
+            length = step if first or place == 0 else Max(Min(step, size - place * step), 0)
+            guard = guard.xreplace({s: length})
+        return guard
+
+
+def _lengths(env: ShapeEnv) -> _Lengths:
+    found = _traces.get(env)
+    if found is None:
+        found = _traces[env] = _Lengths(env)
+    return found
+
+
+def divides(n: int, size) -> bool:
+    """Whether `n` divides `size`; of a symbolic size, whether the trace knows that."""
+    if isinstance(size, torch.SymInt):
+        return known_true(size.node.shape_env, sympy.Eq(Mod(size.node.expr, n), 0))
+    return size % n == 0
+
+
+def local_length(size, group: str, *, first: bool = False):
+    """The length of this rank's part of `size` elements that the ranks of `group` cut as `torch.chunk` does, or of the
+    first rank's, which is the longest.
+
+    Of a symbolic size a symbol, unless the group is known to divide it.
+    """
+    n = group_size(group)
+    if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is not None:
+        size = int(size)
+    if divides(n, size):
+        if isinstance(size, torch.SymInt):
+            _lengths(size.node.shape_env).settle()
+        return size // n
+    if not isinstance(size, torch.SymInt):
+        return chunk_length(size, n, 0 if first else group_rank(group))
+    length = _lengths(size.node.shape_env).of(size, group, first)
+    if not is_written(length.node.expr):
+        torch.ops.dtensor.local_length(traced_size(size), group, first)
+    return traced_size(length)
+
+
+def written(size: Any) -> Any:
+    """A size as the graph that is traced, if one is, can compute it: local lengths are looked up in it before."""
+    if isinstance(size, torch.SymInt) and is_traced():
+        made_of = _lengths(size.node.shape_env).made_of
+        for symbol in sorted(size.node.expr.free_symbols & made_of.keys(), key=str):
+            if not is_written(symbol):
+                whole, group, first = made_of[symbol]
+                torch.ops.dtensor.local_length(written(size_of(size, whole)), group, first)
+    return traced_size(size)
+
+
+def define_local_length(mine, size, groups: tuple[str, ...]) -> None:
+    """Let a trace know that `mine`, a length of an input's local tensor, is this rank's part of `size`.
+
+    `groups` cut it one after the other. What torch made for it is replaced.
+    """
+    if isinstance(mine, torch.SymInt):
+        for group in groups:
+            size = local_length(size, group)
+        replace_size(mine, size)
+
+
+library.define("local_length(SymInt size, str group, bool first) -> SymInt")
+
+
+def _local_length(size: int, group: str, first: bool) -> int:
+    return chunk_length(size, group_size(group), 0 if first else group_rank(group))
+
+
+def _fake_local_length(size, group: str, first: bool):
+    return _lengths(size.node.shape_env).of(size, group, first)
+
+
+library.impl("local_length", _local_length, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::local_length", _fake_local_length, lib=library)
+
+__all__ = ["define_local_length", "divides", "local_length", "written"]

@@ -1,0 +1,82 @@
+"""Putting a process back as it was, so that one that has run a rank's job can run another's.
+
+A job leaves caches, settings and groups behind. `Beginning` remembers the settings; `restore` puts them back, forgets
+what was compiled and says what it cannot undo: a process of which it says anything is not used again.
+"""
+
+import gc
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .._torch_compile import compiler_settings, dynamo_counters, set_compiler_settings
+from ..caches import clear_caches
+from ..fallback import fallbacks
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _set_path(folders: list[str]) -> None:
+    sys.path[:] = folders
+
+
+def _set_arguments(arguments: list[str]) -> None:
+    sys.argv[:] = arguments
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "environment": (lambda: dict(os.environ), _set_environment),
+    "working directory": (os.getcwd, os.chdir),
+    "sys.path": (lambda: list(sys.path), _set_path),
+    "sys.argv": (lambda: list(sys.argv), _set_arguments),
+    "random": (random.getstate, random.setstate),
+    "numpy.random": (np.random.get_state, np.random.set_state),
+    "torch's generator": (torch.get_rng_state, torch.set_rng_state),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "default device": (lambda: None, torch.set_default_device),
+    "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "threads": (torch.get_num_threads, torch.set_num_threads),
+    "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+    "the compilers' settings": (compiler_settings, set_compiler_settings),
+}
+"""What is put back: how it is read, and how it is set."""
+
+IDLE = "ThreadPoolExecutor"
+"""How names of threads begin that wait for work and do nothing else; Inductor keeps some."""
+
+
+class Beginning:
+    """The settings of this process as they are when it is made."""
+
+    def __init__(self) -> None:
+        self.settings = {name: read() for name, (read, _) in SETTINGS.items()}
+        self.threads = set(threading.enumerate())
+
+    def restore(self) -> str:
+        """Leave the process group, forget what was compiled, put the settings back; what is left, "" for nothing."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        torch.compiler.reset()
+        dynamo_counters().clear()
+        clear_caches()
+        fallbacks(reset=True)
+        for name, (_, write) in SETTINGS.items():
+            write(self.settings[name])
+        gc.collect()
+        left = [t.name for t in threading.enumerate() if t not in self.threads and not t.name.startswith(IDLE)]
+        return f"threads {', '.join(left)}" if left else ""
+
+
+__all__ = ["Beginning"]

@@ -1,0 +1,91 @@
+"""Views and writes in compiled functions and around them: one device's values, or an error that says what to write."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+
+from dtensor import DTensor, Shard, ShardingError, distribute_tensor, init_device_mesh
+from dtensor.testing import with_ranks
+
+VIEWS = {"row": lambda x: x[0], "columns": lambda x: x[:, 1:], "flat": lambda x: x.view(-1), "turned": lambda x: x.t()}
+BACKENDS = ({"backend": "aot_eager"}, {"backend": "dtensor", "options": {"inner": "aot_eager"}})
+
+
+def base_inside(view, x, run):
+    def f(x):
+        v = view(x)
+        x.add_(1)
+        return v * 2
+
+    return [run(f)(x), x]
+
+
+def both_inside(view, x, run):
+    def f(x):
+        y = x * 2
+        v = view(y)
+        y.mul_(2)
+        v.add_(1)
+        w = v[1:]
+        y.add_(1)
+        w.mul_(3)
+        return v * 2, y * 1, w * 1
+
+    return [*run(f)(x), x]
+
+
+def view_outside(view, x, run):
+    v = view(x)
+    return [run(lambda x: x.add_(1) * 2)(x), x, v]
+
+
+def stale_input(view, x, run):
+    v = view(x)
+    x.add_(1)
+    return [run(lambda v: v * 2)(v), v]
+
+
+PROGRAMS = (base_inside, both_inside, view_outside, stale_input)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@with_ranks(2)
+def test_values(rank):
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2,))
+    dense = torch.arange(24.0).view(4, 6)
+    for i, program in enumerate(PROGRAMS):
+        for j, (name, view) in enumerate(VIEWS.items()):
+            torch.compiler.reset()
+            options = BACKENDS[(i + j) % 2]
+            placement = [Shard(1)] if name in ("columns", "flat") else [Shard(0)]
+            expected = program(view, dense.clone(), lambda f: f)
+            found = program(
+                view, distribute_tensor(dense, mesh, placement), functools.partial(torch.compile, **options)
+            )
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(whole(a), b), (program.__name__, name, options)
+
+
+def base_and_view(x, v):
+    x.add_(1)
+    return v * 2
+
+
+@pytest.mark.parametrize("name", ["row", "turned"])
+def test_inputs_that_share_memory_are_not_written_to(fake_mesh, name):
+    x = distribute_tensor(torch.arange(24.0).view(4, 6), fake_mesh(2), [Shard(0)])
+    with pytest.raises(Exception, match="shares memory with another input") as error:
+        torch.compile(base_and_view, backend="aot_eager")(x, VIEWS[name](x))
+    assert ShardingError.__name__ in str(error.value)
+
+
+def test_a_copy_from_outside_is_not_written_to(fake_mesh):
+    x = distribute_tensor(torch.arange(24.0).view(4, 6), fake_mesh(2), [Shard(0)])
+    with pytest.raises(Exception, match="give it the base and make the view inside"):
+        torch.compile(lambda v: v.add_(1) * 2, backend="aot_eager")(x[0])
