@@ -339,15 +339,24 @@ def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
     return torch._dynamo.config.patch(assume_static_by_default=not wanted)
 
 
+def forget_compiled() -> None:
+    """Drop what was compiled, as if this process had just started; what lies in files stays."""
+    from torch._inductor.utils import clear_caches
+
+    torch.compiler.reset()
+    clear_caches()
+    dynamo_counters().clear()
+
+
 def compiler_settings() -> dict[Any, dict[str, Any]]:
     """What the configurations of Dynamo, AOTAutograd and Inductor say: module -> name -> value."""
-    return {config: config.shallow_copy_dict() for config in (torch._dynamo.config, functorch_config, inductor_config)}
+    return {config: config.get_config_copy() for config in (torch._dynamo.config, functorch_config, inductor_config)}
 
 
 def set_compiler_settings(settings: dict[Any, dict[str, Any]]) -> None:
     """Have the configurations say again what `compiler_settings` gave; what has not changed is not touched."""
     for config, given in settings.items():
-        now = config.shallow_copy_dict()
+        now = config.get_config_copy()
         config.load_config({name: value for name, value in given.items() if now[name] is not value})
 
 
@@ -367,6 +376,7 @@ __all__ = [
     "compile_context",
     "compiler_settings",
     "dynamo_counters",
+    "forget_compiled",
     "get_hash_for_files",
     "inductor_compile",
     "inductor_config",
