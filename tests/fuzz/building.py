@@ -28,6 +28,9 @@ FEATURES = {
     "second derivatives through borders": "the backward of to_local and full_tensor is cut off from its graph",
     "second derivatives of losses": "the backward of an elementwise loss is not divided as its operands are",
     "second derivatives of embeddings": "the backward of an embedding meets a plain gradient",
+    "second derivatives of topk": "its backward takes an index of another shape than the local gradient",
+    "attention over empty dimensions": "torch's math path makes a plain tensor, which dispatch refuses",
+    "one-hot": "torch compares with a plain row of numbers, which dispatch refuses in eager mode",
 }
 """What programs may do -> what is wrong with it (issue 23)."""
 ON: frozenset[str] = frozenset()

@@ -212,6 +212,8 @@ def attention(c):
     *batch, _, e = c.shape(x)
     other = c.of_shape((*batch, c.size(), e)) if c.switch() else x
     causal = ", is_causal=True" if other == x and c.switch() else ""
+    if 0 in (*c.shape(x), *c.shape(other)):
+        c.feature("attention over empty dimensions")
     return f"F.scaled_dot_product_attention({x}, {other}, {other}.sin(){causal})"
 
 
@@ -398,6 +400,7 @@ def sort(c):
 
 @step("order")
 def topk(c):
+    c.feature_of_twice("second derivatives of topk")
     x = c.distinct(c.float(1, filled=True))
     dim = c.dim(x)
     return f"{new_names(c, 2)} = torch.topk({x}, {1 + c.number(c.shape(x)[dim])}, dim={dim})"
@@ -422,6 +425,7 @@ def embedding(c):
 
 @step("indexing")
 def one_hot(c):
+    c.feature("one-hot")
     i = c.value(lambda x: str(x.dtype) == "torch.int64" and x.numel() > 0)
     return f"F.one_hot({i}, {int(c.tensor(i).max()) + 1}).double()"
 
@@ -808,5 +812,7 @@ def block(c):
     x = c.float(3, 3)
     n = c.shape(x)[-1]
     c.need(n)
+    if 0 in c.shape(x):
+        c.feature("attention over empty dimensions")
     heads = c.one_of(*[k for k in range(1, n + 1) if n % k == 0])
     return f"{c.module(f'Block({n}, {heads})')}({x}.double())"

@@ -8,6 +8,8 @@ from .running import Setting, by_style, in_shards
 HEAD = '''\
 """{why}"""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -23,12 +23,14 @@ def judge(case):
     judge_compiled(recipe, setting, crew_of(setting.ranks))
 
 
+@pytest.mark.nightly
 @settings(QUIET, derandomize=True, max_examples=25)
 @given(case=cases("compiled"))
 def test_compiled_programs(case):
     judge(case)
 
 
+@pytest.mark.nightly
 @settings(QUIET, derandomize=True, max_examples=4)
 @given(case=cases("inductor"))
 def test_programs_by_inductor(case):
