@@ -4,6 +4,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 import dtensor
@@ -15,7 +16,9 @@ from dtensor._torch_compile import (
     get_hash_for_files,
     lower_as_collective,
     min_cut_partition,
+    sizes_defined_by,
 )
+from dtensor.local_sizes import local_lengths
 from dtensor.starts import OVER_GLOO
 
 from .meshes import mesh_groups
@@ -42,6 +45,7 @@ class Passes(JointPasses):
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         lower_as_collective(OVER_GLOO.all_to_all)
+        sizes_defined_by(torch.ops.dtensor.local_length.default, local_lengths)
         optimise(graph, self.options, inference=is_inference)
 
 

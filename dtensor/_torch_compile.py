@@ -6,9 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy
 import torch
 
-from ._torch import OpOverload  # first: it checks the version of torch
+from ._torch import OpOverload, ShapeEnv, tree_leaves  # first: it checks the version of torch
 
 # isort: split
 from torch._dynamo import register_backend
@@ -190,6 +191,55 @@ def lower_as_collective(operator: OpOverload) -> None:
     register_lowering(operator)(functools.partial(_create_out_of_place, operator))
 
 
+@functools.cache
+def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sympy.Symbol, tuple]]) -> None:
+    """Have Inductor's code compute sizes that the graph's inputs do not tell, before all else.
+
+    Args:
+        operator: gives such a size from others; its calls in a graph stand for the symbol of their result.
+        define: symbols -> the arguments of `operator` that give them (sizes as expressions), in the order in which they
+            may be computed.
+    """
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+
+    own = PythonWrapperCodegen.codegen_inputs
+
+    @functools.wraps(own)
+    def codegen_inputs(self: Any) -> None:
+        own(self)
+        known = define(V.graph.sizevars.shape_env)
+        wanted, todo = set(), [s for node in V.graph.module.graph.nodes for s in free_symbols(node.meta.get("val"))]
+        while todo:
+            symbol = todo.pop()
+            if symbol in known and symbol not in wanted:
+                wanted.add(symbol)
+                todo += known[symbol][0].free_symbols
+        for symbol, (size, *rest) in known.items():
+            if symbol in wanted and not _is_size_of(list(self.get_graph_inputs().values()), symbol):
+                given = ", ".join([self.codegen_sizevar(size), *map(repr, rest)])
+                self.prefix.writeline(f"{symbol} = torch.ops.{operator}({given})")
+
+    PythonWrapperCodegen.codegen_inputs = codegen_inputs
+    register_lowering(operator)(lambda *_: V.graph.current_node.meta["val"].node.expr)
+
+
+def _is_size_of(inputs: list[Any], symbol: sympy.Symbol) -> bool:
+    """Whether Inductor reads `symbol` off one of the graph's inputs."""
+    tensors = [x for x in inputs if isinstance(x, torch._inductor.ir.TensorBox)]
+    return symbol in inputs or any(symbol in (*x.get_size(), *x.get_stride()) for x in tensors)
+
+
+def free_symbols(value: Any) -> set[sympy.Symbol]:
+    """The symbols in the sizes of a node's value."""
+    found: set[sympy.Symbol] = set()
+    for x in tree_leaves(value):
+        sizes = (*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,)
+        found.update(*[n.node.expr.free_symbols for n in sizes if isinstance(n, torch.SymInt)])
+    return found
+
+
 def order_after(graph: torch.fx.Graph, later: dict[torch.fx.Node, list[torch.fx.Node]]) -> None:
     """Have Inductor run each node after those given for it, on which it does not depend."""
     preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in later.items()})
@@ -317,15 +367,24 @@ def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
     return torch._dynamo.config.patch(assume_static_by_default=not wanted)
 
 
+def forget_compiled() -> None:
+    """Drop what was compiled, as if this process had just started; what lies in files stays."""
+    from torch._inductor.utils import clear_caches
+
+    torch.compiler.reset()
+    clear_caches()
+    dynamo_counters().clear()
+
+
 def compiler_settings() -> dict[Any, dict[str, Any]]:
     """What the configurations of Dynamo, AOTAutograd and Inductor say: module -> name -> value."""
-    return {config: config.shallow_copy_dict() for config in (torch._dynamo.config, functorch_config, inductor_config)}
+    return {config: config.get_config_copy() for config in (torch._dynamo.config, functorch_config, inductor_config)}
 
 
 def set_compiler_settings(settings: dict[Any, dict[str, Any]]) -> None:
     """Have the configurations say again what `compiler_settings` gave; what has not changed is not touched."""
     for config, given in settings.items():
-        now = config.shallow_copy_dict()
+        now = config.get_config_copy()
         config.load_config({name: value for name, value in given.items() if now[name] is not value})
 
 
@@ -345,6 +404,7 @@ __all__ = [
     "compile_context",
     "compiler_settings",
     "dynamo_counters",
+    "forget_compiled",
     "get_hash_for_files",
     "inductor_compile",
     "inductor_config",
@@ -358,6 +418,7 @@ __all__ = [
     "order_after",
     "register_backend",
     "set_compiler_settings",
+    "sizes_defined_by",
     "static_inputs",
     "static_placeholders",
     "symbolic_sizes",

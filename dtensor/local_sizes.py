@@ -165,6 +165,12 @@ def written(size: Any) -> Any:
     return traced_size(size)
 
 
+def local_lengths(env: ShapeEnv) -> dict[sympy.Symbol, tuple[sympy.Expr, str, bool]]:
+    """The symbols of a trace that are local lengths -> what `dtensor::local_length` computes them from."""
+    found = _traces.get(env)
+    return {} if found is None else found.made_of
+
+
 def define_local_length(mine, size, groups: tuple[str, ...]) -> None:
     """Let a trace know that `mine`, a length of an input's local tensor, is this rank's part of `size`.
 
@@ -190,4 +196,4 @@ def _fake_local_length(size, group: str, first: bool):
 library.impl("local_length", _local_length, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::local_length", _fake_local_length, lib=library)
 
-__all__ = ["define_local_length", "divides", "local_length", "written"]
+__all__ = ["define_local_length", "divides", "local_length", "local_lengths", "written"]

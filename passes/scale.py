@@ -50,7 +50,8 @@ def _scaled(node: fx.Node) -> fx.Node | None:
     if node.target not in SCALES or node.kwargs or not ir.numbers_agree(node):
         return None
     factors = node.args if node.target is aten.mul.Tensor else node.args[:1]
-    found = [x for x in factors if isinstance(x, fx.Node) and sizes.same_kind(x, node)]
+    tensors = [x for x in factors if isinstance(x, fx.Node) and ir.tensors(x)]
+    found = [x for x in tensors if sizes.same_kind(x, node)]
     return found[0] if found and len(node.all_input_nodes) == sum(isinstance(x, fx.Node) for x in node.args) else None
 
 

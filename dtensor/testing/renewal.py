@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .._torch_compile import compiler_settings, dynamo_counters, set_compiler_settings
+from .._torch_compile import compiler_settings, forget_compiled, set_compiler_settings
 from ..caches import clear_caches
 from ..fallback import fallbacks
 
@@ -53,8 +53,8 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 """What is put back: how it is read, and how it is set."""
 
-IDLE = "ThreadPoolExecutor"
-"""How names of threads begin that wait for work and do nothing else; Inductor keeps some."""
+IDLE = ("ThreadPoolExecutor", "tqdm_monitor")
+"""How names of threads begin that wait and touch nothing of a job's: Inductor's workers, Dynamo's progress bar."""
 
 
 class Beginning:
@@ -68,8 +68,7 @@ class Beginning:
         """Leave the process group, forget what was compiled, put the settings back; what is left, "" for nothing."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        torch.compiler.reset()
-        dynamo_counters().clear()
+        forget_compiled()
         clear_caches()
         fallbacks(reset=True)
         for name, (_, write) in SETTINGS.items():

@@ -1,5 +1,7 @@
 """Caches of compiled code: hits where all is alike, and never a graph that was made for something else."""
 
+import os
+
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
@@ -22,23 +24,26 @@ def anew(f):
 
 
 @with_ranks(4)
-def test_what_a_graph_depends_on_is_in_the_key(rank):
-    """Reduction, layout, mesh and this rank's uneven shard: local tensors look alike, graphs differ."""
+def test_what_a_graph_depends_on_is_in_the_key(rank, tmp_path):
+    """Reduction, layout, mesh and this rank's uneven shard: local tensors look alike, graphs differ.
+
+    Ranks share a cache, as those of a machine do.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"], mesh["tp"]
     line = init_device_mesh("cpu", (4,))
     mine = torch.full((4,), float(rank))
-    with fresh_cache():
-        for axis, other in ((dp, rank ^ 2), (tp, rank ^ 1)):
-            for op, expected in (("sum", rank + other), ("max", max(rank, other))):
-                x = DTensor.from_local(mine, axis, [Partial(op)])
-                assert anew(whole)(x).to_local().tolist() == [expected + 1.0] * 4
-            x = DTensor.from_local(mine, axis, [Shard(0)])
-            assert anew(whole)(x).to_local().tolist() == [v + 1.0 for v in sorted((rank, other)) for _ in range(4)]
-            assert anew(local_sum)(mine, axis).tolist() == [float(rank + other)] * 4
-        x = distribute_tensor(torch.arange(5.0), line, [Replicate()])
-        cut = anew(lambda x: (x * 2).redistribute(placements=[Shard(0)]))(x)
-        assert cut.to_local().tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0], []][rank]
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    for axis, other in ((dp, rank ^ 2), (tp, rank ^ 1)):
+        for op, expected in (("sum", rank + other), ("max", max(rank, other))):
+            x = DTensor.from_local(mine, axis, [Partial(op)])
+            assert anew(whole)(x).to_local().tolist() == [expected + 1.0] * 4
+        x = DTensor.from_local(mine, axis, [Shard(0)])
+        assert anew(whole)(x).to_local().tolist() == [v + 1.0 for v in sorted((rank, other)) for _ in range(4)]
+        assert anew(local_sum)(mine, axis).tolist() == [float(rank + other)] * 4
+    x = distribute_tensor(torch.arange(5.0), line, [Replicate()])
+    cut = anew(lambda x: (x * 2).redistribute(placements=[Shard(0)]))(x)
+    assert cut.to_local().tolist() == [[0.0, 2.0], [4.0, 6.0], [8.0], []][rank]
 
 
 @with_ranks(2)

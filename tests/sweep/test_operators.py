@@ -1,7 +1,7 @@
 """Torch's operator database on ranks: whatever runs on one device gives the same on DTensors, in every placement.
 
 Forward and backward, in place and with out=, eager and compiled, on two ranks, four, and a mesh of two by two. Sizes in
-the database rarely divide, so most shards are uneven and some are empty. In every run each mesh has a sixth of the
+the database rarely divide, so most shards are uneven and some are empty. In every run each mesh has a twelfth of the
 operators, always the same and not another's, and so has the compiler; `pytest -m nightly` tries each everywhere.
 
 The gradients of gradients, by the arguments and by what flows back, are compared in double precision: eager, for an
@@ -136,13 +136,13 @@ MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2)}
 PARTS = 4
 
 
-def sixth(k):
-    return [name for name in NAMES if zlib.crc32(name.encode()) % 6 == k]
+def twelfth(k):
+    return [name for name in NAMES if zlib.crc32(name.encode()) % 12 == k]
 
 
 RUNS = [
-    *(pytest.param(m, sixth(k), False, id=f"{m}-sixth") for k, m in enumerate(MESHES)),
-    pytest.param("2", sixth(len(MESHES)), True, id="compiled-sixth"),
+    *(pytest.param(m, twelfth(k), False, id=f"{m}-twelfth") for k, m in enumerate(MESHES)),
+    pytest.param("2", twelfth(len(MESHES)), True, id="compiled-twelfth"),
 ]
 NIGHTLY = [
     *(

@@ -2,17 +2,24 @@
 parameters."""
 
 import os
+import random
+import sys
+import threading
 import time
+import warnings
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
+from dtensor import Shard, distribute_tensor
+from dtensor.caches import _caches as caches
 from dtensor.collectives import ops
-from dtensor.testing import RankError, run_ranks, run_threads, with_ranks, with_threads
+from dtensor.testing import RankError, kept_ranks, run_ranks, run_threads, with_ranks, with_threads
 
 
 @dataclass
@@ -83,6 +90,80 @@ def test_variables_are_those_of_the_parent(monkeypatch, name, value):
     assert run_ranks(said, 1, name) == [([value], name != "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES")]
     monkeypatch.delenv("DTENSOR_LINKS")
     assert run_ranks(said, 1, "DTENSOR_LINKS")[0][0] == [None]
+
+
+def process(rank):
+    return os.getpid()
+
+
+def changing(rank):
+    """Leave as much behind as a job can, and give what was there."""
+    found = (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.rand(3).tolist(),
+        random.random(),
+        os.environ.get("A_VARIABLE"),
+        os.getcwd(),
+        inductor_config.size_asserts,
+        len(sys.path),
+        [f[0] for f in warnings.filters],
+        torch.get_num_threads(),
+        dict(counters["stats"]),
+        [c for c in map(len, caches) if c],
+    )
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    os.environ["A_VARIABLE"] = "1"
+    os.chdir("/")
+    inductor_config.size_asserts = not inductor_config.size_asserts
+    sys.path.append("/nowhere")
+    warnings.simplefilter("error")
+    torch.set_num_threads(2)
+    x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    assert torch.compile(lambda x: x * 2, backend="aot_eager")(x).to_local().tolist() == [2.0] * 4
+    return os.getpid(), found
+
+
+def with_a_thread(rank):
+    threading.Thread(target=time.sleep, args=(100,), daemon=True, name="a sleeper").start()
+    return os.getpid()
+
+
+def test_kept_processes_are_used_again_and_are_as_new():
+    with kept_ranks():
+        (one,), (two,), (new,) = (run_ranks(changing, 1, fresh=fresh) for fresh in (False, False, True))
+    assert one[0] == two[0] != new[0]
+    assert one[1][:3] == two[1][:3] == new[1][:3]
+    assert one[1][4:] == two[1][4:] == new[1][4:]
+    assert one[1][3] == two[1][3]
+
+
+def test_any_number_of_ranks_takes_what_is_there():
+    with kept_ranks():
+        (one,) = run_ranks(process, 1)
+        three = run_ranks(process, 3)
+        assert one in three
+        assert set(run_ranks(process, 2)) < set(three)
+
+
+def test_a_process_is_not_used_again_after_a_failure_nor_with_threads():
+    with kept_ranks():
+        before = run_ranks(process, 2)
+        with pytest.raises(RankError, match="this rank is broken"):
+            run_ranks(failing, 2)
+        after = run_ranks(process, 2)
+        assert not set(before) & set(after)
+        (busy,) = run_ranks(with_a_thread, 1)
+        assert busy in after
+        assert busy not in run_ranks(process, 2)
+
+
+def test_outside_of_the_context_nothing_is_kept():
+    with kept_ranks():
+        (kept,) = run_ranks(process, 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(kept, 0)
 
 
 def test_a_failure_names_its_rank():

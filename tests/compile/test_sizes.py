@@ -1,0 +1,195 @@
+"""Batches of any size, in any order: one device's values and gradients, in as many graphs as torch.compile makes there.
+
+Sizes that the mesh divides, that it does not, and that are smaller than the mesh. A rank that compiled anew where
+another did not would hang.
+"""
+
+import pytest
+import sympy
+import torch
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+
+from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor._torch import known_equal, stand_in, symbolic_mode
+from dtensor.local_sizes import _lengths, local_length, local_lengths
+from dtensor.testing import with_ranks
+
+PROGRAMS = {
+    "layer norm": lambda x, w, b: F.layer_norm(x @ w, (4,), b, b).pow(2).mean(),
+    "mlp": lambda x, w, b: (x + F.gelu(F.linear(x, w, b)) @ w).logsumexp(-1).mean(),
+    "cross entropy": lambda x, w, b: F.cross_entropy(F.linear(x, w, b), torch.argmax(x.detach(), 1)),
+    "attention": lambda x, w, b: _attention(x, w),
+    "pad and cat": lambda x, w, b: torch.cat([F.pad(x[:, 1:], (1, 0)), x], 1).narrow(1, 0, 4).pow(2).mean(),
+    "cat of batches": lambda x, w, b: (torch.cat([x, x * 2], 0) @ w).pow(2).mean(),
+    "a cumulative sum along the batch": lambda x, w, b: x.cumsum(0).pow(2).mean(),
+    "rows": lambda x, w, b: x[0].sum() + x[-1].pow(2).sum(),
+    "another layout and back": lambda x, w, b: _there_and_back(x) @ w.sum(1) @ torch.ones_like(x[:, 0]),
+    "sizes in arithmetic": lambda x, w, b: (x / x.shape[0]).sum() * x.shape[0] + (x @ x.t()).pow(2).mean(),
+    "a statistic": lambda x, w, b: torch.var_mean(x, 0)[1].pow(2).sum() + x.amax(0).sum(),
+    "in place": lambda x, w, b: (x * 1).mul_(2).index_fill(1, torch.tensor([0]), 1.0).pow(2).mean(),
+}
+MORE = {
+    "softmax along the batch": lambda x, w, b: (x.softmax(0) * x).sum(),
+    "sort": lambda x, w, b: x.sort(0).values[0].sum(),
+    "outer": lambda x, w, b: (x.unsqueeze(1) * x.unsqueeze(0)).pow(2).mean(),
+    "expand": lambda x, w, b: (x.unsqueeze(1).expand(x.shape[0], 3, 4) * b).mean(),
+    "einsum": lambda x, w, b: torch.einsum("bi,ij,bj->b", x, w, x).sum(),
+    "factories": lambda x, w, b: (torch.zeros_like(x) + x.new_ones(x.shape) * x).mean(),
+    "gated": lambda x, w, b: _gated(x, w),
+    "convolution": lambda x, w, b: F.conv1d(x.unsqueeze(1), w[:, :3].unsqueeze(1), b, padding=1).pow(2).mean(),
+    "embedding": lambda x, w, b: (F.embedding(torch.argmax(x.detach(), 1), w) * x).mean(),
+    "gather": lambda x, w, b: x.gather(1, x.detach().argsort(1)).pow(2).sum(0).norm(),
+    "flip and roll": lambda x, w, b: (x.flip(0) * x.roll(1, 0)).mean(),
+    "stack": lambda x, w, b: torch.stack([x, x * 2], 1).mean(1).pow(2).sum(),
+    "all but one row": lambda x, w, b: (x[1:] * x[:-1]).sum(),
+    "whole": lambda x, w, b: (x.full_tensor() if isinstance(x, DTensor) else x).pow(2).mean(),
+}
+REGROUPED = {
+    "flattened": lambda x, w, b: (x @ w).flatten().tanh().norm(),
+    "in halves": lambda x, w, b: (x @ w).view(x.shape[0] * 2, 2).pow(2).sum(0).sum(),
+}
+"""Views that keep a shard only where the mesh divides the batch: such sizes and all others have a graph each."""
+EVERY = {**PROGRAMS, **MORE, **REGROUPED}
+
+
+def _attention(x, w):
+    q = (x @ w).view(1, x.shape[0], 2, 2).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True).pow(2).mean()
+
+
+def _there_and_back(x):
+    if not isinstance(x, DTensor):
+        return x * 2
+    return (x.redistribute(placements=[Shard(1)] * x.device_mesh.ndim) * 2).redistribute(placements=x.placements)
+
+
+def _gated(x, w):
+    a, b = (x @ w).chunk(2, -1)
+    return (F.silu(a) * b).sum(0).pow(2).sum()
+
+
+def batches(sizes):
+    made = torch.Generator().manual_seed(0)
+    w, b = torch.randn(4, 4, generator=made).double(), torch.randn(4, generator=made).double()
+    return [(torch.randn(n, 4, generator=made).double(), w, b) for n in sizes]
+
+
+def compiled(fn, backend, dynamic, **options):
+    torch.compiler.reset()
+    counters.clear()
+    return torch.compile(fn, backend=backend, fullgraph=True, dynamic=dynamic, **options)
+
+
+def differentiated(fn, given):
+    out = fn(*given)
+    return out, *torch.autograd.grad(out, given, allow_unused=True)
+
+
+def graphs_of_torch(fn, sizes, dynamic):
+    plain = compiled(fn, "aot_eager", dynamic)
+    for given in batches(sizes):
+        differentiated(plain, [t.requires_grad_() for t in given])
+    return counters["stats"]["unique_graphs"]
+
+
+def check(name, mesh, placements, sizes, *, dynamic=None, inner="aot_eager", more=0):
+    fn = EVERY[name]
+    wanted = graphs_of_torch(fn, sizes, dynamic) + more
+    ours = compiled(fn, "dtensor", dynamic, options={"inner": inner})
+    whole = [Replicate()] * mesh.ndim
+    for n, given in zip(sizes, batches(sizes)):
+        placed = [distribute_tensor(t, mesh, p).requires_grad_() for t, p in zip(given, (placements, whole, whole))]
+        found = differentiated(ours, placed)
+        for a, b in zip(found, differentiated(fn, [t.requires_grad_() for t in given])):
+            if a is None or b is None:
+                assert a is b, f"{name}: a gradient is missing"
+                continue
+            a = a.full_tensor() if isinstance(a, DTensor) else a
+            torch.testing.assert_close(a, b, msg=f"{name}, {n} rows of {sizes}: {a} is not {b}")
+    assert counters["stats"]["unique_graphs"] <= wanted, f"{name}: {counters['stats']['unique_graphs']} > {wanted}"
+
+
+@with_ranks(2)
+def test_last_batch(rank):
+    """What every epoch ends with, and nothing is asked of torch.compile."""
+    mesh = init_device_mesh("cpu", (2,))
+    for name in PROGRAMS:
+        check(name, mesh, [Shard(0)], (4, 5, 8, 3))
+
+
+@with_ranks(2)
+def test_dynamic_from_the_start(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for name in ("mlp", "attention", "pad and cat", "another layout and back"):
+        check(name, mesh, [Shard(0)], (6, 9, 3), dynamic=True)
+
+
+@with_ranks(2)
+def test_views_that_regroup_the_batch(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for name in REGROUPED:
+        check(name, mesh, [Shard(0)], (4, 6, 8, 5, 7), more=1)
+
+
+@with_ranks(4)
+def test_two_axes_cut_the_batch(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    for name in ("mlp", "layer norm"):
+        check(name, mesh, [Shard(0), Shard(0)], (8, 6, 9, 4))
+
+
+@with_ranks(2)
+def test_under_inductor(rank):
+    check("layer norm", init_device_mesh("cpu", (2,)), [Shard(0)], (4, 5, 8, 3), inner="inductor")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dim", [0, 1])
+@with_ranks(2)
+def test_every_program(rank, dim, dynamic):
+    mesh = init_device_mesh("cpu", (2,))
+    for name in EVERY:
+        for sizes in ((4, 5, 8, 3, 6, 7, 9), (3, 9, 6, 5, 4)):
+            check(name, mesh, [Shard(dim)], sizes, dynamic=dynamic, more=len(sizes) * (name in REGROUPED))
+
+
+def traced_length(n):
+    """A symbolic size that is `n` where it is traced."""
+    return stand_in(symbolic_mode(), torch.empty(n), "x", True).shape[0]
+
+
+def test_a_local_length_is_a_symbol_that_all_ranks_take_alike(fake_mesh):
+    group = fake_mesh(4).get_group().group_name
+    s = traced_length(10)
+    mine = local_length(s, group)
+    assert local_length(s, group).node.expr == mine.node.expr, "one symbol for one length"
+    assert mine.node.hint == 3, "what the first rank has, on every rank"
+    assert local_length(s * 4, group).node.expr == s.node.expr, "what is known to divide needs no symbol"
+    assert [first for _, _, first in local_lengths(s.node.shape_env).values()] == [False]
+
+
+def test_what_is_asked_of_a_local_length_is_asked_of_every_rank(fake_mesh):
+    """Ten rows on four ranks are 3, 3, 3 and 1."""
+    group = fake_mesh(4).get_group().group_name
+    s = traced_length(10)
+    mine = local_length(s, group).node.expr
+    lengths = _lengths(s.node.shape_env)
+
+    def holds(condition, size):
+        return bool(lengths.on_all_ranks(condition).xreplace({s.node.expr: sympy.Integer(size)}))
+
+    assert holds(mine <= 3, 10)
+    assert not holds(mine >= 2, 10), "the last rank has one row"
+    assert holds(mine >= 2, 8)
+    assert not holds(sympy.Ne(mine, 1), 5), "2, 2, 1 and 0"
+
+
+def test_what_a_trace_learns_to_divide_settles_the_length_of_a_part(fake_mesh):
+    group = fake_mesh(2).get_group().group_name
+    s = traced_length(6)
+    mine = local_length(s, group)
+    assert s % 2 == 0  # a guard
+    local_length(s, group)
+    assert known_equal(mine * 2, s)
