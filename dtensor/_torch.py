@@ -482,15 +482,18 @@ def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
 def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
     """The size that `expression` says in symbols of the same trace as `like`."""
     env = like.node.shape_env
-    return torch.SymInt(SymNode(expression, env, int, int(expression.xreplace(env.backed_var_to_val))))
+    return torch.SymInt(SymNode(expression, env, int, _example(env, expression)))
+
+
+def _example(env: ShapeEnv, expression: Any) -> int:
+    return int(expression.xreplace(env.backed_var_to_val))
 
 
 def define_strides(x: torch.Tensor) -> None:
     """Have symbolic strides of a fake tensor, made before its sizes were replaced, take the example values of these."""
     for step in x.stride():
         if isinstance(step, torch.SymInt):
-            expr = step.node.expr
-            step.node._hint = int(expr.xreplace(step.node.shape_env.backed_var_to_val))
+            step.node._hint = _example(step.node.shape_env, step.node.expr)
 
 
 def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymInt:
@@ -551,7 +554,7 @@ def traced_size(size: Any) -> Any:
     return size if made is None else made
 
 
-def _traced(known: Mapping[sympy.Symbol, Any], expr: sympy.Expr) -> Any:
+def _traced(known: Mapping[sympy.Symbol, Any], expr: Any) -> Any:
     """`expr` worked out anew from the symbols that a trace has, two operands at a time; None if one is missing."""
     if expr in known:
         return known[expr].value

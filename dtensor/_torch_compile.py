@@ -135,7 +135,7 @@ def inner_sizes_follow(cls: type) -> None:
     def policy(e, tx, source, static_shapes, outer_only=False, *args, **kwargs):
         if type(e) is not cls or outer_only:
             return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
-        outer = own(e, tx, source, static_shapes, True, *args, **kwargs)
+        outer: Any = own(e, tx, source, static_shapes, True, *args, **kwargs)
         inner = {}
         for attr in e.__tensor_flatten__()[0]:
             if isinstance(getattr(e, attr), torch.Tensor):
@@ -209,8 +209,9 @@ def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sym
     @functools.wraps(own)
     def codegen_inputs(self: Any) -> None:
         own(self)
-        known = define(V.graph.sizevars.shape_env)
-        wanted, todo = set(), [s for node in V.graph.module.graph.nodes for s in free_symbols(node.meta.get("val"))]
+        compiled: Any = V.graph
+        known = define(compiled.sizevars.shape_env)
+        wanted, todo = set(), [s for node in compiled.module.graph.nodes for s in free_symbols(node.meta.get("val"))]
         while todo:
             symbol = todo.pop()
             if symbol in known and symbol not in wanted:
@@ -227,7 +228,9 @@ def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sym
 
 def _is_size_of(inputs: list[Any], symbol: sympy.Symbol) -> bool:
     """Whether Inductor reads `symbol` off one of the graph's inputs."""
-    tensors = [x for x in inputs if isinstance(x, torch._inductor.ir.TensorBox)]
+    from torch._inductor.ir import TensorBox
+
+    tensors = [x for x in inputs if isinstance(x, TensorBox)]
     return symbol in inputs or any(symbol in (*x.get_size(), *x.get_stride()) for x in tensors)
 
 

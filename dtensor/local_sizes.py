@@ -14,7 +14,6 @@ last shard that is not empty, and on the last. All shards between these are as l
 
 from itertools import product
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -39,7 +38,8 @@ from ._torch import (
 from .groups import chunk_length, group_rank, group_size
 from .starts import library
 
-_traces: "WeakKeyDictionary[ShapeEnv, _Lengths]" = WeakKeyDictionary()
+ATTRIBUTE = "dtensor_lengths"
+"""Attribute of the environment in which a trace keeps its symbols: its `_Lengths`, which go with it."""
 
 
 class _Lengths:
@@ -92,7 +92,8 @@ class _Lengths:
 
     def _parts_in(self, expr: sympy.Basic) -> list[sympy.Symbol]:
         """The local lengths that occur in `expr`, and what they are parts of, later ones first."""
-        used, todo = set(), list(expr.free_symbols)
+        used: set[Any] = set()
+        todo: list[Any] = list(expr.free_symbols)
         while todo:
             s = todo.pop()
             if s in self.made_of and s not in used:
@@ -120,9 +121,10 @@ class _Lengths:
 
 
 def _lengths(env: ShapeEnv) -> _Lengths:
-    found = _traces.get(env)
+    found = vars(env).get(ATTRIBUTE)
     if found is None:
-        found = _traces[env] = _Lengths(env)
+        found = _Lengths(env)
+        setattr(env, ATTRIBUTE, found)
     return found
 
 
@@ -133,7 +135,7 @@ def divides(n: int, size) -> bool:
     return size % n == 0
 
 
-def local_length(size, group: str, *, first: bool = False):
+def local_length(size, group: str, *, first: bool = False) -> Any:
     """The length of this rank's part of `size` elements that the ranks of `group` cut as `torch.chunk` does, or of the
     first rank's, which is the longest.
 
@@ -167,7 +169,7 @@ def written(size: Any) -> Any:
 
 def local_lengths(env: ShapeEnv) -> dict[sympy.Symbol, tuple[sympy.Expr, str, bool]]:
     """The symbols of a trace that are local lengths -> what `dtensor::local_length` computes them from."""
-    found = _traces.get(env)
+    found = vars(env).get(ATTRIBUTE)
     return {} if found is None else found.made_of
 
 

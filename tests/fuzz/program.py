@@ -190,7 +190,7 @@ def parsed(placement: str):
     return {"R": Replicate(), "P": Partial()}.get(placement) or Shard(int(placement[1:]))
 
 
-def distributed(x: torch.Tensor, mesh: Any, placements: tuple[str, ...]) -> DTensor:
+def distributed(x: torch.Tensor, mesh: Any, placements: tuple[str, ...]) -> torch.Tensor:
     """The leaf DTensor whose whole is `x`. Of a sum, each rank holds a part other than the others'."""
     target = [parsed(p) for p in placements]
     if "P" not in placements:
