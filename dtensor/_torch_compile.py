@@ -223,7 +223,7 @@ def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sym
                 self.prefix.writeline(f"{symbol} = torch.ops.{operator}({given})")
 
     PythonWrapperCodegen.codegen_inputs = codegen_inputs
-    register_lowering(operator)(lambda *_: V.graph.current_node.meta["val"].node.expr)
+    register_lowering(operator)(lambda *_: sympy.sympify(V.graph.current_node.meta["val"]))
 
 
 def _is_size_of(inputs: list[Any], symbol: sympy.Symbol) -> bool:

@@ -192,6 +192,8 @@ def _local_length(size: int, group: str, first: bool) -> int:
 
 
 def _fake_local_length(size, group: str, first: bool):
+    if not isinstance(size, torch.SymInt):
+        return _local_length(size, group, first)
     return _lengths(size.node.shape_env).of(size, group, first)
 
 
