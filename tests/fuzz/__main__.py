@@ -79,3 +79,7 @@ def main() -> None:
     for name, again in sorted(known.items(), key=lambda item: -item[1]):
         print(f"{again:5} more of {name}")
     print(f"{count[0]} programs, of which {count[1]} were refused by one device; seeds {given_.seed} to {number - 1}")
+
+
+if __name__ == "__main__":
+    main()
