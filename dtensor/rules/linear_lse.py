@@ -40,11 +40,11 @@ NONE = -1
 
 def _run(call: LocalCall):
     """The operator, with the picked classes as indices into this rank's and `NONE` for the others'."""
-    row, none, axes, own = call["row"], call["none"], call.axes.get("v", ()), call["weight"].shape[0]
+    row, none, axes = call["row"], call["none"], call.axes.get("v", ())
     size, changed = call.call["weight"].shape[0], {}
     if axes:
-        counts = row != none
-        near, mine = own_rows(row * counts, size, max(own, 1), axes, call.mesh)
+        counts, own = row != none, max(call["weight"].shape[0], 1)
+        near, mine = own_rows(row * counts, size, own, axes, call.mesh)
         changed = {"row": torch.where(counts & (mine | (near >= own)), near, NONE), "none": NONE}
     with bounds(row, size, 0, error=RuntimeError, what="Target", ignored=none):
         return call.run(**changed)

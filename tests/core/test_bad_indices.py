@@ -103,6 +103,7 @@ def check(name, kind, n=2, dtype=torch.int64):
                 assert all(torch.allclose(y, wanted) for y in found), where
 
 
+@pytest.mark.filterwarnings("ignore:.*has no sharding rule")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TABLE)
 def test_as_on_one_device(name, kind):
