@@ -9,6 +9,7 @@ import os
 import random
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,9 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 IDLE = ("ThreadPoolExecutor", "tqdm_monitor")
 """How names of threads begin that wait and touch nothing of a job's: Inductor's workers, Dynamo's progress bar."""
 
+ENDING = 3.0
+"""Seconds that other threads have to see that their process group is gone, and end."""
+
 
 class Beginning:
     """The settings of this process as they are when it is made."""
@@ -74,8 +78,12 @@ class Beginning:
         for name, (_, write) in SETTINGS.items():
             write(self.settings[name])
         gc.collect()
-        left = [t.name for t in threading.enumerate() if t not in self.threads and not t.name.startswith(IDLE)]
-        return f"threads {', '.join(left)}" if left else ""
+        left = [t for t in threading.enumerate() if t not in self.threads and not t.name.startswith(IDLE)]
+        deadline = time.monotonic() + ENDING
+        for thread in left:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        names = [t.name for t in left if t.is_alive()]
+        return f"threads {', '.join(names)}" if names else ""
 
 
 __all__ = ["Beginning"]
