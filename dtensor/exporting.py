@@ -22,6 +22,7 @@ from ._torch import (
     tree_leaves,
     tree_unflatten,
 )
+from .local_sizes import divisibility_guarded
 from .tensor import DTensor
 
 TRACED = "_traced"
@@ -65,7 +66,8 @@ def export(
         return leaves
 
     with torch.no_grad():
-        graph = trace_with(mode, run, parts, given)
+        with divisibility_guarded():
+            graph = trace_with(mode, run, parts, given)
         symbols = [(i, d) for i, x in enumerate(given) for d, n in enumerate(_sizes(x)) if isinstance(n, torch.SymInt)]
         code = guards_on(mode, [given[i].shape[d] for i, d in symbols])
 

@@ -12,6 +12,9 @@ last shard that is not empty, and on the last. All shards between these are as l
     length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import product
 from typing import Any
 
@@ -40,6 +43,20 @@ from .starts import library
 
 ATTRIBUTE = "dtensor_lengths"
 """Attribute of the environment in which a trace keeps its symbols: its `_Lengths`, which go with it."""
+
+
+_guarded: ContextVar[bool] = ContextVar("guarded", default=False)
+
+
+@contextmanager
+def divisibility_guarded() -> Iterator[None]:
+    """Context in which a trace guards whether groups divide lengths: for programs that are to hold no operators of
+    ours, which lengths of parts need where a group does not."""
+    before = _guarded.set(True)
+    try:
+        yield
+    finally:
+        _guarded.reset(before)
 
 
 class _Lengths:
@@ -130,9 +147,9 @@ def _lengths(env: ShapeEnv) -> _Lengths:
 
 def divides(n: int, size) -> bool:
     """Whether `n` divides `size`; of a symbolic size, whether the trace knows that."""
-    if isinstance(size, torch.SymInt):
+    if isinstance(size, torch.SymInt) and not _guarded.get():
         return known_true(size.node.shape_env, sympy.Eq(Mod(size.node.expr, n), 0))
-    return size % n == 0
+    return bool(size % n == 0)
 
 
 def local_length(size, group: str, *, first: bool = False) -> Any:
@@ -200,4 +217,4 @@ def _fake_local_length(size, group: str, first: bool):
 library.impl("local_length", _local_length, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::local_length", _fake_local_length, lib=library)
 
-__all__ = ["define_local_length", "divides", "local_length", "local_lengths", "written"]
+__all__ = ["define_local_length", "divides", "divisibility_guarded", "local_length", "local_lengths", "written"]
