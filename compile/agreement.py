@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from dtensor._torch_compile import order_after
-from dtensor.agreement import ENTRY, dumps
+from dtensor.agreement import dumps
 from dtensor.collectives import COMMUNICATING, chunk_length, group_ranks, group_size
 from dtensor.passes import ir
 from dtensor.passes.count import describe
+from dtensor.sequences import Entry
 
 
 def seal(graph: fx.Graph, *, scheduled: bool) -> None:
@@ -31,15 +32,24 @@ def seal(graph: fx.Graph, *, scheduled: bool) -> None:
         heard.append([(group_ranks(group), entry(node)) for node, group in found])
     if not found:
         return
-    sequences: dict[str, list[ENTRY]] = {}
+    sequences: dict[str, list[Entry]] = {}
+    untagged: list[str] = []
     for node, group in found:
+        if group not in sequences and not _is_tagged(node):
+            untagged.append(group)
         sequences.setdefault(group, []).append((entry(node), _where(node)))
     first = found[0][0]
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
-    told = ir.insert(start, torch.ops.dtensor.agree.default, (token, dumps(sequences)), like=first)
+    told = ir.insert(start, torch.ops.dtensor.agree.default, (token, dumps(sequences, untagged)), like=first)
     if scheduled:
         order_after(graph, {first: [told]})
+
+
+def _is_tagged(node: fx.Node) -> bool:
+    """Whether over gloo a collective consists of messages of `dtensor.starts`, whose tags tell graphs apart."""
+    target: Any = node.target
+    return target.namespace == "dtensor" and target is not torch.ops.dtensor.all_reduce.default
 
 
 def _communicating(graph: fx.Graph) -> list[tuple[fx.Node, str]]:

@@ -20,6 +20,7 @@ from dtensor._torch_compile import (
     on_tangents,
 )
 from dtensor.hooks import PARTITIONER, chained, others_partitioner
+from dtensor.job import explain, failure_told
 from dtensor.strictness import strict
 from dtensor.tensor import DTensor, complete_tangents
 
@@ -55,6 +56,8 @@ def backend(
     if chosen.strict and chosen.inner == "eager":
         return strict()(gm.forward)
     with ExitStack() as stack:
+        if any(isinstance(x, DTensor) for x in example_inputs):
+            stack.enter_context(failure_told("compiled"))
         if chosen.strict:  # joint graph and all are traced in here
             stack.enter_context(strict())
         if chosen.dump is not None:
@@ -100,7 +103,11 @@ def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
     own: list[int] = []  # those of the outputs that are DTensors with a history of their own; of all calls the same
 
     def run(*args: Any) -> Any:
-        out = compiled(*args)
+        try:
+            out = compiled(*args)
+        except RuntimeError as error:
+            explain(error)
+            raise
         if not own:
             own.extend([k for k, x in enumerate(out) if isinstance(x, DTensor) and _is_computed(x)])
             if not own:

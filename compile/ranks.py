@@ -7,7 +7,7 @@ after the other as each of them (`dtensor.testing.fake_ranks`), and nothing runs
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
-from dtensor.agreement import alike, difference
+from dtensor.sequences import alike, difference
 
 from .agreement import Collectives
 

@@ -294,6 +294,39 @@ def default_store() -> Any:
     return _get_default_store()
 
 
+def cloned_store(store: Any) -> Any:
+    """The same store by a connection of its own, for another thread; the store itself if it has none to share."""
+    try:
+        return store.clone()
+    except RuntimeError:
+        return store
+
+
+def is_gloo(group: ProcessGroup, device_type: str) -> bool:
+    """Whether gloo carries tensors of the device in the group: by its backend's name, or the end of that of one around
+    it ("counting-gloo")."""
+    backends = str(dist.get_backend_config(group)).split(",")
+    return any(b.startswith(f"{device_type}:") and b.endswith("gloo") for b in backends)
+
+
+def break_connections() -> None:
+    """End every wait of this rank's process groups with an error; they are of no use afterwards.
+
+    Gloo closes a connection on which a time-out passes, and has nothing else to that end. Others have `abort`.
+    """
+    for group in list(_world.pg_names):
+        for device in group._device_types:
+            backend: Any = group._get_backend(device)
+            with contextlib.suppress(RuntimeError):
+                if not isinstance(backend, dist.ProcessGroupGloo):
+                    backend.abort()
+            if isinstance(backend, dist.ProcessGroupGloo):
+                for peer in range(backend.size()):
+                    if peer != backend.rank():
+                        with contextlib.suppress(RuntimeError):
+                            backend.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
+
+
 def default_group_timeout() -> timedelta:
     """How long a collective on the default process group may take."""
     group = _get_default_group()
@@ -605,8 +638,10 @@ __all__ = [
     "assumed_size",
     "below_autograd",
     "binary_products",
+    "break_connections",
     "c10d",
     "check_version",
+    "cloned_store",
     "current_device_mesh",
     "decompositions",
     "default_group_timeout",
@@ -630,6 +665,7 @@ __all__ = [
     "intercept",
     "is_being_compiled",
     "is_below_autograd",
+    "is_gloo",
     "is_in_formula",
     "is_in_graph",
     "is_traced",

@@ -4,6 +4,8 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import sympy
@@ -298,6 +300,21 @@ def compile_context() -> Any:
     return CompileContext.try_get()
 
 
+COMPILERS = tuple(
+    str(Path(torch.__file__).parent / file) for file in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
+)
+"""The files of torch that a thread is in while it compiles, and not while it runs what was compiled."""
+
+
+def is_compiling(frame: FrameType | None) -> bool:
+    """Whether a thread that is at `frame` compiles."""
+    while frame is not None:
+        if frame.f_code.co_filename in COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
 TRACE_LOG = "torch.__trace"
 """The logger to which torch writes what TORCH_TRACE collects: records with `metadata` and `payload`."""
 
@@ -412,6 +429,7 @@ __all__ = [
     "inductor_compile",
     "inductor_config",
     "inner_sizes_follow",
+    "is_compiling",
     "leave_missing",
     "lower_as_collective",
     "min_cut_partition",

@@ -1,42 +1,52 @@
-"""Agreement: ranks that share a process group run the same collectives on it, or all of them raise.
+"""Agreement: ranks that share a process group run the same collectives on it, or all ranks of the job raise.
 
 A compiled graph begins with `dtensor::agree`, whose text lists the graph's collectives group by group. On its first
 run in a process each rank tells the others of each group what it is about to run there, by the store that the process
-groups were made with, and waits until all have told the same; later runs look the text up in a set.
+groups were made with, and waits until all have told the same, and until they have found so of all their groups.
 
     a graph may run on a rank when every other rank of its groups has one that communicates alike
 
-So a rank may compile anew where others do not, as with uneven shards. Two ranks that run different graphs find a
-sequence in the other's list that they never had themselves; neither can be let go any more, and both raise. A rank
-that does not come is waited for as long as a collective would wait, the default group's time-out.
+So a rank may compile anew where others do not. Two ranks that run different graphs find a sequence in the other's list
+that they never had themselves; neither can be let go any more, and both raise, and every other rank of the job
+(`job`). So it is with a rank that failed while it compiled, left, or died. One that just does not come is waited for as
+long as a collective would wait, the default group's time-out.
+
+Later runs look the text up, and note on the group which graph it is; ranks that call different ones of those they all
+know are then found waiting for each other (`starts`, `job`).
 
 Sizes that are symbols match any size.
 """
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ._torch import default_group_timeout, default_store
-from .collectives import group_ranks, library
+from ._torch import ProcessGroup, default_group_timeout, resolve_process_group
+from .collectives import library
 from .environment import switched
-from .errors import AgreementError
-
-ENTRY = tuple[str, str]
-"""A collective as it is compared ("all_reduce sum float32[4, ?]"), and where it was asked for."""
-
-WORD = r"\w+|\?"
-"""What a comparison compares of an entry, one by one."""
+from .groups import Calls, calls_on
+from .job import Job, job
+from .sequences import Entry, alike, difference, mark, said
+from .starts import meet
 
 PAUSES = (0.001, 0.05)
 """Seconds between two looks at the store: the first, and the longest."""
+
+LOOK = 1.0
+"""Seconds between two looks at whether the ranks that are missing are alive."""
+
+
+@dataclass
+class _Told:
+    """A sequence that a rank told: when the job had had so many failures, and what."""
+
+    failures: int
+    entries: Sequence[Entry]
 
 
 @dataclass
@@ -44,33 +54,59 @@ class _Ledger:
     """What is known of one group.
 
     Attributes:
-        told: how many sequences this rank told.
-        mine: those of them that it did not raise about.
+        mine: the sequences that this rank told.
         agreed: those of them that all ranks have.
-        theirs: rank -> the sequences it told, as far as they were read; None for one that was raised about.
+        theirs: rank -> the sequences it told, as far as they were read.
     """
 
-    told: int = 0
-    mine: list[list[ENTRY]] = field(default_factory=list)
-    agreed: list[list[ENTRY]] = field(default_factory=list)
-    theirs: dict[int, list[list[ENTRY] | None]] = field(default_factory=dict)
+    mine: list[_Told] = field(default_factory=list)
+    agreed: list[list[str]] = field(default_factory=list)
+    theirs: dict[int, list[_Told]] = field(default_factory=dict)
+
+
+@dataclass
+class _Run:
+    """What a graph runs on one group.
+
+    Attributes:
+        meets: whether its first collective is one that would be taken for any other rank's.
+    """
+
+    group: ProcessGroup
+    calls: Calls
+    entries: list[Entry]
+    mark: int
+    meets: bool
+
+    def begin(self) -> None:
+        self.calls.count += 1
+        self.calls.last = self.entries
+
+    def go_on(self) -> None:
+        self.calls.mark = self.mark
+        if self.meets:
+            meet(self.group)
 
 
 @dataclass
 class _State:
-    """What was agreed by one store; another store, after the process groups were made anew, starts from nothing."""
+    """What was agreed in one job; after the process groups were made anew another one starts from nothing."""
 
-    store: object = None
-    agreed: set[str] = field(default_factory=set)
+    job: Job | None = None
+    agreed: dict[str, list[_Run]] = field(default_factory=dict)
     ledgers: dict[tuple[int, ...], _Ledger] = field(default_factory=dict)
 
 
 _state = _State()
 
 
-def dumps(sequences: dict[str, list[ENTRY]]) -> str:
-    """The text that `dtensor::agree` takes, from group name -> its collectives in order."""
-    return json.dumps(sequences)
+def dumps(sequences: dict[str, list[Entry]], untagged: Sequence[str] = ()) -> str:
+    """The text that `dtensor::agree` takes, from group name -> its collectives in order.
+
+    Args:
+        untagged: the groups whose first collective is not one of `starts`, whose messages tell graphs apart.
+    """
+    return json.dumps({name: [name in untagged, entries] for name, entries in sequences.items()})
 
 
 def agree(token: torch.Tensor, text: str) -> torch.Tensor:
@@ -82,113 +118,151 @@ def agree(token: torch.Tensor, text: str) -> torch.Tensor:
     Does nothing where the environment has DTENSOR_AGREEMENT=0.
 
     Raises:
-        AgreementError: another rank runs something else, or does not come within the default group's time-out.
+        AgreementError: another rank runs something else, failed, is gone, or does not come within the default group's
+            time-out.
     """
     global _state
-    done, store = torch.empty(1), default_store()
-    if store is None or not switched("agreement", True):
+    done, here = torch.empty(1), job()
+    if here is None or not switched("agreement", True):
         return done
-    if store is not _state.store:
-        _state = _State(store)
-    if text not in _state.agreed:
-        for name, entries in json.loads(text).items():
-            _agree_on(store, group_ranks(name), [(what, where) for what, where in entries])
-        _state.agreed.add(text)
+    if here is not _state.job:
+        _state = _State(here)
+    if here.news:
+        here.check()
+    runs = _state.agreed.get(text)
+    known = runs is not None
+    if runs is None:
+        runs = [_run(name, untagged, entries) for name, (untagged, entries) in json.loads(text).items()]
+    for run in runs:
+        run.begin()
+    if not known:
+        _first(here, [run for run in runs if len(run.calls.ranks) > 1])
+        _state.agreed[text] = runs
+    for run in runs:
+        run.go_on()
     return done
 
 
-def _agree_on(store, ranks: tuple[int, ...], entries: list[ENTRY]) -> None:
-    ledger = _state.ledgers.setdefault(ranks, _Ledger())
-    compared = [what for what, _ in entries]
-    if len(ranks) == 1 or any(compared == [what for what, _ in old] for old in ledger.agreed):
-        return
-    me, prefix = dist.get_rank(), f"dtensor/agreement/{','.join(map(str, ranks))}"
-    store.set(f"{prefix}/{me}/{ledger.told}", json.dumps(entries))
-    ledger.told += 1
-    ledger.mine.append(entries)
-    arrived = f"{prefix}/{hashlib.sha256(json.dumps(compared).encode()).hexdigest()}"
-    store.add(arrived, 1)
-    try:
-        _wait(store, ranks, entries, ledger, prefix, arrived)
-    except AgreementError:
-        store.add(arrived, -1)
-        ledger.mine.remove(entries)
-        raise
-    ledger.agreed.append(entries)
+def _run(name: str, untagged: bool, entries: list[list[str]]) -> _Run:
+    group = resolve_process_group(name)
+    calls = calls_on(group)
+    sequence = [(what, where) for what, where in entries]
+    return _Run(group, calls, sequence, mark(sequence), untagged and calls.over_gloo and len(calls.ranks) > 1)
 
 
-def _wait(store, ranks: tuple[int, ...], entries: list[ENTRY], ledger: _Ledger, prefix: str, arrived: str) -> None:
-    """Return when all ranks have told a sequence like `entries`; `arrived` counts those who told this very one."""
-    me, timeout = dist.get_rank(), default_group_timeout()
-    deadline, pause = time.monotonic() + timeout.total_seconds(), PAUSES[0]
-    while store.add(arrived, 0) < len(ranks):
-        missing = [r for r in ranks if r != me and not _has_alike(store, prefix, ledger, r, entries)]
-        if not missing:
-            return
-        if time.monotonic() > deadline:
-            raise AgreementError(_late(me, missing, ranks, entries, timeout))
-        time.sleep(pause)
-        pause = min(2 * pause, PAUSES[1])
+def _first(here: Job, runs: list[_Run]) -> None:
+    """Agree on what a graph runs that this rank has not run before."""
+    talks = [_Talk(here, run.calls.ranks, run.entries) for run in runs]
+    talks = [talk for talk in talks if not talk.is_agreed]
+    with here.waiting():
+        for talk in talks:
+            talk.tell()
+        for talk in talks:
+            talk.hear()
+        for talk in talks:
+            talk.confirm()
+        for talk in talks:
+            talk.hear_all_confirm()
 
 
-def _has_alike(store, prefix: str, ledger: _Ledger, rank: int, entries: list[ENTRY]) -> bool:
-    """Whether `rank` has told a sequence like `entries`.
+class _Talk:
+    """The agreement of one group on one sequence."""
 
-    Raises:
-        AgreementError: it told one that this rank never had: it will wait for this rank, and this rank for it.
-    """
-    known = ledger.theirs.setdefault(rank, [])
-    while store.check([key := f"{prefix}/{rank}/{len(known)}"]):
-        known.append([(what, where) for what, where in json.loads(store.get(key))])
-    if any(other is not None and alike(entries, other) for other in known):
-        return True
-    for index, other in enumerate(known):
-        if other is not None and not any(alike(mine, other) for mine in ledger.mine):
-            known[index] = None
-            raise AgreementError(difference({dist.get_rank(): entries, rank: other}))
-    return False
+    def __init__(self, here: Job, ranks: tuple[int, ...], entries: list[Entry]):
+        self.job, self.store, self.ranks, self.entries = here, here.store, ranks, entries
+        self.compared = [what for what, _ in entries]
+        self.ledger = _state.ledgers.setdefault(ranks, _Ledger())
+        self.prefix = f"dtensor/agreement/{','.join(map(str, ranks))}"
+        digest = hashlib.sha256(json.dumps(self.compared).encode()).hexdigest()
+        self.arrived = f"{self.prefix}/{here.failures}/{digest}"
+        self.others = [r for r in ranks if r != here.rank]
 
+    @property
+    def is_agreed(self) -> bool:
+        return self.compared in self.ledger.agreed
 
-def alike(one: Sequence[ENTRY], other: Sequence[ENTRY]) -> bool:
-    """Whether two sequences communicate alike, as far as can be known: a size "?" may be any."""
-    return len(one) == len(other) and all(_alike(a, b) for (a, _), (b, _) in zip(one, other))
+    def tell(self) -> None:
+        mine = self.ledger.mine
+        self.index = len(mine)
+        mine.append(_Told(self.job.failures, self.entries))
+        self.store.set(f"{self.prefix}/{self.job.rank}/{self.index}", json.dumps([self.job.failures, self.entries]))
+        self.store.add(self.arrived, 1)
 
+    def hear(self) -> None:
+        """Wait until all ranks have told a sequence like this one.
 
-def _alike(a: str, b: str) -> bool:
-    words = re.findall(WORD, a), re.findall(WORD, b)
-    return len(words[0]) == len(words[1]) and all(x == y or "?" in (x, y) for x, y in zip(*words))
+        Raises:
+            AgreementError: one told a sequence that this rank never had: it will wait for this rank, and this for it.
+        """
+        self._wait(self.arrived, self._alike)
 
+    def confirm(self) -> None:
+        self.store.set(self._confirmed(self.job.rank, self.index), "")
+        self.store.add(f"{self.arrived}/confirmed", 1)
 
-def difference(sequences: dict[int, Sequence[ENTRY]]) -> str:
-    """The message for two ranks that run different sequences: rank -> what it runs on the group they share."""
-    (a, mine), (b, theirs) = sorted(sequences.items())
-    index = next(
-        (i for i, (x, y) in enumerate(zip(mine, theirs)) if not _alike(x[0], y[0])), min(len(mine), len(theirs))
-    )
-    lines = [f"ranks {a} and {b} run compiled graphs that communicate differently on the group they share:"]
-    for rank, entries in ((a, mine), (b, theirs)):
-        lines.append(f"  rank {rank}, collective {index} of {len(entries)}: {_said(entries, index)}")
-    lines.append("make the model, its inputs and what the program depends on the same on all ranks")
-    return "\n".join(lines)
+    def hear_all_confirm(self) -> None:
+        """Wait until the others have heard alike in their other groups, too: else they raise, and so does this rank."""
+        self._wait(f"{self.arrived}/confirmed", self._confirmed_alike)
+        self.ledger.agreed.append(self.compared)
 
+    def _confirmed(self, rank: int, index: int) -> str:
+        return f"{self.prefix}/{rank}/{index}/confirmed"
 
-def _said(entries: Sequence[ENTRY], index: int) -> str:
-    if index >= len(entries):
-        return "none"
-    what, where = entries[index]
-    return f"{what}, from {where}" if where else what
+    def _wait(self, counter: str, has_come: Any) -> None:
+        """Return when `counter` has counted all ranks, or `has_come` is true of all others."""
+        timeout = default_group_timeout()
+        pause, look = PAUSES[0], time.monotonic() + LOOK
+        deadline = time.monotonic() + timeout.total_seconds()
+        while self.store.add(counter, 0) < len(self.ranks):
+            self.job.check()
+            missing = [r for r in self.others if not has_come(r)]
+            if not missing:
+                return
+            if time.monotonic() > look:
+                look = time.monotonic() + LOOK
+                for why in filter(None, map(self.job.absent, missing)):
+                    raise self.job.failing(f"{self._waiting()}; {why}")
+            if time.monotonic() > deadline:
+                late = f"within {timeout.total_seconds():.0f} s ranks {missing} came to none like it"
+                raise self.job.failing(f"{self._waiting()}; {late}. They hang, or have left the program's common path")
+            time.sleep(pause)
+            pause = min(2 * pause, PAUSES[1])
 
+    def _alike(self, rank: int) -> bool:
+        found = self._told_alike(rank)
+        if found is None:
+            for told in self.ledger.theirs[rank]:
+                never_had = not any(alike(mine.entries, told.entries) for mine in self.ledger.mine)
+                if told.failures == self.job.failures and never_had:
+                    raise self.job.failing(difference({self.job.rank: self.entries, rank: told.entries}))
+        return found is not None
 
-def _late(me: int, missing: list[int], ranks: Sequence[int], entries: Sequence[ENTRY], timeout: timedelta) -> str:
-    return (
-        f"rank {me} is about to run a compiled graph with {len(entries)} collectives on ranks {list(ranks)}, the first "
-        f"{_said(entries, 0)}; within {timeout.total_seconds():.0f} s ranks {missing} came to none like it. They hang, "
-        "or have left the program's common path; all ranks of a group have to run the same compiled graphs"
-    )
+    def _confirmed_alike(self, rank: int) -> bool:
+        found = self._told_alike(rank)
+        return found is not None and self.store.check([self._confirmed(rank, found)])
+
+    def _told_alike(self, rank: int) -> int | None:
+        """The index of a sequence like this one that `rank` told, and did not raise about."""
+        known = self.ledger.theirs.setdefault(rank, [])
+        while self.store.check([key := f"{self.prefix}/{rank}/{len(known)}"]):
+            failures, entries = json.loads(self.store.get(key))
+            known.append(_Told(failures, [(what, where) for what, where in entries]))
+        for index, told in enumerate(known):
+            if alike(self.entries, told.entries) and (
+                told.failures == self.job.failures or self.store.check([self._confirmed(rank, index)])
+            ):
+                return index
+        return None
+
+    def _waiting(self) -> str:
+        return (
+            f"rank {self.job.rank} is about to run a compiled graph with {len(self.entries)} collectives on ranks "
+            f"{list(self.ranks)}, the first {said(self.entries, 0)}"
+        )
 
 
 library.define("agree(Tensor(a!) token, str text) -> Tensor")
 library.impl("agree", agree, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::agree", lambda token, text: torch.empty(1), lib=library)
 
-__all__ = ["agree", "alike", "difference", "dumps"]
+__all__ = ["agree", "dumps"]

@@ -20,7 +20,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ._torch import default_group_timeout
 from .errors import CheckpointError
+from .job import all_here
 
 MANIFEST = "manifest.json"
 """The file of a checkpoint with the sizes of the others, in bytes."""
@@ -61,7 +63,10 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep = keep
         # Saves in the background communicate while the program does: on a group of their own.
-        self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        all_here()
+        self._group: Any = (
+            dist.new_group(backend="gloo", timeout=default_group_timeout()) if dist.is_initialized() else None
+        )
         self._first = self._group is None or dist.get_rank(self._group) == 0
         self._saving: Saving | None = None
 

@@ -27,6 +27,7 @@ import torch
 
 from ._torch import c10d, known_equal, traced_into_backward
 from .groups import chunk_length, group_rank, group_ranks, group_size
+from .job import explain
 from .local_sizes import divides, local_length
 from .starts import library, starts
 
@@ -192,6 +193,9 @@ def _finished(kernel: Kernel, started: torch.Tensor) -> torch.Tensor:
         kernel.send(c10d.wait_tensor(started))
     except StopIteration as end:
         return end.value
+    except RuntimeError as error:
+        explain(error)
+        raise
     raise AssertionError("a kernel starts one collective")
 
 

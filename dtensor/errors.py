@@ -53,7 +53,9 @@ class InvalidInputError(PassError):
 
 
 class AgreementError(ShardingError):
-    """Ranks that share a process group are about to run different collectives on it."""
+    """Ranks run different collectives on a group that they share, or a rank for which others would wait failed or left.
+
+    Every rank of the job raises it."""
 
 
 class CheckpointError(ShardingError):

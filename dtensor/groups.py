@@ -1,8 +1,49 @@
-"""Process groups by name, and how their ranks cut a length: what operators and sizes of shards ask."""
+"""Process groups by name, how their ranks cut a length, and which compiled graph this rank ran last on each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
-from ._torch import resolve_process_group
+from ._torch import is_gloo, resolve_process_group
+from .sequences import Entry
+
+
+@dataclass
+class Calls:
+    """The compiled graphs that this rank has run on a group.
+
+    Attributes:
+        ranks: the global ranks of the group.
+        over_gloo: whether it carries CPU tensors over gloo.
+        count: how many graphs.
+        last: the collectives of the last one on the group.
+        mark: a number that tells the last one from others; part of the tags of its messages (`starts`).
+    """
+
+    ranks: tuple[int, ...]
+    over_gloo: bool
+    count: int = 0
+    last: Sequence[Entry] = ()
+    mark: int = 0
+
+
+_calls: WeakKeyDictionary[torch.distributed.ProcessGroup, Calls] = WeakKeyDictionary()
+
+
+def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
+    """What this rank has run on a process group."""
+    found = _calls.get(group)
+    if found is None:
+        ranks = tuple(torch.distributed.get_process_group_ranks(group))
+        found = _calls[group] = Calls(ranks, is_gloo(group, "cpu"))
+    return found
+
+
+def all_calls() -> list[Calls]:
+    """What this rank has run on each of its groups."""
+    return list(_calls.values())
 
 
 def group_size(group: str) -> int:
@@ -28,4 +69,4 @@ def chunk_length(size, parts: int, index: int):
     return min(step, max(size - index * step, 0))
 
 
-__all__ = ["chunk_length", "group_rank", "group_ranks", "group_size"]
+__all__ = ["Calls", "all_calls", "calls_on", "chunk_length", "group_rank", "group_ranks", "group_size"]

@@ -28,6 +28,7 @@ from ._torch import disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
 from .cost import Link, Network
 from .errors import MeshError
+from .job import all_here, job
 from .links import Measured, links_here
 
 PREPARED = "_dtensor_prepared"
@@ -180,6 +181,7 @@ def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
 
 def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], **options: Any) -> Any:
     """As `torch.distributed.device_mesh.init_device_mesh`, and prepared: see `prepare`."""
+    all_here()
     mesh = torch_init_device_mesh(device_type, mesh_shape, **options)
     prepare(mesh)
     return mesh
@@ -207,6 +209,7 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
         raise ValueError(
             f"prepare takes one mesh, with links if need be, or several without; got {len(meshes)} and links={links}"
         )
+    job()  # from here on the ranks know whether the others are alive
     roots = [root_mesh(mesh) for mesh in meshes]
     if links is not None and len(links) != roots[0].ndim:
         raise ValueError(f"{roots[0]} has {roots[0].ndim} axes but {len(links)} links were given; write one for each")

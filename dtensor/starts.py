@@ -9,6 +9,10 @@ Its all_to_all tells a peer that it is ready to receive by the connection on whi
 was sent before, the peer waits for it, and what should go both ways at once goes one way after the other, as soon as
 messages are longer than what a socket holds. Here each rank says first that it is ready for all that will come, and
 then sends.
+
+The tag of a message holds its length and the mark of the graph that the rank ran last on the group, so that messages of
+different graphs are never taken for each other: their ranks wait, and `job` sees that. Gloo's own collectives have no
+such tags; a graph that begins with one `meet`s first.
 """
 
 from collections.abc import Sequence
@@ -16,14 +20,19 @@ from typing import NamedTuple
 
 import torch
 
-from ._torch import OpOverload, c10d, register_work, resolve_process_group
+from ._torch import OpOverload, c10d, is_gloo, register_work, resolve_process_group
+from .groups import calls_on
 
 library = torch.library.Library("dtensor", "DEF")
 library.define("all_gather_start(Tensor x, int size, str group) -> Tensor")
 library.define("all_to_all_start(Tensor x, SymInt[] output_splits, SymInt[] input_splits, str group) -> Tensor")
 
-TAG = 0xD7
-"""The tag of our messages, so that they are not taken for those that a program sends itself."""
+OURS = 0x40000000
+"""The bit of our tags that those of a program's own messages will hardly have; tags have 31."""
+
+
+def _tag(mark: int, length: int) -> int:
+    return OURS | ((mark + length * 0x9E3779B1) & (OURS - 1))
 
 
 class Starts(NamedTuple):
@@ -40,11 +49,9 @@ class Starts(NamedTuple):
 def starts(group: str, device: torch.device) -> Starts:
     """What starts a collective on tensors of the device in the group.
 
-    Its backend is gloo where its name ends so, as may that of one around it ("counting-gloo"). Gloo's messages are CPU
-    tensors: of others it has collectives only.
+    Gloo's messages are CPU tensors: of others it has collectives only.
     """
-    backends = str(torch.distributed.get_backend_config(resolve_process_group(group))).split(",")
-    if not any(b.startswith(f"{device.type}:") and b.endswith("gloo") for b in backends):
+    if not is_gloo(resolve_process_group(group), device.type):
         return FUNCTIONAL
     return OVER_GLOO if device.type == "cpu" else FUNCTIONAL._replace(reduce_scatter=None)
 
@@ -69,12 +76,25 @@ def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: l
 def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     """`y`, which is there after a wait: `sent[r]` goes to each rank r, what it sends goes to `into[r]`."""
     group = resolve_process_group(name)
-    n, rank = group.size(), group.rank()
-    works = [group.recv([into[r]], r, TAG) for k in range(1, n) if into[r := (rank - k) % n].numel()]
-    works += [group.send([sent[r]], r, TAG) for k in range(1, n) if sent[r := (rank + k) % n].numel()]
+    n, rank, mark = group.size(), group.rank(), calls_on(group).mark
+    works = [
+        group.recv([into[r]], r, _tag(mark, into[r].nbytes)) for k in range(1, n) if into[r := (rank - k) % n].numel()
+    ]
+    works += [
+        group.send([sent[r]], r, _tag(mark, sent[r].nbytes)) for k in range(1, n) if sent[r := (rank + k) % n].numel()
+    ]
     for work in works:
         register_work(y, work)
     return y
+
+
+def meet(group: torch.distributed.ProcessGroup) -> None:
+    """Wait until the next ranks of the group, on either side, run the same graph: each tells the next one its mark."""
+    n, rank, tag = group.size(), group.rank(), _tag(calls_on(group).mark, 0)
+    sent, got = torch.empty(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+    works = [group.recv([got], (rank - 1) % n, tag), group.send([sent], (rank + 1) % n, tag)]
+    for work in works:
+        work.wait()
 
 
 def _fake_all_gather(x, size, group):
@@ -99,4 +119,4 @@ FUNCTIONAL = Starts(
 OVER_GLOO = Starts(torch.ops.dtensor.all_gather_start.default, torch.ops.dtensor.all_to_all_start.default, None)
 """Ours. Gloo's reduce_scatter is left out: it reduces the whole tensor on every rank, and so sends twice the bytes."""
 
-__all__ = ["FUNCTIONAL", "OVER_GLOO", "Starts", "library", "starts"]
+__all__ = ["FUNCTIONAL", "OVER_GLOO", "Starts", "library", "meet", "starts"]

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .._torch_compile import compiler_settings, forget_compiled, set_compiler_settings
 from ..caches import clear_caches
 from ..fallback import fallbacks
+from ..job import leave
 
 
 def _set_environment(variables: dict[str, str]) -> None:
@@ -70,6 +71,7 @@ class Beginning:
 
     def restore(self) -> str:
         """Leave the process group, forget what was compiled, put the settings back; what is left, "" for nothing."""
+        leave()
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_compiled()

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.agreement import alike, difference
+from dtensor.agreement import agree
+from dtensor.sequences import alike, difference
 from dtensor.testing import run_ranks, with_ranks
 from dtensor.testing.processes import TIMEOUT
 
@@ -74,6 +75,43 @@ def test_one_rank_of_three_communicates_less(rank):
     assert "collective 1 of 2: all_gather of float32[2], from " in text
 
 
+@with_ranks(4)
+def test_ranks_that_agree_with_their_peers_are_told_of_those_that_do_not(rank):
+    """On each axis ranks 0 and 1 agree with each other; on the first one they would wait for ranks 2 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0), Shard(1)])
+    y = DTensor.from_local(torch.ones(4), mesh, [Replicate(), Partial("max" if rank == 3 else "sum")])
+
+    def f(x, y):
+        return x.redistribute(placements=[Replicate(), Replicate()]) + y.redistribute(placements=[Replicate()] * 2)
+
+    text = refused(compiled(f, disable=["merge_groups"]), x, y)
+    assert text.startswith("ranks 2 and 3 run compiled graphs that communicate differently")
+    # Nothing was sent: what all ranks do alike works.
+    assert compiled(lambda x: x.redistribute(placements=[Replicate()] * 2))(x).to_local().sum() == 16
+
+
+@with_ranks(2)
+def test_a_rank_fails_while_it_compiles(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+
+    def f(x):
+        return whole(x) + torch.sort(x).values
+
+    if rank == 1:
+        with pytest.raises(Exception, match="strict"):
+            compiled(f, strict=True)(x)
+    else:
+        text = refused(compiled(f), x)
+        assert text.startswith("rank 1 failed while it compiled: StrictTraceError: ")
+    assert compiled(lambda x: whole(x) + 2)(x).to_local().tolist() == [3.0] * 4
+    # The same failure on both is nobody's news.
+    with pytest.raises(Exception, match="strict"):
+        compiled(f, strict=True)(x)
+    assert compiled(lambda x: whole(x) + 3)(x).to_local().tolist() == [4.0] * 4
+
+
 @with_ranks(2)
 def test_backward(rank):
     """Forward graphs agree, backward graphs do not."""
@@ -138,7 +176,7 @@ def test_switched_off(rank):
 
 def test_the_environment_variable(monkeypatch, fake_mesh):
     monkeypatch.setenv("DTENSOR_AGREEMENT", "0")
-    assert torch.ops.dtensor.agree(torch.empty(1), "not looked at").shape == (1,)
+    assert agree(torch.empty(1), "not looked at").shape == (1,)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""What ranks know of each other: a failure is raised once by each, and one that all have is no news."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dtensor import AgreementError, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.groups import calls_on
+from dtensor.job import explain, failure_told, job, leave
+from dtensor.sequences import alike, mark
+from dtensor.testing import with_ranks
+
+
+@with_ranks(3)
+def test_a_failure_is_raised_once_by_each(rank):
+    here = job()
+    if rank == 1:
+        with pytest.raises(KeyError), failure_told("computed"):
+            raise KeyError("a key")
+    dist.barrier()
+    if rank != 1:
+        with pytest.raises(AgreementError, match="rank 1 failed while it computed: KeyError: 'a key'"):
+            here.check()
+    here.check()
+
+
+@with_ranks(2)
+def test_a_failure_of_all_is_news_to_none(rank):
+    here = job()
+    for text in ("one", "two"):
+        here.failed(f"{text} of rank {rank}")
+    dist.barrier()
+    here.check()
+    dist.barrier()
+    if rank == 0:
+        here.failed("three")
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(AgreementError, match="three"):
+            here.check()
+
+
+@with_ranks(2)
+def test_who_has_left(rank):
+    here = job()
+    dist.barrier()
+    assert here.absent(1 - rank) == ""
+    dist.barrier()
+    if rank == 1:
+        leave()
+    dist.barrier()
+    if rank == 0:
+        assert here.absent(1) == "rank 1 has left the program"
+
+
+@with_ranks(2)
+def test_an_error_of_a_collective_is_explained_by_the_failure_behind_it(rank):
+    here, error = job(), RuntimeError("Connection closed by peer")
+    explain(error)
+    dist.barrier()
+    if rank == 1:
+        here.failed("rank 1 gave up")
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(AgreementError, match="rank 1 gave up") as raised:
+            explain(error)
+        assert raised.value.__cause__ is error
+
+
+@with_ranks(2, fresh=True)
+def test_marks_end_with_their_group(rank):
+    """Which graph ran last is no matter of groups that are made later, under the same names."""
+    calls_on(dist.group.WORLD).mark = rank
+    dist.destroy_process_group()
+    file = Path(tempfile.gettempdir()) / f"dtensor-{os.getppid()}"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    assert x.redistribute(placements=[Replicate()]).to_local().tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("all_reduce sum of float32[4, 8]", "all_reduce sum of float32[?, 8]", True),
+        ("all_gather of float32[4]", "all_gather of float32[8]", True),
+        ("all_gather of float32[4]", "all_gather of float32[4, 2]", False),
+        ("all_reduce sum of float32[4]", "all_reduce max of float32[4]", False),
+        ("collective_permute from (1, 0) of float32[2]", "collective_permute from (0, 1) of float32[2]", False),
+    ],
+)
+def test_marks(one, other, same):
+    a, b = [(one, "a.py:1")], [(other, "b.py:2")]
+    assert (mark(a) == mark(b)) is same
+    assert same or not alike(a, b)
