@@ -504,12 +504,26 @@ def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
     symbol, expression = size.node.expr, value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
     if symbol.is_Symbol and symbol not in expression.free_symbols:
         env = size.node.shape_env
+        if expression.is_number and symbol in env.backed_var_to_val:
+            env.backed_var_to_val[symbol] = expression  # it may have been assumed to be another one
         bounds = env.var_to_range[symbol]
         env.var_to_range[symbol] = ValueRanges(0, int_oo)
         env.size_like.discard(symbol)  # or its bounds would be compared by another rule
         env._set_replacement(symbol, expression, "size of a local tensor")
         env.var_to_range[symbol] = bounds  # what the trace assumes is not to be asserted of what it is given
     size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
+
+
+def on_fixed_sizes(env: ShapeEnv, then: Callable[[], None]) -> None:
+    """Have `then` called after a trace has learnt that a symbol is a number."""
+    replace = env._set_replacement
+
+    def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        replace(a, tgt, msg)
+        if tgt.is_number:
+            then()
+
+    env._set_replacement = replaced
 
 
 def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
@@ -677,6 +691,7 @@ __all__ = [
     "meets_only_autograd",
     "mesh_resources",
     "never_traced",
+    "on_fixed_sizes",
     "operator_database",
     "operator_samples",
     "optim_foreach_types",

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ._torch import ProcessGroup, default_group_timeout, resolve_process_group
+from ._torch import default_group_timeout, resolve_process_group
 from .collectives import library
 from .environment import switched
 from .groups import Calls, calls_on
@@ -69,10 +69,11 @@ class _Run:
     """What a graph runs on one group.
 
     Attributes:
+        group: its name; a process group is to end with the program's last reference to it.
         meets: whether its first collective is one that would be taken for any other rank's.
     """
 
-    group: ProcessGroup
+    group: str
     calls: Calls
     entries: list[Entry]
     mark: int
@@ -85,7 +86,7 @@ class _Run:
     def go_on(self) -> None:
         self.calls.mark = self.mark
         if self.meets:
-            meet(self.group)
+            meet(resolve_process_group(self.group))
 
 
 @dataclass
@@ -144,10 +145,9 @@ def agree(token: torch.Tensor, text: str) -> torch.Tensor:
 
 
 def _run(name: str, untagged: bool, entries: list[list[str]]) -> _Run:
-    group = resolve_process_group(name)
-    calls = calls_on(group)
+    calls = calls_on(resolve_process_group(name))
     sequence = [(what, where) for what, where in entries]
-    return _Run(group, calls, sequence, mark(sequence), untagged and calls.over_gloo and len(calls.ranks) > 1)
+    return _Run(name, calls, sequence, mark(sequence), untagged and calls.over_gloo and len(calls.ranks) > 1)
 
 
 def _first(here: Job, runs: list[_Run]) -> None:

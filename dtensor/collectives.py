@@ -14,7 +14,8 @@ where sizes divide, every rank traces the same graph. The kernels are written ov
 the `lower` pass traces these same kernels to get start/wait pairs.
 
 A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
-be left for later (`start`).
+be left for later (`start`). It starts one whatever the sizes: were tensors without elements left out, which collectives a
+rank runs would follow from what it holds.
 
 Where a backend has no reduce_scatter the ranks exchange the parts, and each adds up what it is sent.
 """
@@ -107,8 +108,6 @@ Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     n = group_size(group)
     x = _padded(x, dim, local_length(size, group, first=True)).contiguous()
-    if x.numel() == 0:
-        return _resized(x, dim, size)
     y = yield starts(group, x.device).all_gather(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
     if _is_outermost(x, dim):
         y = y.view(*x.shape[:dim], -1, *x.shape[dim + 1 :]) if dim else y
@@ -127,8 +126,6 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Kernel:
     n, size = group_size(group), x.shape[dim]
-    if x.numel() == 0:
-        return _resized(x, dim, local_length(size, group))
     even = divides(n, size)
     ones = x.shape[:dim] if _is_outermost(x, dim) and even else ()
     if ones:
@@ -149,8 +146,6 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
 
 # "avg" is carried out as a sum and a division: gloo has no average, and the result is the same everywhere.
 def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
-    if x.numel() == 0:
-        return x.clone()
     op = "sum" if reduce_op == "avg" else reduce_op
     y = yield c10d.all_reduce(x.contiguous(), op, group)
     return y / group_size(group) if reduce_op == "avg" else y
@@ -161,16 +156,12 @@ def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group:
     x = _padded(x, gather_dim, local_length(size, group, first=True))
     chunks = _split(x, scatter_dim, group)
     mine = local_length(length, group)
-    if chunks[0].numel() == 0:
-        return _resized(_resized(x, gather_dim, size), scatter_dim, mine)
     y = torch.cat([c.unsqueeze(0) for c in chunks])  # Inductor, which is given this kernel traced, has no stack
     y = yield starts(group, x.device).all_to_all(y, [1] * n, [1] * n, group)
     return _cut(_joined(list(y.unbind(0)), gather_dim, size), scatter_dim, mine)
 
 
 def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kernel:
-    if x.numel() == 0:
-        return x.clone()
     n, rank = group_size(group), group_rank(group)
     x = x.contiguous()
     row = x.view(1, -1)

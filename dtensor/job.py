@@ -87,7 +87,7 @@ class Job:
 
     def failed(self, said: str) -> None:
         """Tell the job that this rank raises, and what; it is one failure with those of all that raise as often."""
-        self.failures += 1
+        self._count_failure()
         _add_failure(self.store, self.failures, said[:SAID])
 
     def failing(self, said: str) -> AgreementError:
@@ -111,10 +111,16 @@ class Job:
             AgreementError: with the text of that failure.
         """
         if self.store.add(_key("failures"), 0) > self.failures:
-            self.failures += 1
+            self._count_failure()
             self.news = ""
             raise AgreementError(_told(self.store, self.failures))
         self.news = ""
+
+    def _count_failure(self) -> None:
+        """After a failure ranks have run different numbers of graphs: all begin to count anew."""
+        self.failures += 1
+        for calls in all_calls():
+            calls.count, calls.last = 0, ()
 
     def absent(self, rank: int) -> str:
         """Why `rank` will never come, as far as is known; "" if it may."""
@@ -243,7 +249,8 @@ def leave() -> None:
     global _job, _store
     gone, _job, _store = _job, None, None
     if gone is not None and gone.process == os.getpid():
-        gone.leave(getattr(sys, "last_value", None))
+        interactive = hasattr(sys, "ps1")  # there an error does not end the program
+        gone.leave(None if interactive else getattr(sys, "last_value", None))
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from ._torch import (
     is_traced,
     is_written,
     known_true,
+    on_fixed_sizes,
     replace_size,
     size_of,
     traced_size,
@@ -72,6 +73,7 @@ class _Lengths:
         self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
         self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
         guards_written_by(env, self.on_all_ranks, self.made_of.keys())
+        on_fixed_sizes(env, self.settle)
 
     def of(self, size: torch.SymInt, group: str, first: bool) -> torch.SymInt:
         """The length of this rank's part of `size`, or of the first rank's."""
@@ -89,10 +91,12 @@ class _Lengths:
         return found
 
     def settle(self) -> None:
-        """Let the trace know parts by their whole where it has learnt since that the group divides it."""
-        for (expr, group, _), part in list(self.found.items()):
+        """Let the trace know parts by their whole where it has learnt since that the group divides it, or its number."""
+        for (expr, group, first), part in list(self.found.items()):
             whole = size_of(part, self.env.replace(expr))
-            if divides(group_size(group), whole):
+            if whole.node.expr.is_number:
+                replace_size(part, local_length(int(whole), group, first=first))
+            elif divides(group_size(group), whole):
                 replace_size(part, whole // group_size(group))
 
     def on_all_ranks(self, guard: sympy.Basic) -> sympy.Basic:

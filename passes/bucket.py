@@ -101,7 +101,7 @@ def _read(node: fx.Node) -> _Start | None:
     val, info = ir.value(x), describe(node)
     if info is None or info.group_size == 1 or not all(isinstance(n, int) for n in val.shape) or val.dim() == 0:
         return None
-    if not ir.is_contiguous(val) or ir.is_written(x) or ir.is_written(wait) or val.numel() == 0:
+    if not ir.is_contiguous(val) or ir.is_written(x) or ir.is_written(wait):
         return None
     op, group = MEMBERS[node.target], str(node.args[-1])
     nbytes = node.meta.get(ir.SENT, val.numel() * val.element_size())

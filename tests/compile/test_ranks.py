@@ -64,12 +64,7 @@ PROGRAMS = {
 }
 
 
-OPEN = {"what is rewritten": "issue 23: the backward still differs where all shards of a group are empty"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.xfail(reason=OPEN[n])] if n in OPEN else []) for n in PROGRAMS]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_ranks_compile_one_order(name, monkeypatch):
     monkeypatch.setenv("DTENSOR_AGREEMENT", "0")  # there is nobody to agree with
     f, shape, inputs, options = PROGRAMS[name]

@@ -49,8 +49,8 @@ class CountedGroup(dist.ProcessGroup):
     def getBackendName(self):
         return "counted-gloo"
 
-    def barrier(self, *args):
-        return self.inner.barrier(*args)
+    def barrier(self, *args, **options):
+        return self.inner.barrier(*args, **options)
 
     @property
     def pg_name(self):
