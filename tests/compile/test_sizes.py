@@ -50,6 +50,11 @@ REGROUPED = {
     "in halves": lambda x, w, b: (x @ w).view(x.shape[0] * 2, 2).pow(2).sum(0).sum(),
 }
 """Views that keep a shard only where the mesh divides the batch: such sizes and all others have a graph each."""
+NUMBERS = {
+    "taken along": lambda x, w, b: _taken(x @ w, torch.argmax(w.detach(), 1, True)),
+    "rows added": lambda x, w, b: ((x @ w).tanh() + w).cumsum(1).pow(2).mean(),
+}
+"""In the middle of these a trace learns that there are four rows."""
 EVERY = {**PROGRAMS, **MORE, **REGROUPED}
 
 
@@ -62,6 +67,10 @@ def _there_and_back(x):
     if not isinstance(x, DTensor):
         return x * 2
     return (x.redistribute(placements=[Shard(1)] * x.device_mesh.ndim) * 2).redistribute(placements=x.placements)
+
+
+def _taken(y, index):
+    return (y.tanh() * torch.take_along_dim(y, index, 1)).cumsum(0).sum()
 
 
 def _gated(x, w):
@@ -94,7 +103,7 @@ def graphs_of_torch(fn, sizes, dynamic):
 
 
 def check(name, mesh, placements, sizes, *, dynamic=None, inner="aot_eager", more=0):
-    fn = EVERY[name]
+    fn = {**EVERY, **NUMBERS}[name]
     wanted = graphs_of_torch(fn, sizes, dynamic) + more
     ours = compiled(fn, "dtensor", dynamic, options={"inner": inner})
     whole = [Replicate()] * mesh.ndim
@@ -137,6 +146,14 @@ def test_two_axes_cut_the_batch(rank):
     mesh = init_device_mesh("cpu", (2, 2))
     for name in ("mlp", "layer norm"):
         check(name, mesh, [Shard(0), Shard(0)], (8, 6, 9, 4))
+
+
+@with_ranks(3)
+def test_sizes_that_become_numbers(rank):
+    """On three ranks the shards of the rows are then 2, 2 and 0."""
+    mesh = init_device_mesh("cpu", (3,))
+    for name in NUMBERS:
+        check(name, mesh, [Shard(0)], (4, 4), dynamic=True)
 
 
 @with_ranks(2)
