@@ -302,11 +302,16 @@ def cloned_store(store: Any) -> Any:
         return store
 
 
+def backend_of(group: ProcessGroup, device_type: str) -> str:
+    """The name of what carries tensors of the device in the group; "" for nothing."""
+    pairs = [pair.partition(":") for pair in str(dist.get_backend_config(group)).split(",")]
+    return next((name for device, _, name in pairs if device == device_type), "")
+
+
 def is_gloo(group: ProcessGroup, device_type: str) -> bool:
     """Whether gloo carries tensors of the device in the group: by its backend's name, or the end of that of one around
     it ("counting-gloo")."""
-    backends = str(dist.get_backend_config(group)).split(",")
-    return any(b.startswith(f"{device_type}:") and b.endswith("gloo") for b in backends)
+    return backend_of(group, device_type).endswith("gloo")
 
 
 def break_connections() -> None:
@@ -467,6 +472,8 @@ def guards_hold(mode: FakeTensorMode, code: str, sizes: Sequence[Any]) -> bool:
 
 def same_size(a, b) -> bool:
     """Whether two sizes are equal: of sizes that only the data tell, whether that is known anyhow."""
+    if type(a) is int and type(b) is int:
+        return a == b
     return a is b or bool(guard_or_false(a == b))
 
 
@@ -623,6 +630,21 @@ _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
+class _FirstDefinitions(dict):
+    def __setitem__(self, symbol: sympy.Symbol, value: Any) -> None:
+        self.setdefault(symbol, value)
+
+
+def keep_first_definitions() -> None:
+    """Have the graph that is traced on this thread, if one is, write a symbol as it first did.
+
+    Torch takes what came last: x + 1 of an x that was x - 1 is then what x is made from, and x - 1 is made from x.
+    """
+    mode = get_proxy_mode()
+    if mode is not None and not isinstance(mode.tracer.sympy_expr_tracker, _FirstDefinitions):
+        mode.tracer.sympy_expr_tracker = _FirstDefinitions(mode.tracer.sympy_expr_tracker)
+
+
 def is_traced() -> bool:
     """Whether arithmetic with sizes is recorded in a graph on this thread."""
     return get_proxy_mode() is not None
@@ -650,6 +672,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnknownValue",
     "assumed_size",
+    "backend_of",
     "below_autograd",
     "binary_products",
     "break_connections",
@@ -684,6 +707,7 @@ __all__ = [
     "is_in_graph",
     "is_traced",
     "is_written",
+    "keep_first_definitions",
     "known_equal",
     "known_true",
     "make_fx",

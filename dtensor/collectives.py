@@ -14,8 +14,8 @@ where sizes divide, every rank traces the same graph. The kernels are written ov
 the `lower` pass traces these same kernels to get start/wait pairs.
 
 A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
-be left for later (`start`). It starts one whatever the sizes: were tensors without elements left out, which collectives a
-rank runs would follow from what it holds.
+be left for later (`start`). It starts one whatever the sizes: if tensors without elements were left out, the
+collectives of a rank would follow from what it holds.
 
 Where a backend has no reduce_scatter the ranks exchange the parts, and each adds up what it is sent.
 """
@@ -110,7 +110,7 @@ def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     x = _padded(x, dim, local_length(size, group, first=True)).contiguous()
     y = yield starts(group, x.device).all_gather(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
     if _is_outermost(x, dim):
-        y = y.view(*x.shape[:dim], -1, *x.shape[dim + 1 :]) if dim else y
+        y = y.view(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :]) if dim else y
         return _cut(y, dim, size)
     return _joined(list(torch.split(y, x.shape[0], 0)), dim, size)
 

@@ -91,7 +91,7 @@ class _Lengths:
         return found
 
     def settle(self) -> None:
-        """Let the trace know parts by their whole where it has learnt since that the group divides it, or its number."""
+        """Let the trace know parts by their whole where it has learnt that the group divides it, or its number."""
         for (expr, group, first), part in list(self.found.items()):
             whole = size_of(part, self.env.replace(expr))
             if whole.node.expr.is_number:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._torch import define_strides, has_hint, hint, real_object
+from ._torch import define_strides, has_hint, hint, keep_first_definitions, real_object
 from .caches import cache
 from .layout import Layout
 from .local_sizes import define_local_length, local_length, written
@@ -123,6 +123,7 @@ def define_local_sizes(spec: Spec, local: torch.Tensor) -> None:
 
     Torch gives both symbols of their own. See `local_sizes` for what takes the place of those of the local tensor.
     """
+    keep_first_definitions()
     if spec.coordinate is None:
         return
     known = facts(spec.mesh)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from ._torch import OpOverload, c10d, is_gloo, register_work, resolve_process_group
+from ._torch import OpOverload, backend_of, c10d, register_work, resolve_process_group
 from .groups import calls_on
 
 library = torch.library.Library("dtensor", "DEF")
@@ -51,9 +51,10 @@ def starts(group: str, device: torch.device) -> Starts:
 
     Gloo's messages are CPU tensors: of others it has collectives only.
     """
-    if not is_gloo(resolve_process_group(group), device.type):
-        return FUNCTIONAL
-    return OVER_GLOO if device.type == "cpu" else FUNCTIONAL._replace(reduce_scatter=None)
+    backend = backend_of(resolve_process_group(group), device.type)
+    if backend.endswith("gloo"):
+        return OVER_GLOO if device.type == "cpu" else EXCHANGED
+    return EXCHANGED if backend == "threaded" else FUNCTIONAL
 
 
 @torch.no_grad()
@@ -116,7 +117,9 @@ FUNCTIONAL = Starts(
     c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.reduce_scatter_tensor.default
 )
 """torch's."""
+EXCHANGED = FUNCTIONAL._replace(reduce_scatter=None)
+"""torch's where it has no reduce_scatter of its own, or, among threads, one that only adds."""
 OVER_GLOO = Starts(torch.ops.dtensor.all_gather_start.default, torch.ops.dtensor.all_to_all_start.default, None)
 """Ours. Gloo's reduce_scatter is left out: it reduces the whole tensor on every rank, and so sends twice the bytes."""
 
-__all__ = ["FUNCTIONAL", "OVER_GLOO", "Starts", "library", "meet", "starts"]
+__all__ = ["EXCHANGED", "FUNCTIONAL", "OVER_GLOO", "Starts", "library", "meet", "starts"]

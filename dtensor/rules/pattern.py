@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from .._torch import same_size
 from .call import Call, rule_for
 from .local import unless_empty
 from .rule import Dims, Rule
@@ -76,7 +77,7 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     present = [i for i, name in enumerate(named) if hasattr(call[name], "layout")]
     if len(present) != len(call.operands) or len(ins) != len(named):
         return whole_rule(call)
-    sizes = {f: call[a] for f, a in pattern.sizes.items() if not _is_one(call[a])}
+    sizes = {f: call[a] for f, a in pattern.sizes.items() if not same_size(call[a], 1)}
     gone = set(pattern.sizes) - set(sizes)
     spread = [_spread(ins[i], o.ndim, gone) for i, o in zip(present, call.operands)]
     made = [None if o is None else _spread(w, o.ndim, gone) for w, o in zip(_padded(outs, outputs), outputs)]
@@ -135,9 +136,9 @@ def _sizes(spread: list[Dims], shapes: list[tuple], sizes: dict[str, Any]) -> se
                 shared.append((factors, size))
             elif factors:
                 (f,) = factors
-                if f not in sizes or (f.startswith("*") and _is_one(sizes[f])):
+                if f not in sizes or (f.startswith("*") and same_size(sizes[f], 1)):
                     sizes[f] = size
-                elif sizes[f] != size and not (f.startswith("*") and _is_one(size)):
+                elif sizes[f] != size and not (f.startswith("*") and same_size(size, 1)):
                     clash.add(f)
     for factors, size in shared:
         unknown = [f for f in factors if f not in sizes]
@@ -155,7 +156,7 @@ def _thinned(dims: Dims, shape: tuple, sizes: Mapping[str, Any]) -> Dims:
     def stays_whole(factors: tuple[str, ...], size) -> bool:
         if any(f not in sizes for f in factors):
             return True
-        return bool(factors) and factors[0][0] == "*" and _is_one(size) and not _is_one(sizes[factors[0]])
+        return bool(factors) and factors[0][0] == "*" and same_size(size, 1) and not same_size(sizes[factors[0]], 1)
 
     return tuple(() if stays_whole(d, s) else d for d, s in zip(dims, shape))
 
@@ -164,10 +165,6 @@ def whole_rule(call: Call) -> Rule:
     """Everything replicated."""
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.wanted)
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
-
-
-def _is_one(size) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def pattern_rules(table: Mapping[str, Pattern | str]) -> None:

@@ -12,6 +12,7 @@ table as the others:
 A copy is of more than sums: it lets Partial with any reduce op through.
 """
 
+from .._torch import same_size
 from .call import Call, LocalCall, rule_for
 from .rule import Dims, Rule
 
@@ -128,13 +129,9 @@ def broadcast(shapes: list[tuple], out: tuple) -> tuple[tuple[Dims, ...], dict]:
     def of(shape: tuple) -> Dims:
         last = names[len(out) - len(shape) :]
         full = out[len(out) - len(shape) :]
-        return tuple([() if _is_one(s) and not _is_one(o) else (f,) for s, o, f in zip(shape, full, last)])
+        return tuple([() if same_size(s, 1) and not same_size(o, 1) else (f,) for s, o, f in zip(shape, full, last)])
 
     return tuple([of(s) for s in shapes]), dict(zip(names, out))
-
-
-def _is_one(size) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def linearity(call: Call) -> tuple[frozenset[int], ...]:

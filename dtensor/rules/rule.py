@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._torch import same_size
+
 Factor = str
 Dim = tuple[Factor, ...]
 """Factors of one dimension, major to minor; empty for a dimension that is never sharded (a broadcast one, say)."""
@@ -123,11 +125,7 @@ def position(where: Dims, factor: Factor, sizes: Mapping[Factor, Any]) -> int | 
     if len(found) > 1:
         return -1
     before = where[found[0]][: where[found[0]].index(factor)]
-    return found[0] if all(_is_one(sizes[f]) for f in before) else -1
-
-
-def _is_one(size) -> bool:
-    return isinstance(size, int) and size == 1
+    return found[0] if all(same_size(sizes[f], 1) for f in before) else -1
 
 
 def shares_dim(rule: Rule, factor: Factor) -> bool:

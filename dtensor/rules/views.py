@@ -11,6 +11,7 @@ from math import gcd, prod
 
 import torch
 
+from .._torch import same_size
 from .call import Call, LocalCall, rule_for
 from .pointwise import broadcast
 from .rule import Dim, Dims, Rule
@@ -18,17 +19,13 @@ from .rule import Dim, Dims, Rule
 LINEAR = (frozenset({0}),)
 
 
-def _is_one(size) -> bool:
-    return isinstance(size, int) and size == 1
-
-
 def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
     """Cut two shapes of equal product into the smallest groups of consecutive dimensions of equal product.
 
     Dimensions of length 1 are in no group.
     """
-    ins = [i for i, s in enumerate(before) if not _is_one(s)]
-    outs = [i for i, s in enumerate(after) if not _is_one(s)]
+    ins = [i for i, s in enumerate(before) if not same_size(s, 1)]
+    outs = [i for i, s in enumerate(after) if not same_size(s, 1)]
     found, i, o = [], 0, 0
     while i < len(ins) and o < len(outs):
         a, b = [ins[i]], [outs[o]]
@@ -81,7 +78,7 @@ def _share_major(a, b, before, after, ins, outs, sizes) -> None:
     """Many dimensions to many others: only a major factor common to both first dimensions can be followed."""
     x, y = before[a[0]], after[b[0]]
     small = _common(x, y)
-    if _is_one(small):
+    if same_size(small, 1):
         return
     major, rest = f"d{a[0]}.0", f"d{a[0]}.1"
     sizes[major], sizes[rest] = small, prod(before[i] for i in a) // small
@@ -163,12 +160,12 @@ def squeeze(call: Call) -> Rule:
     shape = call.operands[0].shape
     given = call["dim"] if call.has("dim") else list(range(len(shape)))
     given = given if isinstance(given, (list, tuple)) else [given]
-    gone = {d % len(shape) for d in given if _is_one(shape[d])} if shape else set()
+    gone = {d % len(shape) for d in given if same_size(shape[d], 1)} if shape else set()
 
     def local(call: LocalCall):
         # By dimension: a shard may have length 1 where the whole has not, and 0 where the whole has 1.
         x = call.args[0]
-        if all(_is_one(x.shape[d]) for d in gone):
+        if all(same_size(x.shape[d], 1) for d in gone):
             return torch.ops.aten.squeeze.dims(x, sorted(gone))
         return x.reshape([s for i, s in enumerate(x.shape) if i not in gone])
 
@@ -181,7 +178,7 @@ def expand(call: Call) -> Rule:
     assert out is not None
     shape = call.operands[0].shape
     new = out.ndim - len(shape)
-    source = [None if i < new or (_is_one(shape[i - new]) and not _is_one(s)) else i - new
+    source = [None if i < new or (same_size(shape[i - new], 1) and not same_size(s, 1)) else i - new
               for i, s in enumerate(out.shape)]  # fmt: skip
     rule = follow(call, list(source), shape_arg="size")
     return rule
@@ -216,7 +213,7 @@ def repeat(call: Call) -> Rule:
     """A dimension that is repeated is whole on every rank."""
     shape, repeats = call.operands[0].shape, call["repeats"]
     new = len(repeats) - len(shape)
-    source = [i - new if i >= new and _is_one(r) else None for i, r in enumerate(repeats)]
+    source = [i - new if i >= new and same_size(r, 1) else None for i, r in enumerate(repeats)]
     return follow(call, source)
 
 

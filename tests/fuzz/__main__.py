@@ -46,6 +46,13 @@ def one_round(kind: str, number: int, known: dict[str, int], count: list[int], e
     run()
 
 
+def failures(error: BaseException) -> list[Failure]:
+    """The failures that hypothesis raises: one, or several in a group, which may hold groups."""
+    if isinstance(error, BaseExceptionGroup):
+        return [found for e in error.exceptions for found in failures(e)]
+    return [error] if isinstance(error, Failure) else []
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.split("\n")[0])
@@ -61,18 +68,16 @@ def main() -> None:
     while time.monotonic() < end:
         try:
             one_round(given_.kind, number, known, count, end)
-        except BaseExceptionGroup as group:
-            found = [e for e in group.exceptions if isinstance(e, Failure)]
+        except BaseException as error:
+            found = failures(error)
             if not found:
                 raise
-        except Failure as error:
-            found = [error]
         else:
             found = []
         for error in found:
             known[error.signature] = 0
             path = given_.out / f"{given_.kind}-{number:04d}-{len(known):03d}.py"
-            path.write_text(str(error).partition("\n\n")[2].partition("\n\nTraceback")[0] + "\n")
+            path.write_text(error.script)
             print(f"{path}: {error.signature}", flush=True)
         number += 1
     stop_all()

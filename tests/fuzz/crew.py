@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 
@@ -61,21 +61,43 @@ def serve(rank: int, address: str, folder: str) -> None:
             parent.send(_attempt(rank, program, setting))
 
 
-def _attempt(rank: int, program: Program, setting: Setting) -> tuple[str, str]:
-    """("", "") if all is well, else the error in a line, and its traceback."""
+@dataclass(frozen=True)
+class Said:
+    """How a program went on one rank.
+
+    Attributes:
+        line: an error; "" if all is well.
+        text: its traceback.
+        graphs: group -> how many compiled graphs this rank has run on it.
+    """
+
+    line: str = ""
+    text: str = ""
+    graphs: dict[str, int] = field(default_factory=dict)
+
+
+def _attempt(rank: int, program: Program, setting: Setting) -> Said:
     try:
-        check(rank, program, setting)
-        return "", ""
+        return Said(graphs=check(rank, program, setting))
     except Exception as error:
         line = f"{type(error).__name__}: {error}".splitlines()[0]
-        return line, "".join(traceback.format_exception(error))
+        return Said(line, "".join(traceback.format_exception(error)))
     finally:
         if setting.compiled:
             torch.compiler.reset()
 
 
+def _apart(said: dict[int, Said]) -> str:
+    """Which ranks of a group have run other numbers of graphs on it; "" for none."""
+    for group in {name for s in said.values() for name in s.graphs}:
+        counts = {r: s.graphs[group] for r, s in said.items() if group in s.graphs}
+        if len({*counts.values()}) > 1:
+            return f"ranks have run other numbers of graphs: {counts}"
+    return ""
+
+
 class Crew:
-    """Ranks that run programs. Start them with `with`; they start anew by themselves after a hang or a death."""
+    """Ranks that run programs. Start them with `with`; they start anew by themselves after a failure."""
 
     def __init__(self, ranks: int, patience: float = PATIENCE):
         self.n, self.patience, self.started = ranks, patience, 0
@@ -99,25 +121,26 @@ class Crew:
         for pipe in self._pipes.values():
             pipe.send_bytes(message)
         said, late, died = self._wait()
-        failed = {r: s for r, s in said.items() if s[0]}
-        text = "".join(f"rank {r}: {s[1]}\n" for r, s in failed.items())
-        first = next(iter(failed.values()), ("", ""))[0]
+        failed = {r: s for r, s in said.items() if s.line}
+        apart = "" if failed or late or died else _apart(said)
+        if not (failed or late or died or apart):
+            return Outcome("ok")
+        text = "".join(f"rank {r}: {s.text}\n" for r, s in failed.items())
+        first = next((s.line for s in failed.values()), "")
+        text += self._stacks(late)
+        self.stop()  # who knows what they still send each other
+        if apart:
+            return Outcome("apart", apart)
         if late or died:
-            text += self._stacks(late)
-            self.stop()
             kind = "died" if died else "hung"
             ranks = f"ranks {sorted(died or late)} {'died' if died else 'wait'}"
             return Outcome(kind, f"{ranks}; {first}" if first else ranks, text or self._error)
-        if not failed:
-            return Outcome("ok")
-        if len(failed) == self.n and len({s[0].split(":")[0] for s in failed.values()}) == 1:
-            return Outcome("wrong" if first.startswith("Wrong") else "raised", first, text)
-        self.stop()  # who knows what they still send each other
-        return Outcome("wrong" if first.startswith("Wrong") else "apart", first, text)
+        alike = len(failed) == self.n and len({s.line.split(":")[0] for s in failed.values()}) == 1
+        return Outcome("wrong" if first.startswith("Wrong") else "raised" if alike else "apart", first, text)
 
-    def _wait(self) -> tuple[dict[int, tuple[str, str]], set[int], set[int]]:
+    def _wait(self) -> tuple[dict[int, Said], set[int], set[int]]:
         """What ranks said, those who said nothing in time, and those that died."""
-        said: dict[int, tuple[str, str]] = {}
+        said: dict[int, Said] = {}
         died: set[int] = set()
         deadline = time.monotonic() + self.patience
         while open_ := {p: r for r, p in self._pipes.items() if r not in said and r not in died}:
@@ -130,7 +153,7 @@ class Crew:
                     said[rank] = pipe.recv()
                 except (EOFError, ConnectionError):
                     died.add(rank)
-                if rank in died or said[rank][0]:
+                if rank in died or said[rank].line:
                     deadline = min(deadline, time.monotonic() + AFTER_ANOTHER)
         return said, set(), died
 

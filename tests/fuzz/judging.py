@@ -25,9 +25,11 @@ class Failure(AssertionError):
 
     Attributes:
         signature: what is alike in failures of one cause.
+        script: a program that fails so.
     """
 
     signature = ""
+    script = ""
 
 
 _kinds: dict[str, type[Failure]] = {}
@@ -40,7 +42,10 @@ def failure(program: Program, setting: Setting, outcome: Outcome) -> Failure:
         _kinds[name] = type("Failure", (Failure,), {"signature": name})
     why = f"{outcome.kind}: {outcome.line}".replace('"""', "'''").replace("\\", "/")
     text = "\n".join(outcome.text.splitlines()[-60:])
-    return _kinds[name](f"{why}\n\n{script(program, setting, why)}\n\n{text}")
+    written = script(program, setting, why)
+    error = _kinds[name](f"{why}\n\n{written}\n\n{text}")
+    error.script = written
+    return error
 
 
 def signature(outcome: Outcome) -> str:

@@ -1,6 +1,6 @@
 """A program on ranks, compared with one device.
 
-check(program, setting, rank) -> None if all is well; it raises what is not
+check(rank, program, setting) -> how many graphs it ran, if all is well; it raises what is not
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch import nn
 
 from dtensor import DTensor, Shard, init_device_mesh
 from dtensor.api import distribute_module, distribute_parameter
+from dtensor.groups import calls_on
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, fully_shard, parallelize_module
 
 from .program import (
@@ -28,7 +29,7 @@ from .program import (
 )
 
 TOLERANCE = {"float64": 1e-7, "float32": 2e-3}
-"""Of a difference, relative to one and the largest absolute value."""
+"""Of a difference, relative to one and the largest absolute value; that of the coarsest input holds for all."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def compare(found: Result, expected: Result, what: str = "") -> None:
+def compare(found: Result, expected: Result, tolerance: float, what: str = "") -> None:
     """Raise unless they are alike.
 
     Raises:
@@ -126,16 +127,16 @@ def compare(found: Result, expected: Result, what: str = "") -> None:
             continue
         if (got.shape, got.dtype) != (want.shape, want.dtype):
             raise Wrong(f"{what}{name} is {got.dtype}{list(got.shape)}, one device's {want.dtype}{list(want.shape)}")
-        error = difference(got, want)
+        error = difference(got, want, tolerance)
         if error:
             raise Wrong(f"{what}{name} {error}")
 
 
-def difference(got: torch.Tensor, want: torch.Tensor) -> str:
+def difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
     """In words how `got` differs; nothing if it is within the tolerance."""
     if not want.is_floating_point():
         return "" if torch.equal(got, want) else f"is {got.tolist()}, one device's {want.tolist()}"
-    tolerance = TOLERANCE[str(want.dtype).removeprefix("torch.")]
+    tolerance = max(tolerance, TOLERANCE[str(want.dtype).removeprefix("torch.")])
     finite = want[want.isfinite()]
     bound = tolerance * (1 + (finite.abs().max().item() if finite.numel() else 0.0))
     if torch.allclose(got, want, rtol=0, atol=bound, equal_nan=True):
@@ -143,8 +144,11 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> str:
     return f"is off by {(got - want).abs().max().item():.3g} of {want.abs().max().item():.3g}"
 
 
-def check(rank: int, program: Program, setting: Setting) -> None:
+def check(rank: int, program: Program, setting: Setting) -> dict[str, int]:
     """Run the program on this rank and compare it with one device.
+
+    Returns:
+        group -> how many compiled graphs this rank has run on it.
 
     Raises:
         Wrong: a result differs; and whatever the program raises.
@@ -156,7 +160,9 @@ def check(rank: int, program: Program, setting: Setting) -> None:
         fn = torch.compile(
             fn, backend="dtensor", fullgraph=True, dynamic=setting.dynamic, options=dict(setting.options)
         )
+    tolerance = max(TOLERANCE.get(x.dtype, 0.0) for x in program.inputs)
     for batch in (None, *setting.batches):
         expected = reference(program, twice=setting.twice, batch=batch)
         found = on_ranks(program, setting, mesh, fn, batch)
-        compare(found, expected, "" if batch is None else f"with a batch of {batch}: ")
+        compare(found, expected, tolerance, "" if batch is None else f"with a batch of {batch}: ")
+    return {group.group_name: calls_on(group).count for group in mesh.get_all_groups()} if setting.compiled else {}
