@@ -53,7 +53,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as functional_collectives
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
@@ -379,6 +379,11 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
 
+def functionalized(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Context in which operators take `x`, also after the function was traced that functionalization made `x` in."""
+    return FunctionalTensorMode() if isinstance(x, FunctionalTensor) else contextlib.nullcontext()
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Have `callback` called when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -691,6 +696,7 @@ __all__ = [
     "disabled_torch_function",
     "fake_store",
     "functional_collectives",
+    "functionalized",
     "graph_node",
     "guards_hold",
     "guards_on",

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ._torch import FakeTensor, below_autograd, graph_node, is_alias_of
+from ._torch import FakeTensor, below_autograd, functionalized, graph_node, is_alias_of
 from .errors import OperatorError, ShardingError
 from .layout import Layout
 from .pending import Pending, waited
@@ -164,7 +164,7 @@ def fresh(x: Any) -> Any:
         return x
     version = _version(x)
     if memory.stale or memory.counted != version:
-        with below_autograd():
+        with below_autograd(), functionalized(x._local_tensor):
             _refresh(memory, x._local_tensor, memory.counted != version)
         memory.counted = version
     return x
@@ -181,12 +181,13 @@ def wrote(written: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> None
         if memory is None:
             continue
         memory.family.version += 1
-        memory.counted = _version(operands[i]) + 1
+        memory.counted = version = _version(operands[i]) + 1
         while memory.origin is not None:
             _push(memory.origin, local)
             memory.seen = memory.family.version
             local = memory.origin.base
             memory = _memory_or_new(local)
+            memory.counted = version
 
 
 def _refresh(memory: _Memory, local: torch.Tensor, all_of_them: bool) -> None:

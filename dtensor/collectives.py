@@ -112,7 +112,7 @@ def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
     if _is_outermost(x, dim):
         y = y.view(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :]) if dim else y
         return _cut(y, dim, size)
-    return _joined(list(torch.split(y, x.shape[0], 0)), dim, size)
+    return _joined(list(y.view(n, *x.shape).unbind(0)), dim, size)
 
 
 REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import aliasing, strictness
-from ._torch import disable_proxy_modes_tracing
+from ._torch import disable_proxy_modes_tracing, is_traced
 from .aliasing import copies, freshen, remember, wrote
 from .caches import cache
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
@@ -93,7 +93,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
             made = decision.simple(*local, **kwargs)
             specs: Any = decision.outputs
             out = _wrapped(made, specs) if decision.many else wrap(made, specs[0])
-            if copies and decision.written:
+            if decision.written and (copies or is_traced()):
                 wrote(decision.written, args, kwargs)
             if type(made) is Tensor:
                 return out
@@ -216,7 +216,7 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     out = _run(decision, func, args, kwargs)
     if func.is_view:
         remember(func, args, kwargs, out, moved=bool(decision.moves), taken_apart=bool(decision.kind))
-    elif copies and decision.written:
+    elif decision.written and (copies or is_traced()):
         wrote(decision.written, args, kwargs)
     return out
 

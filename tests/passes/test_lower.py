@@ -115,9 +115,10 @@ def test_golden(bench):
 %x_1: f32[4,4] = placeholder
 %all_gather_into_tensor: f32[8,4] = _c10d_functional.all_gather_into_tensor(%x_1, 2, tp)
 %wait_tensor: f32[8,4] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
-%split: (f32[4,4], f32[4,4]) = aten.split.Tensor(%wait_tensor, 4)
-%getitem: f32[4,4] = getitem(%split, 0)
-%getitem_1: f32[4,4] = getitem(%split, 1)
+%view: f32[2,4,4] = aten.view(%wait_tensor, [2, 4, 4])
+%unbind: (f32[4,4], f32[4,4]) = aten.unbind.int(%view)
+%getitem: f32[4,4] = getitem(%unbind, 0)
+%getitem_1: f32[4,4] = getitem(%unbind, 1)
 %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
 return %cat""",
     )
