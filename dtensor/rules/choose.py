@@ -1,7 +1,7 @@
 """Choose: from an operator's rule and the operands' layouts to the layouts it runs in.
 
 For each mesh axis the cheapest candidate wins: the one whose redistributions of the operands cost least, replication
-first and then in the rule's order among equals. Pure, and the same on every rank.
+first among equals, then those that always fit, then in the rule's order. Pure, and the same on every rank.
 """
 
 from dataclasses import dataclass
@@ -50,13 +50,16 @@ def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
 def _cheapest(
     rule, table, operands, in_place: bool, axis: int, network: Network, shared: dict[Factor, int]
 ) -> Candidate:
-    """The cheapest candidate on `axis`; what it cuts is noted in `shared`."""
+    """The cheapest candidate on `axis`; what it cuts is noted in `shared`.
+
+    Whether one fits that may not is asked last, and only if it would win: of a symbolic size the answer is a guard.
+    """
     best, least, n = None, inf, network.sizes[axis]
-    for c in table:
-        if not _fits(rule, c, n, shared) or (in_place and not _keeps(rule, c)):
+    for c in sorted(table, key=lambda c: c.factor is not None and shares_dim(rule, c.factor)):
+        if in_place and not _keeps(rule, c):
             continue
         price = _price(rule, c, operands, axis, network, least, in_place)
-        if price < least:
+        if price < least and _fits(rule, c, n, shared):
             best, least = c, price
     assert best is not None, "replication is always possible"
     if best.factor is not None:

@@ -115,7 +115,7 @@ class Attention(nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
             is_causal=self.use_attn_mask,
         )
-        return self.resid_dropout(self.wo(output.transpose(1, 2).reshape(batch, seq, -1)))
+        return self.resid_dropout(self.wo(output.transpose(1, 2).flatten(2)))
 
 
 class FeedForward(nn.Module):
