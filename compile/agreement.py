@@ -4,7 +4,7 @@ The last pass on a graph, after which nothing reorders its collectives: it lists
 `dtensor::agree` with the list in front, and has the first collective wait for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -27,9 +27,9 @@ def seal(graph: fx.Graph, *, scheduled: bool) -> None:
         graph: a graph that no pass changes any more.
         scheduled: whether what runs it may reorder what does not depend on each other, as Inductor does.
     """
-    found = _communicating(graph)
+    found, places = _communicating(graph), ir.gradients(graph)
     if (heard := _heard.get()) is not None:
-        heard.append([(group_ranks(group), entry(node)) for node, group in found])
+        heard.append([(group_ranks(group), entry(node, places)) for node, group in found])
     if not found:
         return
     sequences: dict[str, list[Entry]] = {}
@@ -37,7 +37,7 @@ def seal(graph: fx.Graph, *, scheduled: bool) -> None:
     for node, group in found:
         if group not in sequences and not _is_tagged(node):
             untagged.append(group)
-        sequences.setdefault(group, []).append((entry(node), _where(node)))
+        sequences.setdefault(group, []).append((entry(node, places), _where(node)))
     first = found[0][0]
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
@@ -74,8 +74,12 @@ def overheard() -> Iterator[list[Collectives]]:
         _heard.reset(token)
 
 
-def entry(node: fx.Node) -> str:
-    """A collective as ranks compare it: operator, reduction, dtype and sizes of what is sent; "?" for symbols."""
+def entry(node: fx.Node, places: Mapping[fx.Node, int]) -> str:
+    """A collective as ranks compare it: operator, reduction, dtype and sizes of what is sent; "?" for symbols.
+
+    Args:
+        places: as `ir.gradients` gives them: two gradients of one shape are not to be taken for each other.
+    """
     c, record = ir.collective(node), node.meta.get(ir.RECORD)
     op = c.op if c is not None else record.op if record is not None else ir.STARTS.get(node.target)
     assert op in COMMUNICATING, f"{node.format_node()} does not communicate"
@@ -92,9 +96,14 @@ def entry(node: fx.Node) -> str:
         parts = [_of_length(parts[0], c.gather_dim, chunk_length(c.size, group_size(c.group), 0))]
     if op == "reduce_scatter" and node.target in ir.ALL_TO_ALLS:
         parts = [part.flatten(0, 1) for part in parts]  # over gloo its rows are exchanged
-    given = ", ".join([_kind(part, rows_differ) for part in parts])
+    to = node.meta.get(ir.PLACES) or [places.get(node)] * len(parts)
+    given = ", ".join([_kind(part, rows_differ) + _to(place) for part, place in zip(parts, to, strict=True)])
     how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"
     return f"{how} of {given}"
+
+
+def _to(place: int | None) -> str:
+    return "" if place is None else f" for gradient {place}"
 
 
 def _of_length(x: Any, dim: int, length: int) -> torch.Tensor:

@@ -129,7 +129,7 @@ def _mask_placements(mask: DTensor, target: list[Placement], ndim: int) -> list[
     """Where a mask that broadcasts over leading dimensions lies for scores in the placements `target`."""
     missing = ndim - mask.dim()
     return [
-        Shard(p.dim - missing)
+        Shard(p.dim - missing, p.cut)
         if isinstance(p, Shard) and p.dim >= missing and mask.shape[p.dim - missing] != 1
         else Replicate()
         for p in target

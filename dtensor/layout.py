@@ -1,9 +1,8 @@
 """Layout: how a whole tensor lies over all axes of a mesh, with the order in which axes share a dimension.
 
-`placements` (one per mesh axis) is the user's view of a layout; it cannot say which of two axes that shard the same
-dimension cuts first. A `Layout` can: for each tensor dimension it lists the mesh axes that shard it, outermost cut
-first, and beside that the partial axes. Layouts are interned: equal layouts are one object, so comparing them in a
-guard or a cache is a pointer comparison. Sizes are no part of a layout.
+`placements` (one per mesh axis) is the user's view of a layout. A `Layout` lists for each tensor dimension the mesh
+axes that shard it, outermost cut first, and beside that the partial axes. Layouts are interned: equal layouts are one
+object, so comparing them in a guard or a cache is a pointer comparison. Sizes are no part of a layout.
 """
 
 import re
@@ -45,8 +44,8 @@ class Layout:
         text = ["R"] * self.mesh_ndim
         for dim, axes in enumerate(self.dims):
             for rank, axis in enumerate(axes):
-                found[axis] = Shard(dim)
-                text[axis] = f"S({dim})" if list(axes) == sorted(axes) else f"S({dim})#{rank}"
+                found[axis] = Shard(dim, None if list(axes) == sorted(axes) else rank)
+                text[axis] = str(found[axis])
         for axis, reduce_op in self.partial:
             found[axis] = Partial(reduce_op)
             text[axis] = str(found[axis])
@@ -65,15 +64,15 @@ class Layout:
 
     @staticmethod
     def of(placements: tuple[Placement, ...], ndim: int) -> "Layout":
-        """The layout of checked placements (`as_placements`) of an `ndim`-dimensional tensor, cut in mesh order."""
-        dims: list[list[int]] = [[] for _ in range(ndim)]
+        """The layout of checked placements (`as_placements`) of an `ndim`-dimensional tensor."""
+        dims: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
         partial = []
         for axis, p in enumerate(placements):
             if isinstance(p, Shard):
-                dims[p.dim].append(axis)
+                dims[p.dim].append((axis if p.cut is None else p.cut, axis))
             elif isinstance(p, Partial):
                 partial.append((axis, p.reduce_op))
-        return Layout.make(len(placements), tuple(map(tuple, dims)), tuple(partial))
+        return Layout.make(len(placements), _in_order(dims), tuple(partial))
 
     @staticmethod
     def parse(text: str, ndim: int) -> "Layout":
@@ -171,7 +170,12 @@ def _parse(text: str, ndim: int) -> Layout:
         axis, end = axis + 1, token.end()
     if end != len(text):
         raise PlacementError(f"{text!r} is not a layout of a {ndim}-dimensional tensor; write for example 'S(0)R'")
-    return Layout.make(axis, tuple(tuple(a for _, a in sorted(axes)) for axes in dims), tuple(partial))
+    return Layout.make(axis, _in_order(dims), tuple(partial))
+
+
+def _in_order(dims: list[list[tuple[int, int]]]) -> tuple[tuple[int, ...], ...]:
+    """The axes of each dimension, from pairs of a cut and its axis."""
+    return tuple([tuple([axis for _, axis in sorted(cuts)]) for cuts in dims])
 
 
 register_value_type(

@@ -36,19 +36,28 @@ class Shard(Placement):
     """The ranks of the axis hold consecutive chunks of tensor dimension `dim`, cut as `torch.chunk` cuts.
 
     Ranks past the last chunk hold an empty one. A negative `dim` counts from the end of the tensor it is applied to.
+
+    Axes that share a dimension cut it one after the other, in mesh order. Where an operator leaves them in another one,
+    `cut` says which cut of the dimension is this axis's, 0 being the outermost.
     """
 
     dim: int
+    cut: int | None = None
 
     def __post_init__(self):
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise TypeError(f"Shard takes a tensor dimension, an int such as Shard(0); got {self.dim!r}")
+        if self.cut is not None and (not isinstance(self.cut, int) or self.cut < 0):
+            raise TypeError(f"Shard takes as cut which cut of the dimension this is, 0 the outermost; got {self.cut!r}")
 
     def __str__(self) -> str:
-        return f"S({self.dim})"
+        return f"S({self.dim})" if self.cut is None else f"S({self.dim})#{self.cut}"
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim})" if self.cut is None else f"Shard(dim={self.dim}, cut={self.cut})"
 
     def __fx_repr__(self):
-        return f"Shard({self.dim})", {"Shard": Shard}
+        return repr(self), {"Shard": Shard}
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class Partial(Placement):
 
 
 _COMMON = ("is_shard", "is_replicate", "is_partial", "__eq__", "__hash__", "__str__", "__repr__")
-register_value_type(Shard, ("dim", *_COMMON))
+register_value_type(Shard, ("dim", "cut", *_COMMON))
 register_value_type(Replicate, _COMMON)
 register_value_type(Partial, ("reduce_op", *_COMMON))
 
@@ -120,7 +129,20 @@ def as_placements(given: Sequence | Placement | None, mesh_ndim: int, ndim: int)
             f"the mesh has {mesh_ndim} axes but {len(given)} placements were given: {list(given)}; "
             "write one placement per mesh axis, Replicate() where nothing is sharded"
         )
-    return tuple([_from_front(as_placement(p), ndim) for p in given])
+    checked = tuple([_from_front(as_placement(p), ndim) for p in given])
+    _check_cuts(checked)
+    return checked
+
+
+def _check_cuts(placements: tuple[Placement, ...]) -> None:
+    shards = [p for p in placements if isinstance(p, Shard)]
+    for p in shards:
+        cuts = [q.cut for q in shards if q.dim == p.dim]
+        if p.cut is not None and (None in cuts or len({*cuts}) < len(cuts)):
+            raise PlacementError(
+                f"{list(placements)} does not say in which order axes cut dimension {p.dim}; give each of those that "
+                "do another cut, or none of them one"
+            )
 
 
 def words(given: Sequence | None) -> str:
@@ -139,10 +161,15 @@ def words(given: Sequence | None) -> str:
 def parsed(text: str) -> tuple[Placement, ...]:
     """The placements that `words` wrote."""
     found = [m.groups() for m in _WORD.finditer(text)]
-    return tuple([Shard(int(dim)) if dim else Replicate() if r else Partial(op or "sum") for dim, r, op in found])
+    return tuple(
+        [
+            Shard(int(dim), int(cut) if cut else None) if dim else Replicate() if r else Partial(op or "sum")
+            for dim, cut, r, op in found
+        ]
+    )
 
 
-_WORD = re.compile(r"S\((-?\d+)\)|(R)|P(?:\((\w+)\))?")
+_WORD = re.compile(r"S\((-?\d+)\)(?:#(\d+))?|(R)|P(?:\((\w+)\))?")
 
 
 def _not_a_sequence(given) -> PlacementError:
@@ -155,7 +182,7 @@ def _from_front(p: Placement, ndim: int) -> Placement:
     if not -ndim <= p.dim < ndim:
         fix = f"dims run from {-ndim} to {ndim - 1}" if ndim else "a 0-dim tensor takes Replicate() or Partial()"
         raise PlacementError(f"Shard({p.dim}) does not fit a tensor of {ndim} dimensions; {fix}")
-    return p if p.dim >= 0 else Shard(p.dim + ndim)
+    return p if p.dim >= 0 else Shard(p.dim + ndim, p.cut)
 
 
 __all__ = [

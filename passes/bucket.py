@@ -66,8 +66,9 @@ class Bucket:
             return 0
         before = dependencies(graph)
         buckets = _packed(starts, _Windows(graph, before))
+        places = ir.gradients(graph) if buckets else {}
         for bucket in buckets:
-            _write(bucket)
+            _write(sorted(bucket, key=lambda s: places.get(s.node, -1)), places)
         if buckets:
             sort(graph, before)
         return len(buckets)
@@ -211,8 +212,8 @@ def _fits(bucket: list[_Start], windows: _Windows) -> bool:
     return max(ready, windows.first[s.node]) < min([windows.last[x.wait] for x in bucket])
 
 
-def _write(bucket: list[_Start]) -> None:
-    """Put one start and wait in the place of those of `bucket`."""
+def _write(bucket: list[_Start], places: dict[fx.Node, int]) -> None:
+    """Put one start and wait in the place of those of `bucket`; `places` are `ir.gradients`."""
     here, first = max([s.node for s in bucket]), bucket[0].node
     join, part = LAYOUTS[bucket[0].op]
     n = group_size(str(first.args[-1]))
@@ -223,6 +224,7 @@ def _write(bucket: list[_Start]) -> None:
     if any(ir.SENT in s.node.meta for s in bucket):
         start.meta[ir.SENT] = sum([_sent(s) for s in bucket])
     start.meta[ir.PARTS] = [ir.value(s.x) for s in bucket]
+    start.meta[ir.PLACES] = [places.get(s.node) for s in bucket]
     start.meta[TRACED] = ir.traced([s.node for s in bucket])
     wait = ir.insert(here, ir.WAIT, (start,), like=bucket[0].wait)
     pieces = part(here, wait, n, lengths, first)

@@ -74,6 +74,9 @@ shards are not even."""
 PARTS = "dtensor_parts"
 """The key in a start's `meta` under which `bucket` leaves the values of what travels together."""
 
+PLACES = "dtensor_places"
+"""The key in a start's `meta` under which `bucket` leaves which result of a backward each of them is for, if any."""
+
 ARRIVAL = "dtensor_arrival"
 """The key in the `meta` of what `lower` puts after a wait to reduce what arrived: it belongs to the collective."""
 
@@ -98,6 +101,7 @@ _OWN_META = frozenset(
         ORIGIN,
         SENT,
         PARTS,
+        PLACES,
         ARRIVAL,
         LAYOUT,
         SHARDS,
@@ -277,6 +281,20 @@ def _strides(x: torch.Tensor) -> Hashable:
 def traced(nodes: list[fx.Node]) -> tuple[int, ...]:
     """Numbers of the collectives that the program asked for and `nodes` stand for, where a dump numbered them."""
     return tuple(dict.fromkeys([number for node in nodes for number in node.meta.get(TRACED, ())]))
+
+
+def gradients(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The nodes of a backward that one of its results is made from, by nothing but calls on one value each -> the place
+    of that result among all. Ranks with other sizes may compute them in another order; the places are the program's."""
+    if not any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
+        return {}
+    output: Any = graph.output_node()
+    found: dict[fx.Node, int] = {}
+    for place, node in enumerate([x for x in output.args[0] if x is not None]):
+        while isinstance(node, fx.Node) and node not in found:
+            found[node] = place
+            (node,) = node.all_input_nodes if len(node.all_input_nodes) == 1 else (None,)
+    return found
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:

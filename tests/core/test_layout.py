@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dtensor import Partial, PlacementError, Replicate, Shard
 from dtensor.layout import Layout
-from dtensor.placements import as_placements
+from dtensor.placements import as_placements, parsed, words
 
 
 @st.composite
@@ -33,6 +33,21 @@ def test_text_round_trip(layout):
 
 
 @given(layouts())
+def test_placements_tell_all_of_a_layout(layout):
+    assert Layout.of(as_placements(layout.placements, 3, 2), 2) is layout
+    assert parsed(words(layout.placements)) == layout.placements
+    assert eval(repr(layout.placements)) == layout.placements
+
+
+def test_cuts_that_say_no_order():
+    with pytest.raises(PlacementError, match="in which order axes cut dimension 0; give each of those that do another"):
+        as_placements([Shard(0, cut=0), Shard(0)], 2, 1)
+    with pytest.raises(TypeError, match="0 the outermost; got -1"):
+        Shard(0, cut=-1)
+    assert Layout.of(as_placements([Replicate(), Shard(-1, cut=1)], 2, 1), 1).text == "RS(0)"
+
+
+@given(layouts())
 def test_copies_are_the_same_object(layout):
     assert copy.deepcopy(layout) is layout
     assert pickle.loads(pickle.dumps(layout)) is layout
@@ -52,7 +67,8 @@ def test_shards_cover_the_tensor(layout, shape, mesh):
 
 def test_order_is_data():
     first, second = Layout.parse("S(0)S(0)", 1), Layout.parse("S(0)#1S(0)#0", 1)
-    assert first.placements == second.placements == (Shard(0), Shard(0))
+    assert first.placements == (Shard(0), Shard(0))
+    assert second.placements == (Shard(0, cut=1), Shard(0, cut=0))
     assert first is not second
     assert (first.dims, second.dims) == (((0, 1),), ((1, 0),))
     assert first.local_shape((10,), (2, 2), (0, 1)) == (2,)

@@ -282,3 +282,17 @@ def test_rank_outside_the_mesh_holds_nothing(rank):
     y = (x * 2).redistribute(placements=[Replicate()])
     assert y.shape == (4,)
     assert y.to_local().tolist() == ([] if rank == 2 else [0.0, 2.0, 4.0, 6.0])
+
+
+@with_threads(4)
+def test_placements_say_in_which_order_axes_cut(rank):
+    """An outer product of shards, as one row, is cut by the second axis first."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    a, b = torch.arange(4.0), torch.arange(2.0) + 1
+    rows = distribute_tensor(a, mesh, [Replicate(), Shard(0)])
+    x = torch.outer(rows, distribute_tensor(b, mesh, [Shard(0), Replicate()])).reshape(8)
+    assert x.placements == (Shard(0, cut=1), Shard(0, cut=0))
+    assert repr(x.placements[0]) == "Shard(dim=0, cut=1)"
+    again = DTensor.from_local(x.to_local(), mesh, x.placements)
+    assert torch.equal(again.full_tensor(), torch.outer(a, b).reshape(8))
+    assert torch.equal(distribute_tensor(torch.arange(8.0), mesh, x.placements).full_tensor(), torch.arange(8.0))
