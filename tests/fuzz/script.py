@@ -35,15 +35,17 @@ def run(f, xs, ms):
 
 def main(rank):
     mesh = init_device_mesh("cpu", {mesh})
-    plain, modules = make()
-    want = run({plain}, plain, modules)
-    given, modules = make()
-    xs = [distributed(x, mesh, p) for x, p in zip(given, {placements})]
-    ms = [{modules}]
-    got = run({compiled}, xs, ms)
-    for k, (a, b) in enumerate(zip(got, want)):
-        if (a is None) != (b is None) or a is not None and not torch.allclose(a, b, 1e-6, 1e-6, equal_nan=True):
-            print(f"rank {{rank}}: result {{k}} is {{a}}, one device's {{b}}")
+    on_ranks = {compiled}
+    for batch in {batches}:
+        plain, modules = make(batch)
+        want = run(program, plain, modules)
+        given, modules = make(batch)
+        xs = [distributed(x, mesh, p) for x, p in zip(given, {placements})]
+        ms = [{modules}]
+        got = run(on_ranks, xs, ms)
+        for k, (a, b) in enumerate(zip(got, want)):
+            if (a is None) != (b is None) or a is not None and not torch.allclose(a, b, 1e-6, 1e-6, equal_nan=True):
+                print(f"rank {{rank}}, batch {{batch}}: result {{k}} is {{a}}, one device's {{b}}")
 
 
 if __name__ == "__main__":
@@ -80,7 +82,7 @@ def script(program: Program, setting: Setting, why: str = "") -> str:
     tail = TAIL.format(
         twice=TWICE if setting.twice else "",
         mesh=setting.mesh,
-        plain="program",
+        batches=(None, *setting.batches),
         placements=[x.placements for x in program.inputs],
         modules=", ".join(APPLIED[m.plan].format(k=k) for k, m in enumerate(program.modules)),
         compiled=compiled,
@@ -92,9 +94,10 @@ def script(program: Program, setting: Setting, why: str = "") -> str:
 
 def _make(program: Program) -> str:
     """The function that makes inputs and modules on one device."""
-    lines = ["def make():", "    inputs = ["]
+    lines = ["def make(batch=None):", "    inputs = ["]
     for seed, x in enumerate(program.inputs):
-        values = f"values_of({x.shape}, {x.dtype!r}, {x.high}, {seed})"
+        sizes = [f"batch or {n}" if d == x.batch else str(n) for d, n in enumerate(x.shape)]
+        values = f"values_of(({''.join(f'{n}, ' for n in sizes)}), {x.dtype!r}, {x.high}, {seed})"
         lines.append(f"        {values}{'.requires_grad_()' if x.grad else ''},  # {x.name}")
     lines += ["    ]", f"    modules = [{', '.join(f'{m.text}.double()' for m in program.modules)}]"]
     if program.modules:
