@@ -319,17 +319,18 @@ def break_connections() -> None:
 
     Gloo closes a connection on which a time-out passes, and has nothing else to that end. Others have `abort`.
     """
+    gloo: Any = dist.ProcessGroupGloo
     for group in list(_world.pg_names):
         for device in group._device_types:
             backend: Any = group._get_backend(device)
-            with contextlib.suppress(RuntimeError):
-                if not isinstance(backend, dist.ProcessGroupGloo):
+            if not isinstance(backend, gloo):
+                with contextlib.suppress(RuntimeError):
                     backend.abort()
-            if isinstance(backend, dist.ProcessGroupGloo):
-                for peer in range(backend.size()):
-                    if peer != backend.rank():
-                        with contextlib.suppress(RuntimeError):
-                            backend.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
+                continue
+            for peer in range(backend.size()):
+                if peer != backend.rank():
+                    with contextlib.suppress(RuntimeError):
+                        backend.recv([torch.empty(1)], peer, 0).wait(timedelta(milliseconds=1))
 
 
 def default_group_timeout() -> timedelta:
