@@ -68,10 +68,6 @@ class Move:
         """The `redistribute` to write instead, after which what is left to do is local."""
         have, want = self.spec.layout, self.target.placements
         wanted = [Replicate() if w.is_partial() and w != h else w for h, w in zip(have.placements, want)]
-        if tuple(wanted) == have.placements:
-            # Only the order of two axes on one dimension differs, which placements do not say.
-            cut = {a for dim, axes in enumerate(have.dims) if axes != self.target.dims[dim] for a in axes}
-            wanted = [Replicate() if a in cut else w for a, w in enumerate(wanted)]
         return redistribute_call(self.argument, wanted)
 
 

@@ -57,7 +57,7 @@ class Shard(Placement):
         return f"Shard(dim={self.dim})" if self.cut is None else f"Shard(dim={self.dim}, cut={self.cut})"
 
     def __fx_repr__(self):
-        return repr(self), {"Shard": Shard}
+        return f"Shard({self.dim})" if self.cut is None else f"Shard({self.dim}, cut={self.cut})", {"Shard": Shard}
 
 
 @dataclass(frozen=True)

@@ -54,15 +54,15 @@ def test_a_view_that_cannot_keep_its_shard(mesh):
         """
 view: 64 bytes, 10.01 us
 aten.view.default [rule: runs on local tensors by its rule]
-  self torch.float32[2, 3, 8] S(1) -> torch.float32[6, 8] S(0)
+  self torch.float32[2, 3, 8] S(1) -> torch.float32[6, 8] S(1)
   on mesh axis 0 of 2 ranks:
       10.01 us  R -> R
-  *   10.00 us  S(0) -> S(0)
-      10.00 us  S(2) -> S(1)
+      10.00 us  S(0) -> S(0)
+  *   10.00 us  S(2) -> S(1)
       11.01 us  P -> P
       11.01 us  P(avg) -> P(avg)
   self is redistributed, 64 bytes, 10.01 us:
-      S(1) -> S(0): all_to_all over axis 0, 64 B
+      S(1) -> S(2): all_to_all over axis 0, 64 B
 """,
     )
 

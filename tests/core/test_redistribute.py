@@ -257,7 +257,8 @@ def test_order_of_axes_on_one_dim(rank):
     for length in (10, 8):
         x = distribute_tensor(torch.arange(length), mesh, [Shard(0), Shard(0)])
         other = torch.ops.dtensor.redistribute(x, "S(0)#1S(0)#0", False)
-        assert other.placements == x.placements
+        assert other.placements == (Shard(0, cut=1), Shard(0, cut=0))
+        assert torch.equal(x.redistribute(placements=other.placements).to_local(), other.to_local())
         at = mesh.get_coordinate() or []
         assert other.to_local().tolist() == torch.arange(length).chunk(2)[at[1]].chunk(2)[at[0]].tolist()
         assert torch.equal(other.full_tensor(), torch.arange(length))
