@@ -139,7 +139,7 @@ def test_no_copy_where_the_dims_before_have_length_one(bench):
 %x_1: f32[1,4,3] = placeholder
 %all_gather_into_tensor: f32[2,4,3] = _c10d_functional.all_gather_into_tensor(%x_1, 2, tp)
 %wait_tensor: f32[2,4,3] = _c10d_functional.wait_tensor(%all_gather_into_tensor)
-%view: f32[1,8,3] = aten.view(%wait_tensor, [1, -1, 3])
+%view: f32[1,8,3] = aten.view(%wait_tensor, [1, 8, 3])
 %mul: f32[1,8,3] = aten.mul.Tensor(%view, 2)
 %view_1: f32[8,3] = aten.view(%mul, [8, 3])
 %reduce_scatter_tensor: f32[4,3] = _c10d_functional.reduce_scatter_tensor(%view_1, 'sum', 2, tp)
