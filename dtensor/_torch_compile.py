@@ -163,6 +163,24 @@ def inner_sizes_follow(cls: type) -> None:
     builder._automatic_dynamic = policy
 
 
+@functools.cache
+def attributes_stand_with_their_tensors() -> None:
+    """Have Dynamo write `x.attribute` of a tensor subclass, whose sizes are new symbols, into its graph where it makes
+    `x`. Torch 2.13 writes it where a symbol is first needed: for an input that it meets later, that is before `x`."""
+    from torch._dynamo.output_graph import SubgraphTracer
+    from torch.fx.proxy import Attribute
+
+    own = SubgraphTracer.track_produced_symints
+
+    @functools.wraps(own)
+    def tracked(self: Any, example_value: Any, e_proxy: Any) -> None:
+        if isinstance(e_proxy, Attribute) and not free_symbols(example_value) <= self.bound_symbols.keys():
+            e_proxy.node  # noqa: B018 (the property makes it)
+        own(self, example_value, e_proxy)
+
+    SubgraphTracer.track_produced_symints = tracked
+
+
 def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
     """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
     from torch._dynamo.backends.common import aot_autograd
@@ -420,6 +438,7 @@ __all__ = [
     "CustomInferenceAwareGraphPass",
     "CustomPartitionerFn",
     "aot_backend",
+    "attributes_stand_with_their_tensors",
     "boxed",
     "compile_context",
     "compiler_settings",

@@ -22,7 +22,7 @@ from ._torch import (
     make_wrapper_subclass,
     never_traced,
 )
-from ._torch_compile import inner_sizes_follow
+from ._torch_compile import attributes_stand_with_their_tensors, inner_sizes_follow
 from .aliasing import copies, fresh
 from .boundary import check_replicas, current_mesh, is_tracing, refuse_export, refuse_tangent
 from .collectives import library
@@ -554,4 +554,5 @@ def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> 
 
 install(DTensor, _wrap)
 inner_sizes_follow(DTensor)
+attributes_stand_with_their_tensors()
 __all__ = ["DTensor", "complete_tangents", "fake_like", "move"]

@@ -74,7 +74,7 @@ def test_a_graph_from_the_cache_serves_the_sizes_it_was_made_for(fake_mesh, back
             assert counters["inductor"]["fxgraph_cache_hit"] == hits
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @with_ranks(2)
 def test_sequence_of_any_even_length(rank, inner):
     """Shards of a length that is a symbol: half of it is the same expression in whatever made them.

@@ -172,6 +172,30 @@ def test_every_program(rank, dim, dynamic):
             check(name, mesh, [Shard(dim)], sizes, dynamic=dynamic, more=len(sizes) * (name in REGROUPED))
 
 
+@with_ranks(2)
+def test_a_part_as_long_as_that_of_an_input_met_later(rank):
+    """Dynamo asks for the length of `moved` when it meets the weight, and wrote that in front of `moved`."""
+    mesh = init_device_mesh("cpu", (2,))
+    x, y, weight = torch.randn(3, 4), torch.randn(4, 4), torch.randn(4, 4, 1)
+    placed = [distribute_tensor(t, mesh, [p]) for t, p in ((x, Shard(0)), (y, Replicate()), (weight, Shard(0)))]
+
+    def fn(x, y, weight):
+        moved = x.redistribute(placements=[Shard(1)])
+        return moved, F.conv1d(y, weight)
+
+    moved, out = compiled(fn, "dtensor", True, options={"inner": "aot_eager"})(*placed)
+    torch.testing.assert_close(moved.full_tensor(), x)
+    torch.testing.assert_close(out.full_tensor(), F.conv1d(y, weight))
+
+
+@with_ranks(2)
+def test_a_size_that_is_added_to_and_taken_from(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.randn(4, 7)
+    last = compiled(lambda x: x[:, 6:] * 1, "dtensor", True, options={"inner": "aot_eager"})
+    torch.testing.assert_close(last(distribute_tensor(x, mesh, [Shard(0)])).full_tensor(), x[:, 6:])
+
+
 def traced_length(n):
     """A symbolic size that is `n` where it is traced."""
     return stand_in(symbolic_mode(), torch.empty(n), "x", True).shape[0]

@@ -21,12 +21,9 @@ SOON = 30.0
 
 PLACES = ("start", "mesh", "eager", "compile", "step", "graph", "backward", "save", "load")
 DEFAULT = [
-    ("compile", "killed", 1, 2),
     ("compile", "caught", 1, 2),
-    ("graph", "raised", 0, 2),
     ("save", "killed", 1, 2),
     ("agreement", "elsewhere", 3, 4),
-    ("known", "elsewhere", 1, 2),
     ("known sum", "elsewhere", 1, 2),
 ]
 """Where, what, the victim, the number of ranks: one for each way in which the others learn of it."""
