@@ -193,7 +193,11 @@ def test_a_size_that_is_added_to_and_taken_from(rank):
     mesh = init_device_mesh("cpu", (2,))
     x = torch.randn(4, 7)
     last = compiled(lambda x: x[:, 6:] * 1, "dtensor", True, options={"inner": "aot_eager"})
-    torch.testing.assert_close(last(distribute_tensor(x, mesh, [Shard(0)])).full_tensor(), x[:, 6:])
+    given = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    found = last(given)
+    torch.testing.assert_close(found.full_tensor(), x[:, 6:])
+    found.sum().backward()
+    torch.testing.assert_close(given.grad.full_tensor(), (torch.arange(7) == 6).float().expand(4, 7))
 
 
 def traced_length(n):
