@@ -83,7 +83,7 @@ def test_torchs_transformer_gets_the_counts_of_ours(rank):
     """As `test_number_of_collectives` in test_training, but for norms' gradients: torch leaves them partial."""
     mesh = init_device_mesh("cpu", (2,))
     tokens = torch.arange(16).view(2, 8)
-    for sequence, layers in ((False, 1), (False, 2), (True, 1), (True, 2)):
+    for sequence, layers in ((False, 2), (True, 1)):
         torch.compiler.reset()
         torch.manual_seed(0)
         args = reference.ModelArgs(n_layers=layers, dropout_p=0.0, vocab_size=16)

@@ -24,10 +24,11 @@ def around(x):
 @with_ranks(4)
 def test_compiled_is_eager(rank):
     mesh = init_device_mesh("cpu", (2, 2))
+    compiled = torch.compile(around, backend="dtensor", fullgraph=True, dynamic=True, options={"inner": "aot_eager"})
     for rows in (8, 12):
         whole = torch.linspace(-1, 1, rows * 4, dtype=torch.float64).view(rows, 4)
         results = []
-        for f in (around, torch.compile(around, fullgraph=True, dynamic=True)):
+        for f in (around, compiled):
             x = distribute_tensor(whole, mesh, [Shard(0), Shard(0)]).requires_grad_()
             y = f(x)
             (y * y).sum().backward()

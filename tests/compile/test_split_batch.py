@@ -40,7 +40,10 @@ def step(run, model, x):
     return [loss.detach(), *(whole(p.grad) for p in model.parameters())]
 
 
-@pytest.mark.parametrize(("sequence", "inner"), [(False, "inductor"), (False, "aot_eager"), (True, "aot_eager")])
+@pytest.mark.parametrize(
+    ("sequence", "inner"),
+    [(False, "aot_eager"), (True, "aot_eager"), pytest.param(False, "inductor", marks=pytest.mark.nightly)],
+)
 @with_ranks(2)
 def test_transformer_trains_and_infers(rank, sequence, inner):
     mesh = init_device_mesh("cpu", (2,))
@@ -64,7 +67,7 @@ def test_transformer_trains_and_infers(rank, sequence, inner):
 @pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 def test_as_many_bytes_are_sent(fake_mesh, sequence):
     torch.manual_seed(0)
-    dense = Transformer(ModelArgs(2, 32, 16, WIDTH, 4, dropout_p=0.0, weight_tying=False))
+    dense = Transformer(ModelArgs(1, 32, 16, WIDTH, 4, dropout_p=0.0, weight_tying=False))
     model = Transformer.parallelize(dense, fake_mesh(2), sequence)
     found = {}
     for parts in (1, 2):

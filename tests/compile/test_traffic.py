@@ -106,7 +106,10 @@ def train(rank, plan, nproc, folder):
     return forward, SENT[len(forward) :], json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("plan", demo.PLANS)
+BY_DAY = ("tp", "fsdp", "3d")
+
+
+@pytest.mark.parametrize("plan", [p if p in BY_DAY else pytest.param(p, marks=pytest.mark.nightly) for p in demo.PLANS])
 def test_the_manifest_of_the_demo_is_what_goes_through_the_process_group(plan, tmp_path):
     nproc = 4 if max(demo.PLANS[plan].mesh_shape(4)) == 2 else 2  # groups of two
     for forward, backward, manifest in run_ranks(train, nproc, plan, nproc, str(tmp_path)):

@@ -60,21 +60,21 @@ def uninterrupted(steps):
 
 
 CASES = [
-    pytest.param(1, [], id="saved in the foreground"),
-    pytest.param(1, ["--background"], id="in the background", marks=pytest.mark.nightly),
-    pytest.param(0, ["--background", "--compile"], id="the first rank, compiled", marks=pytest.mark.nightly),
+    pytest.param(2, 1, [], id="saved in the foreground"),
+    pytest.param(4, 1, ["--background"], id="in the background", marks=pytest.mark.nightly),
+    pytest.param(4, 0, ["--background", "--compile"], id="the first rank, compiled", marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("rank", "options"), CASES)
-def test_the_curve_is_that_of_a_run_that_nothing_has_interrupted(tmp_path, rank, options):
-    """Four ranks, two-dimensional; one dies in the second save; then two ranks, fully sharded."""
+@pytest.mark.parametrize(("ranks", "rank", "options"), CASES)
+def test_the_curve_is_that_of_a_run_that_nothing_has_interrupted(tmp_path, ranks, rank, options):
+    """Tensor parallel, four ranks in two dimensions; one dies in the second save; then half as many, fully sharded."""
     train = [EXAMPLES / "train.py", "--folder", tmp_path, "--every", EVERY, *options]
     dying = [HERE / "dying.py", rank, 2 * EVERY, *train]
-    first = torchrun(4, *dying, "--tp", 2, "--steps", 3 * EVERY, restarts=1)
+    first = torchrun(ranks, *dying, "--tp", 2, "--steps", 3 * EVERY, restarts=1)
     assert f"goes on after step {EVERY}\n" in first
     assert sorted(os.listdir(tmp_path)) == [f"step-{n * EVERY:08d}" for n in (1, 2, 3)]
-    second = torchrun(2, *train, "--tp", 1, "--steps", 4 * EVERY)
+    second = torchrun(ranks // 2, *train, "--tp", 1, "--steps", 4 * EVERY)
     assert f"goes on after step {3 * EVERY}\n" in second
     wanted = uninterrupted(4 * EVERY)
     assert curve(first, second) == pytest.approx(wanted, abs=2e-5)
