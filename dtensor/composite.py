@@ -256,7 +256,15 @@ def one_hot(x, num_classes=-1):
     return made
 
 
-IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matrix_power", "nanquantile", "quantile")
+IN_REGION = (
+    "combinations",
+    "linalg_matrix_power",
+    "linalg_matrix_rank",
+    "matrix_power",
+    "nanquantile",
+    "quantile",
+    "scaled_dot_product_attention",
+)
 """Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
 
 

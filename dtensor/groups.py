@@ -15,6 +15,7 @@ class Calls:
     """The compiled graphs that this rank has run on a group.
 
     Attributes:
+        name: the group's, which all its ranks know it by: other groups may have the same ranks.
         ranks: the global ranks of the group.
         over_gloo: whether it carries CPU tensors over gloo.
         count: how many graphs.
@@ -22,6 +23,7 @@ class Calls:
         mark: a number that tells the last one from others; part of the tags of its messages (`starts`).
     """
 
+    name: str
     ranks: tuple[int, ...]
     over_gloo: bool
     count: int = 0
@@ -37,7 +39,7 @@ def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
     found = _calls.get(group)
     if found is None:
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
-        found = _calls[group] = Calls(ranks, is_gloo(group, "cpu"))
+        found = _calls[group] = Calls(group.group_name, ranks, is_gloo(group, "cpu"))
     return found
 
 

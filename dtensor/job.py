@@ -17,7 +17,8 @@ Keys in the store, under `dtensor/job/`:
     failures         number of failures
     raised/{k}       how many ranks raised the k-th by themselves
     failure/{k}      what the first of them said
-    at/{rank}        where a rank stands that has not moved for a while: group -> graphs run, collectives of the last
+    at/{rank}        where a rank stands that has not moved for a while: name of a group -> graphs run, collectives
+                     of the last
 """
 
 import atexit
@@ -191,15 +192,16 @@ class Job:
 
     def _at_odds(self, store: Any) -> str:
         """What this rank and another one run on the group they share, if both wait there, and not for each other."""
-        mine = {",".join(map(str, calls.ranks)): (calls.count, calls.last) for calls in all_calls()}
-        store.set(_key("at", self.rank), json.dumps([self.failures, mine]))
-        for group, (count, entries) in mine.items():
-            for rank in map(int, group.split(",")):
-                if rank != self.rank and store.check([key := _key("at", rank)]):
-                    failures, places = json.loads(store.get(key))
-                    there, theirs = places.get(group, (0, ()))
-                    if failures == self.failures and there == count and not alike(entries, theirs):
-                        return difference({self.rank: entries, rank: theirs})
+        mine = all_calls()
+        places = {calls.name: (calls.count, calls.last) for calls in mine}
+        store.set(_key("at", self.rank), json.dumps([self.failures, places]))
+        others = {rank for calls in mine for rank in calls.ranks} - {self.rank}
+        for rank in filter(lambda rank: store.check([_key("at", rank)]), sorted(others)):
+            failures, places = json.loads(store.get(_key("at", rank)))
+            for calls in mine:
+                count, entries = places.get(calls.name, (0, ()))
+                if failures == self.failures and count == calls.count > 0 and not alike(calls.last, entries):
+                    return difference({self.rank: calls.last, rank: entries})
         return ""
 
 

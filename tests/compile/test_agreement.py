@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+import dtensor.job
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.agreement import agree
 from dtensor.sequences import alike, difference
@@ -139,6 +140,26 @@ def test_one_rank_compiles_anew_where_the_other_does_not(rank):
     for k in ((1, 1, 1, 1), (2, 3, 4, 5))[rank]:
         assert f(x, float(k)).to_local().tolist() == [1.0 + float(k)] * 4
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1, 2)[rank]
+
+
+@with_ranks(4)
+def test_a_rank_that_comes_late_to_another_mesh_is_waited_for(rank):
+    """Of two groups of the same ranks, each has run one graph; that is no disagreement."""
+    meshes = [init_device_mesh("cpu", (2, 2)) for _ in range(2)]
+    x, y = (distribute_tensor(torch.ones(n), m, [Replicate(), Shard(0)]) for n, m in zip((4, 6), meshes))
+
+    def gathered(x):
+        return x.redistribute(placements=[Replicate()] * 2) * 2
+
+    f, g = compiled(gathered), compiled(lambda y: gathered(y))
+    before = dtensor.job.PATIENCE, dtensor.job.PULSE
+    dtensor.job.PATIENCE, dtensor.job.PULSE = 0.2, 0.1
+    try:
+        f(x)
+        time.sleep(4 if rank == 1 else 0)
+        assert g(y).to_local().tolist() == [2.0] * 6
+    finally:
+        dtensor.job.PATIENCE, dtensor.job.PULSE = before
 
 
 def reduced_by(rank, folder, ops):
