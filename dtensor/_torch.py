@@ -85,7 +85,9 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
+from torch.utils._thunk import Thunk
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._thunk import Thunk
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod
@@ -657,9 +659,27 @@ def is_traced() -> bool:
 
 
 def is_written(symbol: sympy.Symbol) -> bool:
-    """Whether the graph that is traced on this thread can write `symbol`."""
+    """Whether the graph that is traced on this thread can write `symbol`.
+
+    What only a tangent tells is forgotten, and has to be computed: a forward that reads it there is none.
+    """
     mode = get_proxy_mode()
-    return mode is None or symbol in mode.tracer.sympy_expr_tracker
+    if mode is None:
+        return True
+    known = mode.tracer.sympy_expr_tracker
+    if symbol in known and _is_of_tangent(known[symbol].proxy):
+        del known[symbol]
+        by_node = mode.tracer.symnode_tracker.sym_node_dict
+        for size in [size for size in by_node if size.expr == symbol]:
+            del by_node[size]
+    return symbol in known
+
+
+def _is_of_tangent(proxy: Any) -> bool:
+    """Whether what a trace knows a size by is the size of a tangent."""
+    node = (proxy.force() if isinstance(proxy, Thunk) else proxy).node
+    source = node.args[0] if node.op == "call_function" and node.args else node
+    return isinstance(source, torch.fx.Node) and source.op == "placeholder" and source.name.startswith("tangents")
 
 
 __all__ = [

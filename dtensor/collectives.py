@@ -38,7 +38,7 @@ library.define("all_reduce(Tensor x, str reduce_op, str group) -> Tensor")
 library.define("all_to_all(Tensor x, int gather_dim, int scatter_dim, SymInt size, str group) -> Tensor")
 library.define("shard(Tensor x, int dim, str group) -> Tensor")
 library.define("collective_permute(Tensor x, int[] senders, str group) -> Tensor")
-library.define("hold(Tensor x, Tensor[] others) -> Tensor")
+library.define("hold(Tensor x, Tensor[] others, str what) -> Tensor")
 
 ops = torch.ops.dtensor
 
@@ -304,11 +304,11 @@ KERNELS = {
 """Name -> (kernel, fake kernel) of each operator."""
 
 
-def hold(x: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
-    """`x`, which does not need `others`, as if it did.
+def hold(x: torch.Tensor, others: list[torch.Tensor], what: str) -> torch.Tensor:
+    """`x`, which does not need `others`, as if it did: as if it were what `what` says, made of them.
 
     A rank with an empty shard would drop the collectives that make `others` from its graph, and leave the ranks that
-    do need them waiting.
+    do need them waiting. Without `what` it would take `x` for any other `x` of its shape.
     """
     return x.clone()
 

@@ -7,6 +7,7 @@ What an operator without a rule does instead is a kind of decision; `detours` ca
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -280,21 +281,28 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     """`run`, whose results hold all operands in a graph, whether it reads them or not.
 
     For operators that go another way on an empty shard: the rank would drop the collectives that make what it does not
-    read from its graph, and leave the other ranks waiting. So all ranks keep all of them.
+    read from its graph, and leave the other ranks waiting. So all ranks keep all of them. What is held says which
+    result of which call it is: zeros of one shape that stand for different results must not become one value there,
+    and the collectives that follow one collective.
     """
-
-    def hold(x, given):
-        return torch.ops.dtensor.hold(x, given) if isinstance(x, torch.Tensor) else x
 
     def held(func, args, kwargs):
         out = run(func, args, kwargs)
         if not is_in_graph():
             return out
-        given = [a for a in tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        flat = tree_leaves((args, kwargs))
+        given = [a for a in flat if isinstance(a, torch.Tensor)]
+        call = " ".join([str(func), *[str(a) for a in flat if not isinstance(a, torch.Tensor)]])
+        count = itertools.count()
+
+        def hold(x):
+            what = f"{call} {next(count)}"
+            return torch.ops.dtensor.hold(x, given, what) if isinstance(x, torch.Tensor) else x
+
         if in_place:
-            args[0].copy_(hold(args[0], given))
+            args[0].copy_(hold(args[0]))
             return out
-        return tree_map(lambda x: hold(x, given), out)
+        return tree_map(hold, out)
 
     return held
 

@@ -84,11 +84,16 @@ class _Lengths:
         if found is None:
             whole, n = hint(size), group_size(group)
             # Where ranks have parts of 1 and 0, neither is to be taken for what all have.
-            least = 1 if whole == n else 2
+            least = 1 if whole == n and self._is_even(size) else 2
             found = assumed_size(self.env, f"part of {key}", max(chunk_length(whole, n, 0), least), least)
             self.made_of[found.node.expr] = key
         self.found[key] = found
         return found
+
+    def _is_even(self, size: torch.SymInt) -> bool:
+        """Whether all ranks have what `size` is taken to be: the local lengths that it is made of are all even."""
+        wholes = [self.made_of[s] for s in self._parts_in(size.node.expr)]
+        return all(hint(size_of(size, whole)) % group_size(group) == 0 for whole, group, _ in wholes)
 
     def settle(self) -> None:
         """Let the trace know parts by their whole where it has learnt that the group divides it, or its number."""

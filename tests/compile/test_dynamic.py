@@ -4,14 +4,16 @@ import operator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor._torch import binary_products
+from dtensor.caches import clear_caches
 from dtensor.compile import statistics
-from dtensor.testing import ModelArgs, Transformer, with_ranks
+from dtensor.testing import ModelArgs, Transformer, fake_ranks, with_ranks
 
 
 @pytest.fixture
@@ -53,6 +55,41 @@ def test_another_graph_where_the_guard_fails(mesh):
     # The five rows are not cut evenly: the shard moves to the columns, which is cheaper than a gather.
     assert (found.shape, found.placements) == ((5, 2, 6), (Shard(2),))
     assert counter.frame_count == graphs + 1
+
+
+def test_a_forward_asks_no_tangent_for_a_length(mesh):
+    """Of the inputs none tells how long the part of the rows is that the second norm is of; its tangent would."""
+    x = distribute_tensor(torch.ones(9, 2), mesh, [Shard(1)]).requires_grad_()
+    f = torch.compile(
+        lambda x: (F.normalize(x, dim=0), F.normalize(x, dim=1)), backend="aot_eager", fullgraph=True, dynamic=True
+    )
+    columns, rows = f(x)
+    assert (columns.placements, rows.placements) == ((Shard(1),), (Shard(0),))
+    (columns.sum() + rows.sum()).backward()
+    assert x.grad.shape == (9, 2)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_rows_of_a_part_of_a_part(rank):
+    """Three rows over two axes of two: the first part of the first part has one, like its rank, the last has none."""
+
+    def ordered(x):
+        return torch.take_along_dim(x, x.argsort(1), 1)
+
+    torch.compiler.reset()
+    clear_caches()  # they know process groups of other tests by name
+    with fake_ranks(4, rank):
+        mesh = init_device_mesh("cpu", (2, 2))
+        f = torch.compile(ordered, backend="aot_eager", fullgraph=True, dynamic=True)
+        for n in (8, 3, 5):
+            x = DTensor.from_local(
+                distribute_tensor(torch.ones(n, 4), mesh, [Shard(0), Replicate()]).to_local(),
+                mesh,
+                [Shard(0), Partial()],
+                shape=(n, 4),
+                stride=(4, 1),
+            )
+            assert f(x).to_local().shape == ordered(x).to_local().shape
 
 
 @pytest.mark.parametrize("backend", ["inductor", "dtensor"])

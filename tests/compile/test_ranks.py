@@ -45,6 +45,10 @@ def normalized(a, b):
     return u.select(0, 1).pow(2).sum() + c.pow(2).sum() + F.layer_norm(c, (3,)).pow(2).sum()
 
 
+def attended(q, k, v):
+    return F.scaled_dot_product_attention(q, *[x.redistribute(placements=[S0]) for x in (k, v)])
+
+
 def gathered(a):
     return a.redistribute(placements=[R]).pow(2).sum()
 
@@ -59,6 +63,8 @@ PROGRAMS = {
     ),
     # gather_later took one row of three, cut over the ranks, for a dimension of length one.
     "what is rewritten": (normalized, (2, 2), (((3, 8), (S0, S1)), ((8, 3), (S1, S0))), {}),
+    # The gradients of query, key and value were zeros of one shape on the rank without a batch, and their gathers one.
+    "what has no rows": (attended, (2,), [((1, 2, 4, 4), (p,)) for p in (S0, R, R)], {}),
     # The texts named a shard as it is before it is padded.
     "what is told": (gathered, (2,), (((5, 3), (S0,)),), {"passes": []}),
 }

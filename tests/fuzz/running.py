@@ -97,10 +97,15 @@ PLANS: dict[str, Callable[[nn.Module, Any], nn.Module]] = {
 """`Module.plan` -> what applies it."""
 
 
+def given_on(program: Program, mesh: Any, batch: int | None = None) -> tuple[list[torch.Tensor], list[nn.Module]]:
+    """Inputs and modules as the program is given them on a mesh."""
+    inputs = [distributed(x, mesh, g.placements) for x, g in zip(plain_inputs(program, batch), program.inputs)]
+    return inputs, [PLANS[g.plan](m, mesh) for m, g in zip(plain_modules(program), program.modules)]
+
+
 def on_ranks(program: Program, setting: Setting, mesh: Any, fn: Callable, batch: int | None = None) -> Result:
     """What the program gives on this rank, as whole tensors."""
-    inputs = [distributed(x, mesh, g.placements) for x, g in zip(plain_inputs(program, batch), program.inputs)]
-    modules = [PLANS[g.plan](m, mesh) for m, g in zip(plain_modules(program), program.modules)]
+    inputs, modules = given_on(program, mesh, batch)
     outputs = fn(*inputs, *modules)
     leaves = [x for x in inputs if x.requires_grad] + [p for m in modules for p in m.parameters()]
     differentiated(total(outputs), leaves, setting.twice)
