@@ -22,7 +22,7 @@ from .decision import (
     replicated,
 )
 from .dispatch import KINDS, run, with_plain_wrapped
-from .errors import OperatorError, StrictReason
+from .errors import OperatorError, ShardingError, StrictReason
 from .fallback import fell_back
 from .invariance import region_of_torch
 from .layout import Layout
@@ -130,6 +130,18 @@ def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
     return return_and_correct_aliasing(func, args, kwargs, x)
 
 
+def _set(x, *_):
+    """`set_`, and what a graph makes of an assignment to `data`.
+
+    Raises:
+        ShardingError: always.
+    """
+    raise ShardingError(
+        f"a DTensor of shape {list(x.shape)} is to take the memory of another tensor, by set_ or by an assignment to "
+        "its data in a compiled function; write x.data = y outside of compiled code, or x.copy_(y)"
+    )
+
+
 @_blamed
 def _implicit(func, args: tuple, kwargs: dict[str, Any]):
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
@@ -184,6 +196,7 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
 
 
 COMPOSITES["aten::linalg_vector_norm"] = vector_norm
+COMPOSITES["aten::set"] = _set
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
 
 KINDS.update(

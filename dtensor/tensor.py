@@ -124,6 +124,26 @@ class DTensor(torch.Tensor):
         """One placement per mesh axis."""
         return self._spec.layout.placements
 
+    @property
+    def data(self):
+        """As `torch.Tensor.data`. What is assigned is a DTensor, whose memory, placements and mesh this one takes.
+
+        Raises:
+            TypeError: what is assigned is no DTensor.
+        """
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, new) -> None:
+        if not isinstance(new, DTensor):
+            raise TypeError(
+                f"the data of a DTensor is a DTensor, got {type(new).__name__}; write x.data = distribute_tensor(y, "
+                "x.device_mesh, x.placements) with a global tensor, or x.to_local().copy_(y) with this rank's part"
+            )
+        new = fresh(new)
+        _DATA.__set__(self, new)
+        self._local_tensor, self._spec, self.device_mesh = new._local_tensor.detach(), new._spec, new.device_mesh
+
     @staticmethod
     def from_local(
         local_tensor: torch.Tensor,
@@ -298,6 +318,9 @@ class DTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index):
         return checkpoint.tensor_shard(self._spec, fresh(self)._local_tensor.detach(), index)
+
+
+_DATA: Any = torch.Tensor.data
 
 
 def _rebuild(cls, local, mesh, layout, shape, stride, requires_grad):

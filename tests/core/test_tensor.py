@@ -16,6 +16,7 @@ from dtensor import (
     PlacementError,
     Replicate,
     Shard,
+    ShardingError,
     dispatch,
     distribute_tensor,
     init_device_mesh,
@@ -260,6 +261,43 @@ def test_copies(rank):
     text = repr(p.data)
     assert "placements=(Shard(dim=0),)" in text
     assert "device_mesh=" in text
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_data_is_assigned(fake_mesh, kind):
+    """As one device does it: values, shape and dtype are the other's, and so is the memory."""
+    mesh = fake_mesh(2)
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    x = nn.Parameter(x) if kind is nn.Parameter else x.requires_grad_()
+    y = distribute_tensor(torch.arange(6.0).view(2, 3).double(), mesh, [Shard(1)])
+    x.data = y
+    assert (x.shape, x.stride(), x.dtype, x.placements) == ((2, 3), (3, 1), torch.float64, (Shard(1),))
+    assert x.requires_grad
+    assert isinstance(x, kind)
+    (x * x).sum().backward()
+    assert x.grad.to_local().tolist() == [[0.0, 2.0], [6.0, 8.0]]
+    y.zero_()
+    assert x.to_local().tolist() == [[0.0, 0.0], [0.0, 0.0]]
+    with pytest.raises(
+        TypeError, match=r"the data of a DTensor is a DTensor, got Tensor; write x\.data = distribute_tensor"
+    ):
+        x.data = torch.ones(2, 3)
+    assert x.shape == (2, 3)
+
+
+def test_memory_is_not_taken_over_where_nobody_would_see_it(fake_mesh):
+    mesh = fake_mesh(2)
+    x, y = (distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]) for _ in range(2))
+
+    @torch.compile(backend="aot_eager")
+    def assigned(x, y):
+        x.data = y * 2
+        return x + 1
+
+    with pytest.raises(ShardingError, match=r"write x.data = y outside of compiled code, or x.copy_\(y\)"):
+        x.set_(y)
+    with pytest.raises(Exception, match=r"write x.data = y outside of compiled code, or x.copy_\(y\)"):
+        assigned(x, y)
 
 
 def test_save_and_load(fake_mesh):

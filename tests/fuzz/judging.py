@@ -8,13 +8,14 @@ import warnings
 
 import torch
 
+from dtensor.compile.ranks import disagreement
 from dtensor.testing import RankError, run_threads
 
 from .building import Recipe, build
 from .crew import Crew, Outcome
 from .operators import BUILDERS
 from .program import Program, reference
-from .running import Setting, check
+from .running import Setting, check, communicated
 from .script import script
 
 THREADS_PATIENCE = 30.0
@@ -124,4 +125,32 @@ def judge_compiled(recipe: Recipe, setting: Setting, crew: Crew) -> bool:
     return outcome.kind == "ok"
 
 
-__all__ = ["Failure", "judge_compiled", "judge_eager"]
+def judge_ranks(recipe: Recipe, setting: Setting) -> bool:
+    """Compile the recipe's program for each rank in turn; False if one device refuses it, eager or compiled.
+
+    Nothing runs on real ranks, so a program takes no longer than its compilations, and a difference is found whether or
+    not the ranks would meet it.
+
+    Raises:
+        Failure: ranks would communicate differently, or only some can compile it.
+    """
+    program = build(recipe, BUILDERS)
+    if not program.lines or not accepted(program, False):
+        return False
+    told, failed = {}, {}
+    for rank in range(setting.ranks):
+        try:
+            told[rank] = communicated(program, setting, rank)
+        except Exception as error:
+            failed[rank] = f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
+    if failed and not compiles(program, setting):
+        return False
+    if failed:
+        kind = "raised" if len(failed) == setting.ranks else "apart"
+        raise failure(program, setting, Outcome(kind, next(iter(failed.values()))))
+    if found := disagreement(told):
+        raise failure(program, setting, Outcome("apart", found.splitlines()[0], found))
+    return True
+
+
+__all__ = ["Failure", "judge_compiled", "judge_eager", "judge_ranks"]

@@ -1,6 +1,7 @@
 """A program on ranks, compared with one device.
 
 check(rank, program, setting) -> how many graphs it ran, if all is well; it raises what is not
+communicated(program, setting, rank) -> what its graphs would send, without other ranks
 """
 
 from collections.abc import Callable
@@ -12,8 +13,11 @@ from torch import nn
 
 from dtensor import DTensor, Shard, init_device_mesh
 from dtensor.api import distribute_module, distribute_parameter
+from dtensor.caches import clear_caches
+from dtensor.compile.agreement import Collectives, overheard
 from dtensor.groups import calls_on
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, fully_shard, parallelize_module
+from dtensor.testing import fake_ranks
 
 from .program import (
     Program,
@@ -149,6 +153,33 @@ def difference(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
     return f"is off by {(got - want).abs().max().item():.3g} of {want.abs().max().item():.3g}"
 
 
+def compiled(program: Program, setting: Setting) -> Callable:
+    """The program as the setting compiles it."""
+    return torch.compile(
+        function_of(program.source),
+        backend="dtensor",
+        fullgraph=True,
+        dynamic=setting.dynamic,
+        options=dict(setting.options),
+    )
+
+
+def communicated(program: Program, setting: Setting, rank: int) -> list[Collectives]:
+    """What each graph of the program communicates on this rank, which alone exists."""
+    torch.compiler.reset()
+    clear_caches()
+    with fake_ranks(setting.ranks, rank), overheard() as heard:
+        mesh = init_device_mesh("cpu", setting.mesh)
+        fn = compiled(program, setting)
+        for batch in (None, *setting.batches):
+            inputs, modules = given_on(program, mesh, batch)
+            outputs = fn(*inputs, *modules)
+            leaves = [x for x in inputs if x.requires_grad] + [p for m in modules for p in m.parameters()]
+            differentiated(total(outputs), leaves, setting.twice)
+    torch.compiler.reset()
+    return heard
+
+
 def check(rank: int, program: Program, setting: Setting) -> dict[str, int]:
     """Run the program on this rank and compare it with one device.
 
@@ -159,12 +190,9 @@ def check(rank: int, program: Program, setting: Setting) -> dict[str, int]:
         Wrong: a result differs; and whatever the program raises.
     """
     mesh = init_device_mesh("cpu", setting.mesh)
-    fn = function_of(program.source)
     if setting.compiled:
         torch.compiler.reset()
-        fn = torch.compile(
-            fn, backend="dtensor", fullgraph=True, dynamic=setting.dynamic, options=dict(setting.options)
-        )
+    fn = compiled(program, setting) if setting.compiled else function_of(program.source)
     tolerance = max(TOLERANCE.get(x.dtype, 0.0) for x in program.inputs)
     for batch in (None, *setting.batches):
         expected = reference(program, twice=setting.twice, batch=batch)
