@@ -7,6 +7,7 @@ The last pass on a graph, after which nothing reorders its collectives: it lists
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,18 +21,34 @@ from dtensor.passes.count import describe
 from dtensor.sequences import Entry
 
 
-def seal(graph: fx.Graph, *, scheduled: bool) -> None:
-    """Put the agreement into `graph`, in place, if it communicates.
+def seal(graph: fx.Graph, *, scheduled: bool, agreement: bool = True) -> None:
+    """Put the agreement into `graph`, in place, if it communicates; and keep its collectives in their order.
+
+    Where shards are uneven that order is written down for what may change it: a rank whose shard is empty computes
+    less, and of its collectives other ones depend on each other.
 
     Args:
         graph: a graph that no pass changes any more.
         scheduled: whether what runs it may reorder what does not depend on each other, as Inductor does.
+        agreement: whether the ranks compare what they run.
     """
-    found, places = _communicating(graph), ir.gradients(graph)
+    found = _communicating(graph)
+    later: dict[fx.Node, list[fx.Node]] = {}
+    if any(ir.SENT in node.meta for node, _ in found):
+        later = {node: [before] for (before, _), (node, _) in pairwise(found)}
+    if agreement:
+        later |= _agreeing(graph, found)
+    if scheduled and later:
+        order_after(graph, later)
+
+
+def _agreeing(graph: fx.Graph, found: list[tuple[fx.Node, str]]) -> dict[fx.Node, list[fx.Node]]:
+    """Put the agreement in front; gives what has to wait for it."""
+    places = ir.gradients(graph)
     if (heard := _heard.get()) is not None:
         heard.append([(group_ranks(group), entry(node, places)) for node, group in found])
     if not found:
-        return
+        return {}
     sequences: dict[str, list[Entry]] = {}
     untagged: list[str] = []
     for node, group in found:
@@ -42,8 +59,7 @@ def seal(graph: fx.Graph, *, scheduled: bool) -> None:
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
     told = ir.insert(start, torch.ops.dtensor.agree.default, (token, dumps(sequences, untagged)), like=first)
-    if scheduled:
-        order_after(graph, {first: [told]})
+    return {first: [told]}
 
 
 def _is_tagged(node: fx.Node) -> bool:

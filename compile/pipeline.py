@@ -37,6 +37,7 @@ from .pin import pin
 from .replay import simulation
 from .statistics import record
 from .watch import finished, stage_written
+from .written_inputs import copy_first
 
 # One value for forward and backward would undo what activation checkpointing recomputes.
 NOT_JOINT = (CommonSubexpressions.name,)
@@ -55,14 +56,17 @@ def simplify_joint(graph: fx.Graph, options: Options) -> None:
 
 
 def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) -> None:
-    """What is done to a joint graph once it is known what its parameters are: the batch is split, where options say so,
-    and marks tell the partitioner which gathers to do again in the backward.
+    """What is done to a joint graph once it is known what its parameters are.
+
+    Inputs that it writes to are copied if its backward reads them, the batch is split, where options say so, and marks
+    tell the partitioner which gathers to do again in the backward.
 
     `static` are the arguments that are parameters or buffers, by their index before DTensors are taken apart.
 
     Raises:
         PassError: as `simplify_joint`.
     """
+    copy_first(graph)
     _mark_parameters(graph, static)
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if options.split_batch > 1 and concerns(graph, chosen):
@@ -91,8 +95,7 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
         _run(graph, [*split, *chosen], options, direction(graph, inference))
         if options.inner == "inductor" and Schedule.name in chosen:
             pin(graph)
-        if options.agreement:
-            seal(graph, scheduled=options.inner == "inductor")
+        seal(graph, scheduled=options.inner == "inductor", agreement=options.agreement)
 
 
 def _run(graph: fx.Graph, chosen: Sequence[Pass | str], options: Options, where: str, *, resumed: bool = False) -> None:

@@ -73,9 +73,15 @@ def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
         return x if known_equal(length, x.shape[dim]) else ops.fit(x, dim, length)
     if missing == 0:
         return x
-    shape = list(x.shape)
-    shape[dim] = missing
-    return torch.cat([x, x.new_zeros(shape)], dim)
+    return _with_zeros(x, dim, missing)
+
+
+def _with_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """`x` with `count` zeros appended along `dim`.
+
+    A graph may hold this when its operators are no longer decomposed: Inductor has code for it.
+    """
+    return torch.nn.functional.pad(x, [0] * (2 * (x.dim() - dim) - 1) + [count])
 
 
 def _cut(x: torch.Tensor, dim: int, length) -> torch.Tensor:
@@ -318,7 +324,7 @@ def fit(x: torch.Tensor, dim: int, length) -> torch.Tensor:
     missing = length - x.shape[dim]
     if missing <= 0:
         return x.narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
-    return torch.cat([x, x.new_zeros([*x.shape[:dim], missing, *x.shape[dim + 1 :]])], dim)
+    return _with_zeros(x, dim, missing)
 
 
 library.define("fit(Tensor x, int dim, SymInt length) -> Tensor")

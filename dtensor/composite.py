@@ -7,6 +7,7 @@ and instance norm; RMS norm works in place on a mean that may be partial; and a 
 region lets pass.
 """
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -143,6 +144,13 @@ def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tens
     return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
 
 
+def attention(*args, **kwargs):
+    """Attention, taken apart by torch; where an operand has no elements, it makes its result as a plain tensor."""
+    empty = any(isinstance(x, DTensor) and 0 in x.shape for x in (*args, *kwargs.values()))
+    with region_of_torch() if empty else contextlib.nullcontext():
+        return aten.scaled_dot_product_attention.default.decompose(*args, **kwargs)
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, indices, padding_idx, scale_grad_by_freq):
@@ -263,7 +271,6 @@ IN_REGION = (
     "matrix_power",
     "nanquantile",
     "quantile",
-    "scaled_dot_product_attention",
 )
 """Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
 
@@ -298,6 +305,7 @@ for _operator in [*_overloads(IN_REGION), *filter(has_out, _overloads(OUT))]:
 intercept("one_hot", one_hot)
 intercept("rms_norm", rms_norm)
 intercept("tensor_split.tensor_indices_or_sections", tensor_split)
+intercept("scaled_dot_product_attention", attention)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 

@@ -102,7 +102,7 @@ def _read(node: fx.Node) -> _Start | None:
     val, info = ir.value(x), describe(node)
     if info is None or info.group_size == 1 or not all(isinstance(n, int) for n in val.shape) or val.dim() == 0:
         return None
-    if not ir.is_contiguous(val) or ir.is_written(x) or ir.is_written(wait):
+    if not ir.is_contiguous(val) or _is_written(node, x) or ir.is_written(wait):
         return None
     op, group = MEMBERS[node.target], str(node.args[-1])
     nbytes = node.meta.get(ir.SENT, val.numel() * val.element_size())
@@ -116,6 +116,11 @@ def _read(node: fx.Node) -> _Start | None:
 
 def _sent(s: _Start) -> int:
     return s.size // group_size(str(s.node.args[-1])) if s.op == "all_gather" else s.size
+
+
+def _is_written(node: fx.Node, x: fx.Node) -> bool:
+    """Whether what is sent is written to later, on this rank or on another one."""
+    return node.meta.get(ir.WRITTEN, False) or ir.is_written(x)
 
 
 def _is_even(node: fx.Node) -> bool:

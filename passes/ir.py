@@ -71,6 +71,10 @@ SENT = "dtensor_sent"
 """The key in a start's `meta` under which `lower` leaves the bytes that it sends on the rank that sends most, where
 shards are not even."""
 
+WRITTEN = "dtensor_written"
+"""The key beside `SENT` under which `lower` leaves whether what is sent is written to later: a rank that pads it sends
+a copy, of which that is not to be seen."""
+
 PARTS = "dtensor_parts"
 """The key in a start's `meta` under which `bucket` leaves the values of what travels together."""
 
@@ -100,6 +104,7 @@ _OWN_META = frozenset(
         RECORD,
         ORIGIN,
         SENT,
+        WRITTEN,
         PARTS,
         PLACES,
         ARRIVAL,

@@ -87,13 +87,15 @@ def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
 
 
 def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
-    """The note `ir.SENT` for what starts `node`; none where its shards are even."""
+    """The notes `ir.SENT` and `ir.WRITTEN` for what starts `node`; none where its shards are even."""
     if sizes.is_even(node) and sizes.is_even(c.x):
         return {}
-    before, after = sizes.nbytes(c.x), sizes.nbytes(node)
+    most, after = sizes.nbytes(c.x), sizes.nbytes(node)
     if c.op == "reduce_scatter":
-        return {ir.SENT: after * group_size(c.group)}
-    return {ir.SENT: max(before, after) if c.op == "all_to_all" else before}
+        most = after * group_size(c.group)
+    elif c.op == "all_to_all":
+        most = max(most, after)
+    return {ir.SENT: most, ir.WRITTEN: ir.is_written(c.x)}
 
 
 def _is_static(args: tuple) -> bool:

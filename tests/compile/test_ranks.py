@@ -80,6 +80,31 @@ def test_ranks_compile_one_order(name, monkeypatch):
     assert disagreement(found) is None
 
 
+def test_what_is_written_to_on_one_rank_travels_alone_on_all(monkeypatch):
+    """Of seven rows the first rank sends its input, which is written to, and the last a padded copy of it."""
+    monkeypatch.setenv("DTENSOR_AGREEMENT", "0")
+
+    def f(x, w):
+        y = w.redistribute(placements=[R]).sum(0) + x.redistribute(placements=[R]).exp().sum(0)
+        w.sin_()
+        return y
+
+    found = {}
+    for rank in range(2):
+        torch.compiler.reset()
+        with fake_ranks(2, rank), overheard() as heard:
+            mesh = init_device_mesh("cpu", (2,))
+            args = [distribute_tensor(torch.ones(7, 2), mesh, [S0]) for _ in range(2)]
+            torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": "aot_eager", "passes": TRAVEL})(*args)
+        found[rank] = heard
+    torch.compiler.reset()
+    assert [len(graph) for graph in found[0]] == [2]
+    assert disagreement(found) is None
+
+
+TRAVEL = ["lower", "bucket"]
+"""The passes that decide what travels together."""
+
 ONE, OTHER = ((0, 1), "all_reduce sum of float32[4]"), ((0, 1), "all_gather of float32[4]")
 
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from dtensor import DTensor, Shard, ShardingError, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Replicate, Shard, ShardingError, distribute_tensor, init_device_mesh
 from dtensor.testing import with_ranks
 
 VIEWS = {"row": lambda x: x[0], "columns": lambda x: x[:, 1:], "flat": lambda x: x.view(-1), "turned": lambda x: x.t()}
@@ -119,3 +119,35 @@ def test_a_copy_from_outside_is_not_written_to(fake_mesh):
     x = distribute_tensor(torch.arange(24.0).view(4, 6), fake_mesh(2), [Shard(0)])
     with pytest.raises(Exception, match="give it the base and make the view inside"):
         torch.compile(lambda v: v.add_(1) * 2, backend="aot_eager")(x[0])
+
+
+READ_BEFORE = {
+    "a product": lambda x, w: (x * (w * w)).sum(),
+    "a norm": lambda x, w: (x * (w / w.norm())).sum(),
+    "a similarity": lambda x, w: torch.nn.functional.cosine_similarity(x, w, dim=0),
+}
+"""What a backward makes again of an input, or not, as torch's partitioner likes."""
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@with_ranks(2)
+def test_a_backward_reads_what_was_there_before_the_write(rank, inner):
+    mesh = init_device_mesh("cpu", (2,))
+    values = torch.linspace(-1, 2, 8, dtype=torch.float64), torch.linspace(0.5, 3, 8, dtype=torch.float64)
+    for name, read in READ_BEFORE.items():
+        for part in (lambda w: w, lambda w: w.select(0, 1)):
+
+            def f(x, w, read=read, part=part):
+                y = read(x, w)
+                part(w).sin_()
+                return y
+
+            x, w = values[0].clone().requires_grad_(), values[1].clone()
+            f(x, w).backward()
+            for placement in (Replicate(), Shard(0)):
+                torch.compiler.reset()
+                a, b = (distribute_tensor(v.clone(), mesh, [placement]) for v in values)
+                a.requires_grad_()
+                torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": inner})(a, b).backward()
+                torch.testing.assert_close(a.grad.full_tensor(), x.grad, msg=name)
+                torch.testing.assert_close(b.full_tensor(), w, msg=name)

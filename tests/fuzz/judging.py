@@ -140,7 +140,9 @@ def judge_ranks(recipe: Recipe, setting: Setting) -> bool:
     told, failed = {}, {}
     for rank in range(setting.ranks):
         try:
-            told[rank] = communicated(program, setting, rank)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                told[rank] = communicated(program, setting, rank)
         except Exception as error:
             failed[rank] = f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]
     if failed and not compiles(program, setting):
