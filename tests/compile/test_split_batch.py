@@ -42,7 +42,11 @@ def step(run, model, x):
 
 @pytest.mark.parametrize(
     ("sequence", "inner"),
-    [(False, "aot_eager"), (True, "aot_eager"), pytest.param(False, "inductor", marks=pytest.mark.nightly)],
+    [
+        (True, "aot_eager"),
+        pytest.param(False, "aot_eager", marks=pytest.mark.nightly),
+        pytest.param(False, "inductor", marks=pytest.mark.nightly),
+    ],
 )
 @with_ranks(2)
 def test_transformer_trains_and_infers(rank, sequence, inner):

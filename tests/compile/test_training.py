@@ -50,7 +50,7 @@ def close(found, expected):
     ("sequence", "backend", "batches"),
     [
         pytest.param(False, "dtensor, aot_eager", BATCHES, id="tp-dtensor, aot_eager"),
-        pytest.param(True, "dtensor, aot_eager", BATCHES, id="sp-dtensor, aot_eager"),
+        pytest.param(True, "dtensor, aot_eager", BATCHES, id="sp-dtensor, aot_eager", marks=pytest.mark.nightly),
         # One plan by one way to Inductor, one graph for training and one for inference; all at night.
         pytest.param(True, "plain", BATCHES[:1], id="sp-plain-one"),
         pytest.param(True, "plain", BATCHES, id="sp-plain", marks=pytest.mark.nightly),
@@ -81,7 +81,7 @@ def test_transformer_trains_and_infers(rank, sequence, backend, batches):
 @pytest.mark.parametrize(
     ("backend", "layers"),
     [
-        ("dtensor, aot_eager", 1),
+        pytest.param("dtensor, aot_eager", 1, marks=pytest.mark.nightly),
         ("dtensor, aot_eager", 2),
         pytest.param("plain", 1, marks=pytest.mark.nightly),
         pytest.param("plain", 3, marks=pytest.mark.nightly),

@@ -217,11 +217,12 @@ class Exhaustive:
 
 
 NEVER = (inf, inf)
-MESHES = [(1,), (2,), (1, 2), (2, 1), (2, 2), (1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2)]
+MESHES = [(1,), (2,), (1, 2), (2, 1), (2, 2), (1, 1, 1), (1, 2, 2), (2, 2, 2)]
+AT_NIGHT = [pytest.param(sizes, marks=pytest.mark.nightly, id=str(sizes)) for sizes in ((2, 1, 2), (2, 2, 1))]
 
 
 @pytest.mark.parametrize("scale", [1, 1024], ids=["small", "large"])
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", [*MESHES, *AT_NIGHT], ids=str)
 def test_no_path_is_cheaper(sizes, scale):
     """All pairs of layouts of a matrix, where starting a collective costs most and where its bytes do."""
     for network in (Network.of(sizes), everything_merged(sizes)):

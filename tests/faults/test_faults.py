@@ -23,7 +23,7 @@ PLACES = ("start", "mesh", "eager", "compile", "step", "graph", "backward", "sav
 DEFAULT = [
     ("compile", "caught", 1, 2),
     ("save", "killed", 1, 2),
-    ("agreement", "elsewhere", 3, 4),
+    ("agreement", "elsewhere", 1, 2),
     ("known sum", "elsewhere", 1, 2),
 ]
 """Where, what, the victim, the number of ranks: one for each way in which the others learn of it."""
@@ -34,7 +34,7 @@ ALL = [
     ("compile", "caught", 0, 2),
     ("compile", "caught", 3, 4),
     *[(where, "elsewhere", victim, 2) for where in ("agreement", "known", "known sum") for victim in (0, 1)],
-    *[(where, "elsewhere", 3, 4) for where in ("known", "known sum")],
+    *[(where, "elsewhere", 3, 4) for where in ("agreement", "known", "known sum")],
 ]
 
 

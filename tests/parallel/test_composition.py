@@ -88,7 +88,9 @@ def test_different_dimensions(rank, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    "sequence", [pytest.param(False, id="tp", marks=pytest.mark.nightly), pytest.param(True, id="sp")]
+)
 @with_threads(8)
 def test_three_axes(rank, order, sequence):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
