@@ -4,7 +4,7 @@ The backward of what was compiled gives tangents the form in which they were tra
 tensor, or the plain zeros of an output that no loss used, where it traced a DTensor.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from dtensor._torch_compile import (
     min_cut_partition,
     on_tangents,
 )
+from dtensor.aliasing import lose, root
 from dtensor.hooks import PARTITIONER, chained, others_partitioner
 from dtensor.job import explain, failure_told
 from dtensor.strictness import strict
@@ -74,7 +75,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Calla
         compiled = inductor_compile(gm, example_inputs, patches)
     else:
         compiled = aot_backend(partial(_partition, chosen), *_interpreters(chosen))(gm, example_inputs)
-    return _taking_all_tangents(compiled)
+    return _taking_all_tangents(compiled, _views_returned(gm))
 
 
 def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -98,8 +99,30 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
     return compiler(False), compiler(True), compiler(False)
 
 
-def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, whose backward takes any tangents, and none, where it traced DTensors."""
+def _views_returned(gm: fx.GraphModule) -> list[tuple[list[int], list[int], list[int]]]:
+    """The results that are copies of what shares memory on one device: (copies, inputs, other results) by index."""
+
+    def roots(nodes: Iterable[Any]) -> list[tuple[int, bool] | None]:
+        values = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in nodes]
+        return [root(x) if isinstance(x, DTensor) else None for x in values]
+
+    (results,) = gm.graph.output_node().args
+    given, made = roots(gm.graph.find_nodes(op="placeholder")), roots(results)  # pyright: ignore
+    found = []
+    for memory in dict.fromkeys([r[0] for r in made if r is not None and r[1]]):
+        copies = [k for k, r in enumerate(made) if r == (memory, True)]
+        inputs = [k for k, r in enumerate(given) if r is not None and r[0] == memory]
+        others = [k for k, r in enumerate(made) if r == (memory, False)]
+        if len(copies) + len(inputs) + len(others) > 1:
+            found.append((copies, inputs, others))
+    return found
+
+
+def _taking_all_tangents(
+    compiled: Callable[..., Any], views: list[tuple[list[int], list[int], list[int]]]
+) -> Callable[..., Any]:
+    """`compiled`, whose backward takes any tangents, and none, where it traced DTensors; and whose results are known to
+    be `views`."""
     own: list[int] = []  # those of the outputs that are DTensors with a history of their own; of all calls the same
 
     def run(*args: Any) -> Any:
@@ -108,6 +131,8 @@ def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             explain(error)
             raise
+        for copies, inputs, others in views:
+            lose([out[k] for k in copies], [*[args[k] for k in inputs], *[out[k] for k in others]])
         if not own:
             own.extend([k for k, x in enumerate(out) if isinstance(x, DTensor) and _is_computed(x)])
             if not own:

@@ -12,6 +12,9 @@ a copy, however it came to that: by `detach`, by `.data`, by a view made before 
 follows from the order of the operators alone, which is the same on all ranks; a copy that only some ranks have, of a
 shard that has no such view, is made again without communication.
 
+How a copy was made that a compiled function returns only its graph knew. It is noted what it is a view of (`lose`), and
+reading it once it is stale, or writing to it, is an error.
+
 What is written to a local tensor by plain torch, through `to_local` or the tensor given to `from_local`, counts nothing
 up: copies do not see it.
 """
@@ -63,12 +66,12 @@ class _Memory:
 
     __slots__ = ("counted", "family", "origin", "seen")
 
-    def __init__(self, family: _Family, origin: "_Origin | None" = None, counted: int = 0):
+    def __init__(self, family: _Family, origin: "_Origin | _Lost | None" = None, counted: int = 0):
         self.family, self.origin, self.seen, self.counted = family, origin, family.version, counted
 
     @property
     def stale(self) -> bool:
-        return self.origin is not None and self.seen != self.family.version
+        return self.origin is not None and (self.seen != self.family.version or self.origin.changed)
 
     def of_family(self, local: torch.Tensor) -> bool:
         """Whether another local tensor lies in the memory of a base or copy of the same family."""
@@ -87,6 +90,7 @@ class _Origin:
     """
 
     __slots__ = ("args", "base", "func", "kwargs", "moved", "parts", "spec")
+    changed = False
 
     def __init__(self, func, args: tuple, kwargs: dict[str, Any], base: torch.Tensor, spec: Spec, moved: bool):
         self.func, self.args, self.kwargs = func, args, kwargs
@@ -109,6 +113,51 @@ class _Origin:
             known = made()
             found.append((_at(local, spec.dtype, place) if known is None else known, spec))
         return found
+
+
+class _Lost:
+    """The origin of a copy that a compiled function returned: what it is a view of, but not how it was made.
+
+    Attributes:
+        shape: of the copy.
+        bases: (weak reference, autograd's version then) of DTensors that it is a view of and the program has.
+    """
+
+    __slots__ = ("bases", "shape")
+
+    def __init__(self, shape: torch.Size, bases: list[Any]):
+        self.shape, self.bases = shape, [(weakref.ref(x), _version(x)) for x in bases]
+        copies.add(id(self))
+
+    def __del__(self):
+        copies.discard(id(self))
+
+    @property
+    def changed(self) -> bool:
+        """Whether a base was written to, by whatever counts versions."""
+        return any((x := base()) is not None and _version(x) != before for base, before in self.bases)
+
+
+def root(x: Any) -> tuple[int, bool]:
+    """A number for the memory that `x` has on one device, and whether `x` is a copy of it."""
+    local, is_copy = x._local_tensor, False
+    while (memory := _memory(local)) is not None and isinstance(memory.origin, _Origin):
+        local, is_copy = memory.origin.base, True
+    return local.untyped_storage()._cdata, is_copy
+
+
+def lose(made: list[Any], bases: list[Any]) -> None:
+    """Note that the DTensors `made`, which a compiled function returned, are copies.
+
+    On one device they share memory, with each other and with `bases`.
+    """
+    family = _memory_or_new(bases[0]._local_tensor).family if bases else _Family()
+    for x in bases[1:]:
+        _memory_or_new(x._local_tensor).family = family
+    for x in made:
+        storage = waited(x._local_tensor).untyped_storage()
+        if getattr(storage, ATTRIBUTE, None) is None:
+            setattr(storage, ATTRIBUTE, _Memory(family, _Lost(x.shape, bases), _version(x)))
 
 
 def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool, taken_apart: bool) -> None:
@@ -182,7 +231,7 @@ def wrote(written: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> None
             continue
         memory.family.version += 1
         memory.counted = version = _version(operands[i]) + 1
-        while memory.origin is not None:
+        while isinstance(memory.origin, _Origin):
             _push(memory.origin, local)
             memory.seen = memory.family.version
             local = memory.origin.base
@@ -194,6 +243,12 @@ def _refresh(memory: _Memory, local: torch.Tensor, all_of_them: bool) -> None:
     """Make the copy `memory` again; first the copies it is made of, those that are stale or `all_of_them`."""
     origin = memory.origin
     assert origin is not None, "a base is never stale"
+    if isinstance(origin, _Lost):
+        raise ShardingError(
+            f"this DTensor of shape {list(origin.shape)} is a view that a compiled function returned, and a copy, as "
+            "a sharded dimension moved. What it is a view of was written to since, and it does not see that; make the "
+            "view again, or return view.clone() if the old values are wanted"
+        )
     base = _memory_or_new(origin.base)
     if base.origin is not None and (base.stale or all_of_them):
         _refresh(base, origin.base, all_of_them)
@@ -223,6 +278,12 @@ def _push(origin: _Origin, local: torch.Tensor) -> None:
 def _check_writable(func, x: Any) -> None:
     memory = _memory(x._local_tensor)
     while memory is not None and memory.origin is not None:
+        if isinstance(memory.origin, _Lost):
+            raise OperatorError(
+                f"{func} would write to a view of shape {list(memory.origin.shape)} that a compiled function returned, "
+                "and that is a copy because a sharded dimension moved: what it is a view of would not see it; write to "
+                "that, or to view.clone()"
+            )
         for _, spec, *_ in memory.origin.parts:
             if _overlaps(spec):
                 raise OperatorError(
@@ -335,4 +396,4 @@ def _whole(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     return redistribute_local(local, spec, _replicated(spec))
 
 
-__all__ = ["copies", "fresh", "freshen", "install", "remember", "wrote"]
+__all__ = ["copies", "fresh", "freshen", "install", "lose", "remember", "root", "wrote"]

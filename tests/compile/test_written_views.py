@@ -151,3 +151,74 @@ def test_a_backward_reads_what_was_there_before_the_write(rank, inner):
                 torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": inner})(a, b).backward()
                 torch.testing.assert_close(a.grad.full_tensor(), x.grad, msg=name)
                 torch.testing.assert_close(b.full_tensor(), w, msg=name)
+
+
+def of_an_input(x, run):
+    return run(lambda x: (x[0], x * 2))(x)[0], x
+
+
+def of_another_result(x, run):
+    def f(x):
+        y = x * 2
+        return y[0], y
+
+    return run(f)(x)
+
+
+def of_what_is_gone(x, run):
+    def f(x):
+        y = x * 2
+        return y[0], y[:2]
+
+    return run(f)(x)
+
+
+def around_a_graph_break(x, run):
+    def f(x):
+        v = x[0]
+        torch._dynamo.graph_break()
+        return v, x
+
+    return run(f, False)(x)
+
+
+RETURNED = {f.__name__: f for f in (of_an_input, of_another_result, of_what_is_gone, around_a_graph_break)}
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", RETURNED)
+def test_a_copy_that_a_compiled_function_returned(fake_mesh, name, inner):
+    """It is read as long as it is right; then that is an error, as it is to write to it."""
+    mesh = fake_mesh(2)
+
+    def run(f, fullgraph=True):
+        return torch.compile(f, backend="dtensor", fullgraph=fullgraph, options={"inner": inner})
+
+    def made():
+        torch.compiler.reset()
+        return RETURNED[name](distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]), run)
+
+    view, other = made()
+    assert view.to_local().shape == (view + 1).to_local().shape
+    if name != "of_what_is_gone":
+        other.add_(1)
+        for read in (lambda: view + 1, view.to_local, view.full_tensor, lambda: repr(view), lambda: view[0]):
+            with pytest.raises(ShardingError, match=r"of shape \[3\] is a view that a compiled function returned"):
+                read()
+        view, other = made()
+        run(lambda x: x.mul_(2))(other)
+        with pytest.raises(ShardingError, match="make the view again"):
+            view + 1
+    view, _ = made()
+    with pytest.raises(ShardingError, match=r"aten.mul_.Tensor would write to a view of shape \[3\]"):
+        view.mul_(2)
+    view.clone().mul_(2)
+
+
+def test_what_a_compiled_function_returns_alone_is_written_to(fake_mesh):
+    """What a copy is a view of is gone: nobody would see the difference."""
+    x = distribute_tensor(torch.arange(12.0).view(4, 3), fake_mesh(2), [Shard(0)])
+    out = torch.compile(lambda x: (x * 2)[0], backend="dtensor", options={"inner": "aot_eager"})(x)
+    out.mul_(2)
+    x.add_(1)
+    assert (out + 1).shape == (3,)
