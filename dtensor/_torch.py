@@ -315,6 +315,11 @@ def is_gloo(group: ProcessGroup, device_type: str) -> bool:
     return backend_of(group, device_type).endswith("gloo")
 
 
+def is_registered(group: ProcessGroup) -> bool:
+    """Whether the group is one of the default group's world, and no relic of one that was destroyed."""
+    return group in _world.pg_names
+
+
 def break_connections() -> None:
     """End every wait of this rank's process groups with an error; they are of no use afterwards.
 
@@ -731,6 +736,7 @@ __all__ = [
     "is_gloo",
     "is_in_formula",
     "is_in_graph",
+    "is_registered",
     "is_traced",
     "is_written",
     "keep_first_definitions",

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ._torch import is_gloo, resolve_process_group
+from ._torch import is_gloo, is_registered, resolve_process_group
 from .sequences import Entry
 
 
@@ -44,8 +44,8 @@ def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
 
 
 def all_calls() -> list[Calls]:
-    """What this rank has run on each of its groups."""
-    return list(_calls.values())
+    """What this rank has run on each of its groups; those that were destroyed may live on under a name of today's."""
+    return [calls for group, calls in list(_calls.items()) if is_registered(group)]
 
 
 def group_size(group: str) -> int:

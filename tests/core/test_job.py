@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from dtensor import AgreementError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.groups import calls_on
+from dtensor.groups import all_calls, calls_on
 from dtensor.job import explain, failure_told, job, leave
 from dtensor.sequences import alike, mark
-from dtensor.testing import with_ranks
+from dtensor.testing import fake_ranks, with_ranks
 
 
 @with_ranks(3)
@@ -80,6 +80,18 @@ def test_marks_end_with_their_group(rank):
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     assert x.redistribute(placements=[Replicate()]).to_local().tolist() == [1.0] * 4
+
+
+def test_what_ran_on_groups_that_were_destroyed_is_forgotten():
+    """They are kept by whatever holds a mesh, and others have their names."""
+    kept = []
+    for _ in range(2):
+        with fake_ranks(2):
+            kept.append(dist.group.WORLD)
+            calls_on(kept[-1]).count += 1
+            assert [calls.count for calls in all_calls()] == [1]
+    assert [group.group_name for group in kept] == ["0", "0"]
+    assert all_calls() == []
 
 
 @pytest.mark.parametrize(
