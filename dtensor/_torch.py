@@ -673,7 +673,7 @@ def is_written(symbol: sympy.Symbol) -> bool:
     known = mode.tracer.sympy_expr_tracker
     if symbol in known and _is_of_tangent(known[symbol].proxy):
         del known[symbol]
-        by_node = mode.tracer.symnode_tracker.sym_node_dict
+        by_node: Any = mode.tracer.symnode_tracker.sym_node_dict
         for size in [size for size in by_node if size.expr == symbol]:
             del by_node[size]
     return symbol in known

@@ -188,7 +188,7 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
             memory = _Memory(_memory_or_new(source).family, origin, _version(base))
             setattr(storage, ATTRIBUTE, memory)
             mine.append(memory)
-        if memory in mine and memory.origin is not None:
+        if memory in mine and isinstance(memory.origin, _Origin):
             part = made._local_tensor
             memory.origin.parts.append((index if many else None, made._spec, _place(part), weakref.ref(part)))
 
