@@ -24,8 +24,8 @@ from dtensor.sequences import Entry
 def seal(graph: fx.Graph, *, scheduled: bool, agreement: bool = True) -> None:
     """Put the agreement into `graph`, in place, if it communicates; and keep its collectives in their order.
 
-    Where shards are uneven that order is written down for what may change it: a rank whose shard is empty computes
-    less, and of its collectives other ones depend on each other.
+    Where shards are uneven each collective is made to depend on the one before it: a rank whose shard is empty computes
+    less, so fewer of its collectives depend on each other, and Inductor would start them in another order.
 
     Args:
         graph: a graph that no pass changes any more.

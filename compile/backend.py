@@ -75,7 +75,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Calla
         compiled = inductor_compile(gm, example_inputs, patches)
     else:
         compiled = aot_backend(partial(_partition, chosen), *_interpreters(chosen))(gm, example_inputs)
-    return _taking_all_tangents(compiled, _views_returned(gm))
+    return _noting_views(_taking_all_tangents(compiled), _views_returned(gm))
 
 
 def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -118,11 +118,24 @@ def _views_returned(gm: fx.GraphModule) -> list[tuple[list[int], list[int], list
     return found
 
 
-def _taking_all_tangents(
+def _noting_views(
     compiled: Callable[..., Any], views: list[tuple[list[int], list[int], list[int]]]
 ) -> Callable[..., Any]:
-    """`compiled`, whose backward takes any tangents, and none, where it traced DTensors; and whose results are known to
-    be `views`."""
+    """`compiled`, whose results are known to be `views`; itself where there are none."""
+    if not views:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        out = compiled(*args)
+        for copies, inputs, others in views:
+            lose([out[k] for k in copies], [*[args[k] for k in inputs], *[out[k] for k in others]])
+        return out
+
+    return run
+
+
+def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose backward takes any tangents, and none, where it traced DTensors."""
     own: list[int] = []  # those of the outputs that are DTensors with a history of their own; of all calls the same
 
     def run(*args: Any) -> Any:
@@ -131,8 +144,6 @@ def _taking_all_tangents(
         except RuntimeError as error:
             explain(error)
             raise
-        for copies, inputs, others in views:
-            lose([out[k] for k in copies], [*[args[k] for k in inputs], *[out[k] for k in others]])
         if not own:
             own.extend([k for k, x in enumerate(out) if isinstance(x, DTensor) and _is_computed(x)])
             if not own:

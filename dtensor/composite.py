@@ -145,7 +145,7 @@ def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tens
 
 
 def attention(*args, **kwargs):
-    """Attention, taken apart by torch; where an operand has no elements, it makes its result as a plain tensor."""
+    """Attention, taken apart by torch, which makes a plain result where an operand has no elements."""
     empty = any(isinstance(x, DTensor) and 0 in x.shape for x in (*args, *kwargs.values()))
     with region_of_torch() if empty else contextlib.nullcontext():
         return aten.scaled_dot_product_attention.default.decompose(*args, **kwargs)
@@ -264,14 +264,7 @@ def one_hot(x, num_classes=-1):
     return made
 
 
-IN_REGION = (
-    "combinations",
-    "linalg_matrix_power",
-    "linalg_matrix_rank",
-    "matrix_power",
-    "nanquantile",
-    "quantile",
-)
+IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matrix_power", "nanquantile", "quantile")
 """Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
 
 

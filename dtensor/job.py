@@ -193,13 +193,14 @@ class Job:
     def _at_odds(self, store: Any) -> str:
         """What this rank and another one run on the group they share, if both wait there, and not for each other."""
         mine = all_calls()
-        places = {calls.name: (calls.count, calls.last) for calls in mine}
-        store.set(_key("at", self.rank), json.dumps([self.failures, places]))
-        others = {rank for calls in mine for rank in calls.ranks} - {self.rank}
-        for rank in filter(lambda rank: store.check([_key("at", rank)]), sorted(others)):
-            failures, places = json.loads(store.get(_key("at", rank)))
+        here = {calls.name: (calls.count, calls.last) for calls in mine}
+        store.set(_key("at", self.rank), json.dumps([self.failures, here]))
+        for rank in sorted({rank for calls in mine for rank in calls.ranks} - {self.rank}):
+            if not store.check([key := _key("at", rank)]):
+                continue
+            failures, there = json.loads(store.get(key))
             for calls in mine:
-                count, entries = places.get(calls.name, (0, ()))
+                count, entries = there.get(calls.name, (0, ()))
                 if failures == self.failures and count == calls.count > 0 and not alike(calls.last, entries):
                     return difference({self.rank: calls.last, rank: entries})
         return ""

@@ -142,7 +142,11 @@ class DTensor(torch.Tensor):
             )
         new = fresh(new)
         _DATA.__set__(self, new)
-        self._local_tensor, self._spec, self.device_mesh = new._local_tensor.detach(), new._spec, new.device_mesh
+        self._local_tensor, self._spec, self.device_mesh = (
+            waited(new._local_tensor).detach(),
+            new._spec,
+            new.device_mesh,
+        )
 
     @staticmethod
     def from_local(
