@@ -62,12 +62,20 @@ ENDING = 3.0
 """Seconds that other threads have to see that their process group is gone, and end."""
 
 
+def _collect() -> None:
+    """Free what is garbage, and look no more at what lives: modules of some hundred thousand objects, for half a second
+    each time."""
+    gc.collect()
+    gc.freeze()
+
+
 class Beginning:
     """The settings of this process as they are when it is made."""
 
     def __init__(self) -> None:
         self.settings = {name: read() for name, (read, _) in SETTINGS.items()}
         self.threads = set(threading.enumerate())
+        _collect()
 
     def restore(self) -> str:
         """Leave the process group, forget what was compiled, put the settings back; what is left, "" for nothing."""
@@ -79,7 +87,7 @@ class Beginning:
         fallbacks(reset=True)
         for name, (_, write) in SETTINGS.items():
             write(self.settings[name])
-        gc.collect()
+        _collect()
         left = [t for t in threading.enumerate() if t not in self.threads and not t.name.startswith(IDLE)]
         deadline = time.monotonic() + ENDING
         for thread in left:
