@@ -12,8 +12,10 @@ from typing import Any
 from torch import fx
 
 from dtensor._torch_compile import (
+    SizesSettled,
     aot_backend,
     boxed,
+    check_results,
     inductor_compile,
     leave_missing,
     min_cut_partition,
@@ -69,16 +71,23 @@ def backend(
 def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
     if chosen.inner == "eager":
         return gm.forward
-    if chosen.inner == "inductor":
-        patches: dict[str, Any] = {stage: chained(stage, made(chosen)) for stage, made in STAGES.items()}
-        patches[PARTITIONER] = Partition(chosen, others_partitioner())
-        compiled = inductor_compile(gm, example_inputs, patches)
-    else:
-        compiled = aot_backend(partial(_partition, chosen), *_interpreters(chosen))(gm, example_inputs)
+    try:
+        compiled = _traced(gm, example_inputs, chosen)
+    except SizesSettled:
+        compiled = _traced(gm, example_inputs, chosen)
     return _noting_views(_taking_all_tangents(compiled), _views_returned(gm))
 
 
+def _traced(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
+    if chosen.inner == "inductor":
+        patches: dict[str, Any] = {stage: chained(stage, made(chosen)) for stage, made in STAGES.items()}
+        patches[PARTITIONER] = Partition(chosen, others_partitioner())
+        return inductor_compile(gm, example_inputs, patches)
+    return aot_backend(partial(_partition, chosen), *_interpreters(chosen))(gm, example_inputs)
+
+
 def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+    check_results(gm.graph, kwargs["num_fwd_outputs"])
     simplify_joint(gm.graph, options)
     prepare_partition(gm.graph, options, kwargs.get("static_lifetime_input_indices") or ())
     gm.recompile()

@@ -13,6 +13,7 @@ from dtensor._torch import process_groups
 from dtensor._torch_compile import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
+    check_results,
     get_hash_for_files,
     lower_as_collective,
     min_cut_partition,
@@ -56,6 +57,7 @@ class Partition(CustomPartitionerFn):
         self.options, self.then = options, then
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        check_results(gm.graph, kwargs["num_fwd_outputs"])
         prepare_partition(gm.graph, self.options, kwargs.get("static_lifetime_input_indices") or ())
         return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
 

@@ -123,6 +123,34 @@ def static_inputs() -> Sequence[int]:
     return context.fw_metadata.static_input_indices if context is not None and context.fw_metadata else ()
 
 
+class SizesSettled(RuntimeError):
+    """A size that was a symbol when the forward was traced is a number since the backward was: trace again."""
+
+
+def check_results(joint: torch.fx.Graph, expected: int) -> None:
+    """Find out whether a joint graph has the `expected` number of results beside its gradients.
+
+    AOTAutograd counts the results' sizes that are symbols before it traces the backward, and takes them from the
+    graph's outputs. Where the backward makes one a number (a loop over a size, say) it is not among them.
+
+    Raises:
+        SizesSettled: that is so. In another trace of the same program these sizes are numbers from the start.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+
+    def is_gradient(found: Any) -> bool:
+        while hasattr(found, "base"):
+            found = found.base
+        return isinstance(found, GradAOTOutput)
+
+    described = joint.output_node().meta.get("desc")  # None for what an input that is no tensor has for a gradient
+    if described is not None and len([d for d in described if d is not None and not is_gradient(d)]) < expected:
+        raise SizesSettled(
+            "the backward makes a dynamic size a number, after the forward was traced with any; write "
+            'torch.compile(…, backend="dtensor"), which traces again, or dynamic=False'
+        )
+
+
 def inner_sizes_follow(cls: type) -> None:
     """Have Dynamo make the sizes of the inner tensors of `cls` symbols where those of the outer tensor are, and
     nowhere else, whatever inner sizes it has seen before.
@@ -437,9 +465,11 @@ __all__ = [
     "TRACE_LOG",
     "CustomInferenceAwareGraphPass",
     "CustomPartitionerFn",
+    "SizesSettled",
     "aot_backend",
     "attributes_stand_with_their_tensors",
     "boxed",
+    "check_results",
     "compile_context",
     "compiler_settings",
     "dynamo_counters",

@@ -157,6 +157,25 @@ def test_sizes_that_become_numbers(rank):
 
 
 @with_ranks(2)
+def test_a_size_that_only_the_backward_makes_a_number(rank):
+    """The backward of a cumulative product is a loop over its length: each length has a graph, as in plain torch."""
+
+    def fn(x):
+        return (x.cumprod(0) * x).sin()
+
+    mesh = init_device_mesh("cpu", (2,))
+    ours = compiled(fn, "dtensor", True, options={"inner": "aot_eager"})
+    for n in (4, 5, 1):
+        x = (torch.rand(n, 3) + 0.5).requires_grad_()
+        placed = distribute_tensor(x.detach(), mesh, [Shard(0)]).requires_grad_()
+        out, expected = ours(placed), fn(x)
+        torch.testing.assert_close(out.full_tensor(), expected)
+        out.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(placed.grad.full_tensor(), x.grad)
+
+
+@with_ranks(2)
 def test_under_inductor(rank):
     check("layer norm", init_device_mesh("cpu", (2,)), [Shard(0)], (4, 5, 8, 3), inner="inductor")
 
