@@ -525,12 +525,28 @@ def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
         env = size.node.shape_env
         if expression.is_number and symbol in env.backed_var_to_val:
             env.backed_var_to_val[symbol] = expression  # it may have been assumed to be another one
-        bounds = env.var_to_range[symbol]
+        _kept_bounds(env).setdefault(symbol, env.var_to_range[symbol])
         env.var_to_range[symbol] = ValueRanges(0, int_oo)
         env.size_like.discard(symbol)  # or its bounds would be compared by another rule
         env._set_replacement(symbol, expression, "size of a local tensor")
-        env.var_to_range[symbol] = bounds  # what the trace assumes is not to be asserted of what it is given
     size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
+
+
+def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
+    """Symbol -> the bounds that it keeps, whatever a trace writes for it: what the trace assumes of that is not to be
+    asserted of what it is given. Torch replaces a symbol again where what replaces it was replaced."""
+    kept: dict[sympy.Symbol, ValueRanges] | None = vars(env).get("dtensor_bounds")
+    if kept is None:
+        kept = {}
+        replace = env._set_replacement
+
+        def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+            replace(a, tgt, msg)
+            if a in kept:
+                env.var_to_range[a] = kept[a]
+
+        vars(env).update(dtensor_bounds=kept, _set_replacement=replaced)
+    return kept
 
 
 def on_fixed_sizes(env: ShapeEnv, then: Callable[[], None]) -> None:

@@ -176,6 +176,17 @@ def test_a_size_that_only_the_backward_makes_a_number(rank):
 
 
 @with_ranks(2)
+def test_two_inputs_of_one_length(rank):
+    """What a trace assumes of the part of the one is not asserted of the part of the other."""
+    ours = compiled(lambda x, y: F.cosine_similarity(x, y, dim=0), "dtensor", None, options={"inner": "aot_eager"})
+    for n in (6, 7, 3):
+        x, y = torch.rand(n, 4), torch.rand(n, 4)
+        placed = [distribute_tensor(t, init_device_mesh("cpu", (2,)), [Shard(0)]) for t in (x, y)]
+        torch.testing.assert_close(ours(*placed).full_tensor(), F.cosine_similarity(x, y, dim=0))
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@with_ranks(2)
 def test_under_inductor(rank):
     check("layer norm", init_device_mesh("cpu", (2,)), [Shard(0)], (4, 5, 8, 3), inner="inductor")
 
