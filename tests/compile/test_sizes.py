@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
-from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor._torch import stand_in, symbolic_mode
 from dtensor.local_sizes import _lengths, local_length, local_lengths
 from dtensor.testing import with_ranks
@@ -268,3 +268,13 @@ def test_what_a_trace_learns_to_divide_settles_the_length_of_a_part(fake_mesh):
     assert s % 2 == 0  # a guard
     local_length(s, group)
     assert mine.node.expr == (s // 2).node.expr
+
+
+def test_what_a_trace_learns_to_divide_in_the_middle(fake_mesh):
+    """The backward learns that an axis divides the length, and where it does, nothing of the graph computes that."""
+    mesh = fake_mesh(2, 2)
+    ours = compiled(lambda x: x.logcumsumexp(1), "dtensor", True, options={"inner": "aot_eager"})
+    x = DTensor.from_local(torch.rand(6, 4, 8), mesh, [Shard(1), Partial()]).requires_grad_()
+    ours(x).sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == (6, 8, 8)
