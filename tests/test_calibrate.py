@@ -133,6 +133,7 @@ def test_report():
     ]
 
 
+@pytest.mark.nightly
 def test_a_real_run(tmp_path, monkeypatch):
     path, plot = tmp_path / "deep" / "links.json", tmp_path / "fits.svg"
     monkeypatch.setenv("DTENSOR_LINKS", str(path))

@@ -147,7 +147,10 @@ PAIRS = [(p, 4) for p in PLANS] + [(p, 8) for p in ("ddp", "fsdp", "hsdp", "2d",
 FULL = [pytest.param(p, n, "dtensor", d, 30, marks=pytest.mark.nightly) for p, n in PAIRS for d in ("fp32", "bf16")]
 
 
-@pytest.mark.parametrize(("plan", "nproc", "backend", "dtype", "steps"), [("fsdp", 2, "eager", "bf16", 2), *FULL])
+@pytest.mark.parametrize(
+    ("plan", "nproc", "backend", "dtype", "steps"),
+    [pytest.param("fsdp", 2, "eager", "bf16", 2, marks=pytest.mark.nightly), *FULL],
+)
 def test_a_real_run_of_each_plan(plan, nproc, backend, dtype, steps):
     options = ["--nproc", nproc, "--steps", steps, "--plan", plan, "--backend", backend, "--dtype", dtype]
     command = [sys.executable, "-m", "dtensor", "demo", "--timeout", "850", *map(str, options)]
