@@ -10,7 +10,7 @@ from . import random as random
 from . import scaling as scaling  # registers what GradScaler does to gradients
 from ._torch import optim_foreach_types, utils_foreach_types
 from .api import distribute_module, distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, zeros
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, load_torch_checkpoint
 from .errors import (
     AgreementError,
     CheckpointError,
@@ -72,6 +72,7 @@ __all__ = [
     "implicit_replication",
     "init_device_mesh",
     "linspace",
+    "load_torch_checkpoint",
     "local_map",
     "logspace",
     "ones",

@@ -3,7 +3,7 @@
 `dtensor demo` trains a small model sharded and compiled and checks it against one process (see `demo`). It
 exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments. `dtensor calibrate` measures the
 links of this machine (see `calibration`), with the same exit codes. `dtensor inspect`, `diff` and `check` are those of
-`dtensor.compile.commands`. `dtensor operators` prints the page that is
+`dtensor.compile.commands`, `dtensor checkpoint` of `checkpoint_commands`. `dtensor operators` prints the page that is
 `docs/operators.md` (see `testing.support`).
 """
 
@@ -20,6 +20,7 @@ from .calibration import BACKENDS as DEVICES
 from .calibration import SIZES, Fit, calibrate
 from .calibration import Options as Calibration
 from .calibration import Outcome as Constants
+from .checkpoint_commands import checkpoint
 from .compile.commands import COMMANDS
 from .cost import Link
 from .demo import (
@@ -66,7 +67,7 @@ def main() -> None:
     """A distributed tensor made for torch.compile."""
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, checkpoint):
     main.add_command(_command)
 
 

@@ -102,7 +102,8 @@ class _Lengths:
             if whole.node.expr.is_number:
                 replace_size(part, local_length(int(whole), group, first=first))
             elif divides(group_size(group), whole):
-                replace_size(part, size_of(part, FloorDiv(whole.node.expr, group_size(group))))
+                quotient: Any = FloorDiv(whole.node.expr, group_size(group))
+                replace_size(part, size_of(part, quotient))
 
     def on_all_ranks(self, guard: sympy.Basic) -> sympy.Basic:
         """A condition that local lengths occur in, as one on global lengths: that it holds on every rank."""

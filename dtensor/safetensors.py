@@ -69,7 +69,7 @@ def export(
         kept: Any = x.detach()
         whole = kept.full_tensor() if isinstance(x, DTensor) else kept
         if writer is not None:
-            writer.write(_bytes(whole))
+            writer.write(raw_bytes(whole))
     said = [None if writer is None else writer.close()]
     if dist.is_initialized():
         dist.broadcast_object_list(said, src=0)
@@ -127,8 +127,9 @@ def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | Non
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(x: torch.Tensor) -> memoryview:
-    flat = x.cpu().contiguous().reshape(-1)
+def raw_bytes(x: torch.Tensor) -> memoryview:
+    """The bytes of a tensor as they lie in memory when it is contiguous, on the host."""
+    flat = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(raw)
 
@@ -218,4 +219,4 @@ def _own(whole: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-__all__ = ["export", "load"]
+__all__ = ["export", "load", "raw_bytes"]

@@ -36,12 +36,21 @@ LAYERS = [
     ["detours", "out"],
     ["tensor"],
     ["composite", "api", "random", "registration", "explanation"],
-    ["local_functions", "linear_loss", "exporting", "foreign", "scaling", "checkpoints", "safetensors"],
+    [
+        "local_functions",
+        "linear_loss",
+        "exporting",
+        "foreign",
+        "scaling",
+        "checkpoints",
+        "checkpoint_files",
+        "safetensors",
+    ],
     ["parallel"],
     ["interop"],
     ["testing"],
     ["demo_plan"],
-    ["demo", "calibration"],
+    ["demo", "calibration", "checkpoint_commands"],
     ["cli", "__main__"],
 ]
 """Modules of dtensor/, lowest first; each imports from its own layer and those below. `__init__` is above `api`."""

@@ -14,6 +14,7 @@ import torch.distributed.tensor as theirs
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dtensor import CheckpointError, Checkpoints, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
+from dtensor.checkpoint_files import Writer
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.testing import MLPModule, RankError, run_ranks, with_ranks
 
@@ -82,21 +83,21 @@ def test_torn_files_are_found(rank, tmp_path):
     state = empty(mesh, FLAT)
     dist.barrier()
     if rank == 0:
-        with open(tmp_path / "step-00000002" / "__1_0.distcp", "rb+") as file:
-            file.truncate(100)
+        with open(tmp_path / "step-00000002" / "rank-00001.bin", "rb+") as file:
+            file.truncate(10)
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"of step 2 is damaged: __1_0.distcp has 100 bytes of .* can read 1"):
+    with pytest.raises(CheckpointError, match=r"of step 2 is damaged: rank-00001.bin has 10 bytes of .* can read 1"):
         checkpoints.load(state, 2)
-    with passed_over(rank, r"reading the checkpoint of step 1 in .*; that of step 2 is damaged: __1_0.distcp has 100"):
+    with passed_over(rank, r"reading the checkpoint of step 1 in .*; that of step 2 is damaged: rank-00001.bin has 10"):
         assert checkpoints.load(state) == 1
     holds(state, 1)
     with passed_over(rank, "that of step 2"):
         assert checkpoints.newest() == 1
     dist.barrier()
     if rank == 0:
-        os.remove(tmp_path / "step-00000001" / "manifest.json")
+        os.remove(tmp_path / "step-00000001" / "checkpoint.json")
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"of step 1 is damaged: manifest.json is missing or cut short"):
+    with pytest.raises(CheckpointError, match=r"of step 1 is damaged: checkpoint.json is missing"):
         checkpoints.load(state, 1)
     assert checkpoints.newest() is None
     with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*step 2 .*; that of step 1 is damaged"):
@@ -113,7 +114,7 @@ def dies_while_saving(rank, folder):
     checkpoints = Checkpoints(folder)
     checkpoints.save(placed(mesh, FLAT, 1), 1)
     if rank == 1:
-        dcp.FileSystemWriter.write_data = lambda *args, **kwargs: os._exit(1)
+        Writer.write_data = lambda *args, **kwargs: os._exit(1)
     checkpoints.save(placed(mesh, FLAT, 2), 2)
 
 
@@ -231,14 +232,14 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(rank, tmp_path):
     def full(*args, **kwargs):
         raise OSError("no space left")
 
-    write = dcp.FileSystemWriter.write_data
+    write = Writer.write_data
     if rank == 1:
-        dcp.FileSystemWriter.write_data = full
+        Writer.write_data = full
     with pytest.raises(CheckpointError, match=r"step 2 could not be written .*no space left.*can read 1"):
         checkpoints.save(placed(mesh, FLAT, 2), 2)
     with pytest.raises(CheckpointError, match=r"step 3 could not be written .*no space left"):
         checkpoints.save_async(placed(mesh, FLAT, 3), 3).result(60)
-    dcp.FileSystemWriter.write_data = write
+    Writer.write_data = write
     assert checkpoints.steps() == [1]
     checkpoints.save(placed(mesh, FLAT, 2), 2)
     assert checkpoints.steps() == [1, 2]

@@ -24,7 +24,7 @@ from dtensor.testing import RankError, run_ranks
 from .program import Program
 from .running import Setting, check
 
-PATIENCE = 60.0
+PATIENCE = 240.0
 """Seconds a program may take, compilation included."""
 AFTER_ANOTHER = 10.0
 """Seconds that ranks may still take when one has failed."""

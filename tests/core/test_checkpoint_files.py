@@ -1,0 +1,369 @@
+"""Checkpoints are data: nothing in them is run, and no byte of them can change unnoticed."""
+
+import json
+import os
+import pickle
+import random
+import shutil
+import time
+import zlib
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dtensor import (
+    CheckpointError,
+    Checkpoints,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    load_torch_checkpoint,
+)
+from dtensor.checkpoint_files import INDEX, verify
+from dtensor.cli import main
+from dtensor.testing import with_ranks
+
+VALUES = {
+    "model": {"w": torch.arange(35.0).view(7, 5), "empty": torch.zeros(0, 3), "half": torch.ones(5).bfloat16()},
+    "flags": torch.tensor([True, False]),
+    "rates": [0.5, {"warm": 3}],
+    "name": "a run",
+    "nothing": None,
+}
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def fresh():
+    return {
+        "model": {k: torch.full_like(x, 9) for k, x in VALUES["model"].items()},
+        "flags": torch.tensor([False, False]),
+        "rates": [0.0, {"warm": 0}],
+        "name": "",
+        "nothing": 1,
+    }
+
+
+def saved(folder):
+    Checkpoints(folder).save(VALUES, 1)
+    return folder / "step-00000001"
+
+
+def loaded(folder):
+    state = fresh()
+    Checkpoints(folder).load(state)
+    return state
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b) and a.dtype == b.dtype
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def content(path):
+    return json.loads((path / INDEX).read_text())["content"]
+
+
+def rewrite(path, change):
+    """Write an index again after `change`, with a checksum that is right."""
+    inside = content(path)
+    change(inside)
+    write(path, inside)
+
+
+def write(path, inside):
+    def text(x):
+        return json.dumps(x, separators=(",", ":"))
+
+    (path / INDEX).write_text(text({"crc32": zlib.crc32(text(inside).encode()), "content": inside}))
+
+
+def test_all_kinds_of_values_come_back(tmp_path):
+    saved(tmp_path)
+    assert same(loaded(tmp_path), VALUES)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # torch's word on a process without groups
+def test_every_changed_byte_is_noticed(tmp_path):
+    """Each in the newest of two checkpoints: it is passed over, and `verify` says what is wrong."""
+    chosen = random.Random(0)
+    path = saved(tmp_path)
+    shutil.copytree(path, tmp_path / "step-00000000")
+    files = sorted(p for p in path.iterdir() if p.stat().st_size)
+    for _ in range(100):
+        file = chosen.choice(files)
+        before = file.read_bytes()
+        k = chosen.randrange(len(before))
+        file.write_bytes(before[:k] + bytes([before[k] ^ 1 << chosen.randrange(8)]) + before[k + 1 :])
+        assert verify(path), (file, k)
+        with pytest.warns(UserWarning, match="step 1 is damaged"):
+            assert Checkpoints(tmp_path).load(fresh()) == 0, (file, k)
+        with pytest.warns(UserWarning, match="step 1 is damaged"):
+            assert Checkpoints(tmp_path).newest() == 0
+        file.write_bytes(before)
+    assert verify(path) == ""
+
+
+def value_replaced(folder, mark):
+    path = saved(folder)
+    raw = pickle.dumps(Evil(mark))
+    (path / "rank-00000.bin").write_bytes(raw)
+
+    def point(inside):
+        inside["files"] = {"rank-00000.bin": len(raw)}
+        whole = {"file": "rank-00000.bin", "begin": 0, "length": len(raw), "crc32": zlib.crc32(raw), "sizes": []}
+        inside["values"] = dict.fromkeys(inside["values"], whole)
+        inside["tensors"] = {}
+
+    rewrite(path, point)
+
+
+def index_is_a_pickle(folder, mark):
+    (saved(folder) / INDEX).write_bytes(pickle.dumps(Evil(mark)))
+
+
+def dtype_is_a_function(folder, mark):
+    rewrite(saved(folder), lambda inside: inside["tensors"]["flags"].update(dtype="load"))
+
+
+def file_is_outside(folder, mark):
+    path = saved(folder)
+    (folder / "rank-00007.bin").write_bytes(pickle.dumps(Evil(mark)))
+
+    def point(inside):
+        size = (folder / "rank-00007.bin").stat().st_size
+        inside["files"]["../rank-00007.bin"] = size
+        inside["values"]["name"].update(file="../rank-00007.bin", begin=0, length=size)
+
+    rewrite(path, point)
+
+
+def a_pickle_lies_beside(folder, mark):
+    path = saved(folder)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+    (path / INDEX).unlink()
+
+
+def theirs(folder):
+    dcp.save({"w": torch.ones(3), "name": "x"}, checkpoint_id=folder)
+    return folder
+
+
+def metadata_is_evil(folder, mark):
+    (theirs(folder) / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+
+
+def metadata_holds_evil(folder, mark):
+    path = theirs(folder) / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    found.planner_data = [Evil(mark)]
+    path.write_bytes(pickle.dumps(found))
+
+
+def metadata_evaluates(folder, mark):
+    text = f"__import__('os').mkdir({str(mark)!r})"
+    (theirs(folder) / ".metadata").write_bytes(b"cbuiltins\neval\n(V" + text.encode() + b"\ntR.")
+
+
+def metadata_goes_by_dots(folder, mark):
+    names = "\x8c\x05torch\x8c\x18serialization.os.mkdir\x93".encode("latin1").replace(b"\x18", bytes([22]))
+    target = str(mark).encode()
+    (theirs(folder) / ".metadata").write_bytes(
+        b"\x80\x04" + names + b"\x8c" + bytes([len(target)]) + target + b"\x85R."
+    )
+
+
+def value_of_theirs_is_evil(folder, mark):
+    path = theirs(folder)
+    found = pickle.loads((path / ".metadata").read_bytes())
+    raw = pickle.dumps(Evil(mark))
+    for info in found.storage_data.values():
+        info.offset, info.length = 0, len(raw)
+        (path / info.relative_path).write_bytes(raw)
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def file_of_theirs_is_outside(folder, mark):
+    path = theirs(folder)
+    found = pickle.loads((path / ".metadata").read_bytes())
+    for info in found.storage_data.values():
+        info.relative_path = f"../{folder.name}/{info.relative_path}"
+    (path / ".metadata").write_bytes(pickle.dumps(found))
+
+
+OURS = (value_replaced, index_is_a_pickle, dtype_is_a_function, file_is_outside, a_pickle_lies_beside)
+THEIRS = (
+    metadata_is_evil,
+    metadata_holds_evil,
+    metadata_evaluates,
+    metadata_goes_by_dots,
+    value_of_theirs_is_evil,
+    file_of_theirs_is_outside,
+)
+
+
+@pytest.mark.parametrize("attack", [*OURS, *THEIRS])
+def test_nothing_that_a_folder_holds_is_run(tmp_path, attack):
+    folder, mark = tmp_path / "c", tmp_path / "m"
+    attack(folder, mark)
+    load = Checkpoints(folder).load if attack in OURS else partial(load_torch_checkpoint, folder=folder)
+    with pytest.raises(CheckpointError):
+        load(fresh() if attack in OURS else {"w": torch.zeros(3), "name": ""})
+    assert not mark.exists()
+
+
+def test_the_attacks_would_work(tmp_path):
+    """Torch's own loader runs what three of them say."""
+    for k, attack in enumerate((metadata_is_evil, metadata_evaluates, metadata_goes_by_dots)):
+        folder, mark = tmp_path / f"c{k}", tmp_path / f"m{k}"
+        attack(folder, mark)
+        with pytest.raises(CheckpointException, match="RANK 0"):
+            dcp.load({"w": torch.zeros(3)}, checkpoint_id=folder)
+        assert mark.exists(), attack
+
+
+def test_a_checkpoint_of_torch_is_read(tmp_path):
+    state = {"w": torch.zeros(3), "name": ""}
+    load_torch_checkpoint(state, theirs(tmp_path / "c"))
+    assert same(state, {"w": torch.ones(3), "name": "x"})
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: there is no such file"):
+        load_torch_checkpoint(state, tmp_path)
+
+
+def a_text(text):
+    return lambda path: (path / INDEX).write_text(text)
+
+
+def changed(**entries):
+    return lambda path: rewrite(path, lambda inside: inside.update(entries))
+
+
+def of_w(**entries):
+    return lambda path: rewrite(path, lambda inside: inside["tensors"]["w"].update(entries))
+
+
+def part_of_w(**entries):
+    return lambda path: rewrite(path, lambda inside: inside["tensors"]["w"]["parts"][0].update(entries))
+
+
+def cut(path):
+    os.truncate(path / "rank-00001.bin", 3)
+
+
+def pipe(path):
+    (path / INDEX).unlink()
+    os.mkfifo(path / INDEX)
+
+
+def folder_instead(path):
+    (path / "rank-00000.bin").unlink()
+    (path / "rank-00000.bin").mkdir()
+
+
+DAMAGE = {
+    "a list": a_text("[]"),
+    "a number": a_text("3"),
+    "nothing": a_text(""),
+    "no JSON": a_text("{"),
+    "deep": a_text("[" * 100_000),
+    "other keys": a_text('{"files":{}}'),
+    "no checksum": a_text('{"content":{}}'),
+    "no index": lambda path: (path / INDEX).unlink(),
+    "no text": lambda path: (path / INDEX).write_bytes(b"\xff\xfe\x00"),
+    "a pipe": pipe,
+    "no file": lambda path: (path / "rank-00001.bin").unlink(),
+    "a folder": folder_instead,
+    "cut": cut,
+    "longer": lambda path: (path / "rank-00000.bin").open("ab").write(b"x"),
+    "another format": changed(format=2),
+    "files are a list": changed(files=[]),
+    "another shape": of_w(shape=[1000, 1000]),
+    "no such dtype": of_w(dtype="float33"),
+    "negative": part_of_w(begin=-1),
+    "too far": part_of_w(begin=1 << 40),
+    "another length": part_of_w(length=1),
+    "another checksum": part_of_w(crc32=0),
+    "a truth for a number": part_of_w(begin=True),
+    "another tensor": lambda path: rewrite(path, lambda inside: inside["tensors"].pop("w")),
+}
+
+
+@with_ranks(2)
+def test_what_is_damaged_is_an_error_on_all_ranks(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.arange(35.0).view(7, 5), mesh, [Shard(0)]), "epoch": 3}
+    checkpoints = Checkpoints(tmp_path / "c")
+    checkpoints.save(state, 1)
+    for name, damage in DAMAGE.items():
+        if rank == 0:
+            shutil.copytree(tmp_path / "c" / "step-00000001", tmp_path / name / "step-00000001")
+            damage(tmp_path / name / "step-00000001")
+        dist.barrier()
+        begin = time.monotonic()
+        for step in (1, None):
+            with pytest.raises(CheckpointError):
+                Checkpoints(tmp_path / name).load(state, step)
+        assert time.monotonic() - begin < 10, name
+    checkpoints.load(state, 1)
+
+
+@with_ranks(2)
+def test_ranks_that_ask_for_different_things_or_for_what_cannot_be(rank, tmp_path):
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.ones(4), mesh, [Replicate()])}
+    checkpoints = Checkpoints(tmp_path / "c")
+    with pytest.raises(
+        CheckpointError, match=r"same method for the same step; here save\(step=0\) on rank 0, save\(ste"
+    ):
+        checkpoints.save(state, rank)
+    with pytest.raises(CheckpointError, match=r"newest\(\) on rank 0, load\(step=None\) on rank 1"):
+        checkpoints.load(state) if rank else checkpoints.newest()
+    with pytest.raises(CheckpointError, match=r"save: step is a number of steps; got 'a' \(rank 1\)"):
+        checkpoints.save(state, "a" if rank else 1)  # pyright: ignore
+    with pytest.raises(CheckpointError, match="step counts from 0; got -1"):
+        checkpoints.save_async(state, -1)
+    with pytest.raises(CheckpointError, match="the state is a Tensor; give a state dict"):
+        checkpoints.save(torch.ones(3), 1)  # pyright: ignore
+    with pytest.raises(CheckpointError, match="'bad' is a object, and a checkpoint holds tensors, numbers"):
+        checkpoints.save({**state, "bad": object()}, 1)
+    if rank == 0:
+        (tmp_path / "file").write_text("")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*: FileExistsError|NotADirectory"):
+        Checkpoints(tmp_path / "file").save(state, 1)
+    checkpoints.save(state, 1)
+    assert checkpoints.newest() == 1
+
+
+def test_the_command_says_which_are_damaged(tmp_path):
+    path = saved(tmp_path / "run")
+    Checkpoints(tmp_path / "run").save(VALUES, 2)
+    told = CliRunner().invoke(main, ["checkpoint", "verify", str(path)])
+    assert (told.exit_code, told.stdout.startswith("step-00000001: whole")) == (0, True)
+    file = path / "rank-00000.bin"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    told = CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path / "run")])
+    assert told.exit_code == 1
+    assert "step-00000001: damaged: bytes 0 to" in told.stdout
+    assert "step-00000002: whole" in told.stdout
+    assert CliRunner().invoke(main, ["checkpoint", "verify", str(Path(tmp_path))]).exit_code == 2
