@@ -149,15 +149,15 @@ def summed(x):
 
 
 def fault_while_saving() -> None:
-    from torch.distributed.checkpoint import FileSystemWriter
+    from dtensor.checkpoint_files import Writer
 
-    write = FileSystemWriter.write_data
+    write = Writer.write_data
 
     def torn(self, *args, **kwargs):
         faulty.at("save")
         return write(self, *args, **kwargs)
 
-    FileSystemWriter.write_data = torn
+    Writer.write_data = torn
 
 
 def main() -> None:
