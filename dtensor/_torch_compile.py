@@ -136,15 +136,17 @@ def check_results(joint: torch.fx.Graph, expected: int) -> None:
     Raises:
         SizesSettled: that is so. In another trace of the same program these sizes are numbers from the start.
     """
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, SubclassGetAttrAOTOutput
 
     def is_gradient(found: Any) -> bool:
         while hasattr(found, "base"):
             found = found.base
         return isinstance(found, GradAOTOutput)
 
-    described = joint.output_node().meta.get("desc")  # None for what an input that is no tensor has for a gradient
-    if described is not None and len([d for d in described if d is not None and not is_gradient(d)]) < expected:
+    # None is what an input that is no tensor has for a gradient.
+    described = joint.output_node().meta.get("desc") or ()
+    results = [d for d in described if d is not None and not is_gradient(d)]
+    if len(results) < expected and any(isinstance(d, SubclassGetAttrAOTOutput) for d in results):
         raise SizesSettled(
             "the backward makes a dynamic size a number, after the forward was traced with any; write "
             'torch.compile(…, backend="dtensor"), which traces again, or dynamic=False'
