@@ -598,7 +598,8 @@ def guards_written_by(
 
     def written(*args: Any, guards: Any = None, **kwargs: Any) -> Any:
         taken = [g._replace(expr=write(g.expr)) for g in (env.guards if guards is None else guards)]
-        ranges = {s: env.var_to_range.pop(s) for s in unbounded if s in env.var_to_range}
+        ranges = {s: env.var_to_range[s] for s in unbounded if s in env.var_to_range}
+        env.var_to_range.update(dict.fromkeys(ranges, ValueRanges(-int_oo, int_oo)))
         try:
             return produce(*args, guards=taken, **kwargs)
         finally:

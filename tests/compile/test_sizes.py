@@ -278,3 +278,21 @@ def test_what_a_trace_learns_to_divide_in_the_middle(fake_mesh):
     ours(x).sum().backward()
     assert x.grad is not None
     assert x.grad.shape == (6, 8, 8)
+
+
+def test_a_guard_may_be_simplified_with_a_local_length_in_it(fake_mesh):
+    """A gradient is summed to the size before it was expanded; torch looks up the bounds of what that compares."""
+    mesh = fake_mesh(2, 2)
+
+    def fn(x, y, z):
+        return torch.where(x > 0.1, x, y), torch.where(y > 0.1, y, z)
+
+    ours = compiled(fn, "dtensor", True, options={"inner": "aot_eager"})
+    for n in (9, 8, 2, 1):
+        x = DTensor.from_local(torch.rand(n, 5), mesh, [Partial(), Shard(1)], shape=(n, 9), stride=(9, 1))
+        y = distribute_tensor(torch.rand(n, 1), mesh, [Shard(1), Shard(0)]).requires_grad_()
+        z = DTensor.from_local(torch.rand(1), mesh, [Partial(), Partial()]).requires_grad_()
+        first, second = ours(x, y, z)
+        (first.sum() + second.sum()).backward()
+        assert y.grad is not None
+        assert y.grad.shape == (n, 1)
