@@ -10,7 +10,7 @@ from . import random as random
 from . import scaling as scaling  # registers what GradScaler does to gradients
 from ._torch import optim_foreach_types, utils_foreach_types
 from .api import distribute_module, distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, zeros
-from .checkpoints import Checkpoints, load_torch_checkpoint
+from .checkpoints import Checkpoints
 from .errors import (
     AgreementError,
     CheckpointError,
@@ -34,6 +34,7 @@ from .placements import Partial, Placement, Replicate, Shard
 from .registration import register_sharding
 from .strictness import strict
 from .tensor import DTensor
+from .torch_checkpoints import load_torch_checkpoint
 
 __version__ = "0.1.0"
 

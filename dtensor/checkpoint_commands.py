@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .checkpoint_files import INDEX, verify
+from .checkpoint_index import INDEX, verify
 from .checkpoints import checkpoints_in
 
 

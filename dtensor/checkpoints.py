@@ -11,6 +11,7 @@ things.
 import os
 import re
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent import futures
@@ -18,20 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from ._torch import default_group_timeout
 from .checkpoint_files import (
-    DamagedError,
     Reader,
-    SafeLoadPlanner,
-    SafeSavePlanner,
-    TorchReader,
-    Writer,
-    read_index,
-    verify,
+    attempted,
+    gathered,
+    line,
+    of_ranks,
+    read_into,
+    said,
+    save_from,
+    tried,
+    without_objects,
 )
+from .checkpoint_index import read_index, verify
 from .errors import CheckpointError
 from .job import all_here
 
@@ -85,12 +89,8 @@ class Checkpoints:
             CheckpointError: on all ranks, if one of them could not write, or the save before this one, in the
                 background, failed and nobody has asked. Earlier checkpoints are as they were.
         """
-        partial = self._begin("save", state, step)
-        try:
-            dcp.save(state, storage_writer=Writer(partial), planner=SafeSavePlanner(), process_group=self._group)
-            self._together(lambda: self._finish(partial, step))
-        except (Exception, CheckpointException) as error:
-            raise self._failed(step, error) from error
+        given = self._asked(f"save(step={step!r})", lambda: _state_of(state, step))
+        self._write(given, self._begin(step), step)
 
     def save_async(self, state: dict[str, Any], step: int) -> Saving:
         """As `save`, in the background: it returns when the values are copied, and they may change then.
@@ -99,22 +99,26 @@ class Checkpoints:
             A future, which is done when the checkpoint is there; `result()` raises what went wrong. All other methods
             wait for it; write `wait()` before the process groups are destroyed.
         """
-        partial = self._begin("save_async", state, step)
-        started: Any = dcp.async_save(
-            state, storage_writer=Writer(partial), planner=SafeSavePlanner(), process_group=self._group
-        )
-        saving = self._saving = Saving()
+        copied = self._asked(f"save_async(step={step!r})", lambda: _copied(_state_of(state, step)))
+        partial, saving = self._begin(step), Saving()
 
-        def finish(written: Any) -> None:
+        def write() -> None:
             try:
-                written.result()
-                self._together(lambda: self._finish(partial, step))
+                self._write(copied, partial, step)
                 saving.set_result(None)
             except BaseException as error:
-                saving.set_exception(self._failed(step, error))
+                saving.set_exception(error)
 
-        getattr(started, "upload_completion", started).add_done_callback(finish)
+        self._saving = saving
+        threading.Thread(target=write, name="dtensor checkpoint").start()
         return saving
+
+    def _write(self, state: dict[str, Any], partial: Path, step: int) -> None:
+        try:
+            save_from(state, partial, self._group)
+            self._together(lambda: self._finish(partial, step))
+        except (Exception, CheckpointException) as error:
+            raise self._failed(step, error) from error
 
     def wait(self) -> None:
         """Wait for a save in the background.
@@ -134,11 +138,10 @@ class Checkpoints:
         Whole is one of which every byte is as it was written: the ranks read it, each a share of it. A newer one that
         is damaged is passed over, with a warning on the first rank.
         """
-        self.wait()
-        self._asked("newest()")
+        self._asked("newest()", lambda: None)
         damaged = ""
         for step, path in self._newest_first():
-            torn = _first_said(verify(path, self._share), self._group)
+            torn = of_ranks(gathered(verify(path, self._share), self._group))
             if not torn:
                 self._warn(step, damaged)
                 return step
@@ -154,8 +157,7 @@ class Checkpoints:
             CheckpointError: on all ranks, if there is no checkpoint, or something that was read of that of `step` is
                 not as it was written (`state` then holds part of it), or it does not hold what `state` does.
         """
-        self.wait()
-        self._asked(f"load(step={step!r})", _wrong(state) or ("" if step is None else _wrong_step(step)))
+        self._asked(f"load(step={step!r})", lambda: _check(state, step or 0))
         if step is not None:
             path = self._together(lambda: self._path_of(step))
             torn = self._read(state, step, path)
@@ -174,17 +176,13 @@ class Checkpoints:
 
     def _read(self, state: dict[str, Any], step: int, path: Path) -> str:
         """Read a checkpoint into `state`; what is damaged, "" for nothing."""
-        reader, torn = _made(lambda: Reader(path), self._group)
+        reader, torn = tried(lambda: Reader(path), self._group)
         if torn:
             return torn
-        try:
-            _read_by(reader, state, self._group)
-        except CheckpointException as error:
-            if any(isinstance(found, DamagedError) for found, _ in error.failures.values()):
-                return _said(error)
-            text = f"the checkpoint of step {step} does not hold what the state does: {_said(error)}"
-            raise CheckpointError(text) from error
-        return ""
+        wrong, is_damage = read_into(state, reader, self._group)
+        if wrong and not is_damage:
+            raise CheckpointError(f"the checkpoint of step {step} cannot be read into the state: {wrong}")
+        return wrong
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, ascending."""
@@ -207,10 +205,8 @@ class Checkpoints:
             raise CheckpointError(f"there is no checkpoint of step {step} in {self.folder}{_which(sorted(found))}")
         return found[step]
 
-    def _begin(self, method: str, state: Any, step: Any) -> Path:
+    def _begin(self, step: int) -> Path:
         """The folder to write to, empty."""
-        self.wait()
-        self._asked(f"{method}(step={step!r})", _wrong(state) or _wrong_step(step))
         partial = self._path(step, "partial")
 
         def make() -> None:
@@ -247,51 +243,44 @@ class Checkpoints:
         if damaged and self._first:
             warnings.warn(f"reading the checkpoint of step {step} in {self.folder}{damaged}", stacklevel=3)
 
-    def _asked(self, call: str, wrong: str = "") -> None:
-        """Find out whether all ranks were asked for the same, and for something that can be.
+    def _asked(self, call: str, prepare: Callable[[], Any]) -> Any:
+        """What `prepare` gives once the save before is done, if all ranks are asked for the same and none fails.
 
         Raises:
             CheckpointError: on all ranks.
         """
-        asked = _gathered((call, wrong), self._group)
-        problems = {wrong: rank for rank, (_, wrong) in reversed(list(enumerate(asked))) if wrong}
-        if problems:
-            said = "; ".join(f"{text} (rank {rank})" for text, rank in problems.items())
-            raise CheckpointError(f"{call.partition('(')[0]}: {said}")
-        if len({call for call, _ in asked}) > 1:
-            said = ", ".join(f"{call} on rank {rank}" for rank, (call, _) in enumerate(asked))
-            raise CheckpointError(f"all ranks call the same method for the same step; here {said}")
+
+        def prepared() -> Any:
+            self.wait()
+            return prepare()
+
+        made, wrong = attempted(prepared)
+        calls, problems = zip(*gathered((call, wrong), self._group))
+        if any(problems):
+            raise CheckpointError(f"{call.partition('(')[0]}: {of_ranks(problems)}")
+        if len(set(calls)) > 1:
+            asked = ", ".join(f"{call} on rank {rank}" for rank, call in enumerate(calls))
+            raise CheckpointError(f"all ranks call the same method for the same step; here {asked}")
+        return made
 
     def _together(self, act: Callable[[], Any]) -> Any:
         """What `act` gives on the first rank, on all; all raise if it does."""
-        said: list[Any] = [None, None]
+        told: list[Any] = [None, None]
         if self._first:
             try:
-                said[0] = act()
-            except CheckpointError as error:
-                said[1] = str(error)
+                told[0] = act()
             except Exception as error:
-                said[1] = f"{type(error).__name__}: {error}"
+                told[1] = line(error)
         if self._group is not None:
-            dist.broadcast_object_list(said, src=dist.get_global_rank(self._group, 0), group=self._group)
-        if said[1] is not None:
-            raise CheckpointError(said[1])
-        return said[0]
+            dist.broadcast_object_list(told, src=dist.get_global_rank(self._group, 0), group=self._group)
+        if told[1] is not None:
+            raise CheckpointError(told[1])
+        return told[0]
 
     def _failed(self, step: int, error: BaseException) -> CheckpointError:
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {_said(error)}{_which(self.steps())}"
+            f"the checkpoint of step {step} could not be written to {self.folder}: {said(error)}{_which(self.steps())}"
         )
-
-
-def _said(error: BaseException) -> str:
-    """What went wrong, in a line; torch shows the stacks of all ranks."""
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    lines: dict[str, list[int]] = {}
-    for rank, (found, _) in error.failures.items():
-        lines.setdefault(str(found), []).append(rank)
-    return "; ".join(f"{line} (rank {', '.join(map(str, ranks))})" for line, ranks in lines.items())
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
@@ -300,54 +289,6 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
     paths = sorted(folder.iterdir()) if folder.is_dir() else []  # names that begin with a dot first
     matches = [(_NAME.fullmatch(path.name), path) for path in paths]
     return {int(match[1] or match[2]): path for match, path in matches if match}
-
-
-def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike) -> None:
-    """Read what `torch.distributed.checkpoint.save` wrote to `folder` into `state`, as `Checkpoints.load` does.
-
-    Torch's own `load` runs whatever a checkpoint's pickles say; this makes tensors, numbers, texts and containers of
-    them, and nothing else. Torch writes no checksums: a changed value is not noticed.
-
-    Raises:
-        CheckpointError: on all ranks, if there is no checkpoint, it holds something else than `state` or than such
-            values.
-    """
-    group = dist.group.WORLD if dist.is_initialized() else None
-    reader, wrong = _made(lambda: TorchReader(folder), group)
-    if wrong:
-        raise CheckpointError(wrong)
-    try:
-        _read_by(reader, state, group)
-    except CheckpointException as error:
-        raise CheckpointError(f"{folder} is not read: {_said(error)}") from error
-
-
-def _gathered(mine: Any, group: Any) -> list[Any]:
-    """What each rank has; this one alone if there is no group."""
-    if group is None:
-        return [mine]
-    found = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
-
-
-def _first_said(mine: str, group: Any) -> str:
-    """What the first rank says that says anything, "" if none does."""
-    return next(filter(None, _gathered(mine, group)), "")
-
-
-def _made(make: Callable[[], Any], group: Any) -> tuple[Any, str]:
-    """What `make` gives, and what is said by the first rank on which it fails."""
-    made, wrong = None, ""
-    try:
-        made = make()
-    except CheckpointError as error:
-        wrong = str(error)
-    return made, _first_said(wrong, group)
-
-
-def _read_by(reader: Any, state: dict[str, Any], group: Any) -> None:
-    dcp.load(state, storage_reader=reader, planner=SafeLoadPlanner(), process_group=group)
 
 
 def _torn(path: Path) -> str:
@@ -359,18 +300,33 @@ def _torn(path: Path) -> str:
     return ""
 
 
-def _wrong(state: Any) -> str:
-    return "" if isinstance(state, dict) else f"the state is a {type(state).__name__}; give a state dict"
-
-
-def _wrong_step(step: Any) -> str:
+def _check(state: Any, step: Any) -> None:
+    if not isinstance(state, dict):
+        raise CheckpointError(f"the state is a {type(state).__name__}; give a state dict")
     if not isinstance(step, int) or isinstance(step, bool):
-        return f"step is a number of steps; got {step!r}"
-    return "" if step >= 0 else f"step counts from 0; got {step}"
+        raise CheckpointError(f"step is a number of steps; got {step!r}")
+    if step < 0:
+        raise CheckpointError(f"step counts from 0; got {step}")
+
+
+def _state_of(state: Any, step: Any) -> dict[str, Any]:
+    """What is to be saved of `state`."""
+    _check(state, step)
+    return without_objects(state)
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """A copy on the host."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    try:
+        copied: Any = stager.stage(state)
+        return copied
+    finally:
+        stager.close()
 
 
 def _which(steps: list[int]) -> str:
     return f"; load(state, step=…) can read {', '.join(map(str, steps))}" if steps else ""
 
 
-__all__ = ["Checkpoints", "checkpoints_in", "load_torch_checkpoint"]
+__all__ = ["Checkpoints", "checkpoints_in"]

@@ -44,6 +44,8 @@ LAYERS = [
         "scaling",
         "checkpoints",
         "checkpoint_files",
+        "checkpoint_index",
+        "torch_checkpoints",
         "safetensors",
     ],
     ["parallel"],

@@ -5,8 +5,10 @@ import os
 import pickle
 import random
 import shutil
+import threading
 import time
 import zlib
+from concurrent import futures
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from dtensor import (
     init_device_mesh,
     load_torch_checkpoint,
 )
-from dtensor.checkpoint_files import INDEX, verify
+from dtensor.checkpoint_index import INDEX, verify
 from dtensor.cli import main
 from dtensor.testing import with_ranks
 
@@ -124,16 +126,15 @@ def test_every_changed_byte_is_noticed(tmp_path):
     assert verify(path) == ""
 
 
-def value_replaced(folder, mark):
+def value_is_evil(folder, mark):
     path = saved(folder)
     raw = pickle.dumps(Evil(mark))
-    (path / "rank-00000.bin").write_bytes(raw)
+    (path / "rank-00001.bin").write_bytes(raw)
 
     def point(inside):
-        inside["files"] = {"rank-00000.bin": len(raw)}
-        whole = {"file": "rank-00000.bin", "begin": 0, "length": len(raw), "crc32": zlib.crc32(raw), "sizes": []}
+        inside["files"]["rank-00001.bin"] = len(raw)
+        whole = {"file": "rank-00001.bin", "begin": 0, "length": len(raw), "crc32": zlib.crc32(raw), "sizes": []}
         inside["values"] = dict.fromkeys(inside["values"], whole)
-        inside["tensors"] = {}
 
     rewrite(path, point)
 
@@ -173,11 +174,15 @@ def metadata_is_evil(folder, mark):
     (theirs(folder) / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
 
 
-def metadata_holds_evil(folder, mark):
+def changed_metadata(folder, change):
     path = theirs(folder) / ".metadata"
     found = pickle.loads(path.read_bytes())
-    found.planner_data = [Evil(mark)]
+    change(found)
     path.write_bytes(pickle.dumps(found))
+
+
+def metadata_holds_evil(folder, mark):
+    changed_metadata(folder, lambda found: setattr(found, "planner_data", [Evil(mark)]))
 
 
 def metadata_evaluates(folder, mark):
@@ -186,48 +191,64 @@ def metadata_evaluates(folder, mark):
 
 
 def metadata_goes_by_dots(folder, mark):
-    names = "\x8c\x05torch\x8c\x18serialization.os.mkdir\x93".encode("latin1").replace(b"\x18", bytes([22]))
-    target = str(mark).encode()
-    (theirs(folder) / ".metadata").write_bytes(
-        b"\x80\x04" + names + b"\x8c" + bytes([len(target)]) + target + b"\x85R."
-    )
+    """By a name that leads through attributes of a module that is allowed."""
+
+    def short(text):
+        return b"\x8c" + bytes([len(text)]) + text.encode()  # pickle's SHORT_BINUNICODE
+
+    called = short("torch.serialization") + short("os.mkdir") + b"\x93"  # STACK_GLOBAL
+    (theirs(folder) / ".metadata").write_bytes(b"\x80\x04" + called + short(str(mark)) + b"\x85R.")
 
 
-def value_of_theirs_is_evil(folder, mark):
-    path = theirs(folder)
-    found = pickle.loads((path / ".metadata").read_bytes())
-    raw = pickle.dumps(Evil(mark))
-    for info in found.storage_data.values():
-        info.offset, info.length = 0, len(raw)
-        (path / info.relative_path).write_bytes(raw)
-    (path / ".metadata").write_bytes(pickle.dumps(found))
+def evil_of_theirs(name):
+    """The bytes of one value or tensor of torch's checkpoint are a pickle of ours."""
+
+    def attack(folder, mark):
+        raw = pickle.dumps(Evil(mark))
+
+        def change(found):
+            (info,) = [info for index, info in found.storage_data.items() if index.fqn == name]
+            info.relative_path, info.offset, info.length = "evil.distcp", 0, len(raw)
+            (folder / "evil.distcp").write_bytes(raw)
+
+        changed_metadata(folder, change)
+
+    return attack
 
 
 def file_of_theirs_is_outside(folder, mark):
-    path = theirs(folder)
-    found = pickle.loads((path / ".metadata").read_bytes())
-    for info in found.storage_data.values():
-        info.relative_path = f"../{folder.name}/{info.relative_path}"
-    (path / ".metadata").write_bytes(pickle.dumps(found))
+    def change(found):
+        for info in found.storage_data.values():
+            info.relative_path = f"../{folder.name}/{info.relative_path}"
+
+    changed_metadata(folder, change)
 
 
-OURS = (value_replaced, index_is_a_pickle, dtype_is_a_function, file_is_outside, a_pickle_lies_beside)
-THEIRS = (
-    metadata_is_evil,
-    metadata_holds_evil,
-    metadata_evaluates,
-    metadata_goes_by_dots,
-    value_of_theirs_is_evil,
-    file_of_theirs_is_outside,
-)
+LOADER = r"Weights only load failed|Unsupported"
+OURS = {
+    value_is_evil: rf"'name' .*{LOADER}",
+    index_is_a_pickle: "is no text|not as it was written",
+    dtype_is_a_function: "not as it was written",
+    file_is_outside: "not as it was written",
+    a_pickle_lies_beside: "checkpoint.json is missing",
+}
+THEIRS = {
+    metadata_is_evil: r"asks for posix\.mkdir",
+    metadata_holds_evil: r"asks for posix\.mkdir",
+    metadata_evaluates: r"asks for builtins\.eval",
+    metadata_goes_by_dots: r"asks for torch\.serialization\.os\.mkdir",
+    evil_of_theirs("name"): rf"'name' .*{LOADER}",
+    evil_of_theirs("w"): LOADER,
+    file_of_theirs_is_outside: "no file of its folder",
+}
 
 
-@pytest.mark.parametrize("attack", [*OURS, *THEIRS])
-def test_nothing_that_a_folder_holds_is_run(tmp_path, attack):
+@pytest.mark.parametrize(("attack", "refused"), [*OURS.items(), *THEIRS.items()])
+def test_nothing_that_a_folder_holds_is_run(tmp_path, attack, refused):
     folder, mark = tmp_path / "c", tmp_path / "m"
     attack(folder, mark)
     load = Checkpoints(folder).load if attack in OURS else partial(load_torch_checkpoint, folder=folder)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=refused):
         load(fresh() if attack in OURS else {"w": torch.zeros(3), "name": ""})
     assert not mark.exists()
 
@@ -344,7 +365,9 @@ def test_ranks_that_ask_for_different_things_or_for_what_cannot_be(rank, tmp_pat
         checkpoints.save_async(state, -1)
     with pytest.raises(CheckpointError, match="the state is a Tensor; give a state dict"):
         checkpoints.save(torch.ones(3), 1)  # pyright: ignore
-    with pytest.raises(CheckpointError, match="'bad' is a object, and a checkpoint holds tensors, numbers"):
+    with pytest.raises(
+        CheckpointError, match="'bad' has an object of class object, and a checkpoint holds tensors, num"
+    ):
         checkpoints.save({**state, "bad": object()}, 1)
     if rank == 0:
         (tmp_path / "file").write_text("")
@@ -353,6 +376,60 @@ def test_ranks_that_ask_for_different_things_or_for_what_cannot_be(rank, tmp_pat
         Checkpoints(tmp_path / "file").save(state, 1)
     checkpoints.save(state, 1)
     assert checkpoints.newest() == 1
+
+
+class Fragile:
+    """An object with a state of its own, at which one rank fails."""
+
+    def __init__(self, fails=""):
+        self.fails = fails
+
+    def state_dict(self):
+        if self.fails == "saving":
+            raise RuntimeError("cannot be saved")
+        return {"x": torch.ones(2)}
+
+    def load_state_dict(self, state):
+        if self.fails == "loading":
+            raise RuntimeError("cannot be loaded")
+        assert state["x"].tolist() == [1, 1]
+
+
+@with_ranks(2)
+def test_one_rank_fails_before_or_after_torch_reads_and_writes(rank, tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    bad = {"m": Fragile("saving" if rank else "")}
+    for save in (checkpoints.save, checkpoints.save_async):
+        with pytest.raises(CheckpointError, match=r"RuntimeError: cannot be saved \(rank 1\)"):
+            save(bad, 1)
+    with pytest.raises(CheckpointError, match=r"cannot pickle .*lock.* \(rank 1\)"):
+        checkpoints.save_async({"x": threading.Lock() if rank else 1}, 1)
+    checkpoints.save_async({"m": Fragile()}, 1).result(60)
+    checkpoints.load({"m": Fragile()})
+    for when in ("saving", "loading"):
+        with pytest.raises(CheckpointError, match=r"step 1 cannot be read into the state: RuntimeError: .* \(rank 1\)"):
+            checkpoints.load({"m": Fragile(when if rank else "")})
+
+
+@with_ranks(2)
+def test_a_failure_in_the_background_that_one_rank_has_asked_for(rank, tmp_path):
+    """The other one is told by the next call, and so are both: the one that asked does not go on alone."""
+    checkpoints, finish = Checkpoints(tmp_path), Checkpoints._finish
+
+    def full(*args):
+        raise OSError("no space left")
+
+    Checkpoints._finish = full
+    saving = checkpoints.save_async({"x": torch.ones(2)}, 1)
+    futures.wait([saving])
+    if rank == 0:
+        with pytest.raises(CheckpointError, match="no space left"):
+            saving.result()
+    Checkpoints._finish = finish
+    with pytest.raises(CheckpointError, match=r"no space left \(rank 1\)"):
+        checkpoints.save({"x": torch.ones(2)}, 2)
+    checkpoints.save({"x": torch.ones(2)}, 2)
+    assert checkpoints.newest() == 2
 
 
 def test_the_command_says_which_are_damaged(tmp_path):
