@@ -15,7 +15,8 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
-from dtensor._torch import OpOverload, hint
+from dtensor._torch import OpOverload
+from dtensor._torch_sizes import hint
 from dtensor.passes import ir
 
 from .traffic import bytes_of, called

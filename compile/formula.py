@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy
 
-from dtensor._torch import hint, size_formula
+from dtensor._torch_sizes import hint, size_formula
 from dtensor.cost import WORK, wire_bytes
 from dtensor.passes import groups
 from dtensor.provenance import Moved

@@ -13,8 +13,8 @@ from pathlib import Path
 from torch import fx
 
 from dtensor import passes
-from dtensor._torch import binary_products
 from dtensor._torch_compile import static_inputs, static_placeholders
+from dtensor._torch_sizes import binary_products
 from dtensor.errors import InvalidInputError
 from dtensor.passes import (
     PREPARE,

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from dtensor._torch import disable_current_modes, has_hint, hint
+from dtensor._torch import disable_current_modes
+from dtensor._torch_sizes import has_hint, hint
 from dtensor.collectives import group_ranks, group_size
 from dtensor.errors import PassError
 from dtensor.mesh import known_meshes, partitions

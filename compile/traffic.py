@@ -14,7 +14,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from dtensor import cost
-from dtensor._torch import hint, tree_leaves
+from dtensor._torch import tree_leaves
+from dtensor._torch_sizes import hint
 from dtensor.collectives import COMMUNICATING, group_ranks
 from dtensor.passes import ir
 

@@ -1,21 +1,18 @@
 """Everything of torch that is not public: here of tensors, operators, process groups and traces.
 
-`_torch_compile` has that of torch.compile, `_torch_fsdp` that of FSDP. The rest of the library names no private part of
-torch: what a new release may move is found and mended in these three.
+`_torch_sizes` has that of symbolic sizes, `_torch_compile` that of torch.compile, `_torch_fsdp` that of FSDP. The rest
+of the library names no private part of torch: what a new release may move is found and mended in these four.
 Importing this module checks the torch version and raises `ImportError` outside the supported range.
 """
 
 import contextlib
 import functools
-import operator
 import random
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import numpy
-import sympy
 import torch
 import torch.distributed as dist
 
@@ -39,8 +36,6 @@ check_version(torch.__version__)
 
 # Only now what another release may not have.
 from torch._decomp import decomposition_table as decompositions
-from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
 from torch._guards import TracingContext, detect_fake_mode
 from torch._library import opaque_object
 from torch._library.custom_ops import CustomOpDef
@@ -67,20 +62,10 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import (
-    _sympy_handlers,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
-)
-from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-    ValueRangesSLoc,
-    guard_or_false,
-    statically_known_true,
 )
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
@@ -88,10 +73,6 @@ from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
-from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
-from torch.utils._thunk import Thunk
 
 c10d = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
@@ -433,295 +414,17 @@ def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-def symbolic_mode() -> FakeTensorMode:
-    """A mode for tracing with sizes that may be symbols; tensors that are no stand-ins become constants."""
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-
-
-def stand_in(mode: FakeTensorMode, x: torch.Tensor, name: str, symbols: bool) -> torch.Tensor:
-    """A fake tensor like `x`, an input called `name`; of which sizes above 1 are symbols, if that is wanted."""
-    if not symbols:
-        return mode.from_tensor(x, static_shapes=True)
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * x.dim())
-    return mode.from_tensor(x, symbolic_context=context, source=ConstantSource(name))
-
-
-def trace_with(mode: FakeTensorMode, function: Callable, *args: Any) -> torch.fx.GraphModule:
-    """The graph of `function` on stand-ins of `mode`: what is left below autograd and dispatch."""
-    with enable_python_dispatcher(), mode:
-        gm = make_fx(function, tracing_mode="real")(*args)
-    binary_products(gm.graph)
-    gm.recompile()
-    return gm
-
-
-def binary_products(graph: torch.fx.Graph) -> None:
-    """Write products of sizes as products of two, in place.
-
-    Torch writes one of three as one operator.mul of three: interpreters refuse it, and code for it has the first two.
-    """
-    for node in graph.find_nodes(op="call_function", target=operator.mul):
-        first, second, *others = node.args
-        for other in others:
-            values: list[Any] = [x.meta.get("val") if isinstance(x, torch.fx.Node) else x for x in (first, second)]
-            with graph.inserting_before(node):
-                part = graph.call_function(operator.mul, (first, second))
-            part.meta.update(node.meta, val=None if None in values else operator.mul(*values))
-            first, second = part, other
-        node.args = first, second
-
-
-def guards_on(mode: FakeTensorMode, sizes: Sequence[Any]) -> str:
-    """What a trace took for granted of the symbols among `sizes`: code for `assert_guards`."""
-    symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
-    return (mode.shape_env.produce_guards_expression(symbols) or "") if symbols and mode.shape_env else ""
-
-
-def guards_hold(mode: FakeTensorMode, code: str, sizes: Sequence[Any]) -> bool:
-    """Whether other sizes in the place of the symbols are as the trace took for granted; another trace guards that."""
-    return not code or mode.shape_env is None or bool(mode.shape_env.evaluate_guards_expression(code, sizes))
-
-
-def same_size(a, b) -> bool:
-    """Whether two sizes are equal: of sizes that only the data tell, whether that is known anyhow."""
-    if type(a) is int and type(b) is int:
-        return a == b
-    return a is b or bool(guard_or_false(a == b))
-
-
-def hint(size) -> int:
-    """The number behind a size: itself, or the example value of a SymInt (adds no guard)."""
-    if isinstance(size, torch.SymInt):
-        return int(size.node.hint if size.node.hint is not None else 8192)
-    return int(size)
-
-
-def size_formula(size) -> Any:
-    """A size as a sympy expression; of a SymInt, in symbols that are called as the inputs they come from."""
-    if not isinstance(size, torch.SymInt):
-        return sympy.Integer(int(size))
-    sources = size.node.shape_env.var_to_sources
-    named = {s: str(sources[s][0].name) if sources.get(s) else str(s) for s in size.node.expr.free_symbols}
-    found = {s: re.sub(r"^L\['(\w+)'\]|\.size\(\)\[(\d+)\]$", _tidied, name) for s, name in named.items()}
-    return size.node.expr.xreplace({s: sympy.Symbol(n, positive=True, integer=True) for s, n in found.items()})
-
-
-def _tidied(m: re.Match) -> str:
-    return m[1] if m[1] is not None else f".size({m[2]})"
-
-
-def has_hint(size) -> bool:
-    """Whether a size is a number or has an example value: not so for sizes that depend on values."""
-    return not isinstance(size, torch.SymInt) or size.node.hint is not None
-
-
-def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
-    """Have a trace write `value`, which equals `size`, wherever `size` stands, and take its example value.
-
-    Does nothing where `size` is no symbol of its own.
-    """
-    symbol, expression = size.node.expr, value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
-    if symbol.is_Symbol and symbol not in expression.free_symbols:
-        env = size.node.shape_env
-        if expression.is_number and symbol in env.backed_var_to_val:
-            env.backed_var_to_val[symbol] = expression  # it may have been assumed to be another one
-        _kept_bounds(env).setdefault(symbol, env.var_to_range[symbol])
-        env.var_to_range[symbol] = ValueRanges(0, int_oo)
-        env.size_like.discard(symbol)  # or its bounds would be compared by another rule
-        env._set_replacement(symbol, expression, "size of a local tensor")
-    size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
-
-
-def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
-    """Symbol -> the bounds that it keeps, whatever a trace writes for it: what the trace assumes of that is not to be
-    asserted of what it is given. Torch replaces a symbol again where what replaces it was replaced."""
-    kept: dict[sympy.Symbol, ValueRanges] | None = vars(env).get("dtensor_bounds")
-    if kept is None:
-        kept = {}
-        replace = env._set_replacement
-
-        def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
-            replace(a, tgt, msg)
-            if a in kept:
-                env.var_to_range[a] = kept[a]
-
-        vars(env).update(dtensor_bounds=kept, _set_replacement=replaced)
-    return kept
-
-
-def on_fixed_sizes(env: ShapeEnv, then: Callable[[], None]) -> None:
-    """Have `then` called after a trace has learnt that a symbol is a number."""
-    replace = env._set_replacement
-
-    def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
-        replace(a, tgt, msg)
-        if tgt.is_number:
-            then()
-
-    env._set_replacement = replaced
-
-
-def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
-    """The size that `expression` says in symbols of the same trace as `like`."""
-    env = like.node.shape_env
-    return torch.SymInt(SymNode(expression, env, int, _example(env, expression)))
-
-
-def _example(env: ShapeEnv, expression: Any) -> int:
-    return int(expression.xreplace(env.backed_var_to_val))
-
-
-def define_strides(x: torch.Tensor) -> None:
-    """Have symbolic strides of a fake tensor, made before its sizes were replaced, take the example values of these."""
-    for step in x.stride():
-        if isinstance(step, torch.SymInt):
-            step.node._hint = _example(step.node.shape_env, step.node.expr)
-
-
-def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymInt:
-    """A new symbol for a size of which a trace assumes that it is `value`, and never below `least`."""
-    symbol = sympy.Symbol(f"s{env._generate_unique_id(name)}", positive=True, integer=True)
-    env.backed_var_to_val[symbol] = sympy.Integer(value)
-    env.var_to_sources[symbol] = []
-    env.var_to_range[symbol] = ValueRanges(least, int_oo)
-    here = env._get_sloc()
-    env.var_to_range_sloc[symbol] = ValueRangesSLoc(here, here)
-    return torch.SymInt(SymNode(symbol, env, int, value))
-
-
-def guards_written_by(
-    env: ShapeEnv, write: Callable[[sympy.Basic], sympy.Basic], unbounded: Collection[sympy.Symbol]
-) -> None:
-    """Have what a trace took for granted pass through `write` before it becomes code; `unbounded` symbols have no
-    bounds there."""
-    produce = env.produce_guards_verbose
-
-    def written(*args: Any, guards: Any = None, **kwargs: Any) -> Any:
-        taken = [g._replace(expr=write(g.expr)) for g in (env.guards if guards is None else guards)]
-        ranges = {s: env.var_to_range[s] for s in unbounded if s in env.var_to_range}
-        env.var_to_range.update(dict.fromkeys(ranges, ValueRanges(-int_oo, int_oo)))
-        try:
-            return produce(*args, guards=taken, **kwargs)
-        finally:
-            env.var_to_range.update(ranges)
-
-    env.produce_guards_verbose = written
-
-
-def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
-    """Whether a trace knows without another guard that `condition` holds."""
-    return env._maybe_evaluate_static(condition) is sympy.true
-
-
-def known_equal(a, b) -> bool:
-    """Whether two sizes are equal; of symbolic ones, whether a trace knows that without another guard."""
-    return statically_known_true(a == b)
-
-
-# Torch rebuilds a size that it meets outside of what it traced, but for powers, as which sympy writes s * s.
-_sympy_handlers()[sympy.Pow] = operator.pow
-
-
-def traced_size(size: Any) -> Any:
-    """A size that was worked out beside what is traced, as one that the graph knows how to compute.
-
-    Otherwise arithmetic with it could be taken for the definition of its own symbols.
-    """
-    mode = get_proxy_mode()
-    if mode is None or not isinstance(size, torch.SymInt) or size in mode.tracer.symnode_tracker:
-        return size
-    number = size.node.maybe_as_int()
-    if number is not None:
-        return number
-    made = _traced(mode.tracer.sympy_expr_tracker, size.node.shape_env.replace(size.node.expr))
-    return size if made is None else made
-
-
-def _traced(known: Mapping[sympy.Symbol, Any], expr: Any) -> Any:
-    """`expr` worked out anew from the symbols that a trace has, two operands at a time; None if one is missing."""
-    if expr in known:
-        return known[expr].value
-    if expr.is_Integer:
-        return int(expr)
-    make = _ARITHMETIC.get(expr.func)
-    args = [_traced(known, x) for x in expr.args]
-    return None if make is None or None in args else functools.reduce(make, args)
-
-
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
-    sympy.Add: operator.add,
-    sympy.Mul: operator.mul,
-    sympy.Pow: lambda x, n: functools.reduce(operator.mul, [x] * n),
-    FloorDiv: operator.floordiv,
-    Mod: operator.mod,
-    Max: torch.sym_max,
-    Min: torch.sym_min,
-}
-
-
-class _FirstDefinitions(dict):
-    def __setitem__(self, symbol: sympy.Symbol, value: Any) -> None:
-        self.setdefault(symbol, value)
-
-
-def keep_first_definitions() -> None:
-    """Have the graph that is traced on this thread, if one is, write a symbol as it first did.
-
-    Torch takes what came last: x + 1 of an x that was x - 1 is then what x is made from, and x - 1 is made from x.
-    """
-    mode = get_proxy_mode()
-    if mode is not None and not isinstance(mode.tracer.sympy_expr_tracker, _FirstDefinitions):
-        mode.tracer.sympy_expr_tracker = _FirstDefinitions(mode.tracer.sympy_expr_tracker)
-
-
-def is_traced() -> bool:
-    """Whether arithmetic with sizes is recorded in a graph on this thread."""
-    return get_proxy_mode() is not None
-
-
-def is_written(symbol: sympy.Symbol) -> bool:
-    """Whether the graph that is traced on this thread can write `symbol`.
-
-    What only a tangent tells is forgotten, and has to be computed: a forward that reads it there is none.
-    """
-    mode = get_proxy_mode()
-    if mode is None:
-        return True
-    known = mode.tracer.sympy_expr_tracker
-    if symbol in known and _is_of_tangent(known[symbol].proxy):
-        del known[symbol]
-        by_node: Any = mode.tracer.symnode_tracker.sym_node_dict
-        for size in [size for size in by_node if size.expr == symbol]:
-            del by_node[size]
-    return symbol in known
-
-
-def _is_of_tangent(proxy: Any) -> bool:
-    """Whether what a trace knows a size by is the size of a tangent."""
-    node = (proxy.force() if isinstance(proxy, Thunk) else proxy).node
-    source = node.args[0] if node.op == "call_function" and node.args else node
-    return isinstance(source, torch.fx.Node) and source.op == "placeholder" and source.name.startswith("tangents")
-
-
 __all__ = [
     "OWN_KEYSET",
-    "CeilDiv",
     "FakeTensor",
     "FakeTensorMode",
-    "FloorDiv",
     "FunctionalTensor",
-    "Max",
     "MemberType",
-    "Min",
-    "Mod",
     "OpOverload",
-    "ShapeEnv",
     "TorchDispatchMode",
     "UnknownValue",
-    "assumed_size",
     "backend_of",
     "below_autograd",
-    "binary_products",
     "break_connections",
     "c10d",
     "check_version",
@@ -730,7 +433,6 @@ __all__ = [
     "decompositions",
     "default_group_timeout",
     "default_store",
-    "define_strides",
     "detect_fake_mode",
     "disable_current_modes",
     "disable_dynamo",
@@ -740,12 +442,7 @@ __all__ = [
     "functional_collectives",
     "functionalized",
     "graph_node",
-    "guards_hold",
-    "guards_on",
-    "guards_written_by",
-    "has_hint",
     "has_tangent",
-    "hint",
     "in_forward_mode",
     "intercept",
     "is_being_compiled",
@@ -754,17 +451,11 @@ __all__ = [
     "is_in_formula",
     "is_in_graph",
     "is_registered",
-    "is_traced",
-    "is_written",
-    "keep_first_definitions",
-    "known_equal",
-    "known_true",
     "make_fx",
     "make_wrapper_subclass",
     "meets_only_autograd",
     "mesh_resources",
     "never_traced",
-    "on_fixed_sizes",
     "operator_database",
     "operator_samples",
     "optim_foreach_types",
@@ -773,24 +464,16 @@ __all__ = [
     "real_object",
     "register_value_type",
     "register_work",
-    "replace_size",
     "resolve_process_group",
     "return_and_correct_aliasing",
     "root_mesh",
-    "same_size",
     "schema",
     "set_thread_state",
     "shard_order",
-    "size_formula",
-    "size_of",
-    "stand_in",
     "strided_shard",
-    "symbolic_mode",
     "thread_state",
     "threaded_process_group",
-    "trace_with",
     "traced_into_backward",
-    "traced_size",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -11,7 +11,8 @@ from typing import Any
 import sympy
 import torch
 
-from ._torch import OpOverload, ShapeEnv, tree_leaves  # first: it checks the version of torch
+from ._torch import OpOverload, tree_leaves  # first: it checks the version of torch
+from ._torch_sizes import ShapeEnv
 
 # isort: split
 from torch._dynamo import register_backend

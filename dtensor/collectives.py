@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from ._torch import c10d, known_equal, traced_into_backward
+from ._torch import c10d, traced_into_backward
+from ._torch_sizes import known_equal
 from .groups import chunk_length, group_rank, group_ranks, group_size
 from .job import explain
 from .local_sizes import divides, local_length

@@ -20,12 +20,12 @@ from ._torch import (
     decompositions,
     detect_fake_mode,
     disable_current_modes,
-    hint,
     is_in_graph,
     tree_leaves,
     tree_map,
     without_frame,
 )
+from ._torch_sizes import hint
 from .errors import MeshError
 from .fallback import fell_back
 from .invariance import check_invariant

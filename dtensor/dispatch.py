@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from . import aliasing, strictness
-from ._torch import disable_proxy_modes_tracing, is_traced
+from ._torch import disable_proxy_modes_tracing
+from ._torch_sizes import is_traced
 from .aliasing import copies, freshen, remember, wrote
 from .caches import cache
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped

@@ -12,16 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._torch import (
-    guards_hold,
-    guards_on,
-    stand_in,
-    symbolic_mode,
-    trace_with,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-)
+from ._torch import tree_flatten, tree_leaves, tree_unflatten
+from ._torch_sizes import guards_hold, guards_on, stand_in, symbolic_mode, trace_with
 from .local_sizes import divisibility_guarded
 from .tensor import DTensor
 

@@ -21,7 +21,7 @@ from typing import Any
 import sympy
 import torch
 
-from ._torch import (
+from ._torch_sizes import (
     CeilDiv,
     FloorDiv,
     Max,

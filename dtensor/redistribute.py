@@ -5,7 +5,7 @@ Runs alike in eager mode and while a graph is traced. Below autograd: gradients 
 
 import torch
 
-from ._torch import has_hint, hint
+from ._torch_sizes import has_hint, hint
 from .collectives import COMMUNICATING, emit, start
 from .errors import PlacementError
 from .layout import Layout

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ._torch import define_strides, has_hint, hint, keep_first_definitions, real_object
+from ._torch import real_object
+from ._torch_sizes import define_strides, has_hint, hint, keep_first_definitions
 from .caches import cache
 from .layout import Layout
 from .local_sizes import define_local_length, local_length, written

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor._torch import disable_current_modes, hint
+from dtensor._torch import disable_current_modes
+from dtensor._torch_sizes import hint
 from dtensor.errors import PassError
 
 from . import ir

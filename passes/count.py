@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from dtensor import cost
-from dtensor._torch import hint
+from dtensor._torch_sizes import hint
 from dtensor.collectives import COMMUNICATING, group_size
 
 from . import ir

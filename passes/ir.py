@@ -290,7 +290,9 @@ def traced(nodes: list[fx.Node]) -> tuple[int, ...]:
 
 def gradients(graph: fx.Graph) -> dict[fx.Node, int]:
     """The nodes of a backward that one of its results is made from, by nothing but calls on one value each -> the place
-    of that result among all. Ranks with other sizes may compute them in another order; the places are the program's."""
+    of that result among all. Ranks with other sizes may compute them in another order; the places are the program's.
+
+    The pieces of one value count as that value: what is padded is cut and joined, and not every rank pads."""
     if not any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
         return {}
     output: Any = graph.output_node()
@@ -298,7 +300,8 @@ def gradients(graph: fx.Graph) -> dict[fx.Node, int]:
     for place, node in enumerate([x for x in output.args[0] if x is not None]):
         while isinstance(node, fx.Node) and node not in found:
             found[node] = place
-            (node,) = node.all_input_nodes if len(node.all_input_nodes) == 1 else (None,)
+            made_of = {x.all_input_nodes[0] if x.target is operator.getitem else x for x in node.all_input_nodes}
+            node = made_of.pop() if len(made_of) == 1 else None
     return found
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from dtensor._torch import hint
+from dtensor._torch_sizes import hint
 from dtensor.collectives import group_size
 
 from . import ir

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor._torch import hint
+from dtensor._torch_sizes import hint
 from dtensor.collectives import group_size
 from dtensor.provenance import SHARDS, Shards
 

@@ -7,7 +7,7 @@ first among equals, then those that always fit, then in the rule's order. Pure, 
 from dataclasses import dataclass
 from math import inf, prod
 
-from .._torch import hint
+from .._torch_sizes import hint
 from ..cost import Network, seconds
 from ..layout import Layout
 from ..mesh import facts

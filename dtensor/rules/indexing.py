@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .._torch import hint
+from .._torch_sizes import hint
 from .call import Call, LocalCall, rule_for
 from .local import empty_outputs
 from .own_rows import bounds, own_rows, with_a_row

@@ -3,7 +3,7 @@
 A dimension of which a part is taken is whole on every rank, the others keep their shards.
 """
 
-from .._torch import same_size
+from .._torch_sizes import same_size
 from ..errors import OperatorError
 from .call import Call, rule_for
 from .rule import Dims, Rule

@@ -12,7 +12,7 @@ table as the others:
 A copy is of more than sums: it lets Partial with any reduce op through.
 """
 
-from .._torch import same_size
+from .._torch_sizes import same_size
 from .call import Call, LocalCall, rule_for
 from .rule import Dims, Rule
 

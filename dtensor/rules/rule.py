@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._torch import same_size
+from .._torch_sizes import same_size
 
 Factor = str
 Dim = tuple[Factor, ...]

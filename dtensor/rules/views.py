@@ -11,7 +11,7 @@ from math import gcd, prod
 
 import torch
 
-from .._torch import same_size
+from .._torch_sizes import same_size
 from .call import Call, LocalCall, rule_for
 from .pointwise import broadcast
 from .rule import Dim, Dims, Rule

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor._torch import binary_products
+from dtensor._torch_sizes import binary_products
 from dtensor.caches import clear_caches
 from dtensor.compile import statistics
 from dtensor.testing import ModelArgs, Transformer, fake_ranks, with_ranks

@@ -53,6 +53,12 @@ def gathered(a):
     return a.redistribute(placements=[R]).pow(2).sum()
 
 
+def scaled(x, e, w, b, g, c):
+    """Gradients of what both axes cut are reduced twice, and not every rank pads what it has after the first."""
+    n = F.layer_norm(F.gelu(F.linear(x @ e, w, b)), (13,), g, c)
+    return n * F.cosine_similarity(n, n.flip(1).detach(), dim=0)
+
+
 PROGRAMS = {
     # The partitioner saved the mask on the rank on which it has no elements, and made it again on the other.
     "what is saved": (
@@ -65,6 +71,13 @@ PROGRAMS = {
     "what is rewritten": (normalized, (2, 2), (((3, 8), (S0, S1)), ((8, 3), (S1, S0))), {}),
     # The gradients of query, key and value were zeros of one shape on the rank without a batch, and their gathers one.
     "what has no rows": (attended, (2,), [((1, 2, 4, 4), (p,)) for p in (S0, R, R)], {}),
+    # Which gradient a reduction is for was unknown where its result is padded, to be cut again.
+    "what is for a gradient": (
+        scaled,
+        (2, 2),
+        (((5, 11), (S0, R)), ((11, 7), (S1, S0)), ((13, 7), (S0, S1)), *[((13,), (S0, S0))] * 3),
+        {},
+    ),
     # The texts named a shard as it is before it is padded.
     "what is told": (gathered, (2,), (((5, 3), (S0,)),), {"passes": []}),
 }

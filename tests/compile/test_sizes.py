@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor._torch import stand_in, symbolic_mode
+from dtensor._torch_sizes import stand_in, symbolic_mode
 from dtensor.local_sizes import _lengths, local_length, local_lengths
 from dtensor.testing import with_ranks
 
