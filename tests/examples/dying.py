@@ -11,28 +11,28 @@ import signal
 import sys
 from pathlib import Path
 
-from torch.distributed.checkpoint import FileSystemWriter
+from dtensor.checkpoint_files import Writer
 
 
-def die_while_saving(rank: int, step: int) -> None:
+def die_while_saving(step: int) -> None:
     """Have this process end as by a crash of its machine, when it writes its part of that checkpoint."""
-    write = FileSystemWriter.write_data
+    write = Writer.write_data
 
     def torn(self, *args, **kwargs):
         written = write(self, *args, **kwargs)
-        if Path(self.path).name == f".step-{step:08d}.partial":
-            for file in Path(self.path).glob(f"__{rank}_*"):
-                os.truncate(file, file.stat().st_size // 2)
+        if self.folder.name == f".step-{step:08d}.partial":
+            file = self.folder / self.file
+            os.truncate(file, file.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
-    FileSystemWriter.write_data = torn
+    Writer.write_data = torn
 
 
 if __name__ == "__main__":
     rank, step, script = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     if os.environ["RANK"] == str(rank) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        die_while_saving(rank, step)
+        die_while_saving(step)
     sys.argv = sys.argv[3:]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")

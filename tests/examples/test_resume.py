@@ -60,7 +60,7 @@ def uninterrupted(steps):
 
 
 CASES = [
-    pytest.param(2, 1, [], id="saved in the foreground", marks=pytest.mark.nightly),
+    pytest.param(2, 1, [], id="saved in the foreground"),
     pytest.param(4, 1, ["--background"], id="in the background", marks=pytest.mark.nightly),
     pytest.param(4, 0, ["--background", "--compile"], id="the first rank, compiled", marks=pytest.mark.nightly),
 ]
