@@ -143,6 +143,7 @@ def test_a_product_of_three_sizes_is_a_product_of_two_products():
     assert gm(3, 5) == torch.fx.Interpreter(gm).run(3, 5) == 30
 
 
+@pytest.mark.nightly
 def test_sequence_parallel_in_any_batch(mesh):
     args = ModelArgs(dropout_p=0.0, vocab_size=13, max_seq_len=8, n_layers=1, dim=12, n_heads=2, weight_tying=False)
     model = Transformer.parallelize(Transformer(args).eval(), mesh, True)

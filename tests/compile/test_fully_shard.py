@@ -98,7 +98,7 @@ def test_small_ones_travel_together(fake_mesh):
     assert ops(s.backward) == {"all_gather": 1, "reduce_scatter": 1}
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_what_is_gathered_can_be_kept(fake_mesh, inner):
     s = train(by_layer(fake_mesh(4), reshard_after_forward=False), data(), inner=inner, disable=["bucket"])
     assert ops(s.forward) == {"all_gather": WEIGHTS}

@@ -104,9 +104,8 @@ def transformer(mesh, sequence):
     return Transformer.parallelize(Transformer(args), mesh, sequence)
 
 
-@pytest.mark.parametrize(
-    "sequence", [pytest.param(False, id="tp"), pytest.param(True, id="sp", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 def test_gradients_of_weights_are_computed_while_those_of_activations_travel(fake_mesh, sequence):
     mesh = fake_mesh(2)
     _, (_, backward) = train(transformer(mesh, sequence), torch.randint(0, 64, (4, 16)))

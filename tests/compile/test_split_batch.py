@@ -44,10 +44,11 @@ def step(run, model, x):
     ("sequence", "inner"),
     [
         (True, "aot_eager"),
-        pytest.param(False, "aot_eager", marks=pytest.mark.nightly),
-        pytest.param(False, "inductor", marks=pytest.mark.nightly),
+        (False, "aot_eager"),
+        (False, "inductor"),
     ],
 )
+@pytest.mark.nightly
 @with_ranks(2)
 def test_transformer_trains_and_infers(rank, sequence, inner):
     mesh = init_device_mesh("cpu", (2,))

@@ -51,8 +51,6 @@ def close(found, expected):
     [
         pytest.param(False, "dtensor, aot_eager", BATCHES, id="tp-dtensor, aot_eager"),
         pytest.param(True, "dtensor, aot_eager", BATCHES, id="sp-dtensor, aot_eager", marks=pytest.mark.nightly),
-        # One plan by one way to Inductor, one graph for training and one for inference; all at night.
-        pytest.param(True, "plain", BATCHES[:1], id="sp-plain-one"),
         pytest.param(True, "plain", BATCHES, id="sp-plain", marks=pytest.mark.nightly),
         pytest.param(False, "dtensor", BATCHES, id="tp-dtensor", marks=pytest.mark.nightly),
         pytest.param(False, "plain", BATCHES, id="tp-plain", marks=pytest.mark.nightly),

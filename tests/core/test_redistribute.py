@@ -153,7 +153,7 @@ def simulated(steps, parts, sizes):
     return parts
 
 
-@settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_layout_to_any_other_simulated(data):
     """Every reduction, order of axes, length and mesh; plans with and without merged groups, of both preferences."""

@@ -4,6 +4,7 @@ happened."""
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -61,11 +62,12 @@ def uninterrupted(steps):
 
 CASES = [
     pytest.param(2, 1, [], id="saved in the foreground"),
-    pytest.param(4, 1, ["--background"], id="in the background", marks=pytest.mark.nightly),
-    pytest.param(4, 0, ["--background", "--compile"], id="the first rank, compiled", marks=pytest.mark.nightly),
+    pytest.param(4, 1, ["--background"], id="in the background"),
+    pytest.param(4, 0, ["--background", "--compile"], id="the first rank, compiled"),
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("ranks", "rank", "options"), CASES)
 def test_the_curve_is_that_of_a_run_that_nothing_has_interrupted(tmp_path, ranks, rank, options):
     """Tensor parallel, four ranks in two dimensions; one dies in the second save; then half as many, fully sharded."""
@@ -79,3 +81,18 @@ def test_the_curve_is_that_of_a_run_that_nothing_has_interrupted(tmp_path, ranks
     wanted = uninterrupted(4 * EVERY)
     assert curve(first, second) == pytest.approx(wanted, abs=2e-5)
     assert wanted[4 * EVERY] < 0.7 * wanted[1]
+
+
+def test_one_process_dies_and_is_started_again(tmp_path):
+    """What is seen by day: without a launcher, in the second save."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, **one, "TORCHELASTIC_RESTART_COUNT": "0", "PYTHONPATH": str(EXAMPLES.parent)}
+    train = [EXAMPLES / "train.py", "--folder", tmp_path, "--every", EVERY, "--steps", 3 * EVERY]
+    done = []
+    for first in ([HERE / "dying.py", 0, 2 * EVERY], []):
+        command = [sys.executable, *map(str, [*first, *train])]
+        done.append(subprocess.run(command, env=environment, text=True, capture_output=True, timeout=580))
+    assert [p.returncode for p in done] == [-signal.SIGKILL, 0], done[1].stderr
+    assert f"goes on after step {EVERY}\n" in done[1].stdout
+    assert sorted(os.listdir(tmp_path)) == [f"step-{n * EVERY:08d}" for n in (1, 2, 3)]
+    assert curve(*(p.stdout for p in done)) == pytest.approx(uninterrupted(3 * EVERY), abs=2e-5)
