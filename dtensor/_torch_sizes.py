@@ -213,6 +213,12 @@ def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
     return env._maybe_evaluate_static(condition) is sympy.true
 
 
+def guarded(like: torch.SymInt, condition: sympy.Basic) -> bool:
+    """Whether `condition`, in symbols of the same trace as `like`, holds; the trace is then for sizes of which that is
+    true."""
+    return bool(like.node.shape_env.evaluate_expr(condition))
+
+
 def known_equal(a, b) -> bool:
     """Whether two sizes are equal; of symbolic ones, whether a trace knows that without another guard."""
     return statically_known_true(a == b)
@@ -225,10 +231,14 @@ _sympy_handlers()[sympy.Pow] = operator.pow
 def traced_size(size: Any) -> Any:
     """A size that was worked out beside what is traced, as one that the graph knows how to compute.
 
-    Otherwise arithmetic with it could be taken for the definition of its own symbols.
+    Otherwise arithmetic with it could be taken for the definition of its own symbols. What the trace knows by a tangent
+    is worked out anew if it can be: no forward may read it there.
     """
     mode = get_proxy_mode()
-    if mode is None or not isinstance(size, torch.SymInt) or size in mode.tracer.symnode_tracker:
+    if mode is None or not isinstance(size, torch.SymInt):
+        return size
+    tracker = mode.tracer.symnode_tracker
+    if size in tracker and not _is_of_tangent(tracker[size]):
         return size
     number = size.node.maybe_as_int()
     if number is not None:
@@ -313,6 +323,7 @@ __all__ = [
     "assumed_size",
     "binary_products",
     "define_strides",
+    "guarded",
     "guards_hold",
     "guards_on",
     "guards_written_by",

@@ -17,12 +17,14 @@ import torch
 
 from . import strictness
 from ._torch import intercept, meets_only_autograd, never_traced, without_own_key
+from ._torch_sizes import same_size
 from .boundary import is_tracing, refuse_tangent
 from .decision import functional_of, has_out
 from .dispatch import dispatch
 from .errors import StrictReason
 from .invariance import check_invariant, region_of_torch
 from .layout import Layout
+from .local_sizes import divides
 from .moves import moves_of
 from .out import put
 from .placements import Partial, Placement, Replicate, Shard
@@ -119,8 +121,8 @@ def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
         stays = False
         if isinstance(p, Shard) and p.dim < query.dim() - 2 and query.dim() == key.dim() == value.dim():
             n = parts[p.dim] * query.device_mesh.size(axis)
-            lengths = {t.shape[p.dim] for t in (query, key, value)}
-            stays = len(lengths) == 1 or all(length % n == 0 for length in lengths)
+            first, *others = (t.shape[p.dim] for t in (query, key, value))
+            stays = all(same_size(x, first) for x in others) or all(divides(n, x) for x in (first, *others))
             parts[p.dim] = n if stays else parts[p.dim]
         kept.append(p if stays else Replicate())
     return kept

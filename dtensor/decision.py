@@ -25,12 +25,11 @@ from ._torch import (
     tree_map,
     without_frame,
 )
-from ._torch_sizes import hint
+from .emptiness import is_empty_somewhere, require_parts
 from .errors import MeshError
 from .fallback import fell_back
 from .invariance import check_invariant
 from .layout import Layout
-from .mesh import mesh_shape
 from .rules import MASKS, RULES, Call, LocalCall, Output, choose, is_in_place, needs_whole, rule_of, unless_empty
 from .rules.choose import Choice
 from .rules.rule import Rule
@@ -214,10 +213,12 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     if rule.shape_arg is not None and specs[0] is not None:
         replace = ((rule.shape_arg, list(specs[0].local_shape())),)
     needed = rule.local is not None and _needs_local(rule, choice, operands)
+    if needed:
+        require_parts(call, rule, choice)
     local = _local(call, rule, choice, mesh) if needed else _LOCAL.get(call.func._schema.name)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
-    elif local is not None and any(map(_empty_somewhere, operands, choice.inputs)):
+    elif local is not None and any(map(is_empty_somewhere, operands, choice.inputs)):
         local = _holding(local, in_place)
     changed = tuple(sorted(rule.written.union(written(call))))
     writes = tuple(i for i in changed if moves[i] is not None)
@@ -267,14 +268,8 @@ def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
 def _needs_local(rule: Rule, choice: Choice, operands: list[Spec]) -> bool:
     """Whether the rule's `local` does anything else than the operator itself, in the layouts of `choice`."""
     if rule.local is unless_empty and all(o.static for o in operands):
-        return any(map(_empty_somewhere, operands, choice.inputs))
+        return any(map(is_empty_somewhere, operands, choice.inputs))
     return rule.across is None or any(choice.axes.get(f) for f in rule.across)
-
-
-def _empty_somewhere(spec: Spec, layout: Layout) -> bool:
-    """Whether some rank's shard has no elements while others have some: then the last one's has none."""
-    sizes, shape = mesh_shape(spec.mesh), tuple(map(hint, spec.shape))
-    return 0 not in shape and 0 in layout.local_shape(shape, sizes, [n - 1 for n in sizes])
 
 
 def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ LAYERS = [
     ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement"],
     ["spec", "plan", "declared"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
-    ["moves"],
+    ["moves", "emptiness"],
     ["strictness", "decision", "boundary"],
     ["dispatch"],
     ["detours", "out"],

@@ -69,6 +69,22 @@ def test_a_forward_asks_no_tangent_for_a_length(mesh):
     assert x.grad.shape == (9, 2)
 
 
+def test_a_forward_asks_no_tangent_for_a_product_of_lengths(mesh):
+    """The first result is as long as all that this rank has, and nothing else is: its tangent was asked."""
+
+    def program(x, y):
+        x = x.reshape(-1)
+        return torch.outer(x, y), x.sort(0).values
+
+    f = torch.compile(program, backend="aot_eager", fullgraph=True)
+    y = distribute_tensor(torch.ones(9), mesh, [Shard(0)]).requires_grad_()
+    for n in (0, 4, 6):
+        x = distribute_tensor(torch.ones(n, 9), mesh, [Shard(0)]).requires_grad_()
+        a, b = f(x, y)
+        (a.sum() + b.sum()).backward()
+        assert (a.shape, b.shape, x.grad.shape) == ((9 * n, 9), (9 * n,), (n, 9))
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_the_rows_of_a_part_of_a_part(rank):
     """Three rows over two axes of two: the first part of the first part has one, like its rank, the last has none."""

@@ -20,6 +20,7 @@ PROGRAMS = {
     "mlp": lambda x, w, b: (x + F.gelu(F.linear(x, w, b)) @ w).logsumexp(-1).mean(),
     "cross entropy": lambda x, w, b: F.cross_entropy(F.linear(x, w, b), torch.argmax(x.detach(), 1)),
     "attention": lambda x, w, b: _attention(x, w),
+    "attention in three dimensions": lambda x, w, b: F.scaled_dot_product_attention(*[(x @ w).unsqueeze(1)] * 3).sum(),
     "pad and cat": lambda x, w, b: torch.cat([F.pad(x[:, 1:], (1, 0)), x], 1).narrow(1, 0, 4).pow(2).mean(),
     "another layout and back": lambda x, w, b: _there_and_back(x) @ w.sum(1) @ torch.ones_like(x[:, 0]),
     "sizes in arithmetic": lambda x, w, b: (x / x.shape[0]).sum() * x.shape[0] + (x @ x.t()).pow(2).mean(),
@@ -45,6 +46,11 @@ MORE = {
     "all but one row": lambda x, w, b: (x[1:] * x[:-1]).sum(),
     "whole": lambda x, w, b: (x.full_tensor() if isinstance(x, DTensor) else x).pow(2).mean(),
 }
+WITH_ROWS = {
+    "pooled": lambda x, w, b: F.max_pool1d(x @ w, 2).pow(2).sum(),
+    "rotated": lambda x, w, b: torch.fft.fft(x @ w).abs().sum(),
+}
+"""In these are kernels that refuse tensors without elements."""
 REGROUPED = {
     "flattened": lambda x, w, b: (x @ w).flatten().tanh().norm(),
     "in halves": lambda x, w, b: (x @ w).view(x.shape[0] * 2, 2).pow(2).sum(0).sum(),
@@ -55,7 +61,7 @@ NUMBERS = {
     "rows added": lambda x, w, b: ((x @ w).tanh() + w).cumsum(1).pow(2).mean(),
 }
 """In the middle of these a trace learns that there are four rows."""
-EVERY = {**PROGRAMS, **MORE, **REGROUPED}
+EVERY = {**PROGRAMS, **MORE, **REGROUPED, **WITH_ROWS}
 
 
 def _attention(x, w):
@@ -130,7 +136,7 @@ def test_last_batch(rank):
 @with_ranks(2)
 def test_dynamic_from_the_start(rank):
     mesh = init_device_mesh("cpu", (2,))
-    for name in ("attention", "pad and cat", "another layout and back"):
+    for name in ("attention in three dimensions", "pad and cat", "another layout and back"):
         check(name, mesh, [Shard(0)], (6, 9, 3), dynamic=True)
 
 
@@ -146,6 +152,14 @@ def test_two_axes_cut_the_batch(rank):
     mesh = init_device_mesh("cpu", (2, 2))
     for name in ("mlp", "layer norm"):
         check(name, mesh, [Shard(0), Shard(0)], (8, 6, 9, 4))
+
+
+@with_ranks(4)
+def test_ranks_without_rows_where_a_kernel_refuses_that(rank):
+    """Of 3 and 2 rows some rank has none: such a size has a graph of its own, on all ranks."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for name in WITH_ROWS:
+        check(name, mesh, [Shard(0), Shard(0)], (4, 3, 6, 5, 2, 8), more=2)
 
 
 @with_ranks(3)

@@ -1,0 +1,83 @@
+"""Ranks without elements, in graphs whose sizes are symbols.
+
+A graph serves many sizes, and of some of them a rank may have no part. Most kernels compute nothing then; those that
+refuse would raise on that rank alone, and the others would wait. Which do is found by asking them. A graph with such an
+operator holds for sizes of which every rank has a part, and any other size has a graph of its own.
+"""
+
+from typing import Any
+
+import torch
+
+from ._torch import disable_current_modes, tree_map
+from ._torch_sizes import CeilDiv, guarded, hint
+from .layout import Layout
+from .mesh import mesh_shape
+from .rules.call import Call, replaced
+from .rules.choose import Choice
+from .rules.rule import Rule
+from .spec import Spec
+
+
+def is_empty_somewhere(spec: Spec, layout: Layout) -> bool:
+    """Whether some rank's shard has no elements while others have some: then the last one's has none."""
+    sizes, shape = mesh_shape(spec.mesh), tuple(map(hint, spec.shape))
+    return 0 not in shape and 0 in layout.local_shape(shape, sizes, [n - 1 for n in sizes])
+
+
+def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
+    """Let what is traced hold only where every rank has a part, or for this size only, if the operator refuses none.
+
+    What is required follows from global sizes, and is the same on all ranks.
+    """
+    cuts = [(o, layout, _cut_symbols(o, layout)) for o, layout in zip(call.operands, choice.inputs)]
+    if not any(dims for *_, dims in cuts) or not _refuses_none(call, rule, choice):
+        return
+    for spec, layout, dims in cuts:
+        none_somewhere = is_empty_somewhere(spec, layout)
+        for d in dims:
+            size: Any = spec.shape[d]
+            if none_somewhere:
+                int(size)  # from here on a number
+                continue
+            last = size.node.expr
+            for axis in layout.dims[d]:
+                n = mesh_shape(spec.mesh)[axis]
+                last = last - (n - 1) * CeilDiv(last, n)
+            guarded(size, last >= 1)
+
+
+def _cut_symbols(spec: Spec, layout: Layout) -> list[int]:
+    """The dimensions of symbolic size that `layout` cuts."""
+    return [d for d, axes in enumerate(layout.dims) if axes and isinstance(spec.shape[d], torch.SymInt)]
+
+
+def _refuses_none(call: Call, rule: Rule, choice: Choice) -> bool:
+    """Whether the operator raises where a rank has no part: tried on tensors that are not traced."""
+    if torch.Tag.nondeterministic_seeded in call.func.tags:
+        return False
+    layouts = iter(choice.inputs)
+
+    def stand_in(x: Any) -> Any:
+        if isinstance(x, Spec):
+            return torch.zeros(_without_parts(x, next(layouts)), dtype=x.dtype, device=x.mesh.device_type)
+        return hint(x) if isinstance(x, torch.SymInt) else x
+
+    with disable_current_modes(), torch.no_grad():
+        args, kwargs = tree_map(stand_in, (call.args, call.kwargs))
+        out, layout = call.outputs[0], choice.outputs[0]
+        if rule.shape_arg is not None and out is not None and layout is not None:
+            shape = _without_parts(Spec.make(call.operands[0].mesh, layout, out.shape, out.stride, out.dtype), layout)
+            args, kwargs = replaced(call.func, args, kwargs, {rule.shape_arg: shape})
+        try:
+            call.func(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError):
+            return True
+    return False
+
+
+def _without_parts(spec: Spec, layout: Layout) -> list[int]:
+    """The shape of the first rank's shard, but for dimensions of symbolic size that are cut, which have no elements."""
+    sizes, cut = mesh_shape(spec.mesh), _cut_symbols(spec, layout)
+    shape = layout.local_shape(tuple(map(hint, spec.shape)), sizes, [0] * len(sizes))
+    return [0 if d in cut else n for d, n in enumerate(shape)]
