@@ -40,7 +40,7 @@ def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
             if none_somewhere:
                 int(size)  # from here on a number
                 continue
-            last = size.node.expr
+            last: Any = size.node.expr
             for axis in layout.dims[d]:
                 n = mesh_shape(spec.mesh)[axis]
                 last = last - (n - 1) * CeilDiv(last, n)
