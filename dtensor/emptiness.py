@@ -26,12 +26,13 @@ def is_empty_somewhere(spec: Spec, layout: Layout) -> bool:
 
 
 def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
-    """Let what is traced hold only where every rank has a part, or for this size only, if the operator refuses none.
+    """Let what is traced hold only where every rank has a part, or for this size only, if the operator refuses
+    tensors without elements.
 
     What is required follows from global sizes, and is the same on all ranks.
     """
     cuts = [(o, layout, _cut_symbols(o, layout)) for o, layout in zip(call.operands, choice.inputs)]
-    if not any(dims for *_, dims in cuts) or not _refuses_none(call, rule, choice):
+    if not any(dims for *_, dims in cuts) or not _refuses_empty(call, rule, choice):
         return
     for spec, layout, dims in cuts:
         none_somewhere = is_empty_somewhere(spec, layout)
@@ -40,10 +41,11 @@ def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
             if none_somewhere:
                 int(size)  # from here on a number
                 continue
-            last: Any = size.node.expr
+            last = size.node.expr
             for axis in layout.dims[d]:
                 n = mesh_shape(spec.mesh)[axis]
-                last = last - (n - 1) * CeilDiv(last, n)
+                step: Any = CeilDiv(last, n)
+                last = last - (n - 1) * step
             guarded(size, last >= 1)
 
 
@@ -52,8 +54,8 @@ def _cut_symbols(spec: Spec, layout: Layout) -> list[int]:
     return [d for d, axes in enumerate(layout.dims) if axes and isinstance(spec.shape[d], torch.SymInt)]
 
 
-def _refuses_none(call: Call, rule: Rule, choice: Choice) -> bool:
-    """Whether the operator raises where a rank has no part: tried on tensors that are not traced."""
+def _refuses_empty(call: Call, rule: Rule, choice: Choice) -> bool:
+    """Whether the operator raises where a rank has no part: tried beside the trace, on a tensor without any."""
     if torch.Tag.nondeterministic_seeded in call.func.tags:
         return False
     layouts = iter(choice.inputs)
@@ -71,7 +73,7 @@ def _refuses_none(call: Call, rule: Rule, choice: Choice) -> bool:
             args, kwargs = replaced(call.func, args, kwargs, {rule.shape_arg: shape})
         try:
             call.func(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError):
+        except (RuntimeError, IndexError, TypeError, ValueError):
             return True
     return False
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
 from ._torch import disable_current_modes, real_object, root_mesh
@@ -63,6 +64,9 @@ class Prepared:
     def __reduce__(self):
         # Names of groups mean nothing in another process.
         return Prepared, ()
+
+
+torch.serialization.add_safe_globals([DeviceMesh, Prepared])  # what a pickled mesh is made of, for torch.load
 
 
 @dataclass(frozen=True)

@@ -299,9 +299,10 @@ class DTensor(torch.Tensor):
         return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
 
     def __reduce_ex__(self, protocol):
-        spec = self._spec
-        state = (spec.mesh, spec.layout, spec.shape, spec.stride)
-        return _rebuild, (type(self), fresh(self)._local_tensor.detach(), *state, self.requires_grad)
+        spec, local = self._spec, fresh(self)._local_tensor.detach()
+        others = {name: value for name, value in vars(self).items() if name not in _OWN}
+        state = (spec.mesh, spec.layout.text, tuple(spec.shape), tuple(spec.stride), self.requires_grad, others)
+        return _rebuild, (local, *state)
 
     def __deepcopy__(self, memo):
         if not self.is_leaf:
@@ -327,8 +328,18 @@ class DTensor(torch.Tensor):
 _DATA: Any = torch.Tensor.data
 
 
-def _rebuild(cls, local, mesh, layout, shape, stride, requires_grad):
-    return DTensor(local, mesh, layout, shape, stride, requires_grad)
+_OWN = ("_local_tensor", "_spec", "device_mesh")
+"""The attributes that `_wrap` sets; any other one of a DTensor says that it is a parameter, or is its user's."""
+
+
+def _rebuild(local, mesh, layout, shape, stride, requires_grad, others):
+    """The DTensor that was pickled. It is made of what `torch.load` takes by default."""
+    made = DTensor(local, mesh, Layout.parse(layout, len(shape)), shape, stride, requires_grad)
+    vars(made).update({name: value for name, value in others.items() if name not in _OWN})
+    return made
+
+
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def _text(placements: tuple[Placement, ...]) -> str:

@@ -21,7 +21,7 @@ from dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from dtensor.testing import with_threads
+from dtensor.testing import with_ranks, with_threads
 
 
 def mesh_of(n=2, *more):
@@ -300,15 +300,31 @@ def test_memory_is_not_taken_over_where_nobody_would_see_it(fake_mesh):
         assigned(x, y)
 
 
-def test_save_and_load(fake_mesh):
-    """torch.save of a DTensor keeps layout and mesh; in one process."""
+@with_ranks(4)
+def test_save_and_load(rank):
+    """torch.save of DTensors keeps layouts, the mesh, and what is a parameter; torch.load takes them by default."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = distribute_tensor(torch.arange(15.0).view(5, 3), mesh["tp"], [Shard(0)])
+    parts = DTensor.from_local(torch.ones(2), mesh, [Partial("max"), Shard(0)])
+    weight = nn.Parameter(distribute_tensor(torch.ones(3, 2), mesh, [Shard(0), Shard(0)]))
+    weight.note = "kept"
+    given = {"x": x, "parts": parts, "weight": weight}
+    buffer = io.BytesIO()
+    torch.save(given, buffer)
+    buffer.seek(0)
+    for name, y in torch.load(buffer).items():
+        assert (y.shape, y.placements, y.requires_grad) == (given[name].shape, given[name].placements, name == "weight")
+        assert isinstance(y, nn.Parameter) == (name == "weight")
+        assert torch.equal((y + given[name]).full_tensor(), 2 * given[name].full_tensor())
+    assert y.note == "kept"
+
+
+def test_save_and_load_on_a_mesh_that_is_not_there(fake_mesh):
     x = DTensor.from_local(torch.arange(2.0), fake_mesh(2), [Shard(0)])
     buffer = io.BytesIO()
     torch.save(x, buffer)
     buffer.seek(0)
-    y = torch.load(buffer, weights_only=False)
-    assert (y.shape, y.placements) == (x.shape, x.placements)
-    assert torch.equal(y.to_local(), x.to_local())
+    assert torch.equal(torch.load(buffer).to_local(), x.to_local())
 
 
 @with_threads(3)
