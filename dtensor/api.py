@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .boundary import current_mesh, from_source
+from .boundary import from_source, mesh_of
 from .declared import is_size
 from .errors import MeshError, PlacementError
 from .layout import Layout
@@ -33,7 +33,8 @@ def distribute_tensor(
     Args:
         tensor: the global tensor, a leaf; its values are taken from `src_data_rank`.
         device_mesh: the mesh; None takes the current one.
-        placements: one per mesh axis, Shard or Replicate; None replicates. Shards are cut as `torch.chunk` cuts.
+        placements: one per mesh axis; None replicates. Shards are cut as `torch.chunk` cuts. Of a Partial sum or
+            product the first rank along the axis holds all, of another Partial each rank does.
         src_data_rank: rank along each mesh axis whose data counts, broadcast to the others; None takes each rank's own
             without communication.
 
@@ -43,14 +44,14 @@ def distribute_tensor(
         A leaf DTensor with `requires_grad` of `tensor`. An `nn.Parameter` gives an `nn.Parameter`.
 
     Raises:
-        PlacementError: placements do not fit mesh or tensor, or one is Partial.
-        ValueError: `tensor` is no leaf, or some mesh axis has no rank `src_data_rank`.
+        PlacementError: placements do not fit mesh or tensor.
+        ValueError: `tensor` is sparse or no leaf, or some mesh axis has no rank `src_data_rank`.
         TypeError: `tensor` is no tensor.
-        MeshError: `tensor` is a DTensor on another mesh or in other placements.
+        MeshError: `tensor` is a DTensor on another mesh or in other placements, or `device_mesh` is no mesh.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}; write torch.tensor(x)")
-    mesh = device_mesh if device_mesh is not None else current_mesh()
+    mesh = mesh_of(device_mesh)
     if getattr(mesh, "device_type", None) == "xla":
         return _xla(tensor, mesh, placements)
     checked = as_placements(placements, mesh.ndim, tensor.dim())
@@ -61,11 +62,8 @@ def distribute_tensor(
             "distribute_tensor takes a leaf tensor, but the one given was computed with gradients; "
             "write distribute_tensor(x.detach(), …), or DTensor.from_local(x, …) to keep its history"
         )
-    if any(p.is_partial() for p in checked):
-        raise PlacementError(
-            f"distribute_tensor takes Shard(dim) or Replicate(), got {list(checked)}; for local parts of a sum write "
-            "DTensor.from_local(x, device_mesh, [Partial()])"
-        )
+    if tensor.layout != torch.strided:
+        raise ValueError(f"distribute_tensor takes a strided tensor, got layout={tensor.layout}; write x.to_dense()")
     layout = Layout.of(checked, tensor.dim())
     spec = Spec.make(mesh, layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     data = tensor.detach()
@@ -74,11 +72,23 @@ def distribute_tensor(
     elif mesh.get_coordinate() is not None:
         data = data.to(mesh.device_type)
         data = from_source(data, mesh, src_data_rank) if src_data_rank is not None else data.contiguous().clone()
-        data = keep_shard(data, layout, mesh)
+        data = _keep_part(keep_shard(data, layout, mesh), layout, mesh)
     made = DTensor(data, mesh, layout, spec.shape, spec.stride, tensor.requires_grad)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)  # pyright: ignore[reportReturnType]
     return made
+
+
+_NEUTRAL = {"sum": 0, "product": 1}
+"""What a rank holds that adds nothing to a reduction; the others reduce equal values to that value."""
+
+
+def _keep_part(x: torch.Tensor, layout: Layout, mesh: Any) -> torch.Tensor:
+    """This rank's part of a partial value: all of it on the first rank along an axis."""
+    for axis, op in layout.partial:
+        if op in _NEUTRAL and mesh.get_local_rank(axis) > 0:
+            x = torch.full_like(x, _NEUTRAL[op])
+    return x
 
 
 def _already_distributed(tensor: DTensor, mesh: Any, placements: tuple[Placement, ...]) -> DTensor:
@@ -155,7 +165,7 @@ def distribute_module(
         TypeError: a hook takes a wrong number of arguments.
         RuntimeError: the module was distributed before.
     """
-    mesh = device_mesh if device_mesh is not None else current_mesh()
+    mesh = mesh_of(device_mesh)
     if getattr(module, "_distributed_module", False):
         raise RuntimeError("distribute_module was already called on this module; call it once, on the plain module")
     for name, sub in module.named_modules():
@@ -225,7 +235,7 @@ def _spec(size, dtype, layout, device_mesh, placements) -> Spec:
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
     if not all(map(is_size, shape)):
         raise ValueError(f"a factory takes the global size, ints of at least 0; got {shape}")
-    mesh = device_mesh if device_mesh is not None else current_mesh()
+    mesh = mesh_of(device_mesh)
     checked = as_placements(placements, mesh.ndim, len(shape))
     if any(p.is_partial() for p in checked):
         raise PlacementError(f"a factory takes Shard(dim) or Replicate(), got {list(checked)}")

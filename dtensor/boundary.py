@@ -25,6 +25,22 @@ def current_mesh() -> Any:
     return found
 
 
+def mesh_of(device_mesh: Any) -> Any:
+    """The mesh that was given, or the current one for None.
+
+    Raises:
+        MeshError: it is no mesh, or none was given and none is current.
+    """
+    if device_mesh is None:
+        return current_mesh()
+    if not hasattr(device_mesh, "device_type"):
+        raise MeshError(
+            f"device_mesh is what dtensor.init_device_mesh(device_type, sizes) makes, got {device_mesh!r}; "
+            f'write for example init_device_mesh("cpu", ({dist.get_world_size() if dist.is_initialized() else 2},))'
+        )
+    return device_mesh
+
+
 def is_tracing(out) -> bool:
     """Whether `out`, a DTensor or a sequence of them, holds fake or functional tensors."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out

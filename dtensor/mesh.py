@@ -185,6 +185,8 @@ def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
 
 def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], **options: Any) -> Any:
     """As `torch.distributed.device_mesh.init_device_mesh`, and prepared: see `prepare`."""
+    if 0 in mesh_shape:
+        raise ValueError(f"each axis of a mesh has at least one rank; got {mesh_shape}")
     all_here()
     mesh = torch_init_device_mesh(device_type, mesh_shape, **options)
     prepare(mesh)

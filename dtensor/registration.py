@@ -41,6 +41,8 @@ class TensorMeta:
 
 
 RuleMaker = Callable[..., "Rule | str"]
+_BY_FUNCTION = object()
+"""Stands for a rule that is not given: a function that is decorated gives it."""
 
 
 @overload
@@ -55,7 +57,7 @@ def register_sharding(
     added: str | Sequence[str] = ...,
     blocked: str | Iterable[str] = ...,
 ) -> None: ...
-def register_sharding(op: Any, rule: str | Rule | None = None, **options: Any) -> Any:
+def register_sharding(op: Any, rule: Any = _BY_FUNCTION, **options: Any) -> Any:
     """Give an operator a sharding rule, or another one than it has.
 
     Args:
@@ -100,7 +102,7 @@ def register_sharding(op: Any, rule: str | Rule | None = None, **options: Any) -
     overloads = [o for o in _overloads(op) if _is_shardable(o, alone=not hasattr(op, "overloads"))]
     if not overloads:
         raise ValueError(f"{op} has no overload that returns new tensors and writes to none; nothing to register")
-    if rule is None:
+    if rule is _BY_FUNCTION:
         if options:
             raise TypeError(f"register_sharding takes {', '.join(options)} only together with the text of a rule")
         return lambda function: _register_function(overloads, function)

@@ -24,7 +24,7 @@ from ._torch import (
 )
 from ._torch_compile import attributes_stand_with_their_tensors, inner_sizes_follow
 from .aliasing import copies, fresh
-from .boundary import check_replicas, current_mesh, is_tracing, refuse_export, refuse_tangent
+from .boundary import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
 from .collectives import library
 from .decision import COMPOSITES
 from .declared import gradient_placements, wrong_sizes
@@ -33,6 +33,7 @@ from .errors import PlacementError, ShardingError
 from .exchange import exchanged
 from .invariance import region_of_torch
 from .layout import Layout
+from .memory import OUTSIDE, on_local_tensors
 from .mesh import mesh_shape, world_of
 from .pending import Pending, waited
 from .placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
@@ -62,6 +63,7 @@ class DTensor(torch.Tensor):
     device_mesh: Any
 
     __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
+    numpy, tolist, pin_memory, share_memory_, __dlpack__ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
 
     @staticmethod
     @disable_dynamo
@@ -180,7 +182,7 @@ class DTensor(torch.Tensor):
         refuse_export()
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
-        mesh = device_mesh if device_mesh is not None else current_mesh()
+        mesh = mesh_of(device_mesh)
         if (shape is None) != (stride is None):
             raise ValueError(
                 f"from_local takes shape and stride together or neither; got shape={shape}, stride={stride}"
@@ -274,6 +276,10 @@ class DTensor(torch.Tensor):
         """The whole tensor as a plain one, on every rank; differentiable. `grad_placements` as in `to_local`."""
         whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
+
+    def is_pinned(self, device=None) -> bool:
+        """Whether this rank's part lies in pinned memory."""
+        return fresh(self)._local_tensor.is_pinned()
 
     def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False) -> torch.Tensor:
         """As `torch.Tensor.new_tensor`: a plain tensor, of this one's dtype and device by default."""

@@ -25,6 +25,7 @@ LAYERS = [
     ],
     [
         "placements",
+        "memory",
         "cost",
         "links",
         "sequences",
