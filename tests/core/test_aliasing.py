@@ -196,7 +196,7 @@ BORDERS = {
     "full_tensor": lambda v: v.full_tensor(),
     "deepcopy": lambda v: copy.deepcopy(v).full_tensor(),
     "flattened": lambda v: (v.__tensor_flatten__(), v._local_tensor)[1],
-    "state": lambda v: v.__reduce_ex__(4)[1][1],
+    "state": lambda v: v.__reduce_ex__(4)[1][0],
     "text": lambda v: torch.tensor(eval(repr(v).split("tensor(")[1].split(")")[0])),
     "item": lambda v: torch.stack([torch.tensor(v[i].item()) for i in range(6)]),
 }
