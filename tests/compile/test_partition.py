@@ -165,21 +165,26 @@ def test_checkpointing_recomputes_what_is_read_and_leaves_nothing_dead(fake_mesh
     assert ops(s.backward) == {"all_reduce": LAYERS - 1}
 
 
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [
+        pytest.param(7, {"inner": "aot_eager", "memory_budget": 4000}, id="budget"),
+        pytest.param(8, {"inner": "aot_eager", "memory_budget": 4000}, id="even", marks=pytest.mark.nightly),
+        pytest.param(7, {"inner": "inductor"}, id="inductor", marks=pytest.mark.nightly),
+    ],
+)
 @with_ranks(2)
-def test_numbers_on_real_ranks(rank):
+def test_numbers_on_real_ranks(rank, rows, options):
     mesh = init_device_mesh("cpu", (2,))
     model, run = fully_sharded(mesh)
-    for rows, options in ((7, {"inner": "inductor"}), (8, {"inner": "aot_eager", "memory_budget": 4000})):
-        x = data(mesh, rows)
-        model.zero_grad()
-        run(x).square().sum().backward()
-        expected = [p.grad.full_tensor() for p in model.parameters()]
-        torch.compiler.reset()
-        model.zero_grad()
-        compiled(run, **options)(x).square().sum().backward()
-        for p, want in zip(model.parameters(), expected, strict=True):
-            assert p.grad.placements == (Shard(0),)
-            torch.testing.assert_close(p.grad.full_tensor(), want, atol=1e-4, rtol=1e-4)
+    x = data(mesh, rows)
+    run(x).square().sum().backward()
+    expected = [p.grad.full_tensor() for p in model.parameters()]
+    model.zero_grad()
+    compiled(run, **options)(x).square().sum().backward()
+    for p, want in zip(model.parameters(), expected, strict=True):
+        assert p.grad.placements == (Shard(0),)
+        torch.testing.assert_close(p.grad.full_tensor(), want, atol=1e-4, rtol=1e-4)
 
 
 @with_ranks(2)

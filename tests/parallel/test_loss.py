@@ -266,16 +266,17 @@ def test_torchs_own_function_and_wrong_arguments(rank):
             linear_cross_entropy(*args, **options)
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @with_ranks(2)
-def test_compiled_is_eager(rank):
+def test_compiled_is_eager(rank, inner):
     mesh = init_device_mesh("cpu", (2,))
 
     def through_logits(x, w, t, b, chunk, **options):
         with loss_parallel():
             return F.cross_entropy(F.linear(x, w, b), t, **options)
 
-    for classes, call, inner in ((7, through_logits, "aot_eager"), (7, linear_cross_entropy, "inductor")):
-        given = (*linear_values(classes), {"ignore_index": 3, "label_smoothing": 0.1})
+    for call in (through_logits, linear_cross_entropy):
+        given = (*linear_values(7), {"ignore_index": 3, "label_smoothing": 0.1})
         placements = [Replicate()], [Shard(0)], [Replicate()]
         eager = linear_sharded(mesh, placements, *given, call=call)
         torch.compiler.reset()
