@@ -59,7 +59,7 @@ def _agreeing(graph: fx.Graph, found: list[tuple[fx.Node, str]]) -> dict[fx.Node
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
     told = ir.insert(start, torch.ops.dtensor.agree.default, (token, dumps(sequences, untagged)), like=first)
-    return {first: [told]}
+    return {first: [told, token]}
 
 
 def _is_tagged(node: fx.Node) -> bool:

@@ -110,11 +110,11 @@ def dumps(sequences: dict[str, list[Entry]], untagged: Sequence[str] = ()) -> st
     return json.dumps({name: [name in untagged, entries] for name, entries in sequences.items()})
 
 
-def agree(token: torch.Tensor, text: str) -> torch.Tensor:
+def agree(token: torch.Tensor, text: str) -> None:
     """Wait until all ranks of the groups named in `text` have told that they run the same on them; once per text.
 
-    Takes and gives a tensor of one element: that the operator says it writes to the one keeps it in the compiled code,
-    and what must run later can be made to depend on the other.
+    Takes a tensor of one element, and says that it writes to it: that keeps it in the compiled code, and what must run
+    later can be made to read the tensor. (Of a result that nothing reads, Inductor forgets who was to come after it.)
 
     Does nothing where the environment has DTENSOR_AGREEMENT=0.
 
@@ -123,9 +123,9 @@ def agree(token: torch.Tensor, text: str) -> torch.Tensor:
             time-out.
     """
     global _state
-    done, here = torch.empty(1), job()
+    here = job()
     if here is None or not switched("agreement", True):
-        return done
+        return
     if here is not _state.job:
         _state = _State(here)
     if here.news:
@@ -141,7 +141,6 @@ def agree(token: torch.Tensor, text: str) -> torch.Tensor:
         _state.agreed[text] = runs
     for run in runs:
         run.go_on()
-    return done
 
 
 def _run(name: str, untagged: bool, entries: list[list[str]]) -> _Run:
@@ -261,8 +260,8 @@ class _Talk:
         )
 
 
-library.define("agree(Tensor(a!) token, str text) -> Tensor")
+library.define("agree(Tensor(a!) token, str text) -> ()")
 library.impl("agree", agree, "CompositeExplicitAutograd")
-torch.library.register_fake("dtensor::agree", lambda token, text: torch.empty(1), lib=library)
+torch.library.register_fake("dtensor::agree", lambda token, text: None, lib=library)
 
 __all__ = ["agree", "dumps"]

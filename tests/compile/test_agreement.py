@@ -5,12 +5,15 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_cache
 
 import dtensor.job
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.agreement import agree
 from dtensor.sequences import alike, difference
-from dtensor.testing import run_ranks, with_ranks
+from dtensor.testing import fake_ranks, run_ranks, with_ranks
 from dtensor.testing.processes import TIMEOUT
 
 
@@ -179,6 +182,25 @@ def test_graphs_from_the_cache_are_compared(tmp_path):
     for text, hits in run_ranks(reduced_by, 2, str(tmp_path), ["sum", "max"]):
         assert hits == 1
         assert "rank 1, collective 0 of 1: all_reduce max of float32[6]" in text
+
+
+def test_nothing_is_sent_before_the_agreement(monkeypatch):
+    """Also by a rank whose part is empty, so that what it sends is made of nothing: Inductor is told who comes first."""
+    seen = {}
+
+    def look(nodes):
+        for node in nodes:
+            kernel = getattr(node.node, "python_kernel_name", None) or ""
+            seen[kernel] = {x.get_name() for x in node.get_outputs()}, {d.name for d in node.unmet_dependencies}
+        return nodes
+
+    monkeypatch.setattr(inductor_config, "_pre_fusion_custom_pass", look)
+    with fake_ranks(2, 1), fresh_cache():
+        x = distribute_tensor(torch.ones(1, 1, 4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
+        compiled(lambda x: whole(F.avg_pool2d(x, 2)), "inductor")(x)
+    told, _ = seen["torch.ops.dtensor.agree.default"]
+    (first,) = [needs for kernel, (_, needs) in seen.items() if "all_gather" in kernel]
+    assert told & first
 
 
 @with_ranks(2)
