@@ -213,7 +213,7 @@ def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
     return env._maybe_evaluate_static(condition) is sympy.true
 
 
-def guarded(like: torch.SymInt, condition: sympy.Basic) -> bool:
+def evaluated(like: torch.SymInt, condition: sympy.Basic) -> bool:
     """Whether `condition`, in symbols of the same trace as `like`, holds; the trace is then for sizes of which that is
     true."""
     return bool(like.node.shape_env.evaluate_expr(condition))
@@ -323,7 +323,7 @@ __all__ = [
     "assumed_size",
     "binary_products",
     "define_strides",
-    "guarded",
+    "evaluated",
     "guards_hold",
     "guards_on",
     "guards_written_by",

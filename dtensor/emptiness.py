@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from . import local_sizes
 from ._torch import disable_current_modes, tree_map
-from ._torch_sizes import CeilDiv, guarded, hint
+from ._torch_sizes import hint
 from .layout import Layout
 from .mesh import mesh_shape
 from .rules.call import Call, replaced
@@ -41,13 +42,8 @@ def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
             size: Any = spec.shape[d]
             if none_somewhere:
                 int(size)  # from here on a number
-                continue
-            last = size.node.expr
-            for axis in layout.dims[d]:
-                n = mesh_shape(spec.mesh)[axis]
-                step: Any = CeilDiv(last, n)
-                last = last - (n - 1) * step
-            guarded(size, last >= 1)
+            else:
+                local_sizes.require_parts(size, [mesh_shape(spec.mesh)[axis] for axis in layout.dims[d]])
 
 
 def _cut_symbols(spec: Spec, layout: Layout) -> list[int]:
@@ -62,27 +58,33 @@ LARGE = 1 << 22
 def _refuses_empty(call: Call, rule: Rule, choice: Choice) -> bool:
     """Whether the operator raises where a rank has no part: tried beside the trace, on a tensor without any.
 
-    Where it cannot be tried, as on a device that is not there, it is taken to: that costs a graph and is never wrong.
+    Where it cannot be tried, it is taken to: that costs a graph and is never wrong. An operator of the user's is not
+    called beside the program.
     """
     if torch.Tag.nondeterministic_seeded in call.func.tags:
         return False
-    layouts = iter(choice.inputs)
+    device = call.operands[0].mesh.device_type
+    shapes = [_without_parts(o, layout) for o, layout in zip(call.operands, choice.inputs)]
+    if (
+        call.func.namespace not in ("aten", "prims", "dtensor")
+        or (device != "cpu" and not torch.get_device_module(device).is_available())
+        or max(map(prod, shapes)) > LARGE
+    ):
+        return True
+    left = iter(shapes)
 
     def stand_in(x: Any) -> Any:
         if isinstance(x, Spec):
-            shape = _without_parts(x, next(layouts))
-            if prod(shape) > LARGE:
-                raise ValueError(shape)
-            return torch.zeros(shape, dtype=x.dtype, device=x.mesh.device_type)
+            return torch.zeros(next(left), dtype=x.dtype, device=device)
         return hint(x) if isinstance(x, torch.SymInt) else x
 
     with disable_current_modes(), torch.no_grad():
+        args, kwargs = tree_map(stand_in, (call.args, call.kwargs))
         out, layout = call.outputs[0], choice.outputs[0]
+        if rule.shape_arg is not None and out is not None and layout is not None:
+            made = Spec.make(call.operands[0].mesh, layout, out.shape, out.stride, out.dtype)
+            args, kwargs = replaced(call.func, args, kwargs, {rule.shape_arg: _without_parts(made, layout)})
         try:
-            args, kwargs = tree_map(stand_in, (call.args, call.kwargs))
-            if rule.shape_arg is not None and out is not None and layout is not None:
-                made = Spec.make(call.operands[0].mesh, layout, out.shape, out.stride, out.dtype)
-                args, kwargs = replaced(call.func, args, kwargs, {rule.shape_arg: _without_parts(made, layout)})
             call.func(*args, **kwargs)
         except Exception:  # kernels raise anything
             return True

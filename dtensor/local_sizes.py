@@ -12,7 +12,7 @@ last shard that is not empty, and on the last. All shards between these are as l
     length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import product
@@ -29,6 +29,7 @@ from ._torch_sizes import (
     Mod,
     ShapeEnv,
     assumed_size,
+    evaluated,
     guards_written_by,
     hint,
     is_traced,
@@ -162,6 +163,16 @@ def divides(n: int, size) -> bool:
     return bool(size % n == 0)
 
 
+def require_parts(size: torch.SymInt, group_sizes: Iterable[int]) -> None:
+    """Let what is traced hold only for such a length that every rank has a part of it, where groups of these sizes cut
+    it one after the other. It holds for the present one."""
+    last: Any = size.node.expr
+    for n in group_sizes:
+        step: Any = CeilDiv(last, n)
+        last = last - (n - 1) * step
+    evaluated(size, last >= 1)
+
+
 def local_length(size, group: str, *, first: bool = False) -> Any:
     """The length of this rank's part of `size` elements that the ranks of `group` cut as `torch.chunk` does, or of the
     first rank's, which is the longest.
@@ -227,4 +238,12 @@ def _fake_local_length(size, group: str, first: bool):
 library.impl("local_length", _local_length, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::local_length", _fake_local_length, lib=library)
 
-__all__ = ["define_local_length", "divides", "divisibility_guarded", "local_length", "local_lengths", "written"]
+__all__ = [
+    "define_local_length",
+    "divides",
+    "divisibility_guarded",
+    "local_length",
+    "local_lengths",
+    "require_parts",
+    "written",
+]

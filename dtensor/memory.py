@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from .errors import ShardingError
 
 OUTSIDE = ("numpy", "tolist", "pin_memory", "share_memory_", "__dlpack__")
+"""The methods of a tensor that hand out or move its memory."""
 
 
 def on_local_tensors(name: str) -> Callable[..., NoReturn]:
@@ -21,7 +22,7 @@ def on_local_tensors(name: str) -> Callable[..., NoReturn]:
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
             f"{name} needs the memory of one tensor, and a DTensor's lies on several ranks; "
-            f"write x.to_local().{name}(…) for this rank's part, or x.full_tensor().{name}(…) for the whole"
+            f"call it on x.to_local(), which is this rank's part, or on x.full_tensor(), which is the whole"
         )
 
     method.__name__ = name

@@ -306,7 +306,7 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol):
         spec, local = self._spec, fresh(self)._local_tensor.detach()
-        others = {name: value for name, value in vars(self).items() if name not in _OWN}
+        others = dict(vars(self))  # that it is a parameter, and what its user set
         state = (spec.mesh, spec.layout.text, tuple(spec.shape), tuple(spec.stride), self.requires_grad, others)
         return _rebuild, (local, *state)
 
@@ -334,14 +334,10 @@ class DTensor(torch.Tensor):
 _DATA: Any = torch.Tensor.data
 
 
-_OWN = ("_local_tensor", "_spec", "device_mesh")
-"""The attributes that `_wrap` sets; any other one of a DTensor says that it is a parameter, or is its user's."""
-
-
 def _rebuild(local, mesh, layout, shape, stride, requires_grad, others):
     """The DTensor that was pickled. It is made of what `torch.load` takes by default."""
     made = DTensor(local, mesh, Layout.parse(layout, len(shape)), shape, stride, requires_grad)
-    vars(made).update({name: value for name, value in others.items() if name not in _OWN})
+    vars(made).update(others)
     return made
 
 

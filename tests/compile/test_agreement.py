@@ -11,7 +11,6 @@ from torch._inductor.utils import fresh_cache
 
 import dtensor.job
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.agreement import agree
 from dtensor.sequences import alike, difference
 from dtensor.testing import fake_ranks, run_ranks, with_ranks
 from dtensor.testing.processes import TIMEOUT
@@ -184,8 +183,8 @@ def test_graphs_from_the_cache_are_compared(tmp_path):
         assert "rank 1, collective 0 of 1: all_reduce max of float32[6]" in text
 
 
-def test_nothing_is_sent_before_the_agreement(monkeypatch):
-    """Also by a rank whose part is empty, so that what it sends is made of nothing: Inductor is told who comes first."""
+def test_nothing_is_sent_before_the_agreement():
+    """Also by a rank whose part is empty, so that what it sends is made of nothing."""
     seen = {}
 
     def look(nodes):
@@ -194,8 +193,7 @@ def test_nothing_is_sent_before_the_agreement(monkeypatch):
             seen[kernel] = {x.get_name() for x in node.get_outputs()}, {d.name for d in node.unmet_dependencies}
         return nodes
 
-    monkeypatch.setattr(inductor_config, "_pre_fusion_custom_pass", look)
-    with fake_ranks(2, 1), fresh_cache():
+    with fake_ranks(2, 1), fresh_cache(), inductor_config.patch(_pre_fusion_custom_pass=look):
         x = distribute_tensor(torch.ones(1, 1, 4, 4), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None)
         compiled(lambda x: whole(F.avg_pool2d(x, 2)), "inductor")(x)
     told, _ = seen["torch.ops.dtensor.agree.default"]
@@ -214,12 +212,10 @@ def test_switched_off(rank):
 
     f_checked, f_unchecked = compiled(f), compiled(f, agreement=False)
     assert f_unchecked(x).to_local().sum() == 8
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTENSOR_AGREEMENT", "0")
+        assert f_checked(x).to_local().sum() == 8
     assert "all_gather" in refused(f_checked, x)
-
-
-def test_the_environment_variable(monkeypatch, fake_mesh):
-    monkeypatch.setenv("DTENSOR_AGREEMENT", "0")
-    assert agree(torch.empty(1), "not looked at").shape == (1,)
 
 
 @pytest.mark.parametrize(

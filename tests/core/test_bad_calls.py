@@ -22,9 +22,9 @@ from dtensor.testing import with_threads
 
 ROWS = torch.arange(8.0).view(4, 2)
 CALLS = {
-    "memory for numpy": (lambda x, mesh: x.numpy(), ShardingError, "numpy .* write x.to_local().numpy(…)"),
+    "memory for numpy": (lambda x, mesh: x.numpy(), ShardingError, "several ranks; call it on x.to_local()"),
     "an array": (lambda x, mesh: np.asarray(x), ShardingError, "numpy needs the memory of one tensor"),
-    "a list": (lambda x, mesh: x.tolist(), ShardingError, "x.full_tensor().tolist(…)"),
+    "a list": (lambda x, mesh: x.tolist(), ShardingError, "or on x.full_tensor()"),
     "shared memory": (lambda x, mesh: x.share_memory_(), ShardingError, "share_memory_ needs"),
     "pinned memory": (lambda x, mesh: x.pin_memory(), ShardingError, "pin_memory needs"),
     "dlpack": (lambda x, mesh: torch.from_dlpack(x), ShardingError, "__dlpack__ needs"),
@@ -67,7 +67,7 @@ CALLS = {
 def test_one_error(fake_mesh, name):
     mesh = fake_mesh(2)
     call, kind, words = CALLS[name]
-    with pytest.raises(kind, match=re.escape(words).replace(r"\ \.\*\ ", " .* ")):
+    with pytest.raises(kind, match=re.escape(words)):
         call(distribute_tensor(ROWS, mesh, [Shard(0)]), mesh)
 
 

@@ -21,7 +21,7 @@ from dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
-from dtensor.testing import with_ranks, with_threads
+from dtensor.testing import with_threads
 
 
 def mesh_of(n=2, *more):
@@ -300,7 +300,7 @@ def test_memory_is_not_taken_over_where_nobody_would_see_it(fake_mesh):
         assigned(x, y)
 
 
-@with_ranks(4)
+@with_threads(4)
 def test_save_and_load(rank):
     """torch.save of DTensors keeps layouts, the mesh, and what is a parameter; torch.load takes them by default."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
