@@ -5,13 +5,14 @@ what is communicated is compared, not estimated times; of the order of passes, g
 """
 
 import difflib
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from dtensor.passes.text import REMARK
+
+from .reading import read_manifest
 
 KEYS = ("direction", "op", "reduce_op", "axis", "dtype", "shapes", "bytes", "how", "move", "module")
 """What two collectives of two manifests must have in common to be taken for the same."""
@@ -27,7 +28,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: one is a file and the other a folder.
+        ValueError: one is a file and the other a folder, or a manifest is damaged.
     """
     for path in (a, b):
         if not path.exists():
@@ -56,9 +57,9 @@ def _of_files(a: Path, b: Path, called: str, other: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8")
     if path.name == "manifest.json":
-        return [collective_line(c) for c in json.loads(text)["collectives"]]
+        return [collective_line(c) for c in read_manifest(path)["collectives"]]
+    text = path.read_text(encoding="utf-8")
     return [_VOLATILE.sub("…", line.split(REMARK)[0]) for line in text.splitlines()]
 
 

@@ -30,7 +30,7 @@ def read(root: Path) -> list[Dumped]:
     """The frames of a dump, by rank and in the order in which they were compiled.
 
     Raises:
-        ValueError: there is no dump.
+        ValueError: there is no dump, or a manifest in it is damaged.
     """
     ranks = {int(m[1]): path for path in root.glob("rank*") if (m := RANK.fullmatch(path.name))}
     if not ranks:
@@ -40,7 +40,22 @@ def read(root: Path) -> list[Dumped]:
 
 def _frame(rank: int, path: Path) -> Dumped:
     file = path / "manifest.json"
-    return Dumped(rank, path.name, path, json.loads(file.read_text()) if file.exists() else None)
+    return Dumped(rank, path.name, path, read_manifest(file) if file.exists() else None)
+
+
+def read_manifest(file: Path) -> dict[str, Any]:
+    """What a `manifest.json` says.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); dump again") from error
+    if not isinstance(found, dict) or not isinstance(found.get("collectives"), list):
+        raise ValueError(f"{file} is not the manifest of a frame: it lists no collectives; dump again")
+    return found
 
 
 def communicating(frames: list[Dumped], rank: int) -> list[tuple[Dumped, dict[str, Any]]]:
@@ -48,4 +63,4 @@ def communicating(frames: list[Dumped], rank: int) -> list[tuple[Dumped, dict[st
     return [(f, c) for f in frames if f.rank == rank and f.manifest for c in f.manifest["collectives"]]
 
 
-__all__ = ["Dumped", "communicating", "read"]
+__all__ = ["Dumped", "communicating", "read", "read_manifest"]

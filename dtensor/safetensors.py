@@ -5,6 +5,7 @@ gives for each tensor dtype, shape and where its bytes begin and end, then the b
 """
 
 import json
+import math
 import mmap
 import os
 from collections.abc import Mapping
@@ -146,7 +147,7 @@ def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, strict: 
         The names in `state` that are not in the file.
 
     Raises:
-        CheckpointError: a file is missing or cut short, or names (if strict) or shapes do not fit.
+        CheckpointError: a file is missing, damaged or cut short, or names (if strict) or shapes do not fit.
     """
     found = {name: (file, entry) for file in _files(Path(path)) for name, entry in _entries(file).items()}
     missing = [name for name in state if name not in found]
@@ -166,8 +167,13 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if (path / INDEX).is_file():
-        names = json.loads((path / INDEX).read_text())["weight_map"].values()
-        return [path / name for name in sorted(set(names))]
+        try:
+            names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            return [path / name for name in sorted(names)]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path / INDEX} is no index of safetensors files ({error!r}); copy it again"
+            ) from error
     found = sorted(path.glob("*.safetensors"))
     if len(found) != 1:
         raise CheckpointError(f"{path} is no safetensors file, and no folder with one file or {INDEX}")
@@ -176,23 +182,42 @@ def _files(path: Path) -> list[Path]:
 
 def _entries(file: Path) -> dict[str, Any]:
     """Name -> dtype, shape and where the bytes are in the file."""
-    size = file.stat().st_size if file.exists() else 0
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; copy it again")
+    size = file.stat().st_size
     with open(file, "rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if size < 8 or length > size - 8:
             raise CheckpointError(f"{file} has {size:,} bytes, less than its header; copy it again")
-        entries = json.loads(opened.read(length))
-    entries.pop("__metadata__", None)
+        text = opened.read(length)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        wrong = [name for name, entry in entries.items() if not _is_entry(**entry)]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged, or no safetensors file ({error!r}); copy it again") from error
+    if wrong:
+        raise CheckpointError(f"{file} says of {wrong} what cannot be, {entries[wrong[0]]}; write or copy it again")
     needed = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
     if size != needed:
         raise CheckpointError(f"{file} has {size:,} bytes of {needed:,}: it was cut short; copy or write it again")
     return {name: {**e, "data_offsets": [8 + length + n for n in e["data_offsets"]]} for name, e in entries.items()}
 
 
+def _is_entry(*, dtype: str, shape: list[int], data_offsets: list[int]) -> bool:
+    """Whether the bytes are as many as a tensor of this shape and dtype, if it is one of torch's, has."""
+    begin, end = data_offsets
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin)):
+        return False
+    return dtype not in DTYPES or end - begin == math.prod(shape) * DTYPES[dtype].itemsize
+
+
 @torch.no_grad()
 def _read(x: torch.Tensor, name: str, file: Path, entry: dict[str, Any]) -> None:
     if list(x.shape) != entry["shape"]:
         raise CheckpointError(f"{name!r} has shape {entry['shape']} in {file}, and {list(x.shape)} in the state")
+    if entry["dtype"] not in DTYPES:
+        raise CheckpointError(f"{name!r} is of dtype {entry['dtype']} in {file}, which torch does not have")
     local: Any = x.to_local() if isinstance(x, DTensor) else x
     if not local.numel():
         return

@@ -235,6 +235,8 @@ class DTensor(torch.Tensor):
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
         grad_placements: Sequence[Placement] | None = None,
         prefer: Prefer = "time",
     ) -> "DTensor":
@@ -246,6 +248,10 @@ class DTensor(torch.Tensor):
                 both is needed (`prepare`).
             placements: one per mesh axis; None replicates.
             async_op: return when the last collective has started; the result waits for it on first use.
+            forward_dtype: what each rank's part is cast to before it is sent, and the dtype of the result. None keeps
+                this tensor's.
+            backward_dtype: what each rank's part of the gradient is cast to before it is sent; None takes this tensor's
+                dtype, which the gradient has in the end.
             grad_placements: where the gradient of this tensor arrives; by default these placements, with Replicate
                 for Partial.
             prefer: "time" takes the quickest plan that holds no more than it has to; "memory" the one that holds
@@ -254,15 +260,17 @@ class DTensor(torch.Tensor):
         Raises:
             PlacementError: placements do not fit, or ask for a value to become Partial.
             MeshError: there is no process group over both meshes.
-            ValueError: `prefer` is neither of the two.
+            ValueError: `prefer` is neither of the two, or dtypes are given for a move to another mesh.
         """
         refuse_export()
         if device_mesh is not None and device_mesh != self.device_mesh:
+            if forward_dtype is not None or backward_dtype is not None:
+                raise ValueError("no dtypes go with a move to another mesh; write x.to(dtype).redistribute(mesh, …)")
             return _to_mesh(self, device_mesh, placements, grad_placements)
         target = as_placements(placements, self.device_mesh.ndim, self.dim())
         if prefer not in ("time", "memory"):
             raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
-        if target == self.placements and grad_placements is None:
+        if target == self.placements and grad_placements is None and forward_dtype is None and backward_dtype is None:
             return self
         check_target(self.placements, target)
         if not torch.compiler.is_dynamo_compiling():
@@ -270,7 +278,10 @@ class DTensor(torch.Tensor):
         grads = ()
         if grad_placements is not None:
             grads = gradient_placements(grad_placements, self.device_mesh.ndim, self.dim())
-        return torch.ops.dtensor.redistribute(self, _text(target), async_op, _text(grads), prefer)
+        dtypes = {} if forward_dtype is None else {"dtype": forward_dtype}
+        if backward_dtype is not None or forward_dtype is not None:
+            dtypes["grad_dtype"] = backward_dtype or self.dtype
+        return torch.ops.dtensor.redistribute(self, _text(target), async_op, _text(grads), prefer, **dtypes)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor as a plain one, on every rank; differentiable. `grad_placements` as in `to_local`."""
@@ -415,15 +426,26 @@ def _redistribute(
 
 
 library.define(
-    "redistribute(Tensor x, str layout, bool async_op, str grad_layout='', str prefer='time') -> Tensor",
+    "redistribute(Tensor x, str layout, bool async_op, str grad_layout='', str prefer='time', "
+    "ScalarType? dtype=None, ScalarType? grad_dtype=None) -> Tensor",
 )
 
 
 def _redistribute_operator(
-    x: DTensor, text: str, async_op: bool = False, grad_layout: str = "", prefer: Prefer = "time"
+    x: DTensor,
+    text: str,
+    async_op: bool = False,
+    grad_layout: str = "",
+    prefer: Prefer = "time",
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> DTensor:
     """`dtensor::redistribute` on a DTensor: what dispatch runs."""
     layout = Layout.parse(text, x.dim())
+    if dtype is not None:
+        spec = x._spec
+        spec = Spec.make(spec.mesh, spec.layout, spec.shape, spec.stride, dtype)
+        x = _wrap(fresh(x)._local_tensor.to(dtype), spec)
     return _redistribute(x, layout, async_op and not is_tracing(x), prefer, asked=True)
 
 
@@ -432,16 +454,19 @@ def _save_layout(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.layout = inputs[3] or inputs[0]._spec.layout.without_partial().text
     ctx.prefer = inputs[4]
+    ctx.dtype, ctx.grad_dtype = inputs[0].dtype, inputs[6]
 
 
 @never_traced
 def _redistribute_backward(ctx, grad):
-    if grad is None:
-        return None, None, None, None, None
-    refuse_tangent(grad, "the gradient of redistribute")
-    if not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
-        grad = torch.ops.dtensor.redistribute(grad, ctx.layout, False, "", ctx.prefer)
-    return grad, None, None, None, None
+    if grad is not None:
+        refuse_tangent(grad, "the gradient of redistribute")
+        sent = ctx.grad_dtype
+        if sent is not None or not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
+            grad = torch.ops.dtensor.redistribute(grad, ctx.layout, False, "", ctx.prefer, sent, sent)
+        if grad.dtype != ctx.dtype:
+            grad = grad.to(ctx.dtype)
+    return grad, *[None] * 6
 
 
 torch.library.register_autograd(

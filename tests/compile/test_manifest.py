@@ -293,6 +293,17 @@ def test_differences(mesh, tmp_path):
         list(differences(tmp_path / "a", tmp_path / "d"))
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"collectives": 1}'])
+def test_a_damaged_manifest_is_named(tmp_path, text):
+    for name, content in {"a": text, "b": '{"collectives": []}'}.items():
+        (tmp_path / name / "rank0" / "000_forward").mkdir(parents=True)
+        (tmp_path / name / "rank0" / "000_forward" / "manifest.json").write_text(content)
+    with pytest.raises(ValueError, match=r"a/rank0/000_forward/manifest\.json is .*; dump again"):
+        list(differences(tmp_path / "a", tmp_path / "b"))
+    with pytest.raises(ValueError, match=r"rank0/000_forward/manifest\.json is .*; dump again"):
+        read(tmp_path / "a")
+
+
 def test_summary_and_report(mesh, tmp_path):
     x, model = distribute_tensor(torch.ones(4, 8), mesh, [R]), Net(mesh)
     dumped(model, x, tmp_path)

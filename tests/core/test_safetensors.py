@@ -94,6 +94,38 @@ def test_what_is_torn_or_cannot_be_written(tmp_path):
         export({"z": torch.zeros(1, dtype=torch.complex128)}, path)
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b"\xff",
+        b'{"w": 1}',
+        b'{"w": {}}',
+        b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}',
+        b'{"w": {"dtype": "F32", "shape": "2", "data_offsets": [0, 8]}}',
+        b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
+        b'{"w": {"dtype": "F32", "shape": [-2], "data_offsets": [8, 0]}}',
+        b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}}',
+        b'{"w": {"dtype": "F3", "shape": [2], "data_offsets": [0, 8]}}',
+    ],
+)
+def test_headers_that_are_none(tmp_path, header):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load({"w": torch.zeros(2)}, path)
+
+
+@pytest.mark.parametrize(
+    "index", ["[]", "{", '{"weight_map": 1}', '{"weight_map": {"w": 1}}', '{"weight_map": {"w": "a"}}']
+)
+def test_an_index_that_is_none(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(CheckpointError, match="copy it again"):
+        load({"w": torch.zeros(2)}, tmp_path)
+
+
 @with_ranks(2)
 def test_an_error_while_writing_is_one_on_all_ranks(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))

@@ -16,6 +16,15 @@ X = torch.sin(torch.arange(90.0)).view(9, 10)
 MLP = MLPModule("cpu")  # one for all threads, which share a random generator
 
 
+@pytest.fixture(autouse=True)
+def few_objects():
+    """Of half a million living objects `saved` looks at those that a test has made."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def mlp():
     return copy.deepcopy(MLP)
 
