@@ -436,6 +436,11 @@ def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
     return torch._dynamo.config.patch(assume_static_by_default=not wanted)
 
 
+def leave_guards_untimed() -> None:
+    """Have Dynamo report no latency of guards: to measure it, it flushes the processor's caches for each graph."""
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+
+
 def forget_compiled() -> None:
     """Drop what was compiled, as if this process had just started; what lies in files stays."""
     from torch._inductor.utils import clear_caches
@@ -482,6 +487,7 @@ __all__ = [
     "inductor_config",
     "inner_sizes_follow",
     "is_compiling",
+    "leave_guards_untimed",
     "leave_missing",
     "lower_as_collective",
     "min_cut_partition",

@@ -130,13 +130,18 @@ class _Lengths:
         return [s for s in reversed(self.made_of) if s in used]
 
     def _places(self, group: str, used: list[sympy.Symbol]) -> list[sympy.Expr]:
-        """The ranks of the group that are asked: the first, the last, and those with a last shard that is not empty."""
+        """The ranks of the group that are asked: the first, the last, and those with a last shard that is not empty.
+
+        Of parts of what is a part over the same group already, all: each rank cuts another length."""
         n = group_size(group)
         ends = []
         for s in used:
             size, cut_by, first = self.made_of[s]
-            if cut_by == group and not first and not known_true(self.env, sympy.Eq(Mod(size, n), 0)):
-                ends.append(Max(FloorDiv(size - 1, CeilDiv(size, n)), 0))
+            if cut_by != group or first or known_true(self.env, sympy.Eq(Mod(size, n), 0)):
+                continue
+            if any(self.made_of[whole][1:] == (group, False) for whole in self._parts_in(size)):
+                return [sympy.Integer(rank) for rank in range(n)]
+            ends.append(Max(FloorDiv(size - 1, CeilDiv(size, n)), 0))
         return list(dict.fromkeys([sympy.Integer(0), *ends, sympy.Integer(n - 1)]))
 
     def _at(self, guard: sympy.Basic, used: list[sympy.Symbol], at: dict[str, sympy.Expr]) -> sympy.Basic:

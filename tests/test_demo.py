@@ -161,15 +161,18 @@ def test_a_real_run_of_each_plan(plan, nproc, backend, dtype, steps):
     assert ("computed in bfloat16" in result.stdout) == (dtype == "bf16")
 
 
-def test_a_real_run(tmp_path):
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_real_run(tmp_path, layers):
     plot = tmp_path / "curves.svg"
-    command = [sys.executable, "-m", "dtensor", "demo", "--nproc", "2", "--steps", "3"]
+    command = [sys.executable, "-m", "dtensor", "demo", "--nproc", "2", "--steps", "3", "--layers", str(layers)]
     result = subprocess.run([*command, "--plot", plot], capture_output=True, text=True, timeout=580)
     assert result.returncode == 0, result.stderr
     lines = {line.split("  ")[0]: line for line in result.stdout.splitlines()}
-    # Two layers. Forward: an all-reduce for each embedding, two a layer, the gather of the logits.
-    assert re.search(r"  1 AG \+ 6 AR      9 AR  ", lines["sharded, eager"])
-    assert re.search(r"  1 AG \+ 5 AR      5 AR  ", lines["sharded, compiled"])
+    # Forward: an all-reduce for each embedding, two a layer, the gather of the logits. Backward, eager: one for each of
+    # four column-wise layers, and one for the logits.
+    eager, compiled = 2 * layers + 2, 2 * layers + 1
+    assert re.search(rf"  1 AG \+ {eager} AR      {4 * layers + 1} AR  ", lines["sharded, eager"])
+    assert re.search(rf"  1 AG \+ {compiled} AR      {compiled} AR  ", lines["sharded, compiled"])
     assert lines["one process"].split()[5:] == ["none", "none", "0", "0"]
     assert "The losses agree" in result.stdout
     assert "Graphs of the compiled step: 1; graph breaks: 0." in result.stdout

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._torch_compile import leave_guards_untimed
 from .references import FunctionReference
 from .renewal import Beginning
 
@@ -91,6 +92,7 @@ def rank_main(pipe: Connection) -> None:
     A job is a pair (rank, `Job`). When it is done the rank stays in its process group, so that no peer loses it midway,
     until the parent writes `LEAVE`.
     """
+    leave_guards_untimed()
     beginning = Beginning()
     while (received := _received(pipe)) is not None:
         rank, job = pickle.loads(received)

@@ -286,35 +286,34 @@ def test_random_numbers_are_those_of_the_forward_in_a_checkpointed_layer(fake_me
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
-def variants(mesh2, mesh):
-    yield "checkpointed", fully_shard(Deep(WIDTH + 1, selective), mesh), WIDTH + 1
-    yield "hsdp, bf16", by_layer(mesh2, mp_policy=POLICY), WIDTH
-    yield "2d", two_dimensional(mesh2, "styles last"), WIDTH
+VARIANTS = {
+    "checkpointed": lambda mesh: (fully_shard(Deep(WIDTH + 1, selective), mesh._flatten()), WIDTH + 1),
+    "hsdp, bf16": lambda mesh: (by_layer(mesh, mp_policy=POLICY), WIDTH),
+    "2d": lambda mesh: (two_dimensional(mesh, "styles last"), WIDTH),
+}
 
 
+@pytest.mark.parametrize("name", ["checkpointed", "hsdp, bf16", pytest.param("2d", marks=pytest.mark.nightly)])
 @with_ranks(4)
-def test_numbers_on_real_ranks(rank):
-    mesh = init_device_mesh("cpu", (4,))
-    mesh2 = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for name, model, width in variants(mesh2, mesh):
-        part = rank // 2 if name.startswith("2d") else rank
-        x = data(part, width=width)
-        model(x).square().mean().backward()
-        single = Deep(width)
-        ranks = range(2) if name.startswith("2d") else range(4)
-        torch.stack([single(data(r, width=width)).square().mean() for r in ranks]).mean().backward()
-        loose = {"atol": 0.05, "rtol": 0.05} if "bf16" in name else {"atol": 1e-5, "rtol": 1e-4}
-        found = {n: p.grad for n, p in model.named_parameters()}
-        model.zero_grad()
-        torch.compiler.reset()
-        compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
-        compiled(x).square().mean().backward()
-        for n, p in model.named_parameters():
-            assert isinstance(p.grad, DTensor)
-            assert p.grad.placements == p.placements == found[n].placements
-            want = single.get_parameter(n).grad
-            for grad in (found[n], p.grad):
-                torch.testing.assert_close(grad.full_tensor(), want, **loose)
+def test_numbers_on_real_ranks(rank, name):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, width = VARIANTS[name](mesh)
+    x = data(rank // 2 if name == "2d" else rank, width=width)
+    model(x).square().mean().backward()
+    single = Deep(width)
+    ranks = range(2) if name == "2d" else range(4)
+    torch.stack([single(data(r, width=width)).square().mean() for r in ranks]).mean().backward()
+    loose = {"atol": 0.05, "rtol": 0.05} if "bf16" in name else {"atol": 1e-5, "rtol": 1e-4}
+    found = {n: p.grad for n, p in model.named_parameters()}
+    model.zero_grad()
+    compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+    compiled(x).square().mean().backward()
+    for n, p in model.named_parameters():
+        assert isinstance(p.grad, DTensor)
+        assert p.grad.placements == p.placements == found[n].placements
+        want = single.get_parameter(n).grad
+        for grad in (found[n], p.grad):
+            torch.testing.assert_close(grad.full_tensor(), want, **loose)
 
 
 @with_ranks(2)

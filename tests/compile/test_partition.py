@@ -80,6 +80,7 @@ def test_parameters_are_gathered_again(fake_mesh, inner, options, again):
     assert ops(s.backward) == {"reduce_scatter": 3 * LAYERS, **({"all_gather": again} if again else {})}
 
 
+@pytest.mark.nightly
 def test_plain_compile_partitions_alike(fake_mesh):
     mesh = fake_mesh(4)
     _, run = fully_sharded(mesh)

@@ -101,15 +101,13 @@ def check(rank, name, inner, sizes):
 
 
 def cases():
-    """One in every run, with ranks that have no rows once; all at night."""
     for name in PLANS:
         for k, sizes in enumerate(SEQUENCES):
             for inner in ("aot_eager", "inductor"):
-                usual = (name, k, inner) == ("2d", 3, "aot_eager")
-                marks = () if usual else (pytest.mark.nightly,)
-                yield pytest.param(name, inner, sizes, id=f"{name}-{k}-{inner}", marks=marks)
+                yield pytest.param(name, inner, sizes, id=f"{name}-{k}-{inner}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "inner", "sizes"), list(cases()))
 def test_any_order_of_batches(name, inner, sizes):
     run_ranks(check, prod(PLANS[name].values()), name, inner, sizes)

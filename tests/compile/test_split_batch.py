@@ -119,6 +119,7 @@ def test_replayed_on_simulated_ranks(fake_mesh, norm, inner):
     assert len(s.forward) == (2 if norm is nn.BatchNorm1d else 4)
 
 
+@pytest.mark.nightly
 def test_each_half_travels_while_the_other_computes(fake_mesh):
     model = stack(fake_mesh(2), nn.LayerNorm).eval()
     for parts, expected in ((1, [0, 0]), (2, [2, 2, 2, 0])):

@@ -85,9 +85,8 @@ def test_transformer_trains_and_infers(rank, sequence, backend, batches):
         pytest.param("plain", 3, marks=pytest.mark.nightly),
     ],
 )
-@with_ranks(2)
-def test_number_of_collectives(rank, backend, layers):
-    mesh = init_device_mesh("cpu", (2,))
+def test_number_of_collectives(fake_mesh, backend, layers):
+    mesh = fake_mesh(2)
     for sequence in (False, True):
         torch.compiler.reset()
         model = Transformer.parallelize(transformer(layers), mesh, sequence)
@@ -149,7 +148,7 @@ LOSSES = {
 @pytest.mark.parametrize(
     ("backend", "graph_break"),
     [
-        ("dtensor, aot_eager", False),
+        pytest.param("dtensor, aot_eager", False, marks=pytest.mark.nightly),
         ("dtensor, aot_eager", True),
         ("plain", False),
         pytest.param("dtensor", False, marks=pytest.mark.nightly),

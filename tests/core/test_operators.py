@@ -142,10 +142,15 @@ def sweep(mesh, names, limit):
             check(fn, args, placed, name)
 
 
+MOST = [12, pytest.param(40, marks=pytest.mark.nightly)]
+"""Placements of the operands of one call, by day and at night."""
+
+
+@pytest.mark.parametrize("most", MOST)
 @pytest.mark.parametrize("part", range(4))
 @with_threads(2)
-def test_every_placement(rank, part):
-    sweep(init_device_mesh("cpu", (2,)), [name for name in TABLE if name not in ON_PROCESSES][part::4], 40)
+def test_every_placement(rank, part, most):
+    sweep(init_device_mesh("cpu", (2,)), [name for name in TABLE if name not in ON_PROCESSES][part::4], most)
 
 
 @with_ranks(2)
@@ -154,9 +159,10 @@ def test_every_placement_on_processes(rank):
     sweep(init_device_mesh("cpu", (2,)), ON_PROCESSES, 40)
 
 
+@pytest.mark.parametrize("most", [4, pytest.param(12, marks=pytest.mark.nightly)])
 @with_threads(4)
-def test_on_two_axes(rank):
-    sweep(init_device_mesh("cpu", (2, 2)), TABLE_2D, 12)
+def test_on_two_axes(rank, most):
+    sweep(init_device_mesh("cpu", (2, 2)), TABLE_2D, most)
 
 
 OPTIMISERS = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)

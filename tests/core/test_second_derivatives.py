@@ -80,12 +80,15 @@ def placed(mesh, text):
     return x.detach().requires_grad_()
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.nightly)])
 @with_threads(4)
-def test_every_redistribution(rank):
-    """From any layout to any other, local and whole; sizes do not divide, and two axes cut in both orders."""
+def test_every_redistribution(rank, every):
+    """From any layout to any other, local and whole; sizes do not divide, and two axes cut in both orders.
+
+    By day a third of the pairs."""
     mesh = init_device_mesh("cpu", (2, 2))
     expected = on_one_device(lambda x, w: ((x * w) ** 3).sum(), VALUES, WEIGHTS)
-    for src, dst in product(LAYOUTS, repeat=2):
+    for src, dst in list(product(LAYOUTS, repeat=2))[::every]:
         if "P" in dst and dst != src:
             continue
         x, w = placed(mesh, src), distribute_tensor(WEIGHTS, mesh, [Shard(0), Replicate()]).requires_grad_()

@@ -22,11 +22,11 @@ SOON = 30.0
 PLACES = ("start", "mesh", "eager", "compile", "step", "graph", "backward", "save", "load")
 DEFAULT = [
     ("compile", "caught", 1, 2),
-    ("save", "killed", 1, 2),
     ("agreement", "elsewhere", 1, 2),
     ("known sum", "elsewhere", 1, 2),
 ]
-"""Where, what, the victim, the number of ranks: one for each way in which the others learn of it."""
+"""Where, what, the victim, the number of ranks: one for each way in which the others learn of it. What becomes of a
+save is looked at by `tests/examples/test_resume.py`."""
 
 ALL = [
     *[(where, what, victim, 2) for where in PLACES for what in ("killed", "raised", "absent") for victim in (0, 1)],

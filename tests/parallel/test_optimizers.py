@@ -137,7 +137,7 @@ def compiled_steps(cases, backend):
 
 @with_ranks(2)
 def test_compiled_step(rank):
-    compiled_steps([("AdamW", {"foreach": True}), ("AdamW", {"fused": True})], "dtensor")
+    compiled_steps([("AdamW", {"fused": True})], "dtensor")
 
 
 @pytest.mark.nightly
