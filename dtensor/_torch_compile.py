@@ -15,6 +15,7 @@ from ._torch import OpOverload, tree_leaves  # first: it checks the version of t
 from ._torch_sizes import ShapeEnv
 
 # isort: split
+from torch._dynamo import guards as dynamo_guards
 from torch._dynamo import register_backend
 from torch._dynamo.source import AttrSource
 from torch._functorch import config as functorch_config
@@ -438,7 +439,7 @@ def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
 
 def leave_guards_untimed() -> None:
     """Have Dynamo report no latency of guards: to measure it, it flushes the processor's caches for each graph."""
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+    dynamo_guards.profile_guard_manager = lambda *_: 0.0
 
 
 def forget_compiled() -> None:
