@@ -105,22 +105,20 @@ def test_no_parameter_is_gathered_a_third_time(fake_mesh):
     assert found == {"all_gather": 12 * L, "reduce_scatter": parameters}
 
 
-CASES = [("sp", "products"), ("fsdp", "nothing")]
-
-
+@pytest.mark.parametrize(
+    ("plan", "policy"), [("fsdp", "nothing"), pytest.param("sp", "products", marks=pytest.mark.nightly)]
+)
 @with_ranks(2)
-def test_numbers_are_those_of_one_process(rank):
+def test_numbers_are_those_of_one_process(rank, plan, policy):
     mesh = init_device_mesh("cpu", (2,))
     single = made()
     loss(single, TOKENS).backward()
-    for plan, policy in CASES:
-        model = sharded(plan, mesh, policy)
-        tokens = TOKENS.chunk(2)[rank] if plan == "fsdp" else TOKENS
-        torch.compiler.reset()
-        run = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
-        for forward in (model, run):
-            model.zero_grad()
-            loss(forward, tokens).backward()
-            for name, p in model.named_parameters():
-                grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-                torch.testing.assert_close(grad, single.get_parameter(name).grad, atol=1e-5, rtol=1e-4)
+    model = sharded(plan, mesh, policy)
+    tokens = TOKENS.chunk(2)[rank] if plan == "fsdp" else TOKENS
+    run = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+    for forward in (model, run):
+        model.zero_grad()
+        loss(forward, tokens).backward()
+        for name, p in model.named_parameters():
+            grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+            torch.testing.assert_close(grad, single.get_parameter(name).grad, atol=1e-5, rtol=1e-4)

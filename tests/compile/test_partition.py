@@ -122,7 +122,7 @@ class Counted(CustomPartitionerFn):
         return "counted"
 
 
-@pytest.mark.parametrize("backend", ["dtensor", "inductor"])
+@pytest.mark.parametrize("backend", ["inductor", pytest.param("dtensor", marks=pytest.mark.nightly)])
 def test_another_partitioner_is_asked_after_ours(fake_mesh, backend):
     mesh, mine = fake_mesh(4), Counted()
     _, run = fully_sharded(mesh)

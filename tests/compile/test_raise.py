@@ -79,6 +79,7 @@ def test_a_model_of_torch_dtensor_trains(rank):
 
 
 @with_ranks(2)
+@pytest.mark.nightly
 def test_torchs_transformer_gets_the_counts_of_ours(rank):
     """As `test_number_of_collectives` in test_training, but for norms' gradients: torch leaves them partial."""
     mesh = init_device_mesh("cpu", (2,))

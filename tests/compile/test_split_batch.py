@@ -129,6 +129,7 @@ def test_each_half_travels_while_the_other_computes(fake_mesh):
         assert products_while_under_way(code) == expected
 
 
+@pytest.mark.nightly
 def test_plain_compile_takes_it_from_the_environment(fake_mesh, monkeypatch):
     model = stack(fake_mesh(2), nn.LayerNorm).eval()
     monkeypatch.setenv("DTENSOR_SPLIT_BATCH", "2")

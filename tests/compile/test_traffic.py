@@ -106,7 +106,7 @@ def train(rank, plan, nproc, folder):
     return forward, SENT[len(forward) :], json.loads(path.read_text())
 
 
-BY_DAY = ("3d",)
+BY_DAY = ("sp",)
 
 
 @pytest.mark.parametrize("plan", [p if p in BY_DAY else pytest.param(p, marks=pytest.mark.nightly) for p in demo.PLANS])

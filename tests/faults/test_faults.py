@@ -22,11 +22,10 @@ SOON = 30.0
 PLACES = ("start", "mesh", "eager", "compile", "step", "graph", "backward", "save", "load")
 DEFAULT = [
     ("compile", "caught", 1, 2),
-    ("agreement", "elsewhere", 1, 2),
     ("known sum", "elsewhere", 1, 2),
 ]
-"""Where, what, the victim, the number of ranks: one for each way in which the others learn of it. What becomes of a
-save is looked at by `tests/examples/test_resume.py`."""
+"""Where, what, the victim, the number of ranks: what others learn while they compile, and while they run. Beside
+these `tests/compile/test_agreement.py` has graphs that differ, `tests/examples/test_resume.py` a death in a save."""
 
 ALL = [
     *[(where, what, victim, 2) for where in PLACES for what in ("killed", "raised", "absent") for victim in (0, 1)],

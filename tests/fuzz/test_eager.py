@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from tests.fuzz.judging import judge_eager
 from tests.fuzz.recipes import recipes
 
-QUIET = settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+QUIET = settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 @settings(QUIET, derandomize=True)
