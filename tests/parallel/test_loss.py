@@ -129,7 +129,7 @@ def test_images_probabilities_and_half_precision(rank):
 
 
 @with_threads(2)
-def test_the_region_changes_nothing_and_strict_mode_has_no_objection(rank):
+def test_strict_mode_has_no_objection_to_the_region(rank):
     mesh = init_device_mesh("cpu", (2,))
     logits, target, _ = values()
     x = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
@@ -266,6 +266,23 @@ def test_torchs_own_function_and_wrong_arguments(rank):
             linear_cross_entropy(*args, **options)
 
 
+@with_threads(2)
+def test_a_plain_target_is_whole_in_the_region_of_torch(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    made = torch.Generator().manual_seed(0)
+    logits, target = torch.randn(4, 7, generator=made), torch.randint(7, (4,), generator=made)
+    weight = torch.rand(7, generator=made)
+    for placement in (Shard(1), Shard(0), Replicate()):
+        plain, x = logits.clone().requires_grad_(), distribute_tensor(logits, mesh, [placement]).requires_grad_()
+        with loss_parallel():
+            loss = F.cross_entropy(x, target, weight) + torch.nn.NLLLoss()(input=x.log_softmax(1), target=target)
+            loss.backward()
+        expected = F.cross_entropy(plain, target, weight) + F.nll_loss(plain.log_softmax(1), target)
+        expected.backward()
+        torch.testing.assert_close(loss.full_tensor(), expected)
+        torch.testing.assert_close(x.grad.full_tensor(), plain.grad)
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @with_ranks(2)
 def test_compiled_is_eager(rank, inner):
@@ -273,7 +290,7 @@ def test_compiled_is_eager(rank, inner):
 
     def through_logits(x, w, t, b, chunk, **options):
         with loss_parallel():
-            return F.cross_entropy(F.linear(x, w, b), t, **options)
+            return F.cross_entropy(F.linear(x, w, b), t.to_local(), **options)
 
     for call in (through_logits, linear_cross_entropy):
         given = (*linear_values(7), {"ignore_index": 3, "label_smoothing": 0.1})
