@@ -5,6 +5,7 @@ A dispatch mode that writes down each collective this rank takes part in, with t
 `dtensor.compile.statistics`.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,15 @@ OPERATORS = {
 """Operator -> the collective it is. All take the tensor first and the name of the group last."""
 
 
+NAMES_IN_TORCH = {
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all_single",
+}
+"""Collective -> the operator of torch.ops.c10d_functional that torch's CommDebugMode counts it by."""
+
+
 @dataclass(frozen=True)
 class Collective:
     """One collective that ran.
@@ -48,7 +58,10 @@ class Collective:
 
 
 class CountCollectives(TorchDispatchMode):
-    """Context in which the collectives of this thread are written down, in order, in `collectives`."""
+    """Context in which the collectives of this thread are written down, in order, in `collectives`.
+
+    Has the counts of torch's CommDebugMode, too, which does not see them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,6 +72,15 @@ class CountCollectives(TorchDispatchMode):
         """Bytes this rank sends in all of them."""
         return sum(c.bytes for c in self.collectives)
 
+    def get_total_counts(self) -> int:
+        """The number of collectives."""
+        return len(self.collectives)
+
+    def get_comm_counts(self) -> dict[Any, int]:
+        """Operator of torch.ops.c10d_functional, or dtensor.collective_permute -> how often that collective ran."""
+        counts = Counter(c.op for c in self.collectives)
+        return {_operator(op): n for op, n in counts.items()}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor then dispatches, and its local operators come back here
@@ -66,6 +88,11 @@ class CountCollectives(TorchDispatchMode):
         if op is not None:
             self.collectives.append(_collective(op, args[0], args[-1]))
         return func(*args, **(kwargs or {}))
+
+
+def _operator(op: str) -> Any:
+    name = NAMES_IN_TORCH.get(op)
+    return getattr(torch.ops.dtensor, op) if name is None else getattr(torch.ops.c10d_functional, name)
 
 
 def _collective(op: str, x: torch.Tensor, group: str) -> Collective:

@@ -1,8 +1,11 @@
 """CountCollectives against bytes worked out by hand: a ring over n ranks sends (n-1)/n of the full buffer."""
 
 import torch
+import torch.distributed.tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
+import dtensor
 from dtensor.collectives import ops
 from dtensor.placements import Replicate, Shard
 from dtensor.tensor import DTensor
@@ -37,3 +40,25 @@ def test_redistributions_of_dtensors_are_seen(rank):
         x.redistribute(mesh, [Replicate()])
         x.relu()
     assert [(c.op, c.bytes) for c in counted.collectives] == [("all_gather", 32)]
+
+
+@with_threads(2)
+def test_counts_of_torchs_debug_mode(rank):
+    """For the same moves of its own DTensor, in which it chooses the same collectives."""
+    mesh = init_device_mesh("cpu", (2,))
+    moves = [("Shard", 0, "Replicate"), ("Partial", "sum", "Replicate"), ("Partial", "sum", "Shard")]
+
+    def moved(module):
+        for kind, given, to in moves:
+            x = module.DTensor.from_local(torch.ones(2, 4), mesh, [getattr(module, kind)(given)], run_check=False)
+            x.redistribute(mesh, [module.Shard(1) if to == "Shard" else module.Replicate()]).to_local().sum()
+
+    with CommDebugMode() as other:
+        moved(theirs)
+    with CountCollectives() as counted:
+        moved(dtensor)
+    assert counted.get_comm_counts() == dict(other.get_comm_counts())
+    assert counted.get_total_counts() == other.get_total_counts() == len(moves)
+    with CountCollectives() as counted:
+        dtensor.ones(2, 4, device_mesh=mesh, placements=[Shard(0)]).redistribute(mesh, [Shard(1)])
+    assert counted.get_comm_counts() == {torch.ops.c10d_functional.all_to_all_single: 1}
