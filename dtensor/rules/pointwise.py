@@ -73,6 +73,9 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
 """Operator (without the in-place underscore, with overload where it matters) -> sets of arguments, by position in the
 schema, in which it is jointly linear."""
 
+IN_LISTS = {"List": "Tensor", "ScalarList": "Scalar"}
+"""Overload of a foreach operator -> that of what it does to each tensor."""
+
 COPIES = frozenset({"alias", "clone", "detach", "lift_fresh", "positive"})
 """Operators that give their operand as it is. Autograd detaches what it saves, the maximum of `amax` among others."""
 
@@ -137,7 +140,8 @@ def broadcast(shapes: list[tuple], out: tuple) -> tuple[tuple[Dims, ...], dict]:
 def linearity(call: Call) -> tuple[frozenset[int], ...]:
     """The sets of operands in which this call is jointly linear."""
     name = call.name
-    keyed = LINEAR.get(f"{name}.{call.func._overloadname}", LINEAR.get(name, ()))
+    overload = call.func._overloadname
+    keyed = LINEAR.get(f"{name}.{IN_LISTS.get(overload, overload)}", LINEAR.get(name, ()))
     if call.has("rounding_mode") and call["rounding_mode"] is not None:
         return ()
     if name == "_to_copy" and _widens(call):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor import Partial, Replicate, Shard, distribute_tensor
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from dtensor.rules import rule_of
 from dtensor.rules.pointwise import LINEAR, POINTWISE, pointwise
 from dtensor.testing import CountCollectives, with_threads
@@ -135,6 +135,13 @@ def test_foreach_takes_the_rule_of_each_element(rank):
     (found,) = torch._foreach_erf([x])
     assert found.placements == (Shard(1),)
     assert torch.equal(found.full_tensor(), torch.erf(torch.arange(6.0).reshape(2, 3)))
+    sums = [DTensor.from_local(torch.ones(4) * (rank + 1), mesh, [Partial()]) for _ in range(2)]
+    with CountCollectives() as counted:
+        (added,) = torch._foreach_add(sums[:1], sums[1:], alpha=2)
+        torch._foreach_sub_([added], sums[:1])
+        (scaled,) = torch._foreach_mul([added], [3.0])
+    assert counted.get_total_counts() == 0
+    assert torch.equal(scaled.full_tensor(), torch.full((4,), 18.0))
 
 
 @with_threads(2)
