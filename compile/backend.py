@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from dtensor._torch_compile import (
+    RestartAnalysis,
     SizesSettled,
     aot_backend,
     boxed,
@@ -60,7 +61,7 @@ def backend(
         return strict()(gm.forward)
     with ExitStack() as stack:
         if any(isinstance(x, DTensor) for x in example_inputs):
-            stack.enter_context(failure_told("compiled"))
+            stack.enter_context(failure_told("compiled", unless=RestartAnalysis))
         if chosen.strict:  # joint graph and all are traced in here
             stack.enter_context(strict())
         if chosen.dump is not None:

@@ -17,6 +17,7 @@ from ._torch_sizes import ShapeEnv
 # isort: split
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo import register_backend
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext
@@ -474,6 +475,7 @@ __all__ = [
     "TRACE_LOG",
     "CustomInferenceAwareGraphPass",
     "CustomPartitionerFn",
+    "RestartAnalysis",
     "SizesSettled",
     "aot_backend",
     "attributes_stand_with_their_tensors",

@@ -257,12 +257,13 @@ def leave() -> None:
 
 
 @contextmanager
-def failure_told(doing: str) -> Iterator[None]:
-    """Context in which an error of this rank is one of the job: `doing` says what it did, "compiled", say."""
+def failure_told(doing: str, *, unless: type[Exception] | tuple = ()) -> Iterator[None]:
+    """Context in which an error of this rank is one of the job: `doing` says what it did, "compiled", say. One that is
+    `unless` ends nothing."""
     try:
         yield
     except Exception as error:
-        if (here := job()) is not None:
+        if not isinstance(error, unless) and (here := job()) is not None:
             here.failed(f"rank {here.rank} failed while it {doing}: {type(error).__name__}: {error}")
         raise
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
 
 from dtensor import AgreementError, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.groups import all_calls, calls_on
@@ -25,6 +26,16 @@ def test_a_failure_is_raised_once_by_each(rank):
     if rank != 1:
         with pytest.raises(AgreementError, match="rank 1 failed while it computed: KeyError: 'a key'"):
             here.check()
+    here.check()
+
+
+@with_ranks(2)
+def test_what_dynamo_starts_over_for_is_no_failure(rank):
+    here = job()
+    if rank == 1:
+        with pytest.raises(RestartAnalysis), failure_told("compiled", unless=RestartAnalysis):
+            raise TensorifyScalarRestartAnalysis
+    dist.barrier()
     here.check()
 
 
