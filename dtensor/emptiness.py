@@ -43,7 +43,7 @@ def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
             if none_somewhere:
                 int(size)  # from here on a number
             else:
-                local_sizes.require_parts(size, [mesh_shape(spec.mesh)[axis] for axis in layout.dims[d]])
+                local_sizes.require_nonempty(size, [mesh_shape(spec.mesh)[axis] for axis in layout.dims[d]])
 
 
 def _cut_symbols(spec: Spec, layout: Layout) -> list[int]:

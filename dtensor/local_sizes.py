@@ -168,7 +168,7 @@ def divides(n: int, size) -> bool:
     return bool(size % n == 0)
 
 
-def require_parts(size: torch.SymInt, group_sizes: Iterable[int]) -> None:
+def require_nonempty(size: torch.SymInt, group_sizes: Iterable[int]) -> None:
     """Let what is traced hold only for such a length that every rank has a part of it, where groups of these sizes cut
     it one after the other. It holds for the present one."""
     last: Any = size.node.expr
@@ -249,6 +249,6 @@ __all__ = [
     "divisibility_guarded",
     "local_length",
     "local_lengths",
-    "require_parts",
+    "require_nonempty",
     "written",
 ]

@@ -170,7 +170,7 @@ def _files(path: Path) -> list[Path]:
         try:
             names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
             return [path / name for name in sorted(names)]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"{path / INDEX} is no index of safetensors files ({error!r}); copy it again"
             ) from error
@@ -194,7 +194,7 @@ def _entries(file: Path) -> dict[str, Any]:
         entries = json.loads(text)
         entries.pop("__metadata__", None)
         wrong = [name for name, entry in entries.items() if not _is_entry(**entry)]
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged, or no safetensors file ({error!r}); copy it again") from error
     if wrong:
         raise CheckpointError(f"{file} says of {wrong} what cannot be, {entries[wrong[0]]}; write or copy it again")

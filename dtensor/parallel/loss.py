@@ -21,10 +21,11 @@ LOSSES = (F.cross_entropy, F.nll_loss)
 class _WholeTargets(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         given = kwargs or {}
-        if func in LOSSES and isinstance(args[0], DTensor):
-            mesh = args[0].device_mesh
-            args = tuple([_whole(a, mesh) for a in args])
-            given = {name: _whole(a, mesh) for name, a in given.items()}
+        if func in LOSSES:
+            logits = args[0] if args else given["input"]
+            if isinstance(logits, DTensor):
+                args = tuple([_whole(a, logits.device_mesh) for a in args])
+                given = {name: _whole(a, logits.device_mesh) for name, a in given.items()}
         return func(*args, **given)
 
 
@@ -40,7 +41,8 @@ def loss_parallel() -> contextlib.AbstractContextManager[Any]:
     Here it runs so everywhere, in forward and backward, inside the region and outside: with any placements of samples,
     any reduction, class weights, label smoothing and classes as probabilities. What the region adds is that a plain
     target, or plain weights of the classes, beside logits that are a DTensor are taken as whole: all ranks have the
-    same. Outside of it that is a MixedTensorError.
+    same. Outside of it that is a MixedTensorError; so it is with a `torch.nn.CrossEntropyLoss` that is made inside of a
+    compiled function, of which Dynamo writes the call itself: make it outside, or call the function.
 
     >>> with dtensor.parallel.loss_parallel():
     ...     torch.nn.functional.cross_entropy(logits, target).backward()  # logits [Shard(1)], target [Replicate()]

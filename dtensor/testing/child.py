@@ -90,7 +90,7 @@ def rank_main(pipe: Connection) -> None:
     """Run the jobs that come through `pipe`, one after another, until its other end is closed.
 
     A job is a pair (rank, `Job`). When it is done the rank stays in its process group, so that no peer loses it midway,
-    until the parent writes `LEAVE`.
+    until the parent writes `LEAVE`. Dynamo does not time its guards in these processes.
     """
     leave_guards_untimed()
     beginning = Beginning()

@@ -6,7 +6,7 @@ import torch.distributed.tensor as theirs
 
 import dtensor
 from dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.testing import with_threads
+from dtensor.testing import with_ranks, with_threads
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MOVES = [(S0, R), (S0, S1), (R, S0), (S0, S0), (Partial(), R), (Partial(), S1), (R, R)]
@@ -46,22 +46,29 @@ def test_as_torch_does(rank, dtypes):
             torch.testing.assert_close(a, b)
 
 
-@with_threads(2)
+@with_ranks(2)
 def test_compiled(rank):
+    """Of lengths that two do and do not divide; also where nothing is sent."""
     mesh = init_device_mesh("cpu", (2,))
-    x = distribute_tensor(torch.randn(4, 6), mesh, [S0]).requires_grad_()
 
-    def f(x):
+    def there(x):
         return x.redistribute(placements=[R], forward_dtype=torch.bfloat16, backward_dtype=torch.float16) * 2
 
-    found = []
-    for g in (f, torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})):
-        y = g(x)
-        y.float().square().sum().backward()
-        found.append((y.to_local(), x.grad.to_local()))
-        x.grad = None
-    assert all(torch.equal(a, b) for a, b in zip(*found))
-    assert found[1][0].dtype == torch.bfloat16
+    def stays(x):
+        return x.redistribute(placements=[S0], backward_dtype=torch.float16) * 2
+
+    for f in (there, stays):
+        compiled = torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+        for rows in (4, 5, 3):
+            found = []
+            for g in (f, compiled):
+                x = distribute_tensor(torch.linspace(-1, 1, rows * 6).view(rows, 6), mesh, [S0]).requires_grad_()
+                y = g(x)
+                (y.float() ** 3).sum().backward()
+                found.append((y.to_local(), x.grad.to_local()))
+            for a, b in zip(*found):
+                assert a.dtype == b.dtype
+                assert torch.equal(a, b)
 
 
 def test_not_to_another_mesh(fake_mesh):

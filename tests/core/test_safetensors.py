@@ -99,6 +99,7 @@ def test_what_is_torn_or_cannot_be_written(tmp_path):
     [
         b"[]",
         b"{",
+        b"[" * 100_000,
         b"\xff",
         b'{"w": 1}',
         b'{"w": {}}',

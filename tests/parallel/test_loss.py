@@ -290,7 +290,7 @@ def test_compiled_is_eager(rank, inner):
 
     def through_logits(x, w, t, b, chunk, **options):
         with loss_parallel():
-            return F.cross_entropy(F.linear(x, w, b), t.to_local(), **options)
+            return F.cross_entropy(input=F.linear(x, w, b), target=t.to_local(), **options)
 
     for call in (through_logits, linear_cross_entropy):
         given = (*linear_values(7), {"ignore_index": 3, "label_smoothing": 0.1})
