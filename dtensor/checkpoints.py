@@ -66,12 +66,10 @@ class Checkpoints:
         keep: how many of the newest stay; older ones are removed after a save. None keeps all.
 
     Raises:
-        ValueError: `keep` is less than 1.
+        CheckpointError: on all ranks, if `keep` is no number of at least 1, or another one on some rank.
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int | None = None):
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep is the number of checkpoints that stay, at least 1; got {keep}")
         self.folder = Path(folder)
         self.keep = keep
         # Saves in the background communicate while the program does: on a group of their own.
@@ -81,6 +79,7 @@ class Checkpoints:
         )
         self._first = self._group is None or dist.get_rank(self._group) == 0
         self._saving: Saving | None = None
+        self._asked(f"Checkpoints(keep={keep!r})", lambda: _check_keep(keep))
 
     def save(self, state: dict[str, Any], step: int) -> None:
         """Write `state`, a state dict that may be nested, as the checkpoint of `step`; done when it returns.
@@ -260,7 +259,7 @@ class Checkpoints:
             raise CheckpointError(f"{call.partition('(')[0]}: {of_ranks(problems)}")
         if len(set(calls)) > 1:
             asked = ", ".join(f"{call} on rank {rank}" for rank, call in enumerate(calls))
-            raise CheckpointError(f"all ranks call the same method for the same step; here {asked}")
+            raise CheckpointError(f"all ranks make the same calls with the same arguments; here {asked}")
         return made
 
     def _together(self, act: Callable[[], Any]) -> Any:
@@ -300,10 +299,19 @@ def _torn(path: Path) -> str:
     return ""
 
 
+def _check_keep(keep: Any) -> None:
+    if keep is not None and (not _is_number(keep) or keep < 1):
+        raise CheckpointError(f"keep is the number of checkpoints that stay, at least 1, or None for all; got {keep!r}")
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
 def _check(state: Any, step: Any) -> None:
     if not isinstance(state, dict):
         raise CheckpointError(f"the state is a {type(state).__name__}; give a state dict")
-    if not isinstance(step, int) or isinstance(step, bool):
+    if not _is_number(step):
         raise CheckpointError(f"step is a number of steps; got {step!r}")
     if step < 0:
         raise CheckpointError(f"step counts from 0; got {step}")

@@ -1,6 +1,7 @@
 """What tests of all folders share."""
 
 import contextlib
+import gc
 import math
 import os
 
@@ -10,9 +11,17 @@ import torch
 from dtensor import init_device_mesh
 from dtensor._torch_compile import leave_guards_untimed
 from dtensor.testing import fake_ranks, kept_ranks
+from dtensor.testing.renewal import collect_seldom
 
 leave_guards_untimed()
 os.environ["DTENSOR_LINKS"] = ""  # what was measured on the machine that tests is not to change plans
+
+
+def pytest_collection_finish(session):
+    """What the tests have imported stays, so the garbage collector need not look at it."""
+    gc.collect()
+    gc.freeze()
+    collect_seldom()
 
 
 @pytest.fixture(scope="session", autouse=True)

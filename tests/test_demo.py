@@ -149,7 +149,7 @@ FULL = [pytest.param(p, n, "dtensor", d, 30, marks=pytest.mark.nightly) for p, n
 
 @pytest.mark.parametrize(
     ("plan", "nproc", "backend", "dtype", "steps"),
-    [pytest.param("fsdp", 2, "eager", "bf16", 2, marks=pytest.mark.nightly), *FULL],
+    [("tp", 2, "eager", "fp32", 2), pytest.param("fsdp", 2, "eager", "bf16", 2, marks=pytest.mark.nightly), *FULL],
 )
 def test_a_real_run_of_each_plan(plan, nproc, backend, dtype, steps):
     options = ["--nproc", nproc, "--steps", steps, "--plan", plan, "--backend", backend, "--dtype", dtype]
@@ -161,7 +161,8 @@ def test_a_real_run_of_each_plan(plan, nproc, backend, dtype, steps):
     assert ("computed in bfloat16" in result.stdout) == (dtype == "bf16")
 
 
-@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layers", [1, 2])
 def test_a_real_run(tmp_path, layers):
     plot = tmp_path / "curves.svg"
     command = [sys.executable, "-m", "dtensor", "demo", "--nproc", "2", "--steps", "3", "--layers", str(layers)]

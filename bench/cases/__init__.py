@@ -6,7 +6,7 @@ the others take long, and are of the whole operator database and of all layouts.
 
 from types import ModuleType
 
-from . import call, compile, eager, gpu, memory, operators, redistribute, scale, step, wire
+from . import call, compile, eager, gpu, memory, operators, redistribute, save, scale, step, wire
 
 
 class Case:
@@ -17,7 +17,7 @@ class Case:
         self.words = (module.__doc__ or "").split("\n")[0].partition(": ")[2]
 
 
-ORDER = (wire, step, call, eager, compile, memory, scale, gpu, operators, redistribute)
+ORDER = (wire, step, call, eager, compile, memory, scale, save, gpu, operators, redistribute)
 CASES = {m.__name__.rpartition(".")[2]: Case(m) for m in ORDER}
 """Name -> case, in the order in which they run."""
 

@@ -7,7 +7,7 @@ from bench import cli, record
 from bench.cases import CASES
 from bench.record import OURS
 
-SHORT = ("call", "eager", "memory", "gpu", "redistribute", "step")
+SHORT = ("call", "eager", "memory", "gpu", "redistribute")
 """Those that take seconds; the others are nightly."""
 
 FIGURES = {
@@ -20,6 +20,7 @@ FIGURES = {
     "compile": "aot_eager: time by ranks",
     "operators": "not local",
     "wire": "step: bytes",
+    "save": "save",
 }
 """A figure that each case has."""
 

@@ -1,5 +1,6 @@
 """What the counting process group over gloo takes down, and sends again."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,6 +28,7 @@ def sends(rank, end=None):
     return found, alone, dict(counts.collectives), counts.bytes
 
 
+@pytest.mark.nightly
 def test_messages_are_counted_and_sent_again():
     """A row to the other rank, all of it, and a sum, of which a ring sends as much as it has; 12 bytes a row."""
     found, alone, collectives, sent = on_ranks(sends, 2)

@@ -9,10 +9,10 @@ from bench.record import OURS
 from bench.sides import SIDES, reason
 from bench.uncoded import UNCODED
 
-AT_NIGHT = [pytest.param("transformer-2", plan, marks=pytest.mark.nightly) for plan in ("tp", "sp")]
+AT_NIGHT = [pytest.param("transformer-2", plan, marks=pytest.mark.nightly) for plan in ("tp", "sp", "2d")]
 
 
-@pytest.mark.parametrize(("name", "plan"), [*[("mlp", plan) for plan in RANKS], ("transformer-2", "2d"), *AT_NIGHT])
+@pytest.mark.parametrize(("name", "plan"), [*[("mlp", plan) for plan in RANKS], *AT_NIGHT])
 def test_no_more_is_sent_than_by_hand(name, plan):
     model = named(name, wire.SIZES)
     ours, hand = (wire.count(side, model, plan, RANKS[plan]) for side in (OURS, "by hand"))
@@ -24,6 +24,7 @@ def test_no_more_is_sent_than_by_hand(name, plan):
         assert ours.total.collectives == hand.total.collectives
 
 
+@pytest.mark.nightly
 def test_what_torch_sends_is_counted_alike():
     """The numbers that tensor parallelism of torch is known by: those of the design, and the passes of Inductor."""
     model = named("transformer-2", wire.SIZES)

@@ -84,7 +84,7 @@ AGAIN = {
 
 
 @pytest.mark.parametrize("plan", ["tp", pytest.param("sp", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("count", [eager_backward, compiled_backward])
+@pytest.mark.parametrize("count", [eager_backward, pytest.param(compiled_backward, marks=pytest.mark.nightly)])
 def test_what_is_sent_again(fake_mesh, plan, count):
     mesh = fake_mesh(2)
     plain = Counter(count(sharded(plan, mesh)))

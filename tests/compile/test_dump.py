@@ -186,6 +186,7 @@ with fake_ranks(2), warnings.catch_warnings(record=True) as caught:
 """
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_one_warning(tmp_path):
     """Files of at most 300 bytes: what fits is there, what does not has left nothing, and the program goes on."""
     done = subprocess.run([sys.executable, "-c", FULL, tmp_path], check=True, capture_output=True, text=True)

@@ -127,19 +127,13 @@ def test_a_graph_from_the_cache_serves_the_sizes_it_was_made_for(fake_mesh, back
             assert counters["inductor"]["fxgraph_cache_hit"] == hits
 
 
-@pytest.mark.parametrize(
-    ("inner", "grad"),
-    [
-        ("aot_eager", False),
-        pytest.param("aot_eager", True, marks=pytest.mark.nightly),
-        pytest.param("inductor", False, marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("inner", "grad"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)])
 @with_ranks(2)
 def test_sequence_of_any_even_length(rank, inner, grad):
     """Shards of a length that is a symbol: half of it is the same expression in whatever made them.
 
-    By day and under Inductor, which takes minutes for more, the forward only.
+    Under Inductor, which takes minutes for more, the forward only.
     """
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)

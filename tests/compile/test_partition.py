@@ -66,8 +66,7 @@ OPTIONS = [({}, READ), ({"disable": ["regather"]}, 0), ({"memory_budget": 10**9}
     ("inner", "options", "again"),
     [
         *[("aot_eager", *given) for given in OPTIONS],
-        ("inductor", *OPTIONS[0]),
-        *[pytest.param("inductor", *given, marks=pytest.mark.nightly) for given in OPTIONS[1:]],
+        *[pytest.param("inductor", *given, marks=pytest.mark.nightly) for given in OPTIONS],
     ],
 )
 def test_parameters_are_gathered_again(fake_mesh, inner, options, again):
@@ -122,7 +121,8 @@ class Counted(CustomPartitionerFn):
         return "counted"
 
 
-@pytest.mark.parametrize("backend", ["inductor", pytest.param("dtensor", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("backend", ["inductor", "dtensor"])
 def test_another_partitioner_is_asked_after_ours(fake_mesh, backend):
     mesh, mine = fake_mesh(4), Counted()
     _, run = fully_sharded(mesh)

@@ -150,7 +150,7 @@ LOSSES = {
     [
         pytest.param("dtensor, aot_eager", False, marks=pytest.mark.nightly),
         ("dtensor, aot_eager", True),
-        ("plain", False),
+        pytest.param("plain", False, marks=pytest.mark.nightly),
         pytest.param("dtensor", False, marks=pytest.mark.nightly),
         pytest.param("dtensor", True, marks=pytest.mark.nightly),
         pytest.param("plain", True, marks=pytest.mark.nightly),

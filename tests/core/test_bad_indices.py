@@ -177,7 +177,7 @@ def test_compiled(fake_mesh, name):
     compiled_refuses(fake_mesh, name, "aot_eager")
 
 
-@pytest.mark.parametrize("name", ["embedding", "cross_entropy"])
+@pytest.mark.parametrize("name", ["embedding", pytest.param("cross_entropy", marks=pytest.mark.nightly)])
 def test_inductor_asserts(fake_mesh, name):
     compiled_refuses(fake_mesh, name, "inductor")
 

@@ -354,7 +354,7 @@ def test_ranks_that_ask_for_different_things_or_for_what_cannot_be(rank, tmp_pat
     state = {"w": distribute_tensor(torch.ones(4), mesh, [Replicate()])}
     checkpoints = Checkpoints(tmp_path / "c")
     with pytest.raises(
-        CheckpointError, match=r"same method for the same step; here save\(step=0\) on rank 0, save\(ste"
+        CheckpointError, match=r"same calls with the same arguments; here save\(step=0\) on rank 0, save\(ste"
     ):
         checkpoints.save(state, rank)
     with pytest.raises(CheckpointError, match=r"newest\(\) on rank 0, load\(step=None\) on rank 1"):

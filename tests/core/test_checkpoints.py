@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -70,8 +71,16 @@ def test_saved_in_both_ways_and_read_on_another_mesh(rank, tmp_path):
         checkpoints.load({"model": {"other": torch.zeros(2)}})
     with pytest.raises(CheckpointError, match="there is no checkpoint in"):
         Checkpoints(tmp_path / "none").load(state)
-    with pytest.raises(ValueError, match="at least 1; got 0"):
-        Checkpoints(tmp_path, keep=0)
+
+
+@with_ranks(2)
+def test_keep_is_asked_of_all_ranks(rank, tmp_path):
+    """And no rank waits for one that raised while it was made."""
+    for keep in (0, -1, True, 1.5, "2"):
+        with pytest.raises(CheckpointError, match=re.escape(f"or None for all; got {keep!r}")):
+            Checkpoints(tmp_path, keep=keep if rank else 2)
+    with pytest.raises(CheckpointError, match=r"here Checkpoints\(keep=1\) on rank 0, Checkpoints\(keep=2\) on rank 1"):
+        Checkpoints(tmp_path, keep=rank + 1)
 
 
 @with_ranks(2)

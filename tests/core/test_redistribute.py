@@ -153,7 +153,7 @@ def simulated(steps, parts, sizes):
     return parts
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_layout_to_any_other_simulated(data):
     """Every reduction, order of axes, length and mesh; plans with and without merged groups, of both preferences."""
@@ -205,7 +205,7 @@ def cases(draw, world, ops):
     )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_layout_to_any_other_on_threads(data):
     """The executor and its kernels, also asynchronously. (Threads know no reduce_scatter but of sums.)"""

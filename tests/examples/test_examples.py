@@ -46,10 +46,9 @@ def losses(text):
     return [float(loss) for loss in re.findall(r"step \d+ loss (\S+)", text)]
 
 
-@pytest.mark.parametrize("options", [{"inner": "aot_eager"}, pytest.param({}, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize(
-    "name", [name if name == "two_dimensional" else pytest.param(name, marks=pytest.mark.nightly) for name in RANKS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [{"inner": "aot_eager"}, {}])
+@pytest.mark.parametrize("name", RANKS)
 def test_each_gives_the_curve_of_one_device(name, options):
     assert len(one_device()) == 10
     assert one_device()[-1] < 0.8 * one_device()[0]

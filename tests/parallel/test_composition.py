@@ -87,9 +87,13 @@ def test_different_dimensions(rank, order):
     check(mesh, ("dp",), model)
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
-    "sequence", [pytest.param(False, id="tp", marks=pytest.mark.nightly), pytest.param(True, id="sp")]
+    ("order", "sequence"),
+    [
+        pytest.param(order, sequence, marks=[] if sequence and order == ORDERS[0] else pytest.mark.nightly)
+        for order in ORDERS
+        for sequence in (False, True)
+    ],
 )
 @with_threads(8)
 def test_three_axes(rank, order, sequence):

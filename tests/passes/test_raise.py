@@ -14,7 +14,7 @@ from dtensor.passes.pipeline import copy_graph
 
 SIZE = {"tp": 2, "world": 4}
 QUIET = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 
 

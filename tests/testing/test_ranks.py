@@ -177,8 +177,9 @@ def test_a_rank_that_dies_is_reported_with_its_exit_code():
 
 
 def test_a_hang_shows_the_stacks(capfd):
+    run_ranks(process, 2)  # now their processes are there, and a short time is long enough to start
     with pytest.raises(TimeoutError, match=r"rank 0 is done\nrank 1 is in:(.|\n)*in hanging"):
-        run_ranks(hanging, 2, timeout=15)
+        run_ranks(hanging, 2, timeout=3)
     assert "in hanging" in capfd.readouterr().err
 
 
