@@ -39,14 +39,27 @@ def _foreach(func, args: tuple, kwargs: dict[str, Any]):
     length = max(len(v) for v in lists.values())
     results = []
     for i in range(length):
-        one = [_at(i, a) for a in args]
-        named = {k: _at(i, a) for k, a in kwargs.items()}
-        results.append(_one_of_foreach(func, tuple(one), named))
+        given = [_number(_at(i, a)) if n in NUMBERS else _at(i, a) for n, a in [*zip(names, args), *kwargs.items()]]
+        named = dict(zip(kwargs, given[len(args) :]))
+        results.append(_one_of_foreach(func, tuple(given[: len(args)]), named))
     if not func._schema.returns or all(r is None for r in results):
         return None
     if isinstance(results[0], tuple):
         return tuple([r[0] for r in rs] for rs in zip(*results))
     return [r[0] for r in results]
+
+
+NUMBERS = ("lr", "state_steps")
+"""Arguments of fused optimizers that are numbers on every rank, in tensors of whatever shape, and on whatever mesh."""
+
+
+def _number(a):
+    """A replicated tensor of one element as a plain one without dimensions; a list of it likewise."""
+    if isinstance(a, list):
+        return [_number(x) for x in a]
+    if is_dtensor(a) and a._spec.layout.is_replicated:
+        a = a._local_tensor
+    return a.reshape(()) if isinstance(a, torch.Tensor) and not is_dtensor(a) and a.numel() == 1 else a
 
 
 def _at(i: int, a):

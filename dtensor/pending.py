@@ -9,13 +9,17 @@ from typing import Any
 
 import torch
 
-from ._torch import make_wrapper_subclass
+from ._torch import functional_collectives, make_wrapper_subclass
 
 _ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
-class Pending(torch.Tensor):
-    """A contiguous tensor that is not there yet. `wait()` gives the tensor itself."""
+class Pending(functional_collectives.AsyncCollectiveTensor):
+    """A contiguous tensor that is not there yet. `wait()` gives the tensor itself.
+
+    It is one of torch's class for this, which programs look for in what a redistribution gives; what torch's class has
+    at hand this one may first have to compute.
+    """
 
     _result: "_Result"
 
@@ -38,6 +42,10 @@ class Pending(torch.Tensor):
     def done(self) -> bool:
         """Whether it was waited for."""
         return self._result.finish is None
+
+    elem = property(wait)  # pyright: ignore[reportAssignmentType]
+    completed = done  # pyright: ignore[reportAssignmentType]
+    trigger_wait = wait
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 from torch import ops
@@ -12,6 +13,7 @@ from dtensor.testing.support import family_of
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operators.md"
 
 
+@pytest.mark.nightly
 def test_the_page_is_up_to_date_and_says_what_the_engine_decides():
     done = CliRunner().invoke(main, ["operators"])
     assert done.exit_code == 0

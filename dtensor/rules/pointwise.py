@@ -9,8 +9,11 @@ table as the others:
     add.Scalar(P)   refused: the scalar would be added once per rank
     relu(P)         refused: not linear
 
-A copy is of more than sums: it lets Partial with any reduce op through.
+Which are rising or falling functions of an operand decides where Partial(max) and Partial(min) do: relu(P(max)) is the
+maximum of what relu makes of the parts. A copy lets Partial with any reduce op through.
 """
+
+from collections.abc import Mapping
 
 from .._torch_sizes import same_size
 from .call import Call, LocalCall, rule_for
@@ -75,6 +78,41 @@ schema, in which it is jointly linear."""
 
 IN_LISTS = {"List": "Tensor", "ScalarList": "Scalar"}
 """Overload of a foreach operator -> that of what it does to each tensor."""
+
+RISING = frozenset(
+    {
+        "asinh",
+        "atan",
+        "ceil",
+        "clamp",
+        "clamp_max",
+        "clamp_min",
+        "deg2rad",
+        "erf",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "hardsigmoid",
+        "hardtanh",
+        "rad2deg",
+        "relu",
+        "round",
+        "sgn",
+        "sigmoid",
+        "sign",
+        "sinh",
+        "tanh",
+        "trunc",
+    }
+)
+"""Operators that are rising functions of operand 0, defined for every number: a logarithm of a part may be NaN where
+that of the maximum is not. None depends on the sign of a parameter, as a slope does."""
+
+FALLING = frozenset({"erfc", "neg"})
+"""Those that are falling ones."""
+
+UP, DOWN = {"max": "max", "min": "min"}, {"max": "min", "min": "max"}
 
 COPIES = frozenset({"alias", "clone", "detach", "lift_fresh", "positive"})
 """Operators that give their operand as it is. Autograd detaches what it saves, the maximum of `amax` among others."""
@@ -152,6 +190,29 @@ def linearity(call: Call) -> tuple[frozenset[int], ...]:
     return tuple([g for g in groups if g is not None])
 
 
+def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
+    """What this call makes of parts of a maximum, minimum or product; see `Rule.keeps`. Integers wrap around: a copy of
+    them is all that keeps their order."""
+    first = call.operands_at({0})
+    if first is None:
+        return ()
+    if call.name in COPIES:
+        return ((first, {**UP, "product": "product"}),)
+    if not all(x.dtype.is_floating_point for x in (*call.operands, *call.outputs) if x is not None):
+        return ()
+    if call.name in RISING or call.name == "_to_copy":
+        return ((first, UP),)
+    if call.name in FALLING:
+        return ((first, DOWN),)
+    if call.name in ("maximum", "minimum"):
+        op = call.name[:3]
+        return ((first, UP), (frozenset({1}), UP), (frozenset({0, 1}), {op: op}))
+    if call.name in ("add", "sub"):
+        second = call.operands_at({1}) if call.has("alpha") and call["alpha"] == 1 else None
+        return ((first, UP), *([(second, UP if call.name == "add" else DOWN)] if second else []))
+    return ()
+
+
 def _widens(call: Call) -> bool:
     """Whether a cast keeps every value, so that casting parts of a sum is casting the sum."""
     have = call.operands[0].dtype
@@ -167,7 +228,7 @@ def pointwise(call: Call) -> Rule:
     full = tuple((f,) for f in sizes)
     outs = tuple(None if o is None else full if o.ndim == len(full) else ((),) * o.ndim for o in call.outputs)
     unread = frozenset({0}) if call.name in ("fill", "zero") else frozenset()
-    return Rule(ins, outs, sizes, linear=linearity(call), copies=call.name in COPIES, unread=unread)
+    return Rule(ins, outs, sizes, linear=linearity(call), keeps=kept(call), unread=unread)
 
 
 @rule_for("fake_quantize_per_channel_affine_cachemask")
@@ -216,4 +277,4 @@ def triangle(call: Call) -> Rule:
     return Rule(ins, ins, sizes, linear=(frozenset({0}),), blocked=last)
 
 
-__all__ = ["LINEAR", "POINTWISE", "broadcast", "linearity"]
+__all__ = ["LINEAR", "POINTWISE", "broadcast", "kept", "linearity"]

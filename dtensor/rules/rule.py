@@ -8,6 +8,7 @@ two. For one mesh axis at a time the table gives every valid combination of plac
     factor f sharded        Shard where f is the major factor of a dimension, Replicate where f does not occur;
                             an output without f is Partial with `reduce[f]`
     linear in operands L    L all Partial(sum) or all Partial(avg), the rest Replicate, the outputs Partial likewise
+    keeps an order          operands all Partial(max) or (min), the rest Replicate, the outputs Partial as the rule says
 
 `candidates` lists them. This module is pure: it knows neither torch operators nor processes.
 """
@@ -24,7 +25,6 @@ Dim = tuple[Factor, ...]
 Dims = tuple[Dim, ...]
 
 LINEAR_OPS = ("sum", "avg")
-ALL_OPS = (*LINEAR_OPS, "max", "min", "product")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Rule:
         sizes: global size of each factor.
         reduce: factors that some output lacks -> the reduce op that puts such an output together.
         linear: sets of operands in which the operator is jointly linear.
-        copies: each output element is the operand's as it is, so that parts of any reduction pass, not only of sums.
+        keeps: sets of operands whose parts pass by other reductions than sums: the reduce op of all of them -> that of
+            the outputs. A rising function of a maximum is the maximum of its values, a falling one the minimum.
         blocked: factors that may not be sharded.
         addends: operands added to a reduced result; they turn Partial where a factor is reduced.
         unread: operands whose values are not read: they are never moved.
@@ -56,7 +57,7 @@ class Rule:
     sizes: Mapping[Factor, Any]
     reduce: Mapping[Factor, str] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
-    copies: bool = False
+    keeps: tuple[tuple[frozenset[int], Mapping[str, str]], ...] = ()
     blocked: frozenset[Factor] = frozenset()
     addends: frozenset[int] = frozenset()
     unread: frozenset[int] = frozenset()
@@ -91,10 +92,10 @@ def candidates(rule: Rule) -> list[Candidate]:
     """All combinations the rule allows on a mesh axis, replication first; divisibility is checked by the caller."""
     found = [Candidate(None, (None,) * len(rule.inputs), (None,) * len(rule.outputs))]
     found += [c for f in rule.sizes if f not in rule.blocked and (c := _shard(rule, f)) is not None]
-    for group in rule.linear:
-        for op in ALL_OPS if rule.copies else LINEAR_OPS:
+    for group, made in (*[(g, dict(zip(LINEAR_OPS, LINEAR_OPS))) for g in rule.linear], *rule.keeps):
+        for op, after in made.items():
             ins = tuple(op if i in group else None for i in range(len(rule.inputs)))
-            found.append(Candidate(None, ins, (op,) * len(rule.outputs)))
+            found.append(Candidate(None, ins, (after,) * len(rule.outputs)))
     return found
 
 

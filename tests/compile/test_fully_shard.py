@@ -293,7 +293,9 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", ["checkpointed", "hsdp, bf16", pytest.param("2d", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", ["hsdp, bf16", *[pytest.param(name, marks=pytest.mark.nightly) for name in ("checkpointed", "2d")]]
+)
 @with_ranks(4)
 def test_numbers_on_real_ranks(rank, name):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -80,7 +80,7 @@ def peaks(model, x, **options):
     return [newest["graphs"][direction]["peak_bytes"] for direction in ("forward", "backward")]
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(4,), pytest.param((2, 2), marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("disable", [["bucket"], []], ids=["apart", "in buckets"])
 def test_memory_stays_within_the_bound(fake_mesh, shape, disable):
     """Over what the order of the program holds: one buffer in flight, and what it is made of."""

@@ -315,7 +315,7 @@ def test_a_guard_may_be_simplified_with_a_local_length_in_it(fake_mesh):
         return torch.where(x > 0.1, x, y), torch.where(y > 0.1, y, z)
 
     ours = compiled(fn, "dtensor", True, options={"inner": "aot_eager"})
-    for n in (9, 8, 2, 1):
+    for n in (9, 1):
         x = DTensor.from_local(torch.rand(n, 5), mesh, [Partial(), Shard(1)], shape=(n, 9), stride=(9, 1))
         y = distribute_tensor(torch.rand(n, 1), mesh, [Shard(1), Shard(0)]).requires_grad_()
         z = DTensor.from_local(torch.rand(1), mesh, [Partial(), Partial()]).requires_grad_()

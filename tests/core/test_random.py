@@ -264,6 +264,7 @@ def test_on_two_ranks(rank):
     assert parts.placements == (Partial(),)
 
 
+@pytest.mark.nightly
 @with_ranks(4)
 def test_on_two_axes(rank):
     mesh = init_device_mesh("cpu", (2, 2))

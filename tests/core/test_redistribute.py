@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.collectives import start
@@ -352,8 +353,12 @@ def test_async_result_waits_on_first_use(rank):
         assert isinstance(local, Pending)
         assert local.shape == expected.shape
         assert not local.done
+        assert isinstance(local, AsyncCollectiveTensor)
+        assert not local.completed
         assert torch.equal((y * 2).to_local(), expected * 2)
         assert local.done
+        assert local.completed
+        assert torch.equal(local.trigger_wait(), expected)
         assert torch.equal(local + 1, expected + 1)
         assert local.tolist() == expected.tolist()
         assert local.numpy().tolist() == expected.tolist()

@@ -144,3 +144,23 @@ def test_compiled_step(rank):
 @with_ranks(2, timeout=900)
 def test_compiled_step_of_every_optimizer(rank):
     compiled_steps([(n, m) for n, m in CASES if n != "LBFGS" and m != {"foreach": False}], "dtensor")
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+@with_threads(4)
+def test_numbers_of_fused_steps_come_in_any_shape_and_on_any_mesh(rank, name):
+    """A rate of shape [1], as torch's DTensor takes it, and counts of steps that a checkpoint put on another mesh."""
+    other = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh("cpu", (2, 2))
+    dense, sharded, plain, ours = pair(mesh, name, {"fused": True, "lr": torch.tensor([0.1])})
+    for _ in range(3):
+        closure(dense, plain)()
+        closure(sharded, ours)()
+        plain.step()
+        ours.step()
+        for state in ours.state.values():
+            if not isinstance(state["step"], DTensor):
+                state["step"] = distribute_tensor(state["step"], other, [Replicate()])
+    assert [float(state["step"].to_local()) for state in ours.state.values()] == [3.0] * 3
+    for a, b in zip(sharded, dense):
+        torch.testing.assert_close(a.full_tensor(), b)

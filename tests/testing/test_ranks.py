@@ -80,6 +80,7 @@ def said(rank, *names):
     return [os.environ.get(name) for name in names], inductor_config.triton.unique_kernel_names
 
 
+@pytest.mark.nightly
 def test_variables_are_those_of_the_parent(monkeypatch):
     """Those set after the first ranks started, too; and what torch reads when it is imported is read anew."""
     values = {"A_VARIABLE": "1", "DTENSOR_LINKS": "/nowhere", "TORCHINDUCTOR_UNIQUE_KERNEL_NAMES": "0"}

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from dtensor.rules import rule_of
-from dtensor.rules.pointwise import LINEAR, POINTWISE, pointwise
+from dtensor.rules.pointwise import FALLING, LINEAR, POINTWISE, RISING, pointwise
 from dtensor.testing import CountCollectives, with_threads
 from dtensor.testing.candidates import booleans as mask
 from dtensor.testing.candidates import case as c
@@ -71,8 +71,23 @@ def complex_cases():
     yield c(aten.mul.Tensor, z, x, at_least=7)
 
 
+def ordered_cases():
+    x, y, row = f(5, 6) - 1, f(5, 6), f(6) - 1
+    bounds = {"clamp": (-0.2, 0.3), "clamp_max": (0.3,), "clamp_min": (-0.2,)}
+    for name in sorted(RISING | FALLING):
+        linear = 2 if name in LINEAR else 0
+        yield c(getattr(aten, name).default, x * 3, *bounds.get(name, ()), at_least=5 + linear)
+    yield c(aten._to_copy.default, x, dtype=torch.float32, at_least=5)
+    yield c(aten.clamp.Tensor, x, row, y, at_least=5)
+    yield c(aten.maximum.default, x, row, at_least=8)
+    yield c(aten.minimum.default, x, row, at_least=8)
+    yield c(aten.add.Tensor, x, row, at_least=9)
+    yield c(aten.add.Tensor, x, y, alpha=-2, at_least=7)
+    yield c(aten.sub.Tensor, x, y, at_least=9)
+
+
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("group", [backward_cases, plain_cases, complex_cases])
+@pytest.mark.parametrize("group", [backward_cases, plain_cases, complex_cases, ordered_cases])
 def test_every_candidate_is_right(group, n):
     torch.manual_seed(0)
     wrong = wrong_candidates(list(group()), n)
@@ -205,3 +220,29 @@ def test_what_autograd_saves_of_a_maximum_is_not_communicated(rank):
     top.backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad.full_tensor(), (dense == dense.amax()).float())
+
+
+@with_threads(2)
+def test_a_rising_function_of_a_maximum_is_not_communicated(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    dense = torch.arange(24.0).reshape(4, 6).sin()
+    top = distribute_tensor(dense, mesh, [Shard(1)]).amax(1)
+    with CountCollectives() as seen:
+        out = -(torch.relu(top) + 1).clamp(max=1.5).exp_()
+    assert seen.collectives == []
+    assert out.placements == (Partial("min"),)
+    torch.testing.assert_close(out.full_tensor(), -(dense.amax(1).relu() + 1).clamp(max=1.5).exp())
+
+
+@with_threads(2)
+def test_what_keeps_no_order_is_not_taken_for_it(rank):
+    """Integers wrap around, and a logarithm of a part may be NaN where that of the maximum is not."""
+    mesh = init_device_mesh("cpu", (2,))
+    dense = torch.tensor([[0, 200], [3, 250]], dtype=torch.uint8)
+    top = distribute_tensor(dense, mesh, [Shard(1)]).amax(1)
+    assert torch.equal((-top).full_tensor(), -dense.amax(1))
+    assert torch.equal((top + 100).full_tensor(), dense.amax(1) + 100)
+    signed = torch.tensor([[-1.0, 2.0], [3.0, -4.0]])
+    top = distribute_tensor(signed, mesh, [Shard(1)]).amax(1)
+    torch.testing.assert_close(top.log().full_tensor(), signed.amax(1).log())
+    torch.testing.assert_close((top * -1).full_tensor(), -signed.amax(1))
