@@ -61,6 +61,8 @@ class Options:
             TypeError: a value of the wrong type.
         """
         known = [f.name for f in fields(Options)]
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"options of backend 'dtensor' are a dict; got {given!r}")
         for name in given or {}:
             if name not in known:
                 raise ValueError(f"unknown option {name!r} of backend 'dtensor'{_nearest(name, known)}")

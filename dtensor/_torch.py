@@ -51,6 +51,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import (
     GroupName,
@@ -323,7 +324,8 @@ def break_connections() -> None:
 def default_group_timeout() -> timedelta:
     """How long a collective on the default process group may take."""
     group = _get_default_group()
-    return group._get_backend(group._device_types[0]).options._timeout
+    options = group._get_backend(group._device_types[0]).options
+    return options._timeout if options is not None else default_pg_timeout  # a fake group has none
 
 
 def process_groups() -> tuple:

@@ -110,6 +110,12 @@ def _tidied(m: re.Match) -> str:
     return m[1] if m[1] is not None else f".size({m[2]})"
 
 
+def number_if_known(size) -> Any:
+    """The number that a size has turned out to be; a size that is still a symbol as it is."""
+    known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+    return size if known is None else known
+
+
 def has_hint(size) -> bool:
     """Whether a size is a number or has an example value: not so for sizes that depend on values."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
@@ -334,6 +340,7 @@ __all__ = [
     "keep_first_definitions",
     "known_equal",
     "known_true",
+    "number_if_known",
     "on_fixed_sizes",
     "replace_size",
     "same_size",

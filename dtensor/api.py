@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .boundary import from_source, mesh_of
+from .boundary import check_module, from_source, mesh_of
 from .declared import is_size
 from .errors import MeshError, PlacementError
 from .layout import Layout
@@ -162,18 +162,21 @@ def distribute_module(
         output_fn: called with (module, outputs, device_mesh) after it; returns the outputs, or None likewise.
 
     Raises:
-        TypeError: a hook takes a wrong number of arguments.
+        TypeError: `module` is none, or a hook no function, or takes a wrong number of arguments.
         RuntimeError: the module was distributed before.
     """
+    check_module("distribute_module", module)
     mesh = mesh_of(device_mesh)
     if getattr(module, "_distributed_module", False):
         raise RuntimeError("distribute_module was already called on this module; call it once, on the plain module")
+    take = None if input_fn is None else _take(input_fn, mesh)
+    give = None if output_fn is None else _give(output_fn, mesh)
+    if partition_fn is not None:
+        _check_function(partition_fn, "partition_fn", "(name, submodule, device_mesh)")
     for name, sub in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, sub, mesh)
         _replicate_rest(sub, mesh)
-    take = None if input_fn is None else _take(input_fn, mesh)
-    give = None if output_fn is None else _give(output_fn, mesh)
     if take or give:
         wrap_forward(module, take, give)
     module._distributed_module = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -212,7 +215,13 @@ def _replicate_rest(module: nn.Module, mesh: Any) -> None:
             module._buffers[name] = distribute_tensor(b, mesh, replicate)
 
 
+def _check_function(hook: Any, name: str, form: str) -> None:
+    if not callable(hook):
+        raise TypeError(f"{name} is a function of {form}; got {hook!r}")
+
+
 def _takes_module(hook: Callable[..., Any], name: str, form: str) -> bool:
+    _check_function(hook, name, form)
     count = len(inspect.signature(hook).parameters)
     if count == 2:
         warnings.warn(f"{name} with two arguments is deprecated; write {name}{form}", FutureWarning, stacklevel=4)

@@ -124,10 +124,16 @@ def check_replicas(
 
 def check_source(mesh: Any, src_data_rank: int | None) -> None:
     """Raise ValueError if some mesh axis has no such rank."""
-    if src_data_rank is not None and not 0 <= src_data_rank < min(mesh.shape):
+    if src_data_rank is not None and src_data_rank not in range(min(mesh.shape)):
         raise ValueError(
-            f"src_data_rank is a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank}"
+            f"src_data_rank is a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank!r}"
         )
+
+
+def check_module(name: str, module: Any) -> None:
+    """Raise TypeError if what the function `name` was given as a module is none."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{name} takes an nn.Module; got {module!r}")
 
 
 def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:
@@ -145,11 +151,13 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
 
 
 __all__ = [
+    "check_module",
     "check_replicas",
     "check_source",
     "current_mesh",
     "from_source",
     "is_tracing",
+    "mesh_of",
     "of_all_ranks",
     "refuse_export",
     "refuse_tangent",

@@ -221,6 +221,8 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       self is redistributed, 256 bytes, 10.03 us:
           S(0) -> R: all_gather over axis 0, 256 B
     """
+    if not callable(op):
+        raise TypeError(f"explain takes what is called, and then its arguments; got {op!r}")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(mode)
     stopped = ""

@@ -14,6 +14,7 @@ from torch import nn
 
 from ._torch import tree_flatten, tree_leaves, tree_unflatten
 from ._torch_sizes import guards_hold, guards_on, stand_in, symbolic_mode, trace_with
+from .boundary import check_module
 from .local_sizes import divisibility_guarded
 from .tensor import DTensor
 
@@ -37,9 +38,12 @@ def export(
         dynamic_shapes: which sizes may be others than the examples', as torch.export takes it. None lets none.
 
     Raises:
-        TypeError: an input or output is a DTensor.
+        TypeError: an input or output is a DTensor, `model` is no module, `args` no tuple.
         torch._dynamo.exc.UserError: a size is to vary that the model, or how it is sharded, does not let vary so.
     """
+    check_module("export", model)
+    if not isinstance(args, tuple):
+        raise TypeError(f"export takes a tuple of example inputs; got {type(args).__name__}, write (x,)")
     _check_plain("input", (args, kwargs))
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     local = [_local(x) for x in state.values()]

@@ -166,12 +166,12 @@ def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None
         if node is not None:
             node.meta[LOCAL] = True
             node.meta.setdefault(LAYOUT, x._spec.layout.text)
-            note_shards(local, x._spec.shards())
+            note_shards(local, x._spec)
             if node.target is func and _numbers(node.args, node.kwargs) == _numbers(args, kwargs):
                 node.meta[OPERATOR] = True
     for x in tree_leaves((args, kwargs)) if traced else ():
         if (spec := getattr(x, "_spec", None)) is not None:
-            note_shards(x._local_tensor, spec.shards())
+            note_shards(x._local_tensor, spec)
 
 
 def _numbers(args: Any, kwargs: Any) -> list[Any]:

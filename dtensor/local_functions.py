@@ -73,6 +73,8 @@ def local_map(
             device_mesh=device_mesh,
             redistribute_inputs=redistribute_inputs,
         )
+    if not callable(func):
+        raise TypeError(f"local_map takes a function; got {func!r}")
     outs = _per_output(out_placements)
 
     @functools.wraps(func)

@@ -34,6 +34,7 @@ from ._torch_sizes import (
     hint,
     is_traced,
     is_written,
+    known_equal,
     known_true,
     on_fixed_sizes,
     replace_size,
@@ -182,11 +183,12 @@ def local_length(size, group: str, *, first: bool = False) -> Any:
     """The length of this rank's part of `size` elements that the ranks of `group` cut as `torch.chunk` does, or of the
     first rank's, which is the longest.
 
-    Of a symbolic size a symbol, unless the group is known to divide it.
+    Of a symbolic size a symbol, unless the group is known to divide it. A size that is known to be a number, as one is
+    that was compared with another tensor's, is that number, and a part of it is what this rank has.
     """
     n = group_size(group)
-    if isinstance(size, torch.SymInt) and size.node.maybe_as_int() is not None:
-        size = int(size)
+    if isinstance(size, torch.SymInt) and known_equal(size, hint(size)):
+        size = hint(size)
     if divides(n, size):
         if isinstance(size, torch.SymInt):
             _lengths(size.node.shape_env).settle()

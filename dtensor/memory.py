@@ -11,6 +11,9 @@ from .errors import ShardingError
 OUTSIDE = ("numpy", "tolist", "pin_memory", "share_memory_", "__dlpack__")
 """The methods of a tensor that hand out or move its memory."""
 
+BY_ELEMENT = ("apply_", "map_", "map2_")
+"""Those that call a function of Python for each number in it."""
+
 
 def on_local_tensors(name: str) -> Callable[..., NoReturn]:
     """The method `name` of a DTensor, if it needs the memory of one tensor.
@@ -29,4 +32,4 @@ def on_local_tensors(name: str) -> Callable[..., NoReturn]:
     return method
 
 
-__all__ = ["OUTSIDE", "on_local_tensors"]
+__all__ = ["BY_ELEMENT", "OUTSIDE", "on_local_tensors"]

@@ -185,12 +185,24 @@ def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
 
 def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], **options: Any) -> Any:
     """As `torch.distributed.device_mesh.init_device_mesh`, and prepared: see `prepare`."""
-    if 0 in mesh_shape:
-        raise ValueError(f"each axis of a mesh has at least one rank; got {mesh_shape}")
+    _check_shape(device_type, mesh_shape)
     all_here()
     mesh = torch_init_device_mesh(device_type, mesh_shape, **options)
     prepare(mesh)
     return mesh
+
+
+def _check_shape(device_type: Any, mesh_shape: Any) -> None:
+    sizes = mesh_shape if isinstance(mesh_shape, (tuple, list)) else ()
+    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(
+            "mesh_shape is a tuple with the number of ranks along each axis, such as (4,) or (2, 2), and an axis has "
+            f"at least one rank; got {mesh_shape!r}"
+        )
+    try:
+        torch.device(device_type)
+    except (RuntimeError, TypeError):
+        raise ValueError(f'device_type is "cpu", "cuda" or another that torch knows; got {device_type!r}') from None
 
 
 def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
@@ -210,11 +222,18 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
 
     Raises:
         ValueError: no mesh is given, or links together with several, or not one link for each axis.
+        MeshError, TypeError: a mesh is none, or a link.
     """
     if not meshes or (links is not None and len(meshes) > 1):
         raise ValueError(
             f"prepare takes one mesh, with links if need be, or several without; got {len(meshes)} and links={links}"
         )
+    for mesh in meshes:
+        if not hasattr(mesh, "device_type"):
+            raise MeshError(f"prepare takes meshes, as init_device_mesh makes them; got {mesh!r}")
+    for link in links or ():
+        if not isinstance(link, Link):
+            raise TypeError(f"links holds a dtensor.cost.Link for each axis of the mesh; got {link!r}")
     job()  # from here on the ranks know whether the others are alive
     roots = [root_mesh(mesh) for mesh in meshes]
     if links is not None and len(links) != roots[0].ndim:

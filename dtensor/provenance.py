@@ -13,6 +13,7 @@ import torch
 
 from ._torch import FakeTensor, FunctionalTensor, graph_node
 from ._torch_compile import weigh_by
+from ._torch_sizes import has_hint
 
 LOCAL = "dtensor_local"
 """The node is the local tensor of a computed DTensor: this rank's part, whatever it was computed from."""
@@ -96,15 +97,24 @@ def note_layout(local: Any, layout: str) -> None:
         node.meta.setdefault(LAYOUT, layout)
 
 
-def note_shards(local: Any, shards: Shards | None) -> None:
-    """While a graph is traced: note that `local` is one of `shards`; None notes nothing.
+def note_shards(local: Any, spec: Any) -> None:
+    """While a graph is traced: note that `local` is one of the shards of `spec`; nothing if a size is not known at all.
 
     From the first note on, torch's partitioner weighs by these notes.
     """
     node = _node(local)
-    if node is not None and shards is not None:
-        node.meta.setdefault(SHARDS, shards)
+    if node is not None and all(map(has_hint, spec.shape)):
+        node.meta.setdefault(SHARDS, spec.shards)
         weigh_by(_nbytes)
+
+
+def shards_of(node: torch.fx.Node) -> Shards | None:
+    """The shards that the value of `node` is one of; None if that was not noted. To be asked when all is traced: only
+    then is it known which sizes are symbols in the end."""
+    noted = node.meta.get(SHARDS)
+    if callable(noted):
+        noted = node.meta[SHARDS] = noted()
+    return noted
 
 
 def _nbytes(node: torch.fx.Node) -> int:
@@ -123,8 +133,8 @@ def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:
     moved = Moved(src, dst, asked, lengths, count, step.axes, spec.dtype.itemsize, tuple(names), tuple(spec.mesh.shape))
     node.meta.setdefault(MOVE, moved)
     node.meta[LAYOUT] = step.dst.text
-    if (shards := spec.with_layout(step.dst).shards()) is not None:
-        node.meta[SHARDS] = shards
+    if all(map(has_hint, spec.shape)):
+        node.meta[SHARDS] = spec.with_layout(step.dst).shards
 
 
 def _node(local: Any) -> Any:
@@ -145,4 +155,5 @@ __all__ = [
     "note_layout",
     "note_move",
     "note_shards",
+    "shards_of",
 ]

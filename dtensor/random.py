@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .boundary import of_all_ranks
+from .boundary import mesh_of, of_all_ranks
 from .errors import MeshError, ShardingError
 
 
@@ -25,16 +25,19 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
 
     Raises:
         ValueError: on every rank of the mesh, if two of them gave different seeds.
+        TypeError: the seed is no int.
         MeshError: this rank is not in the mesh.
     """
     if device_mesh is not None:
         _check_member(device_mesh, "manual_seed")
-        given = dict(sorted(of_all_ranks((dist.get_rank(), int(seed)), device_mesh)))
+        given = dict(sorted(of_all_ranks((dist.get_rank(), seed), device_mesh)))
         if len(set(given.values())) > 1:
             raise ValueError(
                 f"manual_seed got different seeds on the ranks of the mesh (rank: seed): {given}; "
                 "replicas would differ. Give one seed, or a mesh that holds only the ranks that share it"
             )
+    if not isinstance(seed, int):
+        raise TypeError(f"manual_seed takes an int; got {seed!r}")
     torch.manual_seed(seed)
 
 
@@ -55,7 +58,7 @@ def check_states(device_mesh: Any) -> None:
 
 
 def _check_member(device_mesh: Any, name: str) -> None:
-    if device_mesh.get_coordinate() is None:
+    if mesh_of(device_mesh).get_coordinate() is None:
         raise MeshError(
             f"{name}: rank {dist.get_rank()} is not in {device_mesh}; call it on the ranks of the mesh only"
         )

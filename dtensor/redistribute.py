@@ -3,6 +3,8 @@
 Runs alike in eager mode and while a graph is traced. Below autograd: gradients are `tensor`'s business.
 """
 
+from typing import Any
+
 import torch
 
 from ._torch_sizes import has_hint, hint
@@ -59,7 +61,7 @@ def redistribute_local(
 def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec, asked: bool = False) -> torch.Tensor:
     for step in steps:
         note_layout(local, step.src.text)
-        note_shards(local, spec.with_layout(step.src).shards())
+        note_shards(local, spec.with_layout(step.src))
         if step.op == "partial":
             local = _partial(local, step, facts(spec.mesh))
         else:
@@ -132,4 +134,13 @@ def check_target(src: tuple[Placement, ...], dst: tuple[Placement, ...]) -> None
             )
 
 
-__all__ = ["check_target", "plan_of", "redistribute_local"]
+def check_dtypes(forward: Any, backward: Any) -> None:
+    """Raise TypeError unless values and gradients can be cast so."""
+    for name, given in (("forward_dtype", forward), ("backward_dtype", backward)):
+        if given is not None and not isinstance(given, torch.dtype):
+            raise TypeError(f"{name} is a torch.dtype or None; got {given!r}, write such as torch.bfloat16")
+    if backward is not None and not (backward.is_floating_point or backward.is_complex):
+        raise TypeError(f"backward_dtype is what a gradient can have; got {backward}, write such as torch.bfloat16")
+
+
+__all__ = ["check_dtypes", "check_target", "plan_of", "redistribute_local"]

@@ -154,6 +154,8 @@ def _is_shardable(func: OpOverload, alone: bool) -> bool:
 
 
 def _register_function(overloads: list[OpOverload], function: RuleMaker) -> RuleMaker:
+    if not callable(function):
+        raise TypeError(f"register_sharding(op) decorates a function that gives rules; got {function!r}")
     parameters = list(inspect.signature(function).parameters.values())
     rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     takes = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]

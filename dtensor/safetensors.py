@@ -58,10 +58,11 @@ def export(
         metadata: texts for the header.
 
     Raises:
-        TypeError: something in `state` is no tensor.
+        TypeError: `state` is no dict, or has something that is no tensor or no text for a name; metadata are no texts.
         ValueError: a tensor of a dtype that the format does not have.
         CheckpointError: on all ranks, if the first could not write.
     """
+    _check_state(state)
     header = _header(state, metadata)
     writer = _Writer(Path(path)) if not dist.is_initialized() or dist.get_rank() == 0 else None
     if writer is not None:
@@ -113,10 +114,23 @@ class _Writer:
         self.partial.replace(self.path)
 
 
+def _is_text(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(x, str) for pair in given.items() for x in pair)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state is a dict from names to tensors; got {type(state).__name__}")
+
+
 def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    if metadata is not None and not _is_text(metadata):
+        raise TypeError(f"metadata is a dict from texts to texts; got {metadata!r}")
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, x in state.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors in a safetensors file have texts for names; got {name!r}")
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"a safetensors file holds tensors; {name!r} is {type(x).__name__}, leave it out")
         if x.dtype not in NAMES:
@@ -149,6 +163,7 @@ def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, strict: 
     Raises:
         CheckpointError: a file is missing, damaged or cut short, or names (if strict) or shapes do not fit.
     """
+    _check_state(state)
     found = {name: (file, entry) for file in _files(Path(path)) for name, entry in _entries(file).items()}
     missing = [name for name in state if name not in found]
     extra = [name for name in found if name not in state]

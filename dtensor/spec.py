@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ._torch import real_object
-from ._torch_sizes import define_strides, has_hint, hint, keep_first_definitions
+from ._torch_sizes import define_strides, hint, keep_first_definitions, number_if_known
 from .caches import cache
 from .layout import Layout
 from .local_sizes import define_local_length, local_length, written
@@ -86,19 +86,17 @@ class Spec:
                 shape[dim] = local_length(shape[dim], known.groups[(axis,)])
         return tuple(shape)
 
-    def shards(self) -> Shards | None:
-        """The shapes of all ranks' shards; None if a size is not known at all."""
-        shape, sizes = self.shape, facts(self.mesh).shape
-        if not self.static:
-            if not all(map(has_hint, shape)):
-                return None
-            shape = tuple(map(hint, shape))
+    def shards(self) -> Shards:
+        """The shapes of all ranks' shards. Of symbolic sizes as far as the trace knows them now: it may learn that one
+        is a number, and its parts are then numbers, too, other ones on some ranks."""
+        sizes, given = facts(self.mesh).shape, tuple(map(number_if_known, self.shape))
+        shape = tuple(map(hint, given))
         first, last = (self.layout.local_shape(shape, sizes, [k * (n - 1) for n in sizes]) for k in (0, 1))
         # Parts of a symbolic length are one symbol on all ranks.
-        alike = [a == b or isinstance(n, torch.SymInt) for n, a, b in zip(self.shape, first, last)]
+        alike = [a == b or isinstance(n, torch.SymInt) for n, a, b in zip(given, first, last)]
         cuts = [tuple([sizes[axis] for axis in axes]) for axes in self.layout.dims]
         lengths = tuple([a if same else Cut(n, cut) for n, cut, a, same in zip(shape, cuts, first, alike)])
-        return Shards(first, all(alike), lengths if self.static else None)
+        return Shards(first, all(alike), None if any(isinstance(n, torch.SymInt) for n in given) else lengths)
 
     def with_layout(self, layout: Layout) -> "Spec":
         """The same tensor in another layout."""

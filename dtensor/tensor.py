@@ -33,12 +33,12 @@ from .errors import PlacementError, ShardingError
 from .exchange import exchanged
 from .invariance import region_of_torch
 from .layout import Layout
-from .memory import OUTSIDE, on_local_tensors
+from .memory import BY_ELEMENT, OUTSIDE, on_local_tensors
 from .mesh import mesh_shape, world_of
 from .pending import Pending, waited
 from .placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from .plan import Prefer
-from .redistribute import check_target, redistribute_local
+from .redistribute import check_dtypes, check_target, redistribute_local
 from .spec import Spec, contiguous_stride, define_local_sizes
 
 PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
@@ -64,6 +64,7 @@ class DTensor(torch.Tensor):
 
     __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
     numpy, tolist, pin_memory, share_memory_, __dlpack__ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
+    apply_, map_, map2_ = map(on_local_tensors, BY_ELEMENT)  # pyright: ignore
 
     @staticmethod
     @disable_dynamo
@@ -182,6 +183,8 @@ class DTensor(torch.Tensor):
         refuse_export()
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
             raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
+        if local_tensor.layout != torch.strided:
+            raise TypeError(f"from_local takes a strided tensor, got {local_tensor.layout}; write x.to_dense()")
         mesh = mesh_of(device_mesh)
         if (shape is None) != (stride is None):
             raise ValueError(
@@ -261,9 +264,12 @@ class DTensor(torch.Tensor):
             PlacementError: placements do not fit, or ask for a value to become Partial.
             MeshError: there is no process group over both meshes.
             ValueError: `prefer` is neither of the two, or dtypes are given for a move to another mesh.
+            TypeError: `forward_dtype` is no dtype, or `backward_dtype` none that a gradient can have.
         """
         refuse_export()
+        check_dtypes(forward_dtype, backward_dtype)
         if device_mesh is not None and device_mesh != self.device_mesh:
+            device_mesh = mesh_of(device_mesh)
             if forward_dtype is not None or backward_dtype is not None:
                 raise ValueError("no dtypes go with a move to another mesh; write x.to(dtype).redistribute(mesh, …)")
             return _to_mesh(self, device_mesh, placements, grad_placements)

@@ -33,6 +33,7 @@ from .scatter_part import ScatterPart
 from .schedule import Schedule
 from .shard_first import ShardFirst
 from .sink import Sink
+from .sizes import settle
 from .sum_of_all_reduces import SumOfAllReduces
 from .verify import Seen
 from .verify import verify as verify_graph
@@ -183,6 +184,7 @@ def run(
     """
     chosen = select(passes, disable)
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
+    settle(graph)
     runner = _Runner(graph, Seen.of(graph, traced=traced) if verify else None, simulate, observe)
     first, names = ({p.name for p in part} for part in (PREPARE, SIMPLIFY))
     with known(meshes):

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor._torch_sizes import hint
+from dtensor._torch import FakeTensor, tree_map
+from dtensor._torch_sizes import hint, number_if_known
 from dtensor.collectives import group_size
-from dtensor.provenance import SHARDS, Shards
+from dtensor.provenance import SHARDS, shards_of
 
 from . import ir
 
@@ -43,7 +44,7 @@ def lengths(node: fx.Node) -> tuple[Any, ...] | None:
 
     Two of them are equal (`ir.same`) only if they are so on every rank.
     """
-    noted: Shards | None = node.meta.get(SHARDS)
+    noted = shards_of(node)
     if noted is not None and not noted.even:
         return noted.lengths
     return tuple(ir.value(node).shape) if is_even(node) else None
@@ -65,6 +66,26 @@ def same_kind(a: fx.Node, b: fx.Node) -> bool:
     return ir.value(a).dtype == ir.value(b).dtype and same(lengths(a), lengths(b))
 
 
+def settle(graph: fx.Graph) -> None:
+    """Have values say the number where a symbol in their shape has turned out to be one.
+
+    A trace may learn that only at its end. Of a shard that number is another one on some ranks, and a pass that asks
+    whether it sees a symbol or a number is to see the same on all: on some of them the shard is padded before it is
+    sent, and the padded one has numbers only.
+    """
+    for node in graph.nodes:
+        if any(n is not number_if_known(n) for x in ir.tensors(node) for n in (*x.shape, *x.stride())):
+            node.meta["val"] = tree_map(_of_numbers, ir.value(node))
+
+
+def _of_numbers(x: Any) -> Any:
+    if not isinstance(x, FakeTensor):
+        return x
+    shape, stride = ([number_if_known(n) for n in sizes] for sizes in (x.shape, x.stride()))
+    with ir.inside(x.fake_mode):
+        return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+
+
 _KNOWN = ir.SIZE
 
 
@@ -84,7 +105,7 @@ def _of(node: fx.Node) -> tuple[int, bool]:
 
 
 def _worked_out(node: fx.Node) -> tuple[int, bool]:
-    noted: Shards | None = node.meta.get(SHARDS)
+    noted = shards_of(node)
     if noted is not None:
         return prod(noted.largest), noted.even
     given = [x.meta[_KNOWN] for x in node.all_input_nodes]
@@ -109,4 +130,4 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return [x for x in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(x, torch.Tensor)]
 
 
-__all__ = ["elements", "is_even", "length", "lengths", "nbytes", "same", "same_kind"]
+__all__ = ["elements", "is_even", "length", "lengths", "nbytes", "same", "same_kind", "settle"]

@@ -72,6 +72,8 @@ class SplitBatch:
     exactness = "reassociates"
 
     def __init__(self, parts: int = 2):
+        if not isinstance(parts, int) or parts < 1:
+            raise ValueError(f"parts is how many a batch is cut into, at least 1; got {parts!r}")
         self.parts = parts
 
     def __call__(self, graph: fx.Graph) -> int:

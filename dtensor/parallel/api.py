@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import mesh_resources
+from ..boundary import check_module, mesh_of
 from .style import ParallelStyle
 
 
@@ -65,6 +66,7 @@ def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
                 "parallelize_module was given no device_mesh and is not called within one; "
                 "write device_mesh=..., or call it inside `with mesh:`"
             ) from None
+    mesh = mesh_of(mesh)
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         fix = (
@@ -80,6 +82,7 @@ def _resolved(
     module: nn.Module, plan: ParallelStyle | dict[str, ParallelStyle]
 ) -> list[tuple[nn.Module, ParallelStyle]]:
     """Which style is applied to which module, in order."""
+    check_module("parallelize_module", module)
     if isinstance(plan, ParallelStyle):
         return [(module, plan)]
     if not isinstance(plan, dict):
@@ -89,6 +92,8 @@ def _resolved(
     targets = []
     modules = dict(module.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'")
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"parallelize_plan[{pattern!r}] is no ParallelStyle but {style!r}")
         targets += [(found, style) for found in _matching(modules, pattern)]

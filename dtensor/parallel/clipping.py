@@ -40,10 +40,17 @@ def clip_grad_norm_(
         The norm before clipping: a plain tensor without dimensions, the same on all ranks of a mesh.
 
     Raises:
+        TypeError: `parameters` are no tensors, or a norm is no number.
         ValueError: `norm_type` is not positive.
         RuntimeError: the norm is nan or infinite and `error_if_nonfinite` is set.
     """
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    given = list(parameters) if isinstance(parameters, Iterable) and not _is_tensor(parameters) else [parameters]
+    for x in given:
+        if not _is_tensor(x):
+            raise TypeError(f"parameters are tensors, such as model.parameters(); got {x!r}")
+    for name, norm in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(norm, (int, float, torch.Tensor)):
+            raise TypeError(f"{name} is a number; got {norm!r}")
     p = float(norm_type)
     if not p > 0:
         raise ValueError(f"norm_type is positive, or inf; got {norm_type}")
@@ -58,6 +65,10 @@ def clip_grad_norm_(
     for grad in grads:
         grad.mul_(scale.to(grad.device, grad.dtype))
     return total
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
 
 
 def _settled(parameter: Any) -> torch.Tensor:

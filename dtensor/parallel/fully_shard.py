@@ -72,7 +72,7 @@ def fully_shard(
         MeshError: this rank is not in the mesh, or a parameter is on a mesh that does not go with it.
         PlacementError: `shard_placement_fn` gives a dimension that is not there.
     """
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    modules = list(module) if isinstance(module, Iterable) and not isinstance(module, nn.Module) else [module]
     _check_modules(modules)
     _check_mesh(mesh)
     if not isinstance(reshard_after_forward, bool):
@@ -83,7 +83,9 @@ def fully_shard(
     if activations not in ("local", "global"):
         raise ValueError(f"activations is 'local' or 'global'; got {activations!r}")
     check_source(mesh, src_data_rank)
-    ignored = {id(p) for p in ignored_params}
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn is a function of a parameter; got {shard_placement_fn!r}")
+    ignored = {id(p) for p in _parameters(ignored_params)}
     unit = Unit(one_object(mesh), policy_of(mp_policy), not reshard_after_forward, activations == "local")
     parts = _Parts(modules, unit, ignored, shard_placement_fn)
     parts.shard(src_data_rank)
@@ -182,7 +184,17 @@ def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -
     return checked.dim
 
 
+def _parameters(ignored: Any) -> list[torch.Tensor]:
+    found = list(ignored) if isinstance(ignored, Iterable) else [ignored]
+    for p in found:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"ignored_params holds parameters, such as those of model.head.parameters(); got {p!r}")
+    return found
+
+
 def _check_modules(modules: list[Any]) -> None:
+    if not modules:
+        raise ValueError("fully_shard was given an empty list; give it the modules that are gathered together")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard takes an nn.Module, or a list of them; got {type(module).__name__}")

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import tree_leaves
+from ..boundary import check_module, mesh_of
 from ..layout import Layout
 from ..mesh import group_name
 from ..spec import Spec
@@ -40,9 +41,14 @@ def input_reshard(module: nn.Module, device_mesh: DeviceMesh, input_reshard_dim:
 
     Raises:
         ValueError: a mesh of several axes.
+        TypeError: `module` is none, or the dimension no int.
     """
+    check_module("input_reshard", module)
+    device_mesh = mesh_of(device_mesh)
     if input_reshard_dim is None:
         return module
+    if not isinstance(input_reshard_dim, int):
+        raise TypeError(f"input_reshard_dim is a dimension of the activations, or None; got {input_reshard_dim!r}")
     if device_mesh.ndim != 1:
         raise ValueError(
             f"input_reshard works over a mesh of one axis, this one has {device_mesh.ndim}; write mesh['tp'] for the "

@@ -7,6 +7,7 @@ so that the values are those of one device with the same seed.
 import torch
 from torch import nn
 
+from ..boundary import check_module
 from ..tensor import DTensor
 
 
@@ -25,8 +26,9 @@ def materialize(module: nn.Module, device: torch.device | str | None = None) -> 
         `module`.
 
     Raises:
-        TypeError: modules with parameters or buffers that have no `reset_parameters`.
+        TypeError: `module` is none, or has modules with parameters or buffers that have no `reset_parameters`.
     """
+    check_module("materialize", module)
     parts = {name: part for name, part in module.named_modules() if part._parameters or part._buffers}
     mute = [f"{name or 'the module itself'} ({type(part).__name__})" for name, part in parts.items() if not _can(part)]
     if mute:

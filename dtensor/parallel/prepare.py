@@ -7,7 +7,7 @@ one. They go on modules whose parts are sharded by other styles.
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -212,6 +212,9 @@ def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layou
 def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tuple]:
     """Keyword -> (layout, desired layout)."""
     given, desired = given or {}, desired or {}
+    for name, layouts in (("input_kwarg_layouts", given), ("desired_input_kwarg_layouts", desired)):
+        if not isinstance(layouts, Mapping):
+            raise TypeError(f"{name} is a dict from keyword to placement; got {layouts!r}")
     if given.keys() != desired.keys():
         odd = ", ".join(sorted(given.keys() ^ desired.keys()))
         raise ValueError(

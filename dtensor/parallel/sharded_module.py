@@ -38,6 +38,7 @@ class FullyShardedModule(nn.Module):
         Unreduced gradients are whole on each rank: DTensors that are Partial("avg") over the data axes. Turned on
         again, the next backward reduces them together with its own, once.
         """
+        _check_flag("requires_gradient_sync", requires_gradient_sync)
         self._set_reduced("all" if requires_gradient_sync else "none", recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -46,6 +47,7 @@ class FullyShardedModule(nn.Module):
         Gradients that are only scattered are Partial("avg") over that axis. Turned on again, the next backward reduces
         them together with its own, once.
         """
+        _check_flag("requires_all_reduce", requires_all_reduce)
         self._set_reduced("all" if requires_all_reduce else "scatter", recurse)
 
     def _set_reduced(self, reduce: str, recurse: bool) -> None:
@@ -86,6 +88,11 @@ class FullyShardedModule(nn.Module):
 def _new(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
     made = sharded_class(cls, names)
     return made.__new__(made)
+
+
+def _check_flag(name: str, given: Any) -> None:
+    if not isinstance(given, bool):
+        raise TypeError(f"{name} is True or False; got {given!r}")
 
 
 def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) -> None:

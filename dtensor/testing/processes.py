@@ -82,8 +82,10 @@ def run_ranks(
         TimeoutError: time is up; the message, also printed, holds every rank's Python stacks.
         ValueError: `fn` is not at the top level of a module, or `nproc` is below 1.
     """
-    if nproc < 1:
-        raise ValueError(f"nproc is the number of ranks, at least 1; got {nproc}")
+    if not isinstance(nproc, int) or nproc < 1:
+        raise ValueError(f"nproc is the number of ranks, at least 1; got {nproc!r}")
+    if not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout is a number of seconds; got {timeout!r}")
     function = FunctionReference.of(fn)
     kept = None if fresh else _kept
     with tempfile.TemporaryDirectory(prefix="dtensor-ranks-") as folder:

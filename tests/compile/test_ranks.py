@@ -14,7 +14,7 @@ from dtensor.testing import fake_ranks
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-def told(f, shape, inputs, **options):
+def told(f, shape, inputs, dynamic=None, **options):
     """Rank -> what its graphs communicate, if each rank of a mesh of `shape` compiles `f` for it alone."""
     found = {}
     for rank in range(math.prod(shape)):
@@ -22,7 +22,8 @@ def told(f, shape, inputs, **options):
         with fake_ranks(math.prod(shape), rank), overheard() as heard:
             mesh = init_device_mesh("cpu", shape)
             args = [distribute_tensor(torch.ones(size), mesh, list(p)).requires_grad_() for size, p in inputs]
-            compiled = torch.compile(f, backend="dtensor", fullgraph=True, options={"inner": "aot_eager", **options})
+            chosen = {"inner": "aot_eager", **options}
+            compiled = torch.compile(f, backend="dtensor", fullgraph=True, dynamic=dynamic, options=chosen)
             compiled(*args).sum().backward()
         found[rank] = heard
     torch.compiler.reset()
@@ -53,6 +54,10 @@ def gathered(a):
     return a.redistribute(placements=[R]).pow(2).sum()
 
 
+def counted(x, y, z, w):
+    return (x * y).sum() + (z * w).sum() + torch.topk(z, 7, dim=0)[0].sum()
+
+
 def scaled(x, e, w, b, g, c):
     """Gradients of what both axes cut are reduced twice, and not every rank pads what it has after the first."""
     n = F.layer_norm(F.gelu(F.linear(x @ e, w, b)), (13,), g, c)
@@ -77,6 +82,13 @@ PROGRAMS = {
         (2, 2),
         (((5, 11), (S0, R)), ((11, 7), (S1, S0)), ((13, 7), (S0, S1)), *[((13,), (S0, S0))] * 3),
         {},
+    ),
+    # Only at its end does the trace learn that the length of seven, of which the second rank has three, is a number.
+    "what becomes a number": (
+        counted,
+        (2,),
+        (((2, 7), (S0,)), ((1, 7), (S1,)), ((7,), (R,)), ((1,), (S0,))),
+        {"dynamic": True},
     ),
     # The texts named a shard as it is before it is padded.
     "what is told": (gathered, (2,), (((5, 3), (S0,)),), {"passes": []}),

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor._torch_sizes import stand_in, symbolic_mode
 from dtensor.local_sizes import _lengths, local_length, local_lengths
-from dtensor.testing import with_ranks
+from dtensor.testing import fake_ranks, with_ranks
 
 PROGRAMS = {
     "mlp": lambda x, w, b: (x + F.gelu(F.linear(x, w, b)) @ w).logsumexp(-1).mean(),
@@ -323,3 +323,32 @@ def test_a_guard_may_be_simplified_with_a_local_length_in_it(fake_mesh):
         (first.sum() + second.sum()).backward()
         assert y.grad is not None
         assert y.grad.shape == (n, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_length_that_is_known_to_be_one(rank):
+    """The channels of the input are half of a symbolic length, those of the weight one: the second rank has none."""
+    with fake_ranks(2, rank):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def fn(x, w, b):
+            return F.batch_norm(F.avg_pool1d(x, 2), None, None, w, b, training=True)
+
+        ours = compiled(fn, "dtensor", True, options={"inner": "aot_eager", "agreement": False})
+        x = distribute_tensor(torch.rand(6, 2), mesh, [Shard(0)])
+        assert ours(x, *[distribute_tensor(torch.rand(1), mesh, [Shard(0)]) for _ in range(2)]).shape == (6, 1)
+    torch.compiler.reset()
+
+
+def test_a_kernel_that_ends_the_process_is_not_asked_for_nothing(fake_mesh):
+    """Torch's backward of a batch norm divides by the number of channels, which every rank has to have: a guard."""
+    mesh = fake_mesh(2)
+
+    def fn(x, w, b):
+        return F.batch_norm(x, None, None, w, b, training=True)
+
+    ours = compiled(fn, "dtensor", True, options={"inner": "aot_eager"})
+    x = distribute_tensor(torch.rand(3, 4, 5), mesh, [Shard(1)]).requires_grad_()
+    w, b = (distribute_tensor(torch.rand(4), mesh, [Shard(0)]).requires_grad_() for _ in range(2))
+    ours(x, w, b).sum().backward()
+    assert x.grad.shape == x.shape
