@@ -111,7 +111,7 @@ def note_shards(local: Any, spec: Any) -> None:
 def shards_of(node: torch.fx.Node) -> Shards | None:
     """The shards that the value of `node` is one of; None if that was not noted. To be asked when all is traced: only
     then is it known which sizes are symbols in the end."""
-    noted = node.meta.get(SHARDS)
+    noted: Any = node.meta.get(SHARDS)
     if callable(noted):
         noted = node.meta[SHARDS] = noted()
     return noted

@@ -44,7 +44,9 @@ def clip_grad_norm_(
         ValueError: `norm_type` is not positive.
         RuntimeError: the norm is nan or infinite and `error_if_nonfinite` is set.
     """
-    given = list(parameters) if isinstance(parameters, Iterable) and not _is_tensor(parameters) else [parameters]
+    given: list[Any] = (
+        list(parameters) if isinstance(parameters, Iterable) and not _is_tensor(parameters) else [parameters]
+    )
     for x in given:
         if not _is_tensor(x):
             raise TypeError(f"parameters are tensors, such as model.parameters(); got {x!r}")

@@ -1,74 +1,70 @@
 """Calls that cannot be meant: one error each, which names what was given and what to write instead."""
 
+import copy
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import dtensor
-from dtensor import (
-    DTensor,
-    MeshError,
-    Partial,
-    PlacementError,
-    Replicate,
-    Shard,
-    ShardingError,
-    distribute_tensor,
-    init_device_mesh,
-)
+from dtensor import Partial, Replicate, Shard, distribute_tensor, init_device_mesh, parallel
 from dtensor.testing import with_threads
 
 ROWS = torch.arange(8.0).view(4, 2)
-CALLS = {
-    "memory for numpy": (lambda x, mesh: x.numpy(), ShardingError, "several ranks; call it on x.to_local()"),
-    "an array": (lambda x, mesh: np.asarray(x), ShardingError, "numpy needs the memory of one tensor"),
-    "a list": (lambda x, mesh: x.tolist(), ShardingError, "or on x.full_tensor()"),
-    "shared memory": (lambda x, mesh: x.share_memory_(), ShardingError, "share_memory_ needs"),
-    "pinned memory": (lambda x, mesh: x.pin_memory(), ShardingError, "pin_memory needs"),
-    "dlpack": (lambda x, mesh: torch.from_dlpack(x), ShardingError, "__dlpack__ needs"),
-    "a list for a tensor": (
-        lambda x, mesh: distribute_tensor([1, 2], mesh, [Shard(0)]),
-        TypeError,
-        "takes a tensor, got list; write torch.tensor(x)",
-    ),
-    "a name for a mesh": (
-        lambda x, mesh: distribute_tensor(ROWS, "cpu", [Shard(0)]),
-        MeshError,
-        "makes, got 'cpu'; write for example init_device_mesh(\"cpu\", (2,))",
-    ),
-    "a name for the mesh of parts": (
-        lambda x, mesh: DTensor.from_local(ROWS, "cpu", [Shard(0)]),
-        MeshError,
-        "got 'cpu'",
-    ),
-    "a name for a factory's mesh": (lambda x, mesh: dtensor.zeros(4, device_mesh="cpu"), MeshError, "got 'cpu'"),
-    "a sparse tensor": (
-        lambda x, mesh: distribute_tensor(ROWS.to_sparse(), mesh, [Shard(0)]),
-        ValueError,
-        "got layout=torch.sparse_coo; write x.to_dense()",
-    ),
-    "an axis without ranks": (lambda x, mesh: init_device_mesh("cpu", (0,)), ValueError, "at least one rank; got (0,)"),
-    "no rule": (
-        lambda x, mesh: dtensor.register_sharding(torch.ops.aten.sin.default, None),
-        TypeError,
-        "a dtensor.Rule; got None",
-    ),
-    "a text for gradients": (
-        lambda x, mesh: x.to_local(grad_placements=["a"]),
-        PlacementError,
-        "a placement is Shard(dim), Replicate() or Partial(); got 'a'",
-    ),
-}
+TABLE = Path(__file__).with_name("bad_calls.txt")
+"""Calls, each with the class and the beginning of its error on the line below."""
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_one_error(fake_mesh, name):
+def table():
+    lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("#")]
+    for call, error in zip(lines[::2], lines[1::2], strict=True):
+        yield pytest.param(call, *error.strip().split(": ", 1), id=call)
+
+
+def linear():
+    return nn.Linear(4, 4)
+
+
+def graded(value=1.0):
+    """A parameter with a gradient."""
+    p = nn.Parameter(torch.ones(2))
+    p.grad = torch.full((2,), value)
+    return p
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("call", "kind", "words"), list(table()))
+def test_one_error(fake_mesh, tmp_path, call, kind, words):
+    """It names what was given, and what to write instead, or it is torch's where that says so, too."""
     mesh = fake_mesh(2)
-    call, kind, words = CALLS[name]
-    with pytest.raises(kind, match=re.escape(words)):
-        call(distribute_tensor(ROWS, mesh, [Shard(0)]), mesh)
+    names = {
+        **vars(dtensor),
+        **vars(parallel),
+        "ROWS": ROWS,
+        "dtensor": dtensor,
+        "graded": graded,
+        "lin": linear,
+        "mesh": mesh,
+        "mesh2": init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")),
+        "mesh3": init_device_mesh("cpu", (1, 1, 2)),
+        "mlp": lambda: nn.Sequential(linear(), linear()),
+        "np": np,
+        "other": init_device_mesh("cpu", (1, 2)),
+        "copy": copy,
+        "tmp": tmp_path,
+        "torch": torch,
+        "x": distribute_tensor(ROWS, mesh, [Shard(0)]),
+    }
+    with pytest.raises(Exception, match=re.escape(words)) as raised:
+        eval(call, names)
+    assert type(raised.value).__name__ == kind
+
+
+def test_there_are_many():
+    assert len(list(table())) > 180
 
 
 @pytest.mark.parametrize("op", ["sum", "product", "max", "avg"])
