@@ -88,6 +88,10 @@ aten.add_.Tensor [rule: runs on local tensors by its rule]
       31.01 us  S(1), S(1) -> S(1)
   *   11.00 us  P, P -> P
       43.02 us  P(avg), P(avg) -> P(avg)
+      42.02 us  P(max), R -> P(max)
+      42.02 us  P(min), R -> P(min)
+             -  R, P(max) -> P(max)  (in place: the result would not lie as the operand)
+             -  R, P(min) -> P(min)  (in place: the result would not lie as the operand)
   other is redistributed, 32 bytes, 11.00 us:
       S(0) -> R: all_gather over axis 0, 32 B
       R -> P: partial over axis 0, local
@@ -106,6 +110,8 @@ aten.relu_.default [rule: runs on local tensors by its rule]
   *   16.01 us  R -> R
       21.01 us  S(0) -> S(0)
       21.01 us  S(1) -> S(1)
+      32.01 us  P(max) -> P(max)
+      32.01 us  P(min) -> P(min)
   self is redistributed and moved back, 64 bytes, 16.01 us:
       P -> R: all_reduce over axis 0, 64 B
       R -> P: partial over axis 0, local
