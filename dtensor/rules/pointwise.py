@@ -208,7 +208,9 @@ def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
         op = call.name[:3]
         return ((first, UP), (frozenset({1}), UP), (frozenset({0, 1}), {op: op}))
     if call.name in ("add", "sub"):
-        second = call.operands_at({1}) if call.has("alpha") and call["alpha"] == 1 else None
+        # A decision serves any other float in the place of one.
+        plain = call.has("alpha") and isinstance(call["alpha"], int) and call["alpha"] == 1
+        second = call.operands_at({1}) if plain else None
         return ((first, UP), *([(second, UP if call.name == "add" else DOWN)] if second else []))
     return ()
 

@@ -235,6 +235,16 @@ def test_a_rising_function_of_a_maximum_is_not_communicated(rank):
 
 
 @with_threads(2)
+def test_a_decision_for_one_factor_does_not_serve_another_sign(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    dense = torch.arange(24.0).reshape(4, 6).sin()
+    top, one = distribute_tensor(dense, mesh, [Shard(1)]).amax(1), distribute_tensor(torch.ones(4), mesh, [Replicate()])
+    for alpha in (1.0, -2.0, 1, -2):
+        found = torch.add(one, top, alpha=alpha).full_tensor()
+        torch.testing.assert_close(found, torch.add(torch.ones(4), dense.amax(1), alpha=alpha))
+
+
+@with_threads(2)
 def test_what_keeps_no_order_is_not_taken_for_it(rank):
     """Integers wrap around, and a logarithm of a part may be NaN where that of the maximum is not."""
     mesh = init_device_mesh("cpu", (2,))
