@@ -31,10 +31,10 @@ from ._torch_sizes import (
     assumed_size,
     evaluated,
     guards_written_by,
+    has_hint,
     hint,
     is_traced,
     is_written,
-    known_equal,
     known_true,
     on_fixed_sizes,
     replace_size,
@@ -101,8 +101,8 @@ class _Lengths:
         """Let the trace know parts by their whole where it has learnt that the group divides it, or its number."""
         for (expr, group, first), part in list(self.found.items()):
             whole = size_of(part, self.env.replace(expr))
-            if whole.node.expr.is_number:
-                replace_size(part, local_length(int(whole), group, first=first))
+            if _is_number(whole):
+                replace_size(part, local_length(hint(whole), group, first=first))
             elif divides(group_size(group), whole):
                 quotient: Any = FloorDiv(whole.node.expr, group_size(group))
                 replace_size(part, size_of(part, quotient))
@@ -179,6 +179,12 @@ def require_nonempty(size: torch.SymInt, group_sizes: Iterable[int]) -> None:
     evaluated(size, last >= 1)
 
 
+def _is_number(size: torch.SymInt) -> bool:
+    """Whether a trace knows that a size can only be what it is now. (To compare sizes would be a part of the trace.)"""
+    expr = size.node.expr
+    return expr.is_number or (has_hint(size) and known_true(size.node.shape_env, sympy.Eq(expr, hint(size))))
+
+
 def local_length(size, group: str, *, first: bool = False) -> Any:
     """The length of this rank's part of `size` elements that the ranks of `group` cut as `torch.chunk` does, or of the
     first rank's, which is the longest.
@@ -187,7 +193,8 @@ def local_length(size, group: str, *, first: bool = False) -> Any:
     that was compared with another tensor's, is that number, and a part of it is what this rank has.
     """
     n = group_size(group)
-    if isinstance(size, torch.SymInt) and known_equal(size, hint(size)):
+    if isinstance(size, torch.SymInt) and _is_number(size):
+        _lengths(size.node.shape_env).settle()
         size = hint(size)
     if divides(n, size):
         if isinstance(size, torch.SymInt):

@@ -18,6 +18,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -187,14 +188,14 @@ def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], **options: A
     """As `torch.distributed.device_mesh.init_device_mesh`, and prepared: see `prepare`."""
     _check_shape(device_type, mesh_shape)
     all_here()
-    mesh = torch_init_device_mesh(device_type, mesh_shape, **options)
+    mesh = torch_init_device_mesh(device_type, tuple(map(int, mesh_shape)), **options)
     prepare(mesh)
     return mesh
 
 
 def _check_shape(device_type: Any, mesh_shape: Any) -> None:
     sizes = mesh_shape if isinstance(mesh_shape, (tuple, list)) else ()
-    if not sizes or not all(isinstance(n, int) and n > 0 for n in sizes):
+    if not sizes or not all(isinstance(n, Integral) and int(n) > 0 for n in sizes):
         raise ValueError(
             "mesh_shape is a tuple with the number of ranks along each axis, such as (4,) or (2, 2), and an axis has "
             f"at least one rank; got {mesh_shape!r}"

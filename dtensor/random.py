@@ -7,6 +7,7 @@ differ; a mesh holds the ranks of one stage. An explicit `generator=` must likew
 """
 
 import hashlib
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
                 f"manual_seed got different seeds on the ranks of the mesh (rank: seed): {given}; "
                 "replicas would differ. Give one seed, or a mesh that holds only the ranks that share it"
             )
-    if not isinstance(seed, int):
+    if not isinstance(seed, Integral):
         raise TypeError(f"manual_seed takes an int; got {seed!r}")
     torch.manual_seed(seed)
 

@@ -162,6 +162,7 @@ def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, strict: 
 
     Raises:
         CheckpointError: a file is missing, damaged or cut short, or names (if strict) or shapes do not fit.
+        TypeError: `state` is no dict.
     """
     _check_state(state)
     found = {name: (file, entry) for file in _files(Path(path)) for name, entry in _entries(file).items()}

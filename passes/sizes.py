@@ -74,16 +74,17 @@ def settle(graph: fx.Graph) -> None:
     sent, and the padded one has numbers only.
     """
     for node in graph.nodes:
-        if any(n is not number_if_known(n) for x in ir.tensors(node) for n in (*x.shape, *x.stride())):
+        if any(n is not number_if_known(n) for x in ir.tensors(node) for n in x.shape):
             node.meta["val"] = tree_map(_of_numbers, ir.value(node))
 
 
 def _of_numbers(x: Any) -> Any:
-    if not isinstance(x, FakeTensor):
+    """The same part of the same memory: Inductor tells by it which values are views of each other."""
+    if not isinstance(x, FakeTensor) or x.layout != torch.strided:
         return x
     shape, stride = ([number_if_known(n) for n in sizes] for sizes in (x.shape, x.stride()))
     with ir.inside(x.fake_mode):
-        return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+        return x.as_strided(shape, stride, number_if_known(x.storage_offset()))
 
 
 _KNOWN = ir.SIZE

@@ -161,6 +161,14 @@ def test_a_real_run_of_each_plan(plan, nproc, backend, dtype, steps):
     assert ("computed in bfloat16" in result.stdout) == (dtype == "bf16")
 
 
+def test_a_short_run():
+    """Eager, on ranks that are there; at night the command of the README, in all plans."""
+    done = run("--nproc", 2, "--steps", 2, "--layers", 1, "--backend", "eager")
+    assert done.exit_code == 0, done.output
+    assert "The losses agree" in done.output
+    assert "Graphs of the compiled step: 1; graph breaks: 0." in done.output
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("layers", [1, 2])
 def test_a_real_run(tmp_path, layers):

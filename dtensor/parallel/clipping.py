@@ -6,6 +6,7 @@ over the mesh puts the norm together. Tensors on slices of a mesh that others sp
 
 from collections.abc import Iterable, Sequence
 from math import inf, prod
+from numbers import Real
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def clip_grad_norm_(
         if not _is_tensor(x):
             raise TypeError(f"parameters are tensors, such as model.parameters(); got {x!r}")
     for name, norm in (("max_norm", max_norm), ("norm_type", norm_type)):
-        if not isinstance(norm, (int, float, torch.Tensor)):
+        if not isinstance(norm, (Real, torch.Tensor)):
             raise TypeError(f"{name} is a number; got {norm!r}")
     p = float(norm_type)
     if not p > 0:

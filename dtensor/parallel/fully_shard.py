@@ -185,7 +185,7 @@ def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -
 
 
 def _parameters(ignored: Any) -> list[torch.Tensor]:
-    found = list(ignored) if isinstance(ignored, Iterable) else [ignored]
+    found = list(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, torch.Tensor) else [ignored]
     for p in found:
         if not isinstance(p, torch.Tensor):
             raise TypeError(f"ignored_params holds parameters, such as those of model.head.parameters(); got {p!r}")

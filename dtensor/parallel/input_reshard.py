@@ -5,6 +5,7 @@ module that is resharded each keeps its part. It costs an all_gather for each of
 """
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def input_reshard(module: nn.Module, device_mesh: DeviceMesh, input_reshard_dim:
     device_mesh = mesh_of(device_mesh)
     if input_reshard_dim is None:
         return module
-    if not isinstance(input_reshard_dim, int):
+    if not isinstance(input_reshard_dim, Integral):
         raise TypeError(f"input_reshard_dim is a dimension of the activations, or None; got {input_reshard_dim!r}")
     if device_mesh.ndim != 1:
         raise ValueError(

@@ -91,7 +91,7 @@ def _new(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 
 def _check_flag(name: str, given: Any) -> None:
-    if not isinstance(given, bool):
+    if given not in (True, False):
         raise TypeError(f"{name} is True or False; got {given!r}")
 
 

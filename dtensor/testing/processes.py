@@ -80,7 +80,8 @@ def run_ranks(
     Raises:
         RankError: a rank raised, or died.
         TimeoutError: time is up; the message, also printed, holds every rank's Python stacks.
-        ValueError: `fn` is not at the top level of a module, or `nproc` is below 1.
+        ValueError: `fn` is not at the top level of a module, or `nproc` is no number of at least 1.
+        TypeError: `timeout` is no number.
     """
     if not isinstance(nproc, int) or nproc < 1:
         raise ValueError(f"nproc is the number of ranks, at least 1; got {nproc!r}")

@@ -96,7 +96,7 @@ PROGRAMS = {
 
 
 AT_NIGHT = ("what is rewritten",)
-"""Four ranks, as the last; `tests/fuzz/test_ranks.py` has such programs, too."""
+"""It takes four ranks, as another one does; `tests/fuzz/test_ranks.py` has such programs, too."""
 
 
 @pytest.mark.parametrize(

@@ -325,14 +325,18 @@ def test_a_guard_may_be_simplified_with_a_local_length_in_it(fake_mesh):
         assert y.grad.shape == (n, 1)
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["cut after", "cut before"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_length_that_is_known_to_be_one(rank):
+def test_a_length_that_is_known_to_be_one(rank, before):
     """The channels of the input are half of a symbolic length, those of the weight one: the second rank has none."""
     with fake_ranks(2, rank):
         mesh = init_device_mesh("cpu", (2,))
 
         def fn(x, w, b):
-            return F.batch_norm(F.avg_pool1d(x, 2), None, None, w, b, training=True)
+            y = F.avg_pool1d(x, 2)
+            if before:
+                y = y.redistribute(placements=[Shard(1)]) * 2
+            return F.batch_norm(y, None, None, w, b, training=True) + y
 
         ours = compiled(fn, "dtensor", True, options={"inner": "aot_eager", "agreement": False})
         x = distribute_tensor(torch.rand(6, 2), mesh, [Shard(0)])

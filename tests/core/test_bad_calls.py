@@ -75,3 +75,11 @@ def test_a_whole_value_may_be_given_as_partial(rank, op):
         x = distribute_tensor(ROWS, mesh, placements)
         assert x.placements == tuple(placements)
         assert torch.equal(x.full_tensor(), ROWS)
+
+
+def test_numbers_of_numpy_are_numbers(fake_mesh):
+    fake_mesh(2)
+    mesh = init_device_mesh("cpu", tuple(np.array([1, 2])))
+    assert mesh.shape == (1, 2)
+    dtensor.random.manual_seed(np.int64(3))
+    parallel.clip_grad_norm_([graded()], np.float32(1.0))

@@ -19,7 +19,7 @@ from dtensor.layout import Layout
 from dtensor.pending import Pending
 from dtensor.plan import plan
 from dtensor.steps import senders
-from dtensor.testing import CountCollectives, run_ranks, run_threads, with_threads
+from dtensor.testing import CountCollectives, run_ranks, run_threads, with_ranks, with_threads
 
 FOLD = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}
 WORLDS = {
@@ -366,6 +366,18 @@ def test_async_result_waits_on_first_use(rank):
         assert torch.equal(copy.deepcopy(y).to_local(), expected)
         assert torch.equal(pickle.loads(pickle.dumps(local)), expected)
         assert torch.equal(y.redistribute(mesh, [Replicate()]).to_local(), src.full_tensor())
+
+
+@with_ranks(2)
+def test_async_result_is_given_to_compiled_code(rank):
+    """As a DTensor, and this rank's part of it."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.arange(6.0).view(3, 2)
+    x = distribute_tensor(whole, mesh, [Shard(0)])
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="aot_eager", fullgraph=True)
+    for of in (lambda y: y, lambda y: y.to_local()):
+        y = compiled(of(x.redistribute(placements=[Replicate()], async_op=True)))
+        assert torch.equal(y.to_local() if isinstance(y, DTensor) else y, whole * 2 + 1)
 
 
 @with_threads(2)

@@ -275,7 +275,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 @with_threads(4)
 def test_doing_what_the_message_says_helps(rank, name):
-    """On two axes, for every placement: after a few redistributions the call runs in strict mode, rightly."""
+    """On two axes, for placements of all kinds: after a few redistributions the call runs in strict mode, rightly."""
     mesh = init_device_mesh("cpu", (2, 2))
     function, *shapes = CALLS[name]
     dense = [torch.linspace(-1, 2, torch.Size(s).numel()).reshape(s) for s in shapes]

@@ -6,10 +6,13 @@ import sys
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from dtensor._torch_sizes import stand_in, symbolic_mode
 from dtensor.collectives import ops
 from dtensor.errors import PassError
 from dtensor.passes import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, count, ir, run, text
+from dtensor.passes.sizes import settle
 
 
 def program(bench):
@@ -192,3 +195,18 @@ def test_the_folder_is_not_a_package_of_its_own():
     code = "import passes"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "write: import dtensor.passes" in found.stderr
+
+
+def test_values_say_numbers_and_stay_views_of_each_other():
+    """Where the trace learns at its end that a length is a number."""
+    mode = symbolic_mode()
+    x = stand_in(mode, torch.empty(6, 2), "x", True)
+
+    with mode:
+        graph = make_fx(lambda x: x.t()[1:] * 2)(x).graph
+    assert x.shape[0] == 6  # a guard
+    settle(graph)
+    values = {node.name: node.meta["val"] for node in graph.nodes if "val" in node.meta}
+    assert all(type(n) is int for value in values.values() for n in (*value.shape, *value.stride()))
+    assert values["t"].untyped_storage()._cdata == values["slice_1"].untyped_storage()._cdata
+    assert values["slice_1"].storage_offset() == 1
