@@ -155,14 +155,16 @@ def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
     return kept
 
 
-def on_fixed_sizes(env: ShapeEnv, then: Callable[[], None]) -> None:
-    """Have `then` called after a trace has learnt that a symbol is a number."""
+def on_replaced_sizes(env: ShapeEnv, number: Callable[[], None], other: Callable[[], None]) -> None:
+    """Have `number` called after a trace has learnt that a symbol is a number, `other` after it has that it is a size
+    of other symbols."""
     replace = env._set_replacement
 
     def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        before = env.replacements.get(a)
         replace(a, tgt, msg)
-        if tgt.is_number:
-            then()
+        if env.replacements.get(a) != before:
+            (number if tgt.is_number else other)()
 
     env._set_replacement = replaced
 
@@ -341,7 +343,7 @@ __all__ = [
     "known_equal",
     "known_true",
     "number_if_known",
-    "on_fixed_sizes",
+    "on_replaced_sizes",
     "replace_size",
     "same_size",
     "size_formula",

@@ -36,7 +36,7 @@ from ._torch_sizes import (
     is_traced,
     is_written,
     known_true,
-    on_fixed_sizes,
+    on_replaced_sizes,
     replace_size,
     size_of,
     traced_size,
@@ -75,7 +75,7 @@ class _Lengths:
         self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
         self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
         guards_written_by(env, self.on_all_ranks, self.made_of.keys())
-        on_fixed_sizes(env, self.settle)
+        on_replaced_sizes(env, number=self.settle, other=self.unite)
 
     def of(self, size: torch.SymInt, group: str, first: bool) -> torch.SymInt:
         """The length of this rank's part of `size`, or of the first rank's."""
@@ -96,6 +96,14 @@ class _Lengths:
         """Whether all ranks have what `size` is taken to be: the local lengths that it is made of are all even."""
         wholes = [self.made_of[s] for s in self._parts_in(size.node.expr)]
         return all(hint(size_of(size, whole)) % group_size(group) == 0 for whole, group, _ in wholes)
+
+    def unite(self) -> None:
+        """Let the trace know parts as one whose wholes it has learnt to be equal. (Parts stand after their wholes.)"""
+        parts: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
+        for (expr, group, first), part in list(self.found.items()):
+            one = parts.setdefault((self.env.replace(expr), group, first), part)
+            if one.node.expr != part.node.expr:
+                replace_size(part, one)
 
     def settle(self) -> None:
         """Let the trace know parts by their whole where it has learnt that the group divides it, or its number."""

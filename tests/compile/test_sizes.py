@@ -297,6 +297,21 @@ def test_what_a_trace_learns_to_divide_settles_the_length_of_a_part(fake_mesh):
     assert mine.node.expr == (s // 2).node.expr
 
 
+def test_parts_of_lengths_that_turn_out_equal_are_one(fake_mesh):
+    """And parts of these parts: values that a trace made before say the same as those that it makes after."""
+    groups = fake_mesh(2, 2).get_all_groups()
+    first, last = [group.group_name for group in groups]
+    with torch.fx.experimental._config.patch(use_duck_shape=False):
+        mode = symbolic_mode()
+        a, b = (stand_in(mode, torch.empty(9), name, True).shape[0] for name in "xy")
+    assert a.node.expr != b.node.expr
+    parts = [local_length(n, first) for n in (a, b)]
+    parts += [local_length(part, last) for part in parts]
+    assert a == b  # a guard
+    assert parts[0].node.expr == parts[1].node.expr != a.node.expr
+    assert parts[2].node.expr == parts[3].node.expr != parts[0].node.expr
+
+
 def test_what_a_trace_learns_to_divide_in_the_middle(fake_mesh):
     """The backward learns that an axis divides the length, and where it does, nothing of the graph computes that."""
     mesh = fake_mesh(2, 2)
