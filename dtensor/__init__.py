@@ -3,6 +3,7 @@
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import composite as composite  # registers what is caught whole
+from . import control_flow as control_flow  # registers branches and loops
 from . import hooks as hooks  # registers the backend and the passes
 from . import interop as interop
 from . import linear_loss as linear_loss  # registers the loss of a linear layer

@@ -119,6 +119,16 @@ def intercept(name: str, kernel) -> None:
     _own[space or "aten"].impl(base, kernel, OWN_KEY)
 
 
+def higher_order_operators() -> list[Any]:
+    """Torch's operators that call functions: `cond`, `while_loop`, `scan` and the like."""
+    return list(torch._ops._higher_order_ops.values())
+
+
+def catch_higher_order(operator: Any, kernel: Callable[..., Any]) -> None:
+    """Run `kernel(operator, ...)` in place of a higher-order operator that has a DTensor among its arguments."""
+    operator.py_impl(torch._C._dispatch_key_parse(OWN_KEY))(functools.partial(kernel, operator))
+
+
 def without_own_key():
     """Context in which `intercept` does not apply, to call the intercepted operator itself."""
     return torch._C._ExcludeDispatchKeyGuard(OWN_KEYSET)
@@ -429,6 +439,7 @@ __all__ = [
     "below_autograd",
     "break_connections",
     "c10d",
+    "catch_higher_order",
     "check_version",
     "cloned_store",
     "current_device_mesh",
@@ -445,6 +456,7 @@ __all__ = [
     "functionalized",
     "graph_node",
     "has_tangent",
+    "higher_order_operators",
     "in_forward_mode",
     "intercept",
     "is_being_compiled",

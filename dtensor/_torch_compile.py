@@ -214,6 +214,33 @@ def attributes_stand_with_their_tensors() -> None:
     SubgraphTracer.track_produced_symints = tracked
 
 
+def higher_order_take(cls: type) -> None:
+    """Let Dynamo make graphs of branches and bodies that DTensors go into.
+
+    It asks which results of a loop share memory: they do if their local tensors do. And it hands a branch all symbols
+    in what goes into it: of a DTensor those of the whole, as nothing in Dynamo's graph speaks of its parts.
+    """
+    from torch._dynamo.output_graph import SubgraphTracer
+    from torch._dynamo.variables import higher_order_ops
+
+    storages, lift = higher_order_ops.get_tensor_storages, SubgraphTracer._lift_basic_symbols
+
+    @functools.wraps(storages)
+    def of_local(x: torch.Tensor) -> Any:
+        return storages(x._local_tensor if isinstance(x, cls) else x)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @functools.wraps(lift)
+    def of_whole(self: Any, example_value: Any, src: Any) -> None:
+        if isinstance(example_value, cls) and self.parent is not None:
+            for size in (*example_value.shape, *example_value.stride()):
+                lift(self, size, None)
+        else:
+            lift(self, example_value, src)
+
+    higher_order_ops.get_tensor_storages = of_local
+    SubgraphTracer._lift_basic_symbols = of_whole
+
+
 def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
     """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
     from torch._dynamo.backends.common import aot_autograd

@@ -35,7 +35,7 @@ from ._torch import (
     tree_leaves,
 )
 from .errors import MixedTensorError
-from .provenance import LAYOUT, LOCAL, OPERATOR, note_shards
+from .provenance import ALIKE, LAYOUT, LOCAL, OPERATOR, note_shards
 
 MARK = "rank_invariant"
 """Attribute of a storage: the tensor's version when it was recorded; the `_Recorder` where versions are not counted."""
@@ -72,6 +72,18 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
             "DTensor.from_local(x, device_mesh, placements) for a local one, or run this inside "
             "`with dtensor.implicit_replication():` if it is made of sizes and numbers only"
         )
+
+
+def is_alike(x: torch.Tensor) -> bool:
+    """Whether the plain tensor `x` may be taken as replicated."""
+    return _objection(x) is None
+
+
+def note_alike(x: torch.Tensor) -> None:
+    """Note in the graph that is traced that `x`, which it is given, is alike on all ranks."""
+    node = graph_node(x) if isinstance(x, (FakeTensor, FunctionalTensor)) else None
+    if node is not None:
+        node.meta[ALIKE] = True
 
 
 def _objection(x: torch.Tensor) -> str | None:
@@ -119,6 +131,8 @@ def _has_dims(value: Any) -> bool:
 
 def _differs(node: torch.fx.Node) -> str | None:
     """Why this node's value can differ between ranks though its arguments do not."""
+    if ALIKE in node.meta:
+        return None
     if LOCAL in node.meta:
         return " that holds this rank's part of a DTensor"
     if node.op == "placeholder":
@@ -288,4 +302,4 @@ def region_of_torch() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if is_being_compiled() else _Recorder()
 
 
-__all__ = ["check_invariant", "implicit_replication", "mark_local", "region_of_torch"]
+__all__ = ["check_invariant", "implicit_replication", "is_alike", "mark_local", "note_alike", "region_of_torch"]

@@ -1,8 +1,8 @@
 """What the nodes of a traced graph know of the DTensors they were traced from: notes in `node.meta`.
 
-`LOCAL`, `OPERATOR` and `SHARDS` tell tracing and the passes what they may take for granted. Of the others nothing
-depends: they are for texts, manifests and reports. A rewrite hands `MOVE` and `TRACED` on to what it makes; `LAYOUT`
-and `SHARDS` are true of one value alone.
+`LOCAL`, `ALIKE`, `OPERATOR` and `SHARDS` tell tracing and the passes what they may take for granted. Of the others
+nothing depends: they are for texts, manifests and reports. A rewrite hands `MOVE` and `TRACED` on to what it makes;
+`LAYOUT` and `SHARDS` are true of one value alone.
 """
 
 import importlib
@@ -17,6 +17,9 @@ from ._torch_sizes import has_hint
 
 LOCAL = "dtensor_local"
 """The node is the local tensor of a computed DTensor: this rank's part, whatever it was computed from."""
+
+ALIKE = "dtensor_alike"
+"""The node is an input of the graph that is the same on all ranks, as the graph around it knows."""
 
 OPERATOR = "dtensor_operator"
 """The node is an operator that was called on DTensors, with its numbers as they were given: the same on all ranks."""
@@ -142,6 +145,7 @@ def _node(local: Any) -> Any:
 
 
 __all__ = [
+    "ALIKE",
     "LAYOUT",
     "LOCAL",
     "MOVE",

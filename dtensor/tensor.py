@@ -207,7 +207,7 @@ class DTensor(torch.Tensor):
             raise PlacementError(f"from_local: {wrong}")
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
-        return _FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
+        return FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's local tensor; differentiable.
@@ -519,7 +519,7 @@ class _ToMesh(torch.autograd.Function):
         return grad, None, None, None
 
 
-class _FromLocal(torch.autograd.Function):
+class FromLocal(torch.autograd.Function):
     """A plain tensor in a layout; the gradient's local tensor in `grad_layout`, by what can be differentiated again."""
 
     @staticmethod
@@ -565,7 +565,7 @@ class _ToLocal(torch.autograd.Function):
             return None, None
         mesh, layout, shape, stride = ctx.whole
         if torch.is_grad_enabled() and grad.requires_grad:
-            return _FromLocal.apply(grad, mesh, layout, shape, stride, layout.without_partial()), None
+            return FromLocal.apply(grad, mesh, layout, shape, stride, layout.without_partial()), None
         return DTensor(_alias(grad), mesh, layout, shape, stride), None
 
 
@@ -626,4 +626,4 @@ def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> 
 install(DTensor, _wrap)
 inner_sizes_follow(DTensor)
 attributes_stand_with_their_tensors()
-__all__ = ["DTensor", "complete_tangents", "fake_like", "move"]
+__all__ = ["DTensor", "FromLocal", "complete_tangents", "fake_like", "move"]

@@ -46,7 +46,7 @@ LAYERS = [
     ["dispatch"],
     ["detours", "out"],
     ["tensor"],
-    ["composite", "api", "random", "registration", "explanation"],
+    ["composite", "control_flow", "api", "random", "registration", "explanation"],
     [
         "local_functions",
         "linear_loss",

@@ -1,0 +1,140 @@
+"""`torch.cond`, `while_loop`, `scan`, `map` and nested regions on DTensors in compiled code, against one device."""
+
+import pytest
+import torch
+from torch._dynamo.exc import TorchDynamoException
+from torch._higher_order_ops import map, scan, while_loop
+
+from dtensor import DTensor, OperatorError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.testing import with_ranks
+
+
+def sign(x, w):
+    """The second branch gives other placements than the first, and the sum that decides lies on all ranks."""
+    return torch.cond(x.sum() > 0, lambda x, w: (x @ w).t() * 1, lambda x, w: ((x + 1) @ w).cos().t() * 2, (x, w))
+
+
+def contracted(x, w):
+    """A sum over the ranks leaves a branch as it is, partial, and a masked one stands beside it."""
+
+    def yes(x, w):
+        return x.t() @ (x @ w), x.masked_fill(mask == 0, 2.0)
+
+    def no(x, w):
+        return x.t() @ x @ w, x * 2
+
+    mask = torch.ones(4).cumsum(0) > 2
+    return torch.cond(w.sum() > 1e3, no, yes, (x, w))
+
+
+def nested(x, w):
+    def outer(x, w):
+        return torch.cond(x.amax() > 1e3, lambda x: x * 2, lambda x: x - x.mean(0), (x @ w,))
+
+    return torch.cond(x.amin() < 1e3, outer, lambda x, w: x @ w, (x, w))
+
+
+def until(x, w):
+    """Until a norm is small enough: the condition needs all ranks."""
+    start = x.sum(0)
+    return while_loop(lambda k, s: s.norm() > 0.5, lambda k, s: (k + 1, (s @ w) * 0.2), (torch.tensor(0), start))
+
+
+def summed(x, w):
+    return scan(lambda carry, row: ((carry + row) @ w, carry * row), x.sum(0), x)
+
+
+def by_row(x, w):
+    return map(lambda row, w: (row @ w).relu(), x, w)
+
+
+@torch.compiler.nested_compile_region
+def block(x, w):
+    return torch.tanh(x @ w)
+
+
+def regions(x, w):
+    """One graph for both calls."""
+    return block(block(x, w), w)
+
+
+EVERY = {f.__name__: f for f in (sign, contracted, nested, until, summed, by_row, regions)}
+NO_BACKWARD = ("until",)
+"""Torch differentiates a loop under fullgraph only where it can count how often it ran."""
+
+
+def check(name, mesh, placements, inner, *, sizes=(6,), dynamic=False):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    fn, with_gradients = EVERY[name], name not in NO_BACKWARD
+    ours = torch.compile(fn, backend="dtensor", fullgraph=True, dynamic=dynamic, options={"inner": inner})
+    for n in sizes:
+        for factor in (1, -1):
+            given = [factor * torch.randn(n, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)]
+            placed = [distribute_tensor(t, mesh, p) for t, p in zip(given, placements)]
+            for t in (*given, *placed) if with_gradients else ():
+                t.requires_grad_()
+            found, expected = ours(*placed), fn(*given)
+            found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
+            assert len(found) == len(expected)
+            for a, b in zip(found, expected):
+                torch.testing.assert_close(a.full_tensor() if isinstance(a, DTensor) else a, b)
+            if with_gradients:
+                sum(x.square().sum() for x in expected).backward()
+                sum(x.square().sum() for x in found).backward()
+                for a, b in zip(placed, given):
+                    torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n == "nested" else n for n in EVERY])
+@with_ranks(2)
+def test_against_one_device(rank, name):
+    check(name, init_device_mesh("cpu", (2,)), ([Shard(0)], [Shard(1)]), "aot_eager")
+
+
+@pytest.mark.parametrize("name", ["summed", pytest.param("sign", marks=pytest.mark.nightly)])
+@with_ranks(2)
+def test_uneven_shards_of_any_length(rank, name):
+    check(name, init_device_mesh("cpu", (2,)), ([Shard(0)], [Replicate()]), "aot_eager", sizes=(5, 7, 4), dynamic=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", EVERY)
+@with_ranks(4)
+def test_by_inductor_on_two_axes(rank, name):
+    check(name, init_device_mesh("cpu", (2, 2)), ([Shard(0), Shard(0)], [Shard(1), Replicate()]), "inductor")
+
+
+def refused(fn, what, *given):
+    """Dynamo wraps the error, but tells what it says."""
+    with pytest.raises(TorchDynamoException, match=what):
+        torch.compile(fn, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})(*given)
+
+
+def test_what_cannot_be_says_what_to_write(fake_mesh):
+    mesh = fake_mesh(2)
+    x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+
+    def shapes(x):
+        return torch.cond(x.sum() > 0, lambda x: x * 1, lambda x: x[:2] * 1, (x,))
+
+    def mixed(x):
+        return while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + x), (torch.tensor(0), torch.zeros(4, 4)))
+
+    refused(shapes, "of one shape", x)
+    refused(mixed, "distribute_tensor", x)
+    with pytest.raises(OperatorError, match="local_map"):
+        torch.ops.higher_order.out_dtype(torch.ops.aten.mm.default, torch.float32, x, x)
+
+
+def test_a_carried_value_is_not_partial(fake_mesh):
+    """Otherwise each run of the body would sum it over the ranks, and take it apart again."""
+    mesh = fake_mesh(2)
+    x = DTensor.from_local(torch.randn(4, 4), mesh, [Partial()])
+    loop = torch.compile(
+        lambda x: while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s.cos()), (torch.tensor(0), x))[1],
+        backend="dtensor",
+        fullgraph=True,
+        options={"inner": "aot_eager"},
+    )
+    assert loop(x).placements == (Replicate(),)
