@@ -97,6 +97,7 @@ def test_a_foreign_file_is_refused_before_anything_runs(tmp_path, monkeypatch):
     assert path.read_text() == "{}"
 
 
+@pytest.mark.nightly
 @with_ranks(2)
 def test_ranks_on_two_hosts_measure_the_link_between_them(rank, tmp_path):
     os.environ.update(LOCAL_WORLD_SIZE="1", DTENSOR_LINKS=str(tmp_path / "links.json"))

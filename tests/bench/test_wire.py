@@ -9,10 +9,13 @@ from bench.record import OURS
 from bench.sides import SIDES, reason
 from bench.uncoded import UNCODED
 
-AT_NIGHT = [pytest.param("transformer-2", plan, marks=pytest.mark.nightly) for plan in ("tp", "sp", "2d")]
+BY_DAY = ("tp", "fsdp", "2d")
+AT_NIGHT = [("mlp", plan) for plan in RANKS if plan not in BY_DAY]
+AT_NIGHT += [("transformer-2", plan) for plan in ("tp", "sp", "2d")]
+CASES = [("mlp", plan) for plan in BY_DAY] + [pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT]
 
 
-@pytest.mark.parametrize(("name", "plan"), [*[("mlp", plan) for plan in RANKS], *AT_NIGHT])
+@pytest.mark.parametrize(("name", "plan"), CASES)
 def test_no_more_is_sent_than_by_hand(name, plan):
     model = named(name, wire.SIZES)
     ours, hand = (wire.count(side, model, plan, RANKS[plan]) for side in (OURS, "by hand"))

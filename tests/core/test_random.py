@@ -237,10 +237,11 @@ def attention_with_dropout(mesh, placements):
     torch.testing.assert_close(found.full_tensor(), expected)
 
 
+@pytest.mark.parametrize("shapes", [SHAPES[1:3], pytest.param(SHAPES, marks=pytest.mark.nightly)], ids=["few", "all"])
 @with_ranks(2)
-def test_on_two_ranks(rank):
+def test_on_two_ranks(rank, shapes):
     mesh = init_device_mesh("cpu", (2,))
-    for shape in SHAPES:
+    for shape in shapes:
         for p in [Replicate(), *map(Shard, range(len(shape)))]:
             same_numbers(mesh, shape, [p])
             same_factories(mesh, shape, [p])

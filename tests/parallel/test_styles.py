@@ -1,9 +1,5 @@
-"""Each style on two gloo ranks, eager and compiled, against the plain module: output and every gradient.
+"""Each style on two gloo ranks, eager and compiled, against the plain module: output and every gradient."""
 
-All cases run in one pair of processes; the tests look at one case each.
-"""
-
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +21,7 @@ from dtensor.parallel import (
 )
 from dtensor.placements import Replicate, Shard
 from dtensor.tensor import DTensor
-from dtensor.testing import MLPModule, MLPStacked, ModelArgs, RMSNorm, Transformer, run_ranks
+from dtensor.testing import MLPModule, MLPStacked, ModelArgs, RMSNorm, Transformer, with_ranks
 
 NPROC = 2
 R, S = Replicate, Shard
@@ -235,32 +231,14 @@ def computed(case, mesh, compiled):
     return output.detach(), grads, in_grads
 
 
-def all_cases(rank):
-    mesh = init_device_mesh("cpu", (NPROC,), mesh_dim_names=("tp",))
-    results = {}
-    for name, compiled in RUNS:
-        torch.compiler.reset()
-        try:
-            results[name, compiled] = computed(CASES[name], mesh, compiled)
-        except Exception:
-            results[name, compiled] = traceback.format_exc()
-    return results
-
-
-@pytest.fixture(scope="module")
-def results():
-    return run_ranks(all_cases, NPROC)
-
-
 @pytest.mark.parametrize(("name", "compiled"), RUNS)
-def test_as_the_plain_module(results, name, compiled):
+@with_ranks(NPROC)
+def test_as_the_plain_module(rank, name, compiled):
     want = expected(CASES[name])
-    for rank in range(NPROC):
-        got = results[rank][name, compiled]
-        assert not isinstance(got, str), f"rank {rank}: {got}"
-        torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
-        for given, wanted in zip(got[2], want[2]):
-            assert (given is None) == (wanted is None)
-            if given is not None:
-                torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-5)
+    got = computed(CASES[name], init_device_mesh("cpu", (NPROC,), mesh_dim_names=("tp",)), compiled)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5)
+    for given, wanted in zip(got[2], want[2]):
+        assert (given is None) == (wanted is None)
+        if given is not None:
+            torch.testing.assert_close(given, wanted, rtol=1e-5, atol=1e-5)
