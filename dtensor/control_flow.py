@@ -20,7 +20,7 @@ import torch
 from ._torch import catch_higher_order, higher_order_operators, tree_flatten
 from ._torch_compile import higher_order_take
 from .errors import OperatorError
-from .invariance import is_alike, note_alike
+from .invariance import check_invariant, is_alike, note_alike
 from .layout import Layout
 from .local_sizes import written
 from .spec import contiguous_stride
@@ -158,23 +158,24 @@ def _along_first(x: Any) -> Any:
     return _in_layout(x, Layout.make(layout.mesh_ndim, ((), *layout.dims[1:]), layout.partial))
 
 
-def _decides(x: Any) -> Any:
-    """A predicate, the same on every rank: a plain tensor without dimensions counts as that."""
+def _decides(name: str, x: Any) -> Any:
+    """A predicate, the same on every rank: a plain tensor without dimensions counts as that.
+
+    Raises:
+        MixedTensorError: a plain one that has dimensions may differ between the ranks.
+    """
     if not isinstance(x, DTensor):
+        if isinstance(x, torch.Tensor):
+            check_invariant(name, "pred", x)
         return x
     return _in_layout(x, Layout.make(x._spec.layout.mesh_ndim, ((),) * x.dim(), ())).to_local()
-
-
-def _only(made: list[Any]) -> Any:
-    (condition,) = made
-    return _decides(condition)
 
 
 def cond(operator: Any, pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence[Any] = ()) -> Any:
     """`torch.cond`."""
     given, results = Operands(operands), Results("torch.cond")
     branches = [given.on_parts(f, results.parts) for f in (true_fn, false_fn)]
-    return results.whole(operator(_decides(pred), *branches, tuple(given.parts)))
+    return results.whole(operator(_decides("torch.cond", pred), *branches, tuple(given.parts)))
 
 
 def while_loop(operator: Any, cond_fn: Callable, body_fn: Callable, carried: Sequence[Any], more: Sequence[Any]) -> Any:
@@ -182,7 +183,8 @@ def while_loop(operator: Any, cond_fn: Callable, body_fn: Callable, carried: Seq
     n = len(carried)
     given = Operands([*map(_carried, carried), *more])
     results = Results("torch.while_loop", given.forms[:n])
-    functions = given.on_parts(cond_fn, _only), given.on_parts(body_fn, results.parts)
+    on_parts = given.on_parts(cond_fn, lambda made: _decides("torch.while_loop", *made))
+    functions = on_parts, given.on_parts(body_fn, results.parts)
     return results.whole(operator(*functions, tuple(given.parts[:n]), tuple(given.parts[n:])))
 
 
