@@ -229,13 +229,21 @@ def higher_order_take(cls: type) -> None:
     def of_local(x: torch.Tensor) -> Any:
         return storages(x._local_tensor if isinstance(x, cls) else x)  # pyright: ignore[reportAttributeAccessIssue]
 
+    part: Any = None
+
     @functools.wraps(lift)
     def of_whole(self: Any, example_value: Any, src: Any) -> None:
-        if isinstance(example_value, cls) and self.parent is not None:
-            for size in (*example_value.shape, *example_value.stride()):
-                lift(self, size, None)
-        else:
+        nonlocal part
+        if part is not None and example_value is part:
+            return
+        if not isinstance(example_value, cls) or self.parent is None:
             lift(self, example_value, src)
+            return
+        part = example_value._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            lift(self, example_value, src)  # its own sizes, and then what it consists of
+        finally:
+            part = None
 
     higher_order_ops.get_tensor_storages = of_local
     SubgraphTracer._lift_basic_symbols = of_whole

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dtensor import DTensor, init_device_mesh
+from dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
 from dtensor.parallel import fully_shard
 from dtensor.testing import CountCollectives, ModelArgs, Transformer, with_ranks
@@ -125,3 +125,21 @@ def test_numbers_are_those_of_one_process(rank, plan, policy):
         for name, p in model.named_parameters():
             grad = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
             torch.testing.assert_close(grad, single.get_parameter(name).grad, atol=1e-5, rtol=1e-4)
+
+
+def test_of_any_length(fake_mesh):
+    """What Dynamo makes a graph of its own is called with the symbols in its arguments: in front of them, as always."""
+    mesh = fake_mesh(2)
+    run = torch.compile(
+        lambda x: checkpoint(lambda x: x.sin() * 2, x, use_reentrant=False),
+        backend="dtensor",
+        fullgraph=True,
+        dynamic=True,
+        options={"inner": "aot_eager"},
+    )
+    for n in (8, 5):
+        x = distribute_tensor(torch.rand(n, 6), mesh, [Shard(0)]).requires_grad_()
+        y = run(x)
+        assert torch.equal(y.to_local(), x.to_local().sin() * 2)
+        y.sum().backward()
+        assert torch.equal(x.grad.to_local(), x.to_local().cos() * 2)

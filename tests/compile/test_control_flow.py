@@ -59,31 +59,28 @@ def regions(x, w):
 
 
 EVERY = {f.__name__: f for f in (sign, contracted, nested, until, summed, by_row, regions)}
-NO_BACKWARD = ("until",)
-"""Torch differentiates a loop under fullgraph only where it can count how often it ran."""
 
 
 def check(name, mesh, placements, inner, *, sizes=(6,), dynamic=False):
     torch.compiler.reset()
     torch.manual_seed(0)
-    fn, with_gradients = EVERY[name], name not in NO_BACKWARD
+    fn = EVERY[name]
     ours = torch.compile(fn, backend="dtensor", fullgraph=True, dynamic=dynamic, options={"inner": inner})
     for n in sizes:
         for factor in (1, -1):
             given = [factor * torch.randn(n, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)]
             placed = [distribute_tensor(t, mesh, p) for t, p in zip(given, placements)]
-            for t in (*given, *placed) if with_gradients else ():
+            for t in (*given, *placed):
                 t.requires_grad_()
-            found, expected = ours(*placed), fn(*given)
+            found, expected = ours(*placed), torch.compile(fn, backend="aot_eager", fullgraph=True)(*given)
             found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
             assert len(found) == len(expected)
             for a, b in zip(found, expected):
                 torch.testing.assert_close(a.full_tensor() if isinstance(a, DTensor) else a, b)
-            if with_gradients:
-                sum(x.square().sum() for x in expected).backward()
-                sum(x.square().sum() for x in found).backward()
-                for a, b in zip(placed, given):
-                    torch.testing.assert_close(a.grad.full_tensor(), b.grad)
+            for results in (found, expected):
+                sum(x.square().sum() for x in results if x.requires_grad).backward()
+            for a, b in zip(placed, given):
+                torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly) if n == "nested" else n for n in EVERY])
