@@ -30,7 +30,7 @@ from dtensor.tensor import DTensor, complete_tangents
 
 from .inductor import STAGES, Partition
 from .options import Options
-from .pipeline import optimise, prepare_partition, simplify_joint
+from .pipeline import branches, optimise, prepare_partition, simplify_joint
 from .watch import dumped
 
 
@@ -89,6 +89,9 @@ def _traced(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callabl
 
 def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
     check_results(gm.graph, kwargs["num_fwd_outputs"])
+    for branch in branches(gm):
+        simplify_joint(branch.graph, options, within=True)
+        branch.recompile()
     simplify_joint(gm.graph, options)
     prepare_partition(gm.graph, options, kwargs.get("static_lifetime_input_indices") or ())
     gm.recompile()
@@ -100,6 +103,9 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
 
     def compiler(inference: bool) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, _: Any) -> Any:
+            for branch in branches(gm):
+                optimise(branch.graph, options, inference=inference, within=True)
+                branch.recompile()
             optimise(gm.graph, options, inference=inference)
             gm.recompile()
             return boxed(gm.forward)

@@ -15,6 +15,7 @@ from dtensor._torch_compile import (
     CustomPartitionerFn,
     check_results,
     get_hash_for_files,
+    is_within,
     lower_as_collective,
     min_cut_partition,
     sizes_defined_by,
@@ -34,7 +35,7 @@ class JointPasses(CustomInferenceAwareGraphPass):
         self.options = options
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
-        simplify_joint(graph, self.options)
+        simplify_joint(graph, self.options, within=is_within())
 
     def uuid(self) -> Any:
         """None, so that nothing is taken from a cache, where the options ask for it."""
@@ -47,7 +48,7 @@ class Passes(JointPasses):
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         lower_as_collective(OVER_GLOO.all_to_all)
         sizes_defined_by(torch.ops.dtensor.local_length.default, local_lengths)
-        optimise(graph, self.options, inference=is_inference)
+        optimise(graph, self.options, inference=is_inference, within=is_within())
 
 
 class Partition(CustomPartitionerFn):

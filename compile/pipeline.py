@@ -6,7 +6,7 @@ Simplifying the joint graph comes first: what is saved for the backward is then 
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,8 +43,10 @@ from .written_inputs import copy_first
 NOT_JOINT = (CommonSubexpressions.name,)
 
 
-def simplify_joint(graph: fx.Graph, options: Options) -> None:
+def simplify_joint(graph: fx.Graph, options: Options, *, within: bool = False) -> None:
     """Run the simplifying passes on the joint graph of forward and backward, in place.
+
+    `within`: it is the graph of a branch or a body in another graph.
 
     Raises:
         PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
@@ -52,7 +54,7 @@ def simplify_joint(graph: fx.Graph, options: Options) -> None:
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
         joint = [p.name for p in (*PREPARE, *SIMPLIFY) if p.name in chosen and p.name not in NOT_JOINT]
-        _run(graph, joint, options, "joint")
+        _run(graph, joint, options, "joint", within=within)
 
 
 def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) -> None:
@@ -80,8 +82,10 @@ def _mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
         node.meta[ir.PARAMETER] = True
 
 
-def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> None:
+def optimise(graph: fx.Graph, options: Options, *, inference: bool = False, within: bool = False) -> None:
     """Run all passes on a forward, backward or inference graph, in place.
+
+    `within`: it is the graph of a branch or a body in another graph.
 
     Raises:
         PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
@@ -89,24 +93,33 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False) -> N
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
         split: list[Pass] = []
-        if inference and options.split_batch > 1:
+        if inference and options.split_batch > 1 and not within:
             _mark_parameters(graph, static_inputs())
             split = [SplitBatch(options.split_batch)]
-        _run(graph, [*split, *chosen], options, direction(graph, inference))
+        _run(graph, [*split, *chosen], options, direction(graph, inference), within=within)
         if options.inner == "inductor" and Schedule.name in chosen:
             pin(graph)
         seal(graph, scheduled=options.inner == "inductor", agreement=options.agreement)
 
 
-def _run(graph: fx.Graph, chosen: Sequence[Pass | str], options: Options, where: str, *, resumed: bool = False) -> None:
-    """`resumed`: passes have run on this graph before, of which the records go on."""
+def _run(
+    graph: fx.Graph,
+    chosen: Sequence[Pass | str],
+    options: Options,
+    where: str,
+    *,
+    resumed: bool = False,
+    within: bool = False,
+) -> None:
+    """`resumed`: passes have run on this graph before, of which the records go on. `within`: nothing is taken down, as
+    it is not known how often the graph will run."""
     binary_products(graph)
     traced = passes.collectives(graph)
     simulate = simulation(graph, where) if options.verify else None
     frame = current_frame()
     if options.dump and Path(options.dump) not in frame.roots:
         frame.roots.append(Path(options.dump))
-    observe = stage_written(frame, where, resumed=resumed)
+    observe = None if within else stage_written(frame, where, resumed=resumed)
     run = partial(passes.run, passes=chosen, traced=True, meshes=mesh_groups(), simulate=simulate, observe=observe)
     try:
         done = run(graph)
@@ -116,10 +129,21 @@ def _run(graph: fx.Graph, chosen: Sequence[Pass | str], options: Options, where:
             f"the {where} graph does not verify as it came, so the passes run unchecked: {error}", stacklevel=2
         )
         done = run(graph, verify=False)
+    if within:
+        return
     record(where, traced, graph, done)
     log_passes(frame, where, done)
     if where != "joint":
         finished(frame, where, graph)
+
+
+def branches(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The graphs of the branches and bodies in a graph, and in these, inner ones first."""
+    used = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
+    for name, child in gm.named_children():
+        if name in used and isinstance(child, fx.GraphModule):
+            yield from branches(child)
+            yield child
 
 
 def direction(graph: fx.Graph, inference: bool) -> str:
@@ -135,4 +159,4 @@ def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
     return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 
 
-__all__ = ["concerns", "direction", "optimise", "prepare_partition", "simplify_joint"]
+__all__ = ["branches", "concerns", "direction", "optimise", "prepare_partition", "simplify_joint"]

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import importlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import sympy
 import torch
 
-from ._torch import OpOverload, tree_leaves  # first: it checks the version of torch
+from ._torch import OpOverload, tree_leaves, tree_map  # first: it checks the version of torch
 from ._torch_sizes import ShapeEnv
 
 # isort: split
@@ -21,9 +23,12 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext
+from torch._higher_order_ops.utils import unique_graph_id
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
+from torch._library.opaque_object import is_opaque_value
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext, SubclassSymbolicContext
 from torch.utils._ordered_set import OrderedSet
 
@@ -218,18 +223,18 @@ def higher_order_take(cls: type) -> None:
     """Let Dynamo make graphs of branches and bodies that DTensors go into.
 
     It asks which results of a loop share memory: they do if their local tensors do. And it hands a branch all symbols
-    in what goes into it: of a DTensor those of the whole, as nothing in Dynamo's graph speaks of its parts.
+    in what goes into it: of a DTensor those of the whole, as nothing in Dynamo's graph speaks of its parts. Torch takes
+    tensors and sizes to go in; beside DTensors that may be their mesh, too.
     """
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.variables import higher_order_ops
 
     storages, lift = higher_order_ops.get_tensor_storages, SubgraphTracer._lift_basic_symbols
+    part: Any = None
 
     @functools.wraps(storages)
     def of_local(x: torch.Tensor) -> Any:
         return storages(x._local_tensor if isinstance(x, cls) else x)  # pyright: ignore[reportAttributeAccessIssue]
-
-    part: Any = None
 
     @functools.wraps(lift)
     def of_whole(self: Any, example_value: Any, src: Any) -> None:
@@ -247,6 +252,18 @@ def higher_order_take(cls: type) -> None:
 
     higher_order_ops.get_tensor_storages = of_local
     SubgraphTracer._lift_basic_symbols = of_whole
+    for name in ("cond", "scan", "while_loop"):
+        module: Any = importlib.import_module(f"torch._higher_order_ops.{name}")
+        module.validate_subgraph_args_types = _but_for_meshes(module.validate_subgraph_args_types, cls)
+
+
+def _but_for_meshes(check: Callable[[Sequence[Any]], None], cls: type) -> Callable[[Sequence[Any]], None]:
+    @functools.wraps(check)
+    def checked(args: Sequence[Any]) -> None:
+        sharded = any(isinstance(x, cls) for x in args)
+        check([x for x in args if not (sharded and is_opaque_value(x))])
+
+    return checked
 
 
 def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
@@ -331,9 +348,36 @@ def free_symbols(value: Any) -> set[sympy.Symbol]:
     return found
 
 
+def is_within() -> bool:
+    """Whether the graph that Inductor has its passes run on is one of a branch or a body in another graph."""
+    frame, found = sys._getframe(1), 0
+    while frame is not None and found < 2:
+        found += frame.f_code.co_name in ("_recursive_joint_graph_passes", "_recursive_post_grad_passes")
+        frame = frame.f_back
+    return found > 1
+
+
 def order_after(graph: torch.fx.Graph, later: dict[torch.fx.Node, list[torch.fx.Node]]) -> None:
     """Have Inductor run each node after those given for it, on which it does not depend."""
+    trace_ordered()
     preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in later.items()})
+
+
+@functools.cache
+def trace_ordered() -> None:
+    """Let what `order_after` has ordered be traced again, in order, as Inductor does to a body of `scan` or `map` that
+    it makes a loop of: torch 2.13 has no rule for it."""
+    if ProxyTorchDispatchMode in control_deps.python_key_table:
+        return
+
+    @control_deps.py_impl(ProxyTorchDispatchMode)
+    def traced(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        _, ordered, *given = args
+        _, name = unique_graph_id(mode, prefix="ordered")
+        mode.tracer.root.register_module(name, ordered)
+        proxies = tree_map(mode.tracer.unwrap_proxy, args)
+        proxy = mode.tracer.create_proxy("call_function", control_deps, proxies, kwargs)
+        return track_tensor_tree(ordered(*given, **kwargs), proxy, constant=None, tracer=mode.tracer)
 
 
 def on_tangents(node: Any, change: Callable[[Any, list], None]) -> None:
@@ -525,6 +569,7 @@ __all__ = [
     "inductor_config",
     "inner_sizes_follow",
     "is_compiling",
+    "is_within",
     "leave_guards_untimed",
     "leave_missing",
     "lower_as_collective",

@@ -7,7 +7,8 @@ predicate or a condition, is brought to all ranks: they take the same branch, an
 
     cond(p, f, g, (x,))   ->   whole(cond(p on every rank, parts of f of whole, parts of g of whole, (part of x,)))
 
-The collectives of a branch stay in its graph: passes and manifests see those of the graph around it.
+The collectives of a branch stay in its graph. Passes run on it and the ranks compare it, as any graph; manifests tell
+of the graph around it alone, as nothing says how often a branch runs.
 """
 
 import re
@@ -19,6 +20,7 @@ import torch
 
 from ._torch import catch_higher_order, higher_order_operators, tree_flatten
 from ._torch_compile import higher_order_take
+from ._torch_sizes import has_hint
 from .errors import OperatorError
 from .invariance import check_invariant, is_alike, note_alike
 from .layout import Layout
@@ -86,7 +88,7 @@ class Results:
             self.complete = True
         if len(made) != len(self.forms):
             raise OperatorError(f"{self.name}: one function gives {len(self.forms)} results, another {len(made)}")
-        return tuple([self._part(i, x, form) for i, (x, form) in enumerate(zip(made, self.forms))])
+        return tuple([self._part(i, x, form) for i, (x, form) in enumerate(zip(made, self.forms, strict=True))])
 
     def _part(self, i: int, x: Any, form: Form | None) -> Any:
         if (form is None) != (not isinstance(x, DTensor)):
@@ -106,28 +108,47 @@ class Results:
     def whole(self, made: Any, forms: Forms | None = None) -> Any:
         """DTensors of the local tensors that the operator gave."""
         forms = self.forms if forms is None else forms
-        return type(made)([x if form is None else _contiguous(form).whole(x) for x, form in zip(made, forms)])
+        return type(made)(
+            [x if form is None else _contiguous(form).whole(x) for x, form in zip(made, forms, strict=True)]
+        )
 
 
 class Operands:
-    """The operands of a call as the local tensors that torch is given, and what makes DTensors of them again."""
+    """The operands of a call as the local tensors that torch is given, and what makes DTensors of them again.
+
+    Attributes:
+        forms: the form of each operand; None for one that is no DTensor.
+        parts: what torch is given: this rank's parts, other tensors and sizes.
+        others: what else Dynamo hands over, such as the mesh that a style in a branch uses, by position: goes around
+            torch.
+    """
 
     def __init__(self, given: Sequence[Any]):
+        self.others = {k: x for k, x in enumerate(given) if not isinstance(x, (torch.Tensor, int, torch.SymInt))}
         self.forms: Forms = [Form.of(x) for x in given]
-        self.parts = [x.to_local() if isinstance(x, DTensor) else x for x in given]
+        self.parts = [
+            x.to_local() if isinstance(x, DTensor) else x for k, x in enumerate(given) if k not in self.others
+        ]
         self.alike = [isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and is_alike(x) for x in given]
 
     def on_parts(self, function: Callable, finish: Callable[[list[Any]], Any]) -> Callable:
         """`function` as one of local tensors; `finish` makes of a list of its results what torch is to get."""
 
         def run(*parts: Any) -> Any:
-            for x, alike in zip(parts, self.alike):
-                if alike:
+            rest, given = iter(parts), []
+            for k, form in enumerate(self.forms):
+                x = self.others[k] if k in self.others else next(rest)
+                if self.alike[k]:
                     note_alike(x)
-            given = [x if form is None else form.whole(x) for x, form in zip(parts, self.forms)]
+                given.append(x if form is None else form.whole(_viewable(x)))
             return finish(tree_flatten(function(*given))[0])
 
         return run
+
+
+def _viewable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy where it is a slice at an index that only the run knows: no view of that can be traced."""
+    return x if has_hint(x.storage_offset()) else x.clone()
 
 
 def _contiguous(form: Form) -> Form:
@@ -215,11 +236,7 @@ def subgraph(operator: Any, function: Callable, identifier: Any, *operands: Any)
     """`torch.compiler.nested_compile_region`: torch traces it once for one identifier, which here says the layouts."""
     given, results = Operands(operands), Results("nested_compile_region")
     layouts = "_".join(["" if form is None else re.sub(r"\W", "", form.layout.text) for form in given.forms])
-    on_parts = given.on_parts(function, results.parts)
-    made = operator(on_parts, f"{identifier}_{layouts}", *given.parts)
-    if not results.complete:
-        on_parts(*given.parts)  # for the forms; what that adds to a graph is not used
-    return results.whole(made)
+    return results.whole(operator(given.on_parts(function, results.parts), f"{identifier}_{layouts}", *given.parts))
 
 
 CAUGHT = {

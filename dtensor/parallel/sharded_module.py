@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -91,7 +92,7 @@ def _new(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 
 def _check_flag(name: str, given: Any) -> None:
-    if given not in (True, False):
+    if not isinstance(given, (bool, numpy.bool_)):
         raise TypeError(f"{name} is True or False; got {given!r}")
 
 

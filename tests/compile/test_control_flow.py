@@ -1,11 +1,17 @@
 """`torch.cond`, `while_loop`, `scan`, `map` and nested regions on DTensors in compiled code, against one device."""
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._higher_order_ops import map, scan, while_loop
 
 from dtensor import DTensor, OperatorError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.compile import statistics
+from dtensor.compile.agreement import overheard
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import with_ranks
 
 
@@ -54,11 +60,14 @@ def block(x, w):
 
 
 def regions(x, w):
-    """One graph for both calls."""
     return block(block(x, w), w)
 
 
 EVERY = {f.__name__: f for f in (sign, contracted, nested, until, summed, by_row, regions)}
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def check(name, mesh, placements, inner, *, sizes=(6,), dynamic=False):
@@ -76,7 +85,7 @@ def check(name, mesh, placements, inner, *, sizes=(6,), dynamic=False):
             found, expected = (x if isinstance(x, tuple) else (x,) for x in (found, expected))
             assert len(found) == len(expected)
             for a, b in zip(found, expected):
-                torch.testing.assert_close(a.full_tensor() if isinstance(a, DTensor) else a, b)
+                torch.testing.assert_close(whole(a), b)
             for results in (found, expected):
                 sum(x.square().sum() for x in results if x.requires_grad).backward()
             for a, b in zip(placed, given):
@@ -135,3 +144,62 @@ def test_a_carried_value_is_not_partial(fake_mesh):
         options={"inner": "aot_eager"},
     )
     assert loop(x).placements == (Replicate(),)
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+def test_passes_and_the_agreement_work_in_branches(fake_mesh, inner):
+    """A gather that is cut again is none, one that is needed is told to the others. Records have the whole alone."""
+    x = distribute_tensor(torch.randn(4, 4), fake_mesh(2), [Shard(0)])
+
+    def there_and_back(x):
+        return x.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(0)]) * 2
+
+    def gathered(x):
+        return x.redistribute(placements=[Replicate()]).cumsum(0).redistribute(placements=[Shard(0)])
+
+    def fn(x):
+        return torch.cond(x.sum() > 0, there_and_back, gathered, (x,))
+
+    with overheard() as heard, statistics() as s:
+        torch.compile(fn, backend="dtensor", fullgraph=True, options={"inner": inner})(x)
+    assert [[what.split()[0] for _, what in sent] for sent in heard if sent] == [["all_gather"], ["all_reduce"]]
+    assert [r.direction for r in s.records if r.direction != "joint"] == ["inference"]
+
+
+class Branching(nn.Module):
+    """A block in a branch, and a loop: what a style in them uses beside tensors is its mesh."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def block(self, x):
+        return self.norm(x + self.down(torch.relu(self.up(x))))
+
+    def forward(self, x):
+        x = torch.cond(x.square().mean() > 0.9, self.block, torch.sin, (x,))
+        start = (torch.tensor(0), x)
+        return while_loop(lambda i, _: i < 2, lambda i, x: (i + 1, x * 0.5 + x.mean(-1, keepdim=True)), start)[1]
+
+
+@pytest.mark.parametrize("how", ["styles", "fully_shard"])
+@with_ranks(2)
+def test_a_model_with_branches_and_batches_of_any_size(rank, how):
+    torch.manual_seed(0)
+    mesh, reference = init_device_mesh("cpu", (2,)), Branching().double()
+    model = copy.deepcopy(reference)
+    if how == "styles":
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    else:
+        fully_shard(model, mesh)
+    compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+    for n, factor in ((6, 2), (5, 2), (3, 0.1), (7, 2)):
+        x = (factor * torch.randn(n, 6, dtype=torch.float64)).requires_grad_()
+        for m, run in ((reference, reference), (model, compiled)):
+            m.zero_grad()
+            run(x).square().mean().backward()
+        for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if q.grad is None:
+                assert p.grad is None or not whole(p.grad).any(), name
+            else:
+                torch.testing.assert_close(whole(p.grad), q.grad)
