@@ -70,6 +70,9 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
+from torch.utils._debug_mode import DebugMode as TorchDebugMode
+from torch.utils._debug_mode import _OpCall as DebugOpCall
+from torch.utils._debug_mode._utils import _tensor_debug_string as tensor_debug_string
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
@@ -428,11 +431,13 @@ def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
 
 __all__ = [
     "OWN_KEYSET",
+    "DebugOpCall",
     "FakeTensor",
     "FakeTensorMode",
     "FunctionalTensor",
     "MemberType",
     "OpOverload",
+    "TorchDebugMode",
     "TorchDispatchMode",
     "UnknownValue",
     "backend_of",
@@ -485,6 +490,7 @@ __all__ = [
     "set_thread_state",
     "shard_order",
     "strided_shard",
+    "tensor_debug_string",
     "thread_state",
     "threaded_process_group",
     "traced_into_backward",

@@ -8,6 +8,7 @@ Public, for the tests of users' own models as well; the library itself does not 
 from .candidates import Case, wrong_candidates
 from .converter import ShardingConverter
 from .counting import Collective, CountCollectives
+from .debug_mode import DebugMode
 from .fake import fake_ranks
 from .models import (
     Attention,
@@ -28,6 +29,7 @@ __all__ = [
     "Case",
     "Collective",
     "CountCollectives",
+    "DebugMode",
     "FeedForward",
     "MLPModule",
     "MLPStacked",

@@ -9,7 +9,7 @@ import dtensor
 from dtensor.collectives import ops
 from dtensor.placements import Replicate, Shard
 from dtensor.tensor import DTensor
-from dtensor.testing import CountCollectives, with_threads
+from dtensor.testing import CountCollectives, DebugMode, with_threads
 
 
 @with_threads(4)
@@ -62,3 +62,22 @@ def test_counts_of_torchs_debug_mode(rank):
     with CountCollectives() as counted:
         dtensor.ones(2, 4, device_mesh=mesh, placements=[Shard(0)]).redistribute(mesh, [Shard(1)])
     assert counted.get_comm_counts() == {torch.ops.c10d_functional.all_to_all_single: 1}
+
+
+def test_torchs_debug_mode_shows_placements(fake_mesh):
+    mesh = fake_mesh(2)
+    x = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)])
+    y = DTensor.from_local(torch.ones(3, 4), mesh, [Shard(0)])
+    with DebugMode(record_ids=True) as shown:
+        torch.mm(x, y).sum()
+    with DebugMode(store_original_args=True) as kept:
+        x.relu()
+    group = mesh.get_group().group_name
+    assert shown.debug_string().split("\n") == [
+        "  aten::mm(dt$0: f32[4, 6]| S(0), dt$1: f32[6, 4]| S(0))",
+        f"    dtensor::all_to_all(t$2: f32[2, 6], 0, 1, 4, {group})  ->  t$3: f32[4, 3]",
+        "    aten::mm(t$3: f32[4, 3], t$4: f32[3, 4])  ->  t$5: f32[4, 4]",
+        "  aten::sum(dt$6: f32[4, 4]| P)",
+        "    aten::sum(t$5: f32[4, 4])  ->  t$7: f32[]",
+    ]
+    assert kept.operators[0].args[0] is x

@@ -1,0 +1,44 @@
+"""`DebugMode`: torch's, which also tells of DTensors."""
+
+from typing import Any
+
+from .._torch import DebugOpCall, TorchDebugMode, tensor_debug_string, tree_map
+from ..tensor import DTensor
+
+
+class DebugMode(TorchDebugMode):
+    """Context that writes down all operators that run in eager mode; `debug_string()` shows them as a tree.
+
+    It is torch.utils._debug_mode.DebugMode, which takes the same options, but would show local tensors alone. Here an
+    operator on DTensors, `redistribute` among them, has a line with their global shapes and placements, and below it
+    what it ran: the collectives that moved operands, and the operator on local tensors.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            self._record_call(DebugOpCall(func, args, kwargs or {}, self.call_depth, stack=self.record_stack_trace))
+            return NotImplemented  # DTensor then dispatches, and its local operators come back here
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _record_call(self, call: Any) -> None:
+        if not self.store_original_args and isinstance(call, DebugOpCall):
+            call.args, call.kwargs = self._shown((call.args, call.kwargs))
+        super()._record_call(call)
+
+    def _record_call_output(self, call: Any, output: Any) -> None:
+        super()._record_call_output(call, self._shown(output))
+
+    def _shown(self, values: Any) -> Any:
+        """`values`, with DTensors as text."""
+
+        def shown(x: Any) -> Any:
+            if not isinstance(x, DTensor):
+                return x
+            memo = self._tensor_memo if self.record_ids else None
+            text = tensor_debug_string(x, self.record_tensor_attributes, memo)
+            return f"d{text}| {', '.join(str(p) for p in x.placements)}"
+
+        return tree_map(shown, values)
+
+
+__all__ = ["DebugMode"]
