@@ -12,6 +12,9 @@ from dtensor.testing import CountCollectives, run_threads, with_threads
 
 PATHS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
+by_day_every_fifth = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.nightly)])
+"""Of products of lists of which none has a multiple of five, so that all of each list is met."""
+
 
 def t(seed, *shape):
     generator = torch.Generator().manual_seed(seed)
@@ -43,44 +46,46 @@ def check(mesh, dense, places, mask=None, mask_place=None, **options):
         torch.testing.assert_close(given.grad.full_tensor(), bias.grad)
 
 
-def all_placements(rank, path):
+def all_placements(rank, path, every):
     mesh = init_device_mesh("cpu", (2,))
     single = [Replicate(), *map(Shard, range(4))]
     places = [([p],) * 3 for p in single] + [([a], [b], [b]) for a, b in itertools.permutations(single[:4], 2)]
-    for heads, keys in ((4, 4), (3, 3), (4, 2), (6, 3)):
-        for place, causal in itertools.product(places, (False, True)):
-            with sdpa_kernel(path):
-                check(mesh, inputs(3, heads, keys), place, is_causal=causal, enable_gqa=heads != keys)
+    heads = ((4, 4), (3, 3), (4, 2), (6, 3))
+    for (of_query, of_key), place, causal in [*itertools.product(heads, places, (False, True))][::every]:
+        with sdpa_kernel(path):
+            check(mesh, inputs(3, of_query, of_key), place, is_causal=causal, enable_gqa=of_query != of_key)
 
 
+@by_day_every_fifth
 @pytest.mark.parametrize("path", PATHS)
-def test_placements_causal_and_grouped(path):
+def test_placements_causal_and_grouped(path, every):
     with sdpa_kernel(path):
-        run_threads(all_placements, 2, path)
+        run_threads(all_placements, 2, path, every)
 
 
 MASKS = [(5, 5), (1, 5), (4, 5, 5), (1, 5, 5), (2, 4, 5, 5), (2, 1, 5, 5), (1, 4, 1, 5)]
 
 
-def all_masks(rank, path):
+def all_masks(rank, path, every):
     mesh = init_device_mesh("cpu", (2,))
     dense = inputs(2, 4, 4)
-    for shape, gradient, p in itertools.product(
-        MASKS, (None, False, True), (Replicate(), Shard(0), Shard(1), Shard(2))
-    ):
+    of_operands = (Replicate(), Shard(0), Shard(1), Shard(2))
+    of_masks = (Replicate(), Shard(-1), Shard(0))
+    given = [*itertools.product(MASKS, (None, False, True), of_operands, of_masks)]
+    for shape, gradient, place, mask_place in given[::every]:
         if path is SDPBackend.FLASH_ATTENTION and (gradient or len(shape) == 3):
             continue  # no fused path takes those
         mask = t(3, *shape) > 0.3 if gradient is None else t(3, *shape).requires_grad_(gradient)
         if gradient is None:
             mask[..., 0] = True
-        for place in ([Replicate()], [Shard(len(shape) - 1)], [Shard(0)]):
-            check(mesh, dense, [[p]] * 3, mask, place)
+        check(mesh, dense, [[place]] * 3, mask, [mask_place])
 
 
+@by_day_every_fifth
 @pytest.mark.parametrize("path", PATHS)
-def test_masks(path):
+def test_masks(path, every):
     with sdpa_kernel(path):
-        run_threads(all_masks, 2, path)
+        run_threads(all_masks, 2, path, every)
 
 
 def two_axes(rank, path):
