@@ -108,9 +108,8 @@ def test_no_parameter_is_gathered_a_third_time(fake_mesh, policy):
     assert found == {"all_gather": 12 * L, "reduce_scatter": parameters}
 
 
-@pytest.mark.parametrize(
-    ("plan", "policy"), [("fsdp", "nothing"), pytest.param("sp", "products", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("plan", "policy"), [("fsdp", "nothing"), ("sp", "products")])
 @with_ranks(2)
 def test_numbers_are_those_of_one_process(rank, plan, policy):
     mesh = init_device_mesh("cpu", (2,))

@@ -108,7 +108,7 @@ def test_the_rows_of_a_part_of_a_part(rank):
             assert f(x).to_local().shape == ordered(x).to_local().shape
 
 
-@pytest.mark.parametrize("backend", ["inductor", "dtensor"])
+@pytest.mark.parametrize("backend", ["dtensor", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_a_graph_from_the_cache_serves_the_sizes_it_was_made_for(fake_mesh, backend):
     """Guards of a cached graph are written in global sizes, which its callers pass; also after a restart."""
     mesh = fake_mesh(2, 2)

@@ -189,7 +189,8 @@ class Products(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("shape", [(4,), pytest.param((2, 2), marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_weights_are_gathered_one_ahead(fake_mesh, shape):
     model = fully_shard(Products(64), fake_mesh(*shape))
     torch.compiler.reset()
@@ -222,7 +223,7 @@ def two_dimensional(mesh, order, data_axes="dp"):
     return model
 
 
-@pytest.mark.parametrize("order", ["styles first", "styles last"])
+@pytest.mark.parametrize("order", ["styles first", pytest.param("styles last", marks=pytest.mark.nightly)])
 def test_beside_tensor_parallelism(fake_mesh, order):
     mesh = fake_mesh(4, 2, names=("dp", "tp"))
     s = train(two_dimensional(mesh, order), data(), disable=["bucket"])

@@ -183,9 +183,8 @@ def test_verify_finds_it_in_the_backward(mesh, monkeypatch):
         out.sum().backward()
 
 
-@pytest.mark.parametrize(
-    "sequence", [pytest.param(False, id="tp", marks=pytest.mark.nightly), pytest.param(True, id="sp")]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 def test_verify_accepts_a_transformer(mesh, sequence):
     """Forward, backward and inference are replayed without a warning, before and after passes that rewrite."""
     args = ModelArgs(dropout_p=0.1, vocab_size=32, max_seq_len=16, n_layers=1)

@@ -148,7 +148,7 @@ class Block(nn.Module):
         return (torch.relu(x @ self.up) @ self.down).redistribute(placements=[Replicate()])
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_checkpointing_recomputes_what_is_read_and_leaves_nothing_dead(fake_mesh, inner):
     mesh = fake_mesh(2)
     blocks = nn.ModuleList([Block(mesh) for _ in range(LAYERS)])

@@ -69,9 +69,8 @@ def test_transformer_trains_and_infers(rank, sequence, inner):
         close(step(run, model, x[:3]), step(model, model, x[:3]))  # three cannot be halved
 
 
-@pytest.mark.parametrize(
-    "sequence", [pytest.param(False, id="tp", marks=pytest.mark.nightly), pytest.param(True, id="sp")]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("sequence", [False, True], ids=["tp", "sp"])
 def test_as_many_bytes_are_sent(fake_mesh, sequence):
     torch.manual_seed(0)
     dense = Transformer(ModelArgs(1, 32, 16, WIDTH, 4, dropout_p=0.0, weight_tying=False))

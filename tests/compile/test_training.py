@@ -80,7 +80,7 @@ def test_transformer_trains_and_infers(rank, sequence, backend, batches):
     ("backend", "layers"),
     [
         pytest.param("dtensor, aot_eager", 1, marks=pytest.mark.nightly),
-        ("dtensor, aot_eager", 2),
+        pytest.param("dtensor, aot_eager", 2, marks=pytest.mark.nightly),
         pytest.param("plain", 1, marks=pytest.mark.nightly),
         pytest.param("plain", 3, marks=pytest.mark.nightly),
     ],

@@ -83,8 +83,9 @@ def test_the_curve_is_that_of_a_run_that_nothing_has_interrupted(tmp_path, ranks
     assert wanted[4 * EVERY] < 0.7 * wanted[1]
 
 
+@pytest.mark.nightly
 def test_one_process_dies_and_is_started_again(tmp_path):
-    """What is seen by day: without a launcher, in the second save."""
+    """Without a launcher, in the second save."""
     one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment = {**os.environ, **one, "TORCHELASTIC_RESTART_COUNT": "0", "PYTHONPATH": str(EXAMPLES.parent)}
     train = [EXAMPLES / "train.py", "--folder", tmp_path, "--every", EVERY, "--steps", 3 * EVERY]

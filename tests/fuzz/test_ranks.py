@@ -16,7 +16,7 @@ def _nobody_to_agree_with(monkeypatch):
     monkeypatch.setenv("DTENSOR_AGREEMENT", "0")
 
 
-@settings(QUIET, derandomize=True, max_examples=4)
+@settings(QUIET, derandomize=True, max_examples=2)
 @given(case=cases("compiled"))
 def test_programs_for_all_ranks(case):
     judge_ranks(*case)

@@ -143,7 +143,7 @@ def test_compiled_on_two_axes(rank, name):
     assert mean(trained(found, run, part), dp) == pytest.approx(trained(model, model), rel=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly)])
 @with_ranks(2)
 def test_compiled_is_unsharded(rank, name):
     """With the passes, one graph; Inductor's code is left out for the sake of time."""
