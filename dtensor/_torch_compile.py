@@ -280,9 +280,15 @@ def aot_backend(partition, forward_compiler, inference_compiler, backward_compil
 
 
 def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
-    """Inductor on a Dynamo graph, with its configuration patched for forward and backward."""
+    """Inductor on a Dynamo graph, with its configuration patched for forward and backward.
+
+    Where passes order the collectives, torch (since 2.14) is not to move them again: it does by the sizes of tensors
+    here, and uneven shards have others on another rank.
+    """
     from torch._inductor.compile_fx import compile_fx
 
+    if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):
+        config_patches = config_patches | {"aten_distributed_optimizations.enable_simple_overlap": False}
     return compile_fx(gm, example_inputs, config_patches=config_patches)
 
 

@@ -226,9 +226,9 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
     if isinstance(given, MixedPrecisionPolicy):
         return given
     if type(given).__name__ == "MixedPrecisionPolicy" and type(given).__module__.startswith("torch.distributed"):
-        return MixedPrecisionPolicy(
-            given.param_dtype, given.reduce_dtype, given.output_dtype, given.cast_forward_inputs
-        )
+        before_2_15 = not hasattr(given, "param_dtype_override_fn")
+        reduce_dtype = given.reduce_dtype or (given.param_dtype if before_2_15 else None)
+        return MixedPrecisionPolicy(given.param_dtype, reduce_dtype, given.output_dtype, given.cast_forward_inputs)
     raise TypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {given!r}")
 
 

@@ -16,8 +16,8 @@ class MixedPrecisionPolicy:
     Attributes:
         param_dtype: of parameters of floating point as the forward sees them; the cast comes before the gather, so
             that fewer bytes travel.
-        reduce_dtype: in which gradients are reduced; by default the one they were computed in. What the
-            optimizer gets has the dtype of the parameter.
+        reduce_dtype: in which gradients are reduced; by default that of the parameter, whatever `param_dtype` is, as in
+            FSDP2 since torch 2.15 (before, `param_dtype`). What the optimizer gets has the dtype of the parameter.
         output_dtype: to which tensors of floating point are cast that leave the module given to `fully_shard`.
         cast_forward_inputs: whether tensors of floating point are cast to `param_dtype` that enter that module.
 

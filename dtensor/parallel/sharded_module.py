@@ -143,7 +143,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
         parameter,
         how,
         dtype=dtype,
-        reduce_dtype=unit.policy.reduce_dtype,
+        reduce_dtype=unit.policy.reduce_dtype or (parameter.dtype if dtype else None),
         local=unit.local,
         keep=unit.keep,
         reduce=unit.reduce,

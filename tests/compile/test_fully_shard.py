@@ -137,7 +137,9 @@ def test_mixed_precision_casts_before_gathers(fake_mesh):
     assert 2 * bytes_of(half.forward, "all_gather") == bytes_of(full.forward, "all_gather")
     assert 2 * bytes_of(half.backward, "all_gather") == bytes_of(full.backward, "all_gather")
     assert bytes_of(half.backward, "reduce_scatter") == bytes_of(full.backward, "reduce_scatter")
-    lower = train(by_layer(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data())
+    default = train(by_layer(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), data())
+    assert bytes_of(default.backward, "reduce_scatter") == bytes_of(full.backward, "reduce_scatter")
+    lower = train(by_layer(mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)), data())
     assert 2 * bytes_of(lower.backward, "reduce_scatter") == bytes_of(full.backward, "reduce_scatter")
 
 

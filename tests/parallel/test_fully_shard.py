@@ -204,12 +204,15 @@ def test_activations_over_the_data_mesh(rank):
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+SINCE_2_15 = hasattr(TorchPolicy(), "param_dtype_override_fn")
 
 
 @pytest.mark.parametrize(
     ("policy", "reduced"),
     [
-        (BF16, torch.bfloat16),
+        (BF16, torch.float32),
+        (MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16), torch.bfloat16),
+        (TorchPolicy(param_dtype=torch.bfloat16), torch.float32 if SINCE_2_15 else torch.bfloat16),
         (MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64), torch.float32),
         (TorchPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), torch.float32),
     ],
