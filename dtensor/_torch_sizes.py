@@ -129,10 +129,7 @@ def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
     symbol, expression = size.node.expr, value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
     if symbol.is_Symbol and symbol not in expression.free_symbols:
         env = size.node.shape_env
-        if expression.is_number and symbol in env.backed_var_to_val:
-            env.backed_var_to_val[symbol] = expression  # it may have been assumed to be another one
         _kept_bounds(env).setdefault(symbol, env.var_to_range[symbol])
-        env.var_to_range[symbol] = ValueRanges(0, int_oo)
         env.size_like.discard(symbol)  # or its bounds would be compared by another rule
         env._set_replacement(symbol, expression, "size of a local tensor")
     size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
@@ -147,6 +144,10 @@ def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
         replace = env._set_replacement
 
         def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+            if a in kept:
+                env.var_to_range[a] = ValueRanges(0, int_oo)
+                if tgt.is_number and a in env.backed_var_to_val:
+                    env.backed_var_to_val[a] = tgt  # it may have been assumed to be another one
             replace(a, tgt, msg)
             if a in kept:
                 env.var_to_range[a] = kept[a]

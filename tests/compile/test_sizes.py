@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor._torch_sizes import stand_in, symbolic_mode
+from dtensor._torch_sizes import number_if_known, stand_in, symbolic_mode
 from dtensor.local_sizes import _lengths, local_length, local_lengths
 from dtensor.testing import fake_ranks, with_ranks
 
@@ -310,6 +310,20 @@ def test_parts_of_lengths_that_turn_out_equal_are_one(fake_mesh):
     assert a == b  # a guard
     assert parts[0].node.expr == parts[1].node.expr != a.node.expr
     assert parts[2].node.expr == parts[3].node.expr != parts[0].node.expr
+
+
+@pytest.mark.parametrize(("rank", "wanted"), [(0, [3, 3, 2, 2]), (1, [3, 3, 1, 1]), (3, [2, 2, 1, 1])])
+def test_parts_of_equal_lengths_that_turn_out_a_number(rank, wanted):
+    """Of which another rank has another part, so that it is not what the trace took it for."""
+    with fake_ranks(4, rank), torch.fx.experimental._config.patch(use_duck_shape=False):
+        first, last = [group.group_name for group in init_device_mesh("cpu", (2, 2)).get_all_groups()]
+        mode = symbolic_mode()
+        a, b = (stand_in(mode, torch.empty(5), name, True).shape[0] for name in "xy")
+        parts = [local_length(n, first) for n in (a, b)]
+        parts += [local_length(part, last) for part in parts]
+        assert a == b  # a guard, as the next
+        assert a == 5
+        assert [number_if_known(part) for part in parts] == wanted
 
 
 def test_what_a_trace_learns_to_divide_in_the_middle(fake_mesh):
