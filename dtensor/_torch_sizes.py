@@ -147,7 +147,7 @@ def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
             if a in kept:
                 env.var_to_range[a] = ValueRanges(0, int_oo)
                 if tgt.is_number and a in env.backed_var_to_val:
-                    env.backed_var_to_val[a] = tgt  # it may have been assumed to be another one
+                    env.backed_var_to_val[a] = sympy.Integer(tgt)  # it may have been assumed to be another one
             replace(a, tgt, msg)
             if a in kept:
                 env.var_to_range[a] = kept[a]
