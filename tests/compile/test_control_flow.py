@@ -196,7 +196,7 @@ def test_a_model_with_branches_and_batches_of_any_size(rank, how):
     else:
         fully_shard(model, mesh)
     compiled = torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
-    for n, factor in ((6, 2), (5, 0.1), (7, 2)):
+    for n, factor in ((6, 2), (5, 0.1)):
         x = (factor * torch.randn(n, 6, dtype=torch.float64)).requires_grad_()
         for m, run in ((reference, reference), (model, compiled)):
             m.zero_grad()

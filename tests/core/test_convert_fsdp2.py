@@ -67,6 +67,7 @@ def parallelized(mesh, model, **options):
     return fully_shard(model, mesh=mesh["dp"], **options)
 
 
+@pytest.mark.nightly
 @with_ranks(4)
 def test_trains_beside_tensor_parallelism_eager_and_compiled(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
