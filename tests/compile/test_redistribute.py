@@ -39,12 +39,17 @@ def test_compiled_is_eager(rank):
         for found, grad in results:
             torch.testing.assert_close(found, dense.detach())
             torch.testing.assert_close(grad, plain.grad)
-    x = DTensor.from_local(torch.full((4,), 1.0 + rank), mesh, [Partial(), Partial()])
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@with_ranks(4)
+def test_a_pending_result_is_waited_for(rank, inner):
+    x = DTensor.from_local(torch.full((4,), 1.0 + rank), init_device_mesh("cpu", (2, 2)), [Partial(), Partial()])
     pending = torch.compile(
         lambda x: x.redistribute(placements=[Replicate()] * 2, async_op=True) + 1,
         backend="dtensor",
         fullgraph=True,
-        options={"inner": "aot_eager"},
+        options={"inner": inner},
     )
     assert pending(x).to_local().tolist() == [11.0] * 4
 
