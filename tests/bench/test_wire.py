@@ -9,7 +9,7 @@ from bench.record import OURS
 from bench.sides import SIDES, reason
 from bench.uncoded import UNCODED
 
-BY_DAY = ("tp", "fsdp", "2d")
+BY_DAY = ("tp", "2d")
 AT_NIGHT = [("mlp", plan) for plan in RANKS if plan not in BY_DAY]
 AT_NIGHT += [("transformer-2", plan) for plan in ("tp", "sp", "2d")]
 CASES = [("mlp", plan) for plan in BY_DAY] + [pytest.param(*case, marks=pytest.mark.nightly) for case in AT_NIGHT]

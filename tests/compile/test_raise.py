@@ -184,7 +184,13 @@ def raised_on(rank, world, shape):
 
 @pytest.mark.parametrize(
     ("world", "shape", "kept"),
-    [(2, (4, 6), 0), (2, (4, 5), 4), (2, (5, 4), 4), (2, (5, 3), 6), (3, (6, 3), 0), (3, (4, 4), 6), (3, (1, 3), 4)],
+    [
+        *[(2, (4, 6), 0), (2, (4, 5), 4), (2, (5, 3), 6), (3, (1, 3), 4)],
+        *[
+            pytest.param(*at_night, marks=pytest.mark.nightly)
+            for at_night in ((2, (5, 4), 4), (3, (6, 3), 0), (3, (4, 4), 6))
+        ],
+    ],
 )
 def test_all_ranks_raise_the_same(world, shape, kept):
     """Where a length does not divide, rank 0 sees full shards only: what it does must follow from what all see."""
@@ -214,8 +220,9 @@ class Gathered(nn.Module):
         return funcol.reduce_scatter_tensor_autograd(h, "sum", 0, self.group)
 
 
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 @with_ranks(2)
-def test_parameters_gathered_by_hand(rank):
+def test_parameters_gathered_by_hand(rank, inner):
     mesh = init_device_mesh("cpu", (2,))
     model = Gathered(mesh.get_group().group_name, rank)
     xs = [torch.randn(4, 8, generator=torch.Generator().manual_seed(r)) for r in range(2)]
@@ -226,7 +233,7 @@ def test_parameters_gathered_by_hand(rank):
     (total * total).sum().backward()
 
     with statistics() as s:
-        out = compiled(model, "inductor", disable=["bucket"])(xs[rank])
+        out = compiled(model, inner, disable=["bucket"])(xs[rank])
         (out * out).sum().backward()
     close([out], [total.chunk(2, 0)[rank]])
     close([model.up.grad, model.down.grad], [up.grad.chunk(2, 0)[rank], down.grad.chunk(2, 1)[rank]])

@@ -95,8 +95,8 @@ PROGRAMS = {
 }
 
 
-AT_NIGHT = ("what is rewritten",)
-"""It takes four ranks, as another one does; `tests/fuzz/test_ranks.py` has such programs, too."""
+AT_NIGHT = ("what is rewritten", "what is for a gradient")
+"""They take four ranks; `tests/fuzz/test_ranks.py` has such programs, too."""
 
 
 @pytest.mark.parametrize(

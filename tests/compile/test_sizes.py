@@ -137,11 +137,16 @@ def test_last_batch(rank):
         check(name, mesh, [Shard(0)], (4, 5, 8, 3))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("attention in three dimensions", "another layout and back"),
+        pytest.param("pad and cat", marks=pytest.mark.nightly),
+    ],
+)
 @with_ranks(2)
-def test_dynamic_from_the_start(rank):
-    mesh = init_device_mesh("cpu", (2,))
-    for name in ("attention in three dimensions", "pad and cat", "another layout and back"):
-        check(name, mesh, [Shard(0)], (6, 9, 3), dynamic=True)
+def test_dynamic_from_the_start(rank, name):
+    check(name, init_device_mesh("cpu", (2,)), [Shard(0)], (6, 9, 3), dynamic=True)
 
 
 @pytest.mark.parametrize("name", ["flattened", pytest.param("in halves", marks=pytest.mark.nightly)])

@@ -128,8 +128,8 @@ def compare(mesh, placements, view: str, write: str, others: bool) -> None:
 
 @pytest.mark.parametrize("where", PLACEMENTS)
 def test_views_and_writes(where):
-    """One pair in four, each with one placement; every view and every write with several."""
-    pairs_of(where, lambda i, j: i % 4 == j % 4 and (i + j) // 2 % len(PLACEMENTS) == list(PLACEMENTS).index(where))
+    """One pair in eight, each with one placement; every view and every write with several."""
+    pairs_of(where, lambda i, j: i % 8 == j % 8 and (i + j) // 2 % len(PLACEMENTS) == list(PLACEMENTS).index(where))
 
 
 @pytest.mark.nightly

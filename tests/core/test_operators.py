@@ -142,7 +142,7 @@ def sweep(mesh, names, limit):
             check(fn, args, placed, name)
 
 
-MOST = [8, pytest.param(40, marks=pytest.mark.nightly)]
+MOST = [6, pytest.param(40, marks=pytest.mark.nightly)]
 """Placements of the operands of one call, by day and at night."""
 
 

@@ -206,7 +206,7 @@ def cases(draw, world, ops):
     )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_layout_to_any_other_on_threads(data):
     """The executor and its kernels, also asynchronously. (Threads know no reduce_scatter but of sums.)"""

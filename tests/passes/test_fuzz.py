@@ -238,12 +238,12 @@ def build(bench, recipe):
 
 
 QUIET = settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True
 )
 
 
 @pytest.mark.parametrize("p", [*PIPELINE, SplitBatch()], ids=lambda p: p.name)
-@settings(QUIET, max_examples=12)
+@settings(QUIET, max_examples=8)
 @given(program=programs)
 def test_each_pass(bench, p, program):
     gm = build(bench, program)

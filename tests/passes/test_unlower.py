@@ -36,7 +36,7 @@ OPERATORS = {
 }
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
     name=st.sampled_from(list(OPERATORS)),
     shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),

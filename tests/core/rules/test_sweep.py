@@ -24,9 +24,9 @@ NO_RULE = {
 }
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_candidate_of_every_call_is_right(every):
-    """By day of every sixth call."""
+    """By day of every ninth call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cases, without = [], set()
