@@ -3,6 +3,7 @@
 `_torch` has the rest, and checks the version of torch.
 """
 
+import dataclasses
 import functools
 import operator
 import re
@@ -301,17 +302,21 @@ def is_traced() -> bool:
 def is_written(symbol: sympy.Symbol) -> bool:
     """Whether the graph that is traced on this thread can write `symbol`.
 
-    What only a tangent tells is forgotten, and has to be computed: a forward that reads it there is none.
+    What a tangent tells is forgotten: a forward that reads it there is none. Unless an input tells it too, it has to be
+    computed.
     """
     mode = get_proxy_mode()
     if mode is None:
         return True
     known = mode.tracer.sympy_expr_tracker
     if symbol in known and _is_of_tangent(known[symbol].proxy):
-        del known[symbol]
+        told = known.pop(symbol)
         by_node: Any = mode.tracer.symnode_tracker.sym_node_dict
-        for size in [size for size in by_node if size.expr == symbol]:
-            del by_node[size]
+        for node in [node for node in by_node if node.expr == symbol]:
+            if _is_of_tangent(by_node[node]):
+                del by_node[node]
+            elif symbol not in known:
+                known[symbol] = dataclasses.replace(told, proxy=by_node[node], value=torch.SymInt(node))
     return symbol in known
 
 

@@ -341,6 +341,17 @@ def test_what_a_trace_learns_to_divide_in_the_middle(fake_mesh):
     assert x.grad.shape == (6, 8, 8)
 
 
+def test_a_length_that_a_tangent_tells_is_that_of_an_input(fake_mesh):
+    """The second graph, for rows as long as there are; torch looks a length up where it came last, in the tangent."""
+    mesh = fake_mesh(2)
+    ours = compiled(lambda x: x.flatten(0, 1), "dtensor", True, options={"inner": "aot_eager"})
+    for n in (3, 2, 5):
+        x = distribute_tensor(torch.rand(n, 2), mesh, [Shard(0)]).requires_grad_()
+        ours(x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+
 def test_a_guard_may_be_simplified_with_a_local_length_in_it(fake_mesh):
     """A gradient is summed to the size before it was expanded; torch looks up the bounds of what that compares."""
     mesh = fake_mesh(2, 2)

@@ -35,14 +35,14 @@ def modes(name):
     ] or [{}]
 
 
-CASES = [
+CASES = [(name, mode) for name in KINDS for mode in modes(name)]
+RUNS = [
     pytest.param(
         (name, mode),
         id=f"{name}-{'-'.join(f'{k}={v}' for k, v in mode.items())}",
         marks=[pytest.mark.nightly] if mode == {"foreach": False} else [],
     )
-    for name in KINDS
-    for mode in modes(name)
+    for name, mode in CASES
 ]
 
 
@@ -70,7 +70,7 @@ def same(dense, sharded, name):
         torch.testing.assert_close(s.full_tensor(), d, rtol=1e-5, atol=TOLERANCE.get(name, 1e-6))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", RUNS)
 @with_threads(2)
 def test_ten_steps_are_those_of_one_device(rank, case):
     name, mode = case
