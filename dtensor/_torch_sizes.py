@@ -7,7 +7,8 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import sympy
@@ -18,6 +19,7 @@ from ._torch import FakeTensorMode  # first: it checks the version of torch
 # isort: split
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import _sympy_handlers, get_proxy_mode, make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
@@ -229,6 +231,20 @@ def evaluated(like: torch.SymInt, condition: sympy.Basic) -> bool:
     return bool(like.node.shape_env.evaluate_expr(condition))
 
 
+@contextmanager
+def without_guards(env: ShapeEnv) -> Iterator[None]:
+    """Context in which operators on fakes are for all sizes that a trace is for: they add no guard and no symbol.
+
+    Torch would take sizes for equal whose example values are, and guard that.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(env.suppress_guards())
+        stack.enter_context(env.ignore_fresh_unbacked_symbols())
+        if env.backed_var_to_val:
+            stack.enter_context(symbolic_config.patch(backed_size_oblivious=True))  # pyright: ignore
+        yield
+
+
 def known_equal(a, b) -> bool:
     """Whether two sizes are equal; of symbolic ones, whether a trace knows that without another guard."""
     return statically_known_true(a == b)
@@ -310,10 +326,11 @@ def is_written(symbol: sympy.Symbol) -> bool:
         return True
     known = mode.tracer.sympy_expr_tracker
     if symbol in known and _is_of_tangent(known[symbol].proxy):
-        told = known.pop(symbol)
         by_node: Any = mode.tracer.symnode_tracker.sym_node_dict
-        for node in [node for node in by_node if node.expr == symbol]:
-            if _is_of_tangent(by_node[node]):
+        sources = {node: _placeholder(by_node[node]) for node in by_node if node.expr == symbol}
+        told = known.pop(symbol)
+        for node, source in sources.items():
+            if source is None or _is_tangent(source):
                 del by_node[node]
             elif symbol not in known:
                 known[symbol] = dataclasses.replace(told, proxy=by_node[node], value=torch.SymInt(node))
@@ -322,9 +339,19 @@ def is_written(symbol: sympy.Symbol) -> bool:
 
 def _is_of_tangent(proxy: Any) -> bool:
     """Whether what a trace knows a size by is the size of a tangent."""
+    source = _placeholder(proxy)
+    return source is not None and _is_tangent(source)
+
+
+def _is_tangent(source: torch.fx.Node) -> bool:
+    return source.name.startswith("tangents")
+
+
+def _placeholder(proxy: Any) -> torch.fx.Node | None:
+    """What a trace knows a size by, if that is an input of the graph or the size of one: the input."""
     node = (proxy.force() if isinstance(proxy, Thunk) else proxy).node
     source = node.args[0] if node.op == "call_function" and node.args else node
-    return isinstance(source, torch.fx.Node) and source.op == "placeholder" and source.name.startswith("tangents")
+    return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
 
 
 __all__ = [
@@ -358,4 +385,5 @@ __all__ = [
     "symbolic_mode",
     "trace_with",
     "traced_size",
+    "without_guards",
 ]

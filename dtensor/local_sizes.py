@@ -120,9 +120,9 @@ class _Lengths:
         used = self._parts_in(guard)
         if not used:
             return guard
-        groups = dict.fromkeys(self.made_of[s][1] for s in used)
+        groups = list(dict.fromkeys(self.made_of[s][1] for s in reversed(used)))
         held = []
-        for places in product(*[self._places(group, used) for group in groups]):
+        for places in product(*[self._places(group, used, groups[:k]) for k, group in enumerate(groups)]):
             at = dict(zip(groups, places))
             held.append(self._at(guard, used, at))
         return sympy.And(*held)
@@ -138,27 +138,30 @@ class _Lengths:
                 todo += self.made_of[s][0].free_symbols
         return [s for s in reversed(self.made_of) if s in used]
 
-    def _places(self, group: str, used: list[sympy.Symbol]) -> list[sympy.Expr]:
+    def _places(self, group: str, used: list[sympy.Symbol], before: list[str]) -> list[sympy.Expr]:
         """The ranks of the group that are asked: the first, the last, and those with a last shard that is not empty.
 
-        Of parts of what is a part over the same group already, all: each rank cuts another length."""
+        Where parts over the groups `before` are cut again, that follows from the places in those. Of parts of what is a
+        part over this group or a later one already, all are asked: each rank cuts another length."""
         n = group_size(group)
         ends = []
         for s in used:
             size, cut_by, first = self.made_of[s]
             if cut_by != group or first or known_true(self.env, sympy.Eq(Mod(size, n), 0)):
                 continue
-            if any(self.made_of[whole][1:] == (group, False) for whole in self._parts_in(size)):
+            wholes = [self.made_of[whole] for whole in self._parts_in(size)]
+            if any(not alike and over not in before for _, over, alike in wholes):
                 return [sympy.Integer(rank) for rank in range(n)]
-            ends.append(Max(FloorDiv(size - 1, CeilDiv(size, n)), 0))
+            ends.append(Max(FloorDiv(size - 1, Max(CeilDiv(size, n), 1)), 0))
         return list(dict.fromkeys([sympy.Integer(0), *ends, sympy.Integer(n - 1)]))
 
     def _at(self, guard: sympy.Basic, used: list[sympy.Symbol], at: dict[str, sympy.Expr]) -> sympy.Basic:
-        for s in used:
-            size, group, first = self.made_of[s]
-            step, place = CeilDiv(size, group_size(group)), at[group]
-            length = step if first or place == 0 else Max(Min(step, size - place * step), 0)
-            guard = guard.xreplace({s: length})
+        while parts := [s for s in used if s in guard.free_symbols]:
+            for s in parts:
+                size, group, first = self.made_of[s]
+                step, place = CeilDiv(size, group_size(group)), at[group]
+                length = step if first or place == 0 else Max(Min(step, size - place * step), 0)
+                guard = guard.xreplace({s: length})
         return guard
 
 

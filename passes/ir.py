@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from dtensor._torch import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
+from dtensor._torch_sizes import without_guards
 from dtensor.collectives import ops
 from dtensor.provenance import LAYOUT, OPERATOR, SHARDS, TRACED
 
@@ -232,8 +233,7 @@ def inside(mode: FakeTensorMode | None) -> Iterator[None]:
         if mode is not None:
             stack.enter_context(mode)
             if mode.shape_env is not None:
-                stack.enter_context(mode.shape_env.suppress_guards())
-                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+                stack.enter_context(without_guards(mode.shape_env))
         yield
 
 

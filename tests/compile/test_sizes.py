@@ -4,6 +4,9 @@ Sizes that the mesh divides, that it does not, and that are smaller than the mes
 another did not would hang.
 """
 
+import functools
+import itertools
+
 import pytest
 import sympy
 import torch
@@ -13,6 +16,7 @@ from torch._dynamo.utils import counters
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor._torch_sizes import number_if_known, stand_in, symbolic_mode
+from dtensor.groups import chunk_length
 from dtensor.local_sizes import _lengths, local_length, local_lengths
 from dtensor.testing import fake_ranks, with_ranks
 
@@ -140,7 +144,8 @@ def test_last_batch(rank):
 @pytest.mark.parametrize(
     "name",
     [
-        *("attention in three dimensions", "another layout and back"),
+        "attention in three dimensions",
+        "another layout and back",
         pytest.param("pad and cat", marks=pytest.mark.nightly),
     ],
 )
@@ -293,6 +298,29 @@ def test_a_part_of_a_part_is_asked_of_every_rank(fake_mesh):
         assert bool(lengths.on_all_ranks(condition).xreplace({s.node.expr: sympy.Integer(size)})) is expected
 
 
+def test_lengths_that_two_groups_cut_in_either_order_are_asked_of_every_rank(fake_mesh):
+    """What the last rank with rows is in one group depends on the place in the other."""
+    rows, columns = [group.group_name for group in fake_mesh(2, 2).get_all_groups()]
+    s = traced_length(9)
+    orders = (rows, columns), (columns, rows)
+    parts = [functools.reduce(local_length, order, s * 3).node.expr for order in orders]
+    whole = functools.reduce(local_length, orders[0], s).node.expr
+    lengths = _lengths(s.node.shape_env)
+
+    def part(n, places):
+        return functools.reduce(lambda n, place: chunk_length(n, 2, place), places, n)
+
+    for condition in (sympy.Eq(parts[0], parts[1]), parts[0] >= whole + 2, parts[1] <= 2 * whole + 1):
+        asked = lengths.on_all_ranks(condition)
+        assert asked.free_symbols == {s.node.expr}
+        for n in range(1, 30):
+            holds = True
+            for i, j in itertools.product(range(2), repeat=2):
+                found = {parts[0]: part(3 * n, (i, j)), parts[1]: part(3 * n, (j, i)), whole: part(n, (i, j))}
+                holds &= bool(condition.xreplace({x: sympy.Integer(length) for x, length in found.items()}))
+            assert bool(asked.xreplace({s.node.expr: sympy.Integer(n)})) is holds, (condition, n)
+
+
 def test_what_a_trace_learns_to_divide_settles_the_length_of_a_part(fake_mesh):
     group = fake_mesh(2).get_group().group_name
     s = traced_length(6)
@@ -341,15 +369,28 @@ def test_what_a_trace_learns_to_divide_in_the_middle(fake_mesh):
     assert x.grad.shape == (6, 8, 8)
 
 
-def test_a_length_that_a_tangent_tells_is_that_of_an_input(fake_mesh):
-    """The second graph, for rows as long as there are; torch looks a length up where it came last, in the tangent."""
-    mesh = fake_mesh(2)
-    ours = compiled(lambda x: x.flatten(0, 1), "dtensor", True, options={"inner": "aot_eager"})
+@with_ranks(2)
+def test_a_length_that_a_tangent_tells_is_that_of_an_input(rank):
+    """Torch looks a length up where it came last, in the gradient that flows back, once two lengths are equal."""
+    mesh = init_device_mesh("cpu", (2,))
+    ours = compiled(lambda x: x.flatten(0, 1).sin(), "dtensor", True, options={"inner": "aot_eager"})
     for n in (3, 2, 5):
-        x = distribute_tensor(torch.rand(n, 2), mesh, [Shard(0)]).requires_grad_()
+        given = torch.linspace(-1, 1, 2 * n).view(n, 2)
+        x = distribute_tensor(given, mesh, [Shard(0)]).requires_grad_()
+        y = ours(x)
+        torch.testing.assert_close(y.full_tensor(), given.flatten().sin())
+        y.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), (2 * given).sin())
+
+
+def test_passes_do_not_take_sizes_for_equal_whose_examples_are(fake_mesh):
+    """Two rows are one on each rank: where a gather was lowered, torch took 2 for the rows of all ranks."""
+    mesh = fake_mesh(2, 2)
+    ours = compiled(lambda x: x.flatten(0, 1).sin(), "dtensor", True, options={"inner": "aot_eager"})
+    for n in (3, 2, 5, 4):
+        x = distribute_tensor(torch.rand(n, 2), mesh, [Shard(1), Shard(0)]).requires_grad_()
         ours(x).sum().backward()
         assert x.grad is not None
-        assert x.grad.shape == x.shape
 
 
 def test_a_guard_may_be_simplified_with_a_local_length_in_it(fake_mesh):

@@ -667,7 +667,7 @@ def unsqueeze(c):
 
 @step("view")
 def squeeze(c):
-    """By its dims: without them a batch of one would be squeezed, too, and what follows is for another rank."""
+    """By its dims: otherwise a batch of one would be squeezed, too, and what follows has a dim less than it says."""
     x = c.value(lambda x: x.is_floating_point() and 1 in x.shape)
     ones = [d for d, n in enumerate(c.shape(x)) if n == 1]
     return f"{x}.squeeze({c.one_of(ones[0], tuple(ones))})"

@@ -1,8 +1,8 @@
 """Torch's operator database on ranks: whatever runs on one device gives the same on DTensors, in every placement.
 
 Forward and backward, in place and with out=, eager and compiled, on two ranks, four, and a mesh of two by two. Sizes in
-the database rarely divide, so most shards are uneven and some are empty. In every run each mesh has one operator in
-80, always the same and not another's, and so has the compiler; `pytest -m nightly` tries each everywhere.
+the database rarely divide, so most shards are uneven and some are empty. In every run two ranks, two by two and the
+compiler have one operator in 80 each, always the same and not another's; `pytest -m nightly` tries each everywhere.
 
 The gradients of gradients, by the arguments and by what flows back, are compared in double precision: eager, for one
 operator in 64 on two ranks, for all of them there and on two by two in the nightly run.
