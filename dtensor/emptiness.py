@@ -5,6 +5,8 @@ refuse would raise on that rank alone, and the others would wait. Which do is fo
 operator holds for sizes of which every rank has a part, and any other size has a graph of its own.
 """
 
+from collections.abc import Collection
+from itertools import combinations
 from math import prod
 from typing import Any
 
@@ -28,22 +30,21 @@ def is_empty_somewhere(spec: Spec, layout: Layout) -> bool:
 
 
 def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
-    """Let what is traced hold only where every rank has a part, or for this size only, if the operator refuses
-    tensors without elements.
+    """Let what is traced hold only where every rank has a part, or for this size only, of dimensions of which the
+    operator refuses to have nothing.
 
     What is required follows from global sizes, and is the same on all ranks.
     """
-    cuts = [(o, layout, _cut_symbols(o, layout)) for o, layout in zip(call.operands, choice.inputs)]
-    if not any(dims for *_, dims in cuts) or not _refuses_empty(call, rule, choice):
-        return
-    for spec, layout, dims in cuts:
-        none_somewhere = is_empty_somewhere(spec, layout)
-        for d in dims:
-            size: Any = spec.shape[d]
-            if none_somewhere:
-                int(size)  # from here on a number
-            else:
-                local_sizes.require_nonempty(size, [mesh_shape(spec.mesh)[axis] for axis in layout.dims[d]])
+    cuts = [(o, layout, d) for o, layout in zip(call.operands, choice.inputs) for d in _cut_symbols(o, layout)]
+    refused = _refused(call, rule, choice, list(dict.fromkeys(layout.dims[d] for _, layout, d in cuts)))
+    for spec, layout, d in cuts:
+        if layout.dims[d] not in refused:
+            continue
+        sizes, size = mesh_shape(spec.mesh), spec.shape[d]
+        if hint(size) and not layout.local_shape(tuple(map(hint, spec.shape)), sizes, [n - 1 for n in sizes])[d]:
+            int(size)  # from here on a number
+        else:
+            local_sizes.require_nonempty(size, [sizes[axis] for axis in layout.dims[d]])
 
 
 def _cut_symbols(spec: Spec, layout: Layout) -> list[int]:
@@ -62,26 +63,42 @@ FATAL = frozenset(
 """Kernels that end the process where they get tensors without elements (torch 2.13): a division by the number of
 channels, of which there are none, a write to a class that is not there. They are not asked."""
 
+Axes = tuple[int, ...]
+"""The mesh axes that cut a dimension, as `Layout.dims` has them: what one factor of the operator is cut by."""
+
 LARGE = 1 << 22
 """The most elements of an operand that is made to try an operator; with larger ones it counts as one that refuses."""
 
 
-def _refuses_empty(call: Call, rule: Rule, choice: Choice) -> bool:
-    """Whether the operator raises where a rank has no part: tried beside the trace, on a tensor without any.
+def _refused(call: Call, rule: Rule, choice: Choice, cuts: list[Axes]) -> set[Axes]:
+    """Of what is cut, that of which a rank cannot have nothing: the operator is tried beside the trace, on tensors
+    without any. A rank may have rows and no columns, so it is tried with every set of `cuts`.
 
-    Where it cannot be tried, it is taken to: that costs a graph and is never wrong. An operator of the user's is not
-    called beside the program.
+    Where it cannot be tried, it is taken to refuse: that costs a graph and is never wrong. An operator of the user's is
+    not called beside the program.
     """
-    if torch.Tag.nondeterministic_seeded in call.func.tags:
-        return False
+    if not cuts or torch.Tag.nondeterministic_seeded in call.func.tags:
+        return set()
     device = call.operands[0].mesh.device_type
-    shapes = [_without_parts(o, layout) for o, layout in zip(call.operands, choice.inputs)]
     if (
         call.func.namespace not in ("aten", "prims", "dtensor")
         or call.func._schema.name in FATAL
         or (device != "cpu" and not torch.get_device_module(device).is_available())
-        or max(map(prod, shapes)) > LARGE
     ):
+        return set(cuts)
+    refused = {choice.axes[f] for f in rule.refuses_empty if f in choice.axes}
+    for n in range(1, len(cuts) + 1):
+        for emptied in combinations([c for c in cuts if c not in refused], n):
+            if _refuses(call, rule, choice, emptied):
+                refused.update(emptied)
+    return refused
+
+
+def _refuses(call: Call, rule: Rule, choice: Choice, emptied: Collection[Axes]) -> bool:
+    """Whether the operator raises on tensors without elements where they are cut by the axes of `emptied`."""
+    device = call.operands[0].mesh.device_type
+    shapes = [_without_parts(o, layout, emptied) for o, layout in zip(call.operands, choice.inputs)]
+    if max(map(prod, shapes)) > LARGE:
         return True
     left = iter(shapes)
 
@@ -95,7 +112,7 @@ def _refuses_empty(call: Call, rule: Rule, choice: Choice) -> bool:
         out, layout = call.outputs[0], choice.outputs[0]
         if rule.shape_arg is not None and out is not None and layout is not None:
             made = Spec.make(call.operands[0].mesh, layout, out.shape, out.stride, out.dtype)
-            args, kwargs = replaced(call.func, args, kwargs, {rule.shape_arg: _without_parts(made, layout)})
+            args, kwargs = replaced(call.func, args, kwargs, {rule.shape_arg: _without_parts(made, layout, emptied)})
         try:
             call.func(*args, **kwargs)
         except Exception:  # kernels raise anything
@@ -103,8 +120,9 @@ def _refuses_empty(call: Call, rule: Rule, choice: Choice) -> bool:
     return False
 
 
-def _without_parts(spec: Spec, layout: Layout) -> list[int]:
-    """The shape of the first rank's shard, but for dimensions of symbolic size that are cut, which have no elements."""
+def _without_parts(spec: Spec, layout: Layout, emptied: Collection[Axes]) -> list[int]:
+    """The shape of the first rank's shard, but for dimensions of symbolic size that the axes of `emptied` cut, which
+    have no elements."""
     sizes, cut = mesh_shape(spec.mesh), _cut_symbols(spec, layout)
     shape = layout.local_shape(tuple(map(hint, spec.shape)), sizes, [0] * len(sizes))
-    return [0 if d in cut else n for d, n in enumerate(shape)]
+    return [0 if d in cut and layout.dims[d] in emptied else n for d, n in enumerate(shape)]

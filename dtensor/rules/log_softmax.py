@@ -19,8 +19,16 @@ def _rule(call: Call, local, linear=()) -> Rule:
     order = sorted(range(len(shape)), key=lambda i: i == over)
     full = tuple((f"d{i}",) for i in range(len(shape)))
     sizes = {f"d{i}": shape[i] for i in order}
+    along = frozenset({f"d{over}"})
+    refuses = along if local is _local_log_softmax else frozenset()
     return Rule(
-        (full,) * len(call.operands), (full,), sizes, linear=linear, local=local, across=frozenset({f"d{over}"})
+        (full,) * len(call.operands),
+        (full,),
+        sizes,
+        linear=linear,
+        local=local,
+        across=along,
+        refuses_empty=refuses,
     )
 
 

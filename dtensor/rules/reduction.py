@@ -72,7 +72,10 @@ def reduction(call: Call) -> Rule:
     if name in WITHIN and not call.operands[0].dtype.is_complex:
         whole = frozenset(range(len(call.outputs)))
         local, across = WITHIN[name], frozenset(factors)
-        return Rule((ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across)
+        refuses = across if local is _logsumexp else frozenset()
+        return Rule(
+            (ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across, refuses_empty=refuses
+        )
     if op is None or indices or (op != "sum" and call.operands[0].dtype == torch.bool):
         return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
     linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()

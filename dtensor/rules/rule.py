@@ -49,6 +49,8 @@ class Rule:
         local: runs the operator on local tensors in place of the operator itself; gets a `LocalCall`.
         across: the factors for whose sake `local` is there: where none of them is sharded the operator itself will do.
             None: `local` always runs.
+        refuses_empty: factors of which `local` refuses to have no part, where a trace does not know that there is none,
+            though the operator itself does not refuse.
         shape_arg: name of the argument that holds the (global) shape of output 0 and is localised.
     """
 
@@ -66,6 +68,7 @@ class Rule:
     home: Mapping[int, int] = field(default_factory=dict)
     local: Callable[[Any], Any] | None = None
     across: frozenset[Factor] | None = None
+    refuses_empty: frozenset[Factor] = frozenset()
     shape_arg: str | None = None
 
 

@@ -63,9 +63,10 @@ REGROUPED = {
 """Views that keep a shard only where the mesh divides the batch: such sizes and all others have a graph each."""
 NUMBERS = {
     "taken along": lambda x, w, b: _taken(x @ w, torch.argmax(w.detach(), 1, True)),
+    "softmax of columns": lambda x, w, b: ((x @ w).log_softmax(0) * w).sum() + (x @ w).logsumexp(0).tanh().sum(),
     "rows added": lambda x, w, b: ((x @ w).tanh() + w).cumsum(1).pow(2).mean(),
 }
-"""In the middle of these a trace learns that there are four rows."""
+"""In these a trace learns that there are four rows, in the middle or because a rank has none."""
 EVERY = {**PROGRAMS, **MORE, **REGROUPED, **WITH_ROWS}
 
 
@@ -174,7 +175,9 @@ def test_ranks_without_rows_where_a_kernel_refuses_that(rank, name):
     check(name, init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(0)], (4, 3, 6, 2), more=2)
 
 
-@pytest.mark.parametrize("name", ["rows added", pytest.param("taken along", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "name", ["softmax of columns", "rows added", pytest.param("taken along", marks=pytest.mark.nightly)]
+)
 @with_ranks(3)
 def test_sizes_that_become_numbers(rank, name):
     """On three ranks the shards of the rows are then 2, 2 and 0."""
@@ -442,3 +445,16 @@ def test_a_kernel_that_ends_the_process_is_not_asked_for_nothing(fake_mesh):
     w, b = (distribute_tensor(torch.rand(4), mesh, [Shard(0)]).requires_grad_() for _ in range(2))
     ours(x, w, b).sum().backward()
     assert x.grad.shape == x.shape
+
+
+def test_a_rank_may_have_rows_and_no_columns():
+    """The kernel of the loss takes no samples of no classes, and refuses samples of no classes."""
+    with fake_ranks(6, 5):
+        mesh = init_device_mesh("cpu", (2, 3))
+        ours = compiled(F.nll_loss, "dtensor", True, options={"inner": "aot_eager", "agreement": False})
+        for classes in (6, 4):
+            x = distribute_tensor(torch.rand(8, classes), mesh, [Shard(0), Shard(1)])
+            target = distribute_tensor(torch.arange(8) % classes, mesh, [Shard(0), Replicate()])
+            assert ours(x, target).shape == ()
+        assert counters["stats"]["unique_graphs"] == 2
+    torch.compiler.reset()
