@@ -14,13 +14,13 @@ from typing import Any
 import sympy
 import torch
 
-from ._torch import FakeTensorMode  # first: it checks the version of torch
+from ._torch import FakeTensorMode, tree_leaves  # first: it checks the version of torch
 
 # isort: split
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import _config as symbolic_config
-from torch.fx.experimental.proxy_tensor import _sympy_handlers, get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import _sympy_handlers, _SympyExprTrackerValue, get_proxy_mode, make_fx
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
@@ -31,7 +31,9 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 from torch.utils._sympy.functions import CeilDiv, FloorDiv, Max, Min, Mod
+from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils._thunk import Thunk
 
@@ -51,8 +53,13 @@ def stand_in(mode: FakeTensorMode, x: torch.Tensor, name: str, symbols: bool) ->
 
 def trace_with(mode: FakeTensorMode, function: Callable, *args: Any) -> torch.fx.GraphModule:
     """The graph of `function` on stand-ins of `mode`: what is left below autograd and dispatch."""
+
+    def run(*given: Any) -> Any:
+        sizes_before_strides(given)
+        return function(*given)
+
     with enable_python_dispatcher(), mode:
-        gm = make_fx(function, tracing_mode="real")(*args)
+        gm = make_fx(run, tracing_mode="real")(*args)
     binary_products(gm.graph)
     gm.recompile()
     return gm
@@ -159,14 +166,24 @@ def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
     return kept
 
 
-def on_replaced_sizes(env: ShapeEnv, number: Callable[[], None], other: Callable[[], None]) -> None:
-    """Have `number` called after a trace has learnt that a symbol is a number, `other` after it has that it is a size
-    of other symbols."""
+def on_replaced_sizes(
+    env: ShapeEnv,
+    check: Callable[[sympy.Basic], None],
+    number: Callable[[], None],
+    other: Callable[[], None],
+) -> None:
+    """Have `check` called with what a trace has concluded before it writes a number for a symbol: that they are equal.
+
+    Have `number` called after it has done so, `other` after it has learnt that a symbol is a size of other symbols.
+    """
     replace = env._set_replacement
 
     def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         before = env.replacements.get(a)
-        replace(a, tgt, msg)
+        if tgt.is_number:
+            check(sympy.Eq(a, tgt))
+        if env.replacements.get(a) == before:
+            replace(a, tgt, msg)
         if env.replacements.get(a) != before:
             (number if tgt.is_number else other)()
 
@@ -198,7 +215,28 @@ def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymI
     env.var_to_range[symbol] = ValueRanges(least, int_oo)
     here = env._get_sloc()
     env.var_to_range_sloc[symbol] = ValueRangesSLoc(here, here)
+    _kept_bounds(env)[symbol] = env.var_to_range[symbol]
     return torch.SymInt(SymNode(symbol, env, int, value))
+
+
+def before_guards(env: ShapeEnv, symbols: Collection[sympy.Symbol], check: Callable[[sympy.Basic], None]) -> None:
+    """Have `check` called with what a trace is about to take for granted of `symbols`, as it holds for the examples.
+
+    It may make numbers of them; then the trace sees whether it holds for these.
+    """
+    evaluate = env._evaluate_expr
+
+    def checked(expr: sympy.Basic, hint: Any = None, *args: Any, **kwargs: Any) -> sympy.Basic:
+        if expr.free_symbols.isdisjoint(symbols):
+            return evaluate(expr, hint, *args, **kwargs)
+        known = env._suppress_guards_tls() or not expr.free_symbols <= env.backed_var_to_val.keys()
+        if not known and env._maybe_evaluate_static(expr) is None:
+            value = sympy.sympify(expr.xreplace(env.backed_var_to_val))
+            says = {sympy.true: expr, sympy.false: sympy.Not(expr)}
+            check(says[value] if value in says else sympy.Eq(expr, value))
+        return evaluate(expr, None, *args, **kwargs)
+
+    env._evaluate_expr = checked
 
 
 def guards_written_by(
@@ -274,25 +312,35 @@ def traced_size(size: Any) -> Any:
 
 
 def _traced(known: Mapping[sympy.Symbol, Any], expr: Any) -> Any:
-    """`expr` worked out anew from the symbols that a trace has, two operands at a time; None if one is missing."""
-    if expr in known:
-        return known[expr].value
-    if expr.is_Integer:
-        return int(expr)
-    make = _ARITHMETIC.get(expr.func)
-    args = [_traced(known, x) for x in expr.args]
-    return None if make is None or None in args else functools.reduce(make, args)
+    """`expr` worked out anew from the symbols that a trace has; None if one is missing."""
+    values = {s: known[s].value for s in expr.free_symbols if s in known}
+    if len(values) < len(expr.free_symbols):
+        return None
+    return sympy_interp(_Anew, values, expr)
 
 
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
-    sympy.Add: operator.add,
-    sympy.Mul: operator.mul,
-    sympy.Pow: lambda x, n: functools.reduce(operator.mul, [x] * n),
-    FloorDiv: operator.floordiv,
-    Mod: operator.mod,
-    Max: torch.sym_max,
-    Min: torch.sym_min,
-}
+class _Anew(PythonReferenceAnalysis):
+    """Torch's evaluation of a sympy expression in Python, with what that leaves to sympy."""
+
+    @staticmethod
+    def pow_by_natural(x: Any, n: int) -> Any:
+        return functools.reduce(operator.mul, [x] * n)
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
+        return torch.sym_int(x)
+
+
+def sizes_before_strides(given: Any) -> None:
+    """Have the graph that is traced of `given` read its symbols from sizes of the tensors in it. Torch reads them from
+    strides that are the same symbols, but the stride beside a length of zero is one."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return
+    traced, found = mode.tracer.symnode_tracker, mode.tracer.sympy_expr_tracker
+    for size in (n for x in tree_leaves(given) if isinstance(x, torch.Tensor) for n in x.shape):
+        if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size in traced:
+            found[size.node.expr] = _SympyExprTrackerValue(traced[size], size)
 
 
 class _FirstDefinitions(dict):
@@ -362,6 +410,7 @@ __all__ = [
     "Mod",
     "ShapeEnv",
     "assumed_size",
+    "before_guards",
     "binary_products",
     "define_strides",
     "evaluated",
@@ -381,6 +430,7 @@ __all__ = [
     "same_size",
     "size_formula",
     "size_of",
+    "sizes_before_strides",
     "stand_in",
     "symbolic_mode",
     "trace_with",

@@ -208,6 +208,12 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     return x.abs().pow(ord).sum(over, keepdim).pow(1 / ord)
 
 
+def _size(x) -> list[int]:
+    """The sizes as numbers, for kernels of torch that know no symbols: what is traced is then for these."""
+    return [int(n) for n in x.shape]
+
+
+COMPOSITES["aten::size"] = _size
 COMPOSITES["aten::linalg_vector_norm"] = vector_norm
 COMPOSITES["aten::set"] = _set
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}

@@ -7,7 +7,8 @@ the length of the longest shard. So nothing in a trace follows from what this ra
 
 What the trace found out about local lengths has to hold on every rank, and all ranks have to see it alike when they
 choose a graph. So a guard is asked of the global length: it holds where it holds on the first rank, on the one with the
-last shard that is not empty, and on the last. All shards between these are as long as the first.
+last shard that is not empty, and on the last. All shards between these are as long as the first. What would hold on
+some ranks only is never taken for granted: the lengths it is about become numbers, on all ranks.
 
     length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
 """
@@ -29,6 +30,7 @@ from ._torch_sizes import (
     Mod,
     ShapeEnv,
     assumed_size,
+    before_guards,
     evaluated,
     guards_written_by,
     has_hint,
@@ -74,8 +76,9 @@ class _Lengths:
         self.env = env
         self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
         self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
+        before_guards(env, self.made_of.keys(), self.hold_on_all_ranks)
         guards_written_by(env, self.on_all_ranks, self.made_of.keys())
-        on_replaced_sizes(env, number=self.settle, other=self.unite)
+        on_replaced_sizes(env, check=self.hold_on_all_ranks, number=self.settle, other=self.unite)
 
     def of(self, size: torch.SymInt, group: str, first: bool) -> torch.SymInt:
         """The length of this rank's part of `size`, or of the first rank's."""
@@ -126,6 +129,28 @@ class _Lengths:
             at = dict(zip(groups, places))
             held.append(self._at(guard, used, at))
         return sympy.And(*held)
+
+    def hold_on_all_ranks(self, guard: sympy.Basic) -> None:
+        """Have the trace be for the present sizes alone if a condition on local lengths, which holds for what the trace
+        takes them to be, does not hold on every rank: each rank then goes by its own."""
+        example = self.env.backed_var_to_val
+        if (
+            guard.free_symbols.isdisjoint(self.made_of.keys())
+            or self.on_all_ranks(guard).xreplace(example) == sympy.true
+        ):
+            return
+        for s in sorted(self._wholes(guard), key=str):
+            self.env.evaluate_expr(sympy.Eq(s, example[s]))
+
+    def _wholes(self, expr: sympy.Basic) -> set[Any]:
+        """The symbols that the local lengths in `expr` are made of, as far as the trace knows, and are no such."""
+        wholes: set[Any] = set()
+        todo: list[Any] = self._parts_in(expr)
+        while todo:
+            symbols = self.env.replace(self.made_of[todo.pop()][0]).free_symbols
+            todo += symbols & self.made_of.keys()
+            wholes |= symbols - self.made_of.keys()
+        return wholes
 
     def _parts_in(self, expr: sympy.Basic) -> list[sympy.Symbol]:
         """The local lengths that occur in `expr`, and what they are parts of, later ones first."""

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from dtensor._torch import make_fx
+from dtensor._torch_sizes import sizes_before_strides
 from dtensor.collectives import KERNELS, LOWERED, group_size
 
 from . import ir, sizes
@@ -112,6 +113,7 @@ def lowered(op: str, args: tuple) -> fx.Graph:
 
 def _call(kernel: Any, args: tuple, *values: Any) -> Any:
     """`kernel` on `args`, in which `values` stand for the tensors and symbolic sizes."""
+    sizes_before_strides(values)
     given = iter(values)
     return kernel(*[next(given) if isinstance(arg, (torch.Tensor, torch.SymInt)) else arg for arg in args])
 

@@ -42,7 +42,9 @@ def empty_outputs(call: LocalCall) -> Any:
     made = [
         None
         if o is None or layout is None
-        else like.new_zeros(Spec.make(call.mesh, layout, o.shape, o.stride, o.dtype).local_shape(), dtype=o.dtype)
+        else like.new_zeros(
+            Spec.make(call.mesh, layout, o.shape, o.stride, o.dtype).traced().local_shape(), dtype=o.dtype
+        )
         for o, layout in zip(call.call.outputs, call.layouts)
     ]
     return tuple(made) if call.call.many else made[0]

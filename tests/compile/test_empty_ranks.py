@@ -1,0 +1,83 @@
+"""Ranks that have nothing of a tensor, in graphs whose sizes are symbols: one device's values and gradients.
+
+Of four rows or columns three ranks have 2, 2 and none.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from dtensor._torch_sizes import number_if_known, stand_in, symbolic_mode
+from dtensor.local_sizes import local_length
+from dtensor.testing import fake_ranks, with_ranks
+
+PROGRAMS = {
+    "softmax": lambda x, k: x.softmax(1),
+    "columns that are normalised": lambda x, k: x.log_softmax(0) + x.logsumexp(1, True),
+    "expanded": lambda x, k: x.unsqueeze(0).expand(k, *x.shape) * 2,
+    "in chunks": lambda x, k: torch.cat(x.chunk(k), 1),
+    "a product with a vector": lambda x, k: x.mv(x[0].detach()),
+    "resized by a float": lambda x, k: F.interpolate(x.unsqueeze(1), scale_factor=1.7),
+    "a convolution of any stride": lambda x, k: F.conv1d(x.unsqueeze(1), x.detach()[:1, :k].unsqueeze(1), None, k, k),
+    "rows by a mask": lambda x, k: x[x.detach()[:, 0] > 0] * 2,
+    "elements by a mask": lambda x, k: x[x.detach() > 0].sin(),
+    "masked_select": lambda x, k: x.masked_select(x.detach() > 0),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@with_ranks(3)
+def test_one_rank_has_nothing(rank, dim):
+    mesh = init_device_mesh("cpu", (3,))
+    for name, fn in PROGRAMS.items():
+        torch.compiler.reset()
+        ours = torch.compile(fn, backend="dtensor", fullgraph=True, dynamic=True, options={"inner": "aot_eager"})
+        for n in (4, 6):
+            x = torch.linspace(-2, 3, n * n, dtype=torch.float64).sin().view(n, n).requires_grad_()
+            given = distribute_tensor(x.detach(), mesh, [Shard(dim)]).requires_grad_()
+            found, expected = ours(given, 2), fn(x, 2)
+            torch.testing.assert_close(found.full_tensor(), expected, msg=f"{name}, {n}: {{}}".format)
+            expected.square().sum().backward()
+            found.square().sum().backward()
+            torch.testing.assert_close(given.grad.full_tensor(), x.grad, msg=f"{name}, {n}: {{}}".format)
+
+
+@pytest.mark.parametrize(("rank", "part"), [(0, 2), (2, 1), (3, 0)])
+def test_what_holds_on_some_ranks_makes_a_number_of_the_length(rank, part):
+    with fake_ranks(4, rank):
+        group = init_device_mesh("cpu", (4,)).get_group().group_name
+        s = stand_in(symbolic_mode(), torch.empty(5), "x", True).shape[0]
+        mine = local_length(s, group)
+        assert mine < s  # on every rank
+        assert number_if_known(s) is s
+        assert bool(mine % 3 == 2) is (part == 2)
+        assert number_if_known(s) == 5
+        assert number_if_known(mine) == part
+
+
+def test_a_length_is_not_read_from_a_stride(fake_mesh):
+    """Beside a length of zero the stride is one: a gather made one row where a rank has none."""
+    with fake_ranks(3, 2):
+        x = distribute_tensor(torch.rand(4, 4), init_device_mesh("cpu", (3,)), [Shard(1)])
+        ours = torch.compile(
+            lambda x: x.redistribute(placements=[Shard(0)]) * 2,
+            backend="dtensor",
+            fullgraph=True,
+            dynamic=True,
+            options={"inner": "aot_eager", "agreement": False},
+        )
+        y = ours(x)
+        assert isinstance(y, DTensor)
+        assert y.to_local().shape == (0, 4)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("rank", "part"), [(0, 2), (3, 0)])
+def test_a_length_whose_bounds_meet_is_not_that_of_every_rank(rank, part):
+    """A trace takes a part to be two or more: with a guard that it is two at most, torch writes 2 for it."""
+    with fake_ranks(4, rank):
+        group = init_device_mesh("cpu", (4,)).get_group().group_name
+        mine = local_length(stand_in(symbolic_mode(), torch.empty(5), "x", True).shape[0], group)
+        assert mine <= 2
+        assert number_if_known(mine) == part
