@@ -15,8 +15,9 @@ different graphs are never taken for each other: their ranks wait, and `job` see
 such tags; a graph that begins with one `meet`s first.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,16 +48,27 @@ class Starts(NamedTuple):
 
 
 def starts(group: str, device: torch.device) -> Starts:
-    """What starts a collective on tensors of the device in the group.
-
-    Gloo's messages are CPU tensors: of others it has collectives only.
-    """
+    """What starts a collective on tensors of the device in the group."""
     backend = backend_of(resolve_process_group(group), device.type)
     if backend.endswith("gloo"):
-        return OVER_GLOO if device.type == "cpu" else EXCHANGED
+        return OVER_GLOO
     return EXCHANGED if backend == "threaded" else FUNCTIONAL
 
 
+def by_the_host(start: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`start`, which sends CPU tensors; others go by way of one, and are there when it returns. Gloo has no messages of
+    a GPU's tensors, and its all_gather and all_to_all of them end the process (torch 2.13)."""
+
+    @functools.wraps(start)
+    def started(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if x.device.type == "cpu":
+            return start(x, *args)
+        return c10d.wait_tensor(start(x.cpu(), *args)).to(x.device)
+
+    return started
+
+
+@by_the_host
 @torch.no_grad()
 def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     y = x.new_empty((size * x.shape[0], *x.shape[1:]))
@@ -65,6 +77,7 @@ def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return _started(y, rows, [mine] * size, group)
 
 
+@by_the_host
 @torch.no_grad()
 def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str) -> torch.Tensor:
     rank = resolve_process_group(group).rank()
@@ -118,7 +131,7 @@ FUNCTIONAL = Starts(
 )
 """torch's."""
 EXCHANGED = FUNCTIONAL._replace(reduce_scatter=None)
-"""torch's where it has no reduce_scatter of its own, or, among threads, one that only adds."""
+"""torch's where it has a reduce_scatter that only adds: among threads."""
 OVER_GLOO = Starts(torch.ops.dtensor.all_gather_start.default, torch.ops.dtensor.all_to_all_start.default, None)
 """Ours. Gloo's reduce_scatter is left out: it reduces the whole tensor on every rank, and so sends twice the bytes."""
 

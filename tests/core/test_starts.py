@@ -29,6 +29,7 @@ def under_way(rank, n):
     """Many at once, waited for in another order, beside a sum; what is gathered is written over after the start."""
     group, draw = name_of(dist.group.WORLD), random.Random(1)
     assert starts(group, torch.device("cpu")) is OVER_GLOO
+    assert starts(group, torch.device("cuda")) is OVER_GLOO, "gloo's own end the process"
     for _ in range(20):
         length = draw.choice([1, 5, 3000])
         gathers, exchanges = [], []
