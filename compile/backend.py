@@ -21,6 +21,7 @@ from dtensor._torch_compile import (
     leave_missing,
     min_cut_partition,
     on_tangents,
+    traced_again_if_settled,
 )
 from dtensor.aliasing import lose, root
 from dtensor.hooks import PARTITIONER, chained, others_partitioner
@@ -73,7 +74,8 @@ def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Calla
     if chosen.inner == "eager":
         return gm.forward
     try:
-        compiled = _traced(gm, example_inputs, chosen)
+        with traced_again_if_settled():
+            compiled = _traced(gm, example_inputs, chosen)
     except SizesSettled:
         compiled = _traced(gm, example_inputs, chosen)
     return _noting_views(_taking_all_tangents(compiled), _views_returned(gm))

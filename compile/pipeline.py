@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import fx
 
 from dtensor import passes
-from dtensor._torch_compile import static_inputs, static_placeholders
+from dtensor._torch_compile import check_settled, static_inputs, static_placeholders
 from dtensor._torch_sizes import binary_products
 from dtensor.errors import InvalidInputError
 from dtensor.passes import (
@@ -50,7 +50,9 @@ def simplify_joint(graph: fx.Graph, options: Options, *, within: bool = False) -
 
     Raises:
         PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
+        SizesSettled: it is to be traced again.
     """
+    check_settled()
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
         joint = [p.name for p in (*PREPARE, *SIMPLIFY) if p.name in chosen and p.name not in NOT_JOINT]
@@ -89,7 +91,10 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False, with
 
     Raises:
         PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
+        SizesSettled: an inference graph is to be traced again.
     """
+    if inference:
+        check_settled()
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
         split: list[Pass] = []

@@ -5,7 +5,8 @@ import functools
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -132,7 +133,39 @@ def static_inputs() -> Sequence[int]:
 
 
 class SizesSettled(RuntimeError):
-    """A size that was a symbol when the forward was traced is a number since the backward was: trace again."""
+    """A size that was a symbol when AOTAutograd looked at the results is a number since: trace again."""
+
+
+_known: ContextVar[int | None] = ContextVar("known", default=None)
+
+
+def _numbers() -> int:
+    """How many symbols of what is compiled now have turned out to be numbers."""
+    context = TracingContext.try_get()
+    env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    return sum(tgt.is_number for tgt in env.replacements.values()) if env is not None else 0
+
+
+@contextlib.contextmanager
+def traced_again_if_settled() -> Iterator[None]:
+    """Context of a first trace, in which `check_settled` raises if a symbol has become a number since it began."""
+    token = _known.set(_numbers())
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def check_settled() -> None:
+    """Find out, of a joint or inference graph that was just traced, whether AOTAutograd may take for symbols, among
+    the sizes of its results, what are numbers by now and no outputs of it.
+
+    Raises:
+        SizesSettled: sizes became numbers in the trace. In another one of the same program they are from the start.
+    """
+    known = _known.get()
+    if known is not None and _numbers() > known:
+        raise SizesSettled("sizes became numbers while this was traced")
 
 
 def check_results(joint: torch.fx.Graph, expected: int) -> None:
@@ -566,6 +599,7 @@ __all__ = [
     "attributes_stand_with_their_tensors",
     "boxed",
     "check_results",
+    "check_settled",
     "compile_context",
     "compiler_settings",
     "dynamo_counters",
@@ -591,6 +625,7 @@ __all__ = [
     "static_placeholders",
     "symbolic_sizes",
     "trace_artifact",
+    "traced_again_if_settled",
     "weigh_by",
     "without_compile_caches",
 ]

@@ -226,15 +226,15 @@ def before_guards(env: ShapeEnv, symbols: Collection[sympy.Symbol], check: Calla
     """
     evaluate = env._evaluate_expr
 
-    def checked(expr: sympy.Basic, hint: Any = None, *args: Any, **kwargs: Any) -> sympy.Basic:
-        if expr.free_symbols.isdisjoint(symbols):
-            return evaluate(expr, hint, *args, **kwargs)
-        known = env._suppress_guards_tls() or not expr.free_symbols <= env.backed_var_to_val.keys()
-        if not known and env._maybe_evaluate_static(expr) is None:
-            value = sympy.sympify(expr.xreplace(env.backed_var_to_val))
-            says = {sympy.true: expr, sympy.false: sympy.Not(expr)}
-            check(says[value] if value in says else sympy.Eq(expr, value))
-        return evaluate(expr, None, *args, **kwargs)
+    def checked(orig_expr: sympy.Basic, hint: Any = None, *args: Any, **kwargs: Any) -> sympy.Basic:
+        if orig_expr.free_symbols.isdisjoint(symbols):
+            return evaluate(orig_expr, hint, *args, **kwargs)
+        known = env._suppress_guards_tls() or not orig_expr.free_symbols <= env.backed_var_to_val.keys()
+        if not known and env._maybe_evaluate_static(orig_expr) is None:
+            value = sympy.sympify(orig_expr.xreplace(env.backed_var_to_val))
+            says = {sympy.true: orig_expr, sympy.false: sympy.Not(orig_expr)}
+            check(says[value] if value in says else sympy.Eq(orig_expr, value))
+        return evaluate(orig_expr, None, *args, **kwargs)
 
     env._evaluate_expr = checked
 

@@ -17,6 +17,7 @@ PROGRAMS = {
     "columns that are normalised": lambda x, k: x.log_softmax(0) + x.logsumexp(1, True),
     "expanded": lambda x, k: x.unsqueeze(0).expand(k, *x.shape) * 2,
     "in chunks": lambda x, k: torch.cat(x.chunk(k), 1),
+    "split by sizes": lambda x, k: torch.cat(x.split([1, k, x.shape[0] - k - 1])[::-1]) * 2,
     "a product with a vector": lambda x, k: x.mv(x[0].detach()),
     "resized by a float": lambda x, k: F.interpolate(x.unsqueeze(1), scale_factor=1.7),
     "a convolution of any stride": lambda x, k: F.conv1d(x.unsqueeze(1), x.detach()[:1, :k].unsqueeze(1), None, k, k),
