@@ -27,7 +27,6 @@ OF_VALUES = "its kernel refuses the values, which a fake group makes up"
 BY_POSITIONS = "cuts at positions that are tensors, which torch reads while it compiles"
 BY_SYMBOLS = "sizes or steps of a view that are symbols of their own: a guard on them does not hold"
 NOT_YET = {
-    "cholesky": OF_VALUES,
     "lu_solve": OF_VALUES,
     "lu_unpack": OF_VALUES,
     "nn.functional.max_unpool2d": OF_VALUES,
@@ -94,6 +93,8 @@ def test_operators_on_a_rank_without_a_part(part):
                 torch.compiler.reset()
                 try:
                     on_rank(entry, sample, dim, ranks, rank)
+                except torch.linalg.LinAlgError:  # of the values that a fake group makes up
+                    continue
                 except Exception as error:  # compilers raise anything
                     found.append(f"{name}: {tuple(sample.input.shape)} cut at {dim}, rank {rank} of {ranks}: {error!r}")
     torch.compiler.reset()
