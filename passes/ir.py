@@ -290,14 +290,16 @@ def traced(nodes: list[fx.Node]) -> tuple[int, ...]:
 
 def gradients(graph: fx.Graph) -> dict[fx.Node, int]:
     """The nodes of a backward that one of its results is made from, by nothing but calls on one value each -> the place
-    of that result among all. Ranks with other sizes may compute them in another order; the places are the program's.
+    of that result among those that are tensors. Ranks with other sizes may compute them in another order, and return
+    other sizes with them; the places are the program's.
 
     The pieces of one value count as that value: what is padded is cut and joined, and not every rank pads."""
     if not any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
         return {}
     output: Any = graph.output_node()
     found: dict[fx.Node, int] = {}
-    for place, node in enumerate([x for x in output.args[0] if x is not None]):
+    results = [x for x in output.args[0] if isinstance(x, fx.Node) and isinstance(value(x), torch.Tensor)]
+    for place, node in enumerate(results):
         while isinstance(node, fx.Node) and node not in found:
             found[node] = place
             made_of = {x.all_input_nodes[0] if x.target is operator.getitem else x for x in node.all_input_nodes}

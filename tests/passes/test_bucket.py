@@ -1,8 +1,11 @@
 """Small collectives that travel together."""
 
+import operator
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from torch import fx
 
 from dtensor._torch import c10d
 from dtensor.collectives import ops
@@ -263,3 +266,18 @@ def test_runs_in_the_pipeline(bench):
     gm = bench.trace(lambda x, y: [ops.all_reduce(t, "sum", bench.tp).relu() for t in (x, y)], (4,), (4,))
     run(gm, disable=["bucket"])
     assert count(gm) == {"all_reduce": 2}
+
+
+@pytest.mark.parametrize("sizes", [[], [3]])
+def test_sizes_among_the_results_do_not_count_as_gradients(sizes):
+    """A rank on which a size became a number returns it no more: what its collectives are for was called otherwise."""
+    graph = fx.Graph()
+    tangent = graph.placeholder("tangents_1")
+    made = graph.call_function(torch.ops.aten.neg.default, (tangent,))
+    returned = [graph.call_function(operator.add, (1, n)) for n in sizes]
+    for node in (tangent, made):
+        node.meta["val"] = torch.empty(2, device="meta")
+    for node in returned:
+        node.meta["val"] = 4
+    graph.output((*returned, made))
+    assert ir.gradients(graph) == {made: 0, tangent: 0}
