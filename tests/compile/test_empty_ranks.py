@@ -62,7 +62,7 @@ def test_a_length_is_not_read_from_a_stride(fake_mesh):
     with fake_ranks(3, 2):
         x = distribute_tensor(torch.rand(4, 4), init_device_mesh("cpu", (3,)), [Shard(1)])
         ours = torch.compile(
-            lambda x: x.redistribute(placements=[Shard(0)]) * 2,
+            lambda x: (-x).redistribute(placements=[Shard(0)]),
             backend="dtensor",
             fullgraph=True,
             dynamic=True,
