@@ -13,14 +13,13 @@ from .rule import Rule
 HALF = (torch.float16, torch.bfloat16)
 
 
-def _rule(call: Call, local, linear=()) -> Rule:
+def _rule(call: Call, local, linear=(), refuses=False) -> Rule:
     shape = call.operands[0].shape
     over = call["dim"] % max(len(shape), 1)
     order = sorted(range(len(shape)), key=lambda i: i == over)
     full = tuple((f"d{i}",) for i in range(len(shape)))
     sizes = {f"d{i}": shape[i] for i in order}
     along = frozenset({f"d{over}"})
-    refuses = along if local is _local_log_softmax else frozenset()
     return Rule(
         (full,) * len(call.operands),
         (full,),
@@ -28,13 +27,13 @@ def _rule(call: Call, local, linear=()) -> Rule:
         linear=linear,
         local=local,
         across=along,
-        refuses_empty=refuses,
+        refuses_empty=along if refuses else frozenset(),
     )
 
 
 @rule_for("_log_softmax")
 def log_softmax(call: Call) -> Rule:
-    return _rule(call, _local_log_softmax)
+    return _rule(call, _local_log_softmax, refuses=True)
 
 
 def _along(call: LocalCall) -> tuple[int, str]:
