@@ -181,7 +181,7 @@ def on_replaced_sizes(
     def replaced(a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         before = env.replacements.get(a)
         if tgt.is_number:
-            check(sympy.Eq(a, tgt))
+            check(_are_equal(a, tgt))
         if env.replacements.get(a) == before:
             replace(a, tgt, msg)
         if env.replacements.get(a) != before:
@@ -219,6 +219,11 @@ def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymI
     return torch.SymInt(SymNode(symbol, env, int, value))
 
 
+def _are_equal(expression: sympy.Basic, number: sympy.Basic) -> sympy.Basic:
+    """That a size is a number. Sympy takes symbols of sizes for positive, and would say that none is 0; a part may be."""
+    return sympy.Eq(expression, number, evaluate=False)
+
+
 def before_guards(env: ShapeEnv, symbols: Collection[sympy.Symbol], check: Callable[[sympy.Basic], None]) -> None:
     """Have `check` called with what a trace is about to take for granted of `symbols`, as it holds for the examples.
 
@@ -233,7 +238,7 @@ def before_guards(env: ShapeEnv, symbols: Collection[sympy.Symbol], check: Calla
         if not known and env._maybe_evaluate_static(orig_expr) is None:
             value = sympy.sympify(orig_expr.xreplace(env.backed_var_to_val))
             says = {sympy.true: orig_expr, sympy.false: sympy.Not(orig_expr)}
-            check(says[value] if value in says else sympy.Eq(orig_expr, value))
+            check(says[value] if value in says else _are_equal(orig_expr, value))
         return evaluate(orig_expr, None, *args, **kwargs)
 
     env._evaluate_expr = checked

@@ -57,6 +57,19 @@ def test_what_holds_on_some_ranks_makes_a_number_of_the_length(rank, part):
         assert number_if_known(mine) == part
 
 
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_a_part_of_one_row_is_cut_again(rank):
+    """Two rows over two and two ranks: once a part is known to have one, its own parts have one or none."""
+    with fake_ranks(4, rank):
+        rows, columns = (group.group_name for group in init_device_mesh("cpu", (2, 2)).get_all_groups())
+        s = stand_in(symbolic_mode(), torch.empty(2), "x", True).shape[0]
+        part = local_length(s, rows)
+        part_of_part = local_length(part, columns)
+        assert part < 2
+        assert s.node.expr == 2
+        assert number_if_known(part_of_part) == (rank + 1) % 2
+
+
 def test_a_length_is_not_read_from_a_stride(fake_mesh):
     """Beside a length of zero the stride is one: a gather made one row where a rank has none."""
     with fake_ranks(3, 2):

@@ -49,7 +49,7 @@ def main(rank):
 
 
 if __name__ == "__main__":
-    {run}(main, {n}, timeout=100)
+    {run}(main, {n}, timeout=300)
 """
 
 TWICE = """\
