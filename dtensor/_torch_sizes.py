@@ -220,7 +220,8 @@ def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymI
 
 
 def _are_equal(expression: sympy.Basic, number: sympy.Basic) -> sympy.Basic:
-    """That a size is a number. Sympy takes symbols of sizes for positive, and would say that none is 0; a part may be."""
+    """That a size is a number. Sympy takes symbols of sizes for positive, so that it says that none is 0; a part may
+    be."""
     return sympy.Eq(expression, number, evaluate=False)
 
 
