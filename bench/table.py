@@ -1,11 +1,12 @@
 """Tables in markdown: a section for each case, a row for each figure, a column for each peer.
 
 A cell is the ratio to that peer, with its quartiles if it was timed; below one is better. What is behind a peer stands
-in bold; what a peer, or we, cannot run is a numbered note.
+in bold; what a peer, or we, cannot run is a numbered note. Above each table is its verdict.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
 from .record import Record
 
@@ -36,8 +37,27 @@ def markdown(records: Sequence[Record], pictures: Mapping[str, Path] | None = No
         lines += [f"## {case}", ""]
         if pictures and case in pictures:
             lines += [f"![{case}: ratios to each peer]({pictures[case].as_posix()})", ""]
+        if verdict := _verdict(mine):
+            lines += [verdict, ""]
         lines += [*_table(mine), ""]
     return "\n".join(lines + _where(records)) + "\n"
+
+
+def _verdict(records: Sequence[Record]) -> str:
+    """Of each peer, how many figures are not behind it, the median ratio, and where we are furthest behind."""
+    said = []
+    for peer in dict.fromkeys(r.peer for r in records):
+        found = [(r.ratio, r) for r in records if r.peer == peer and r.ratio is not None]
+        if not found:
+            continue
+        behind = [ratio for ratio, _ in found if ratio > BEHIND]
+        text = f"{len(found) - len(behind)} of {len(found)} figures not behind {peer}"
+        text += f", median {median([ratio for ratio, _ in found]):.2f}"
+        if behind:
+            worst, where = max(found, key=lambda pair: pair[0])
+            text += f", worst {worst:.2f} ({' '.join(filter(None, [where.model, where.plan, where.figure]))})"
+        said.append(text)
+    return "; ".join(said) + "." if said else ""
 
 
 def _table(records: Sequence[Record]) -> list[str]:

@@ -24,7 +24,7 @@ def run(effort: Effort) -> Iterator[Record]:
         return
     for name, case in CASES.items():
         for made in case.run(replace(effort, device="cuda")):
-            yield replace(made, case="gpu", figure=f"{name}: {made.figure}")
+            yield replace(made, case=f"gpu: {name}")
 
 
 __all__ = ["run"]
