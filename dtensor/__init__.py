@@ -27,6 +27,7 @@ from .errors import (
 from .explanation import explain
 from .exporting import export
 from .fallback import fallbacks
+from .global_view import distribute_model
 from .invariance import implicit_replication
 from .local_functions import local_map
 from .mesh import init_device_mesh, prepare
@@ -64,6 +65,7 @@ __all__ = [
     "Shard",
     "ShardingError",
     "StrictError",
+    "distribute_model",
     "distribute_module",
     "distribute_tensor",
     "empty",

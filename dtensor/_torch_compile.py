@@ -19,7 +19,7 @@ from ._torch_sizes import ShapeEnv
 
 # isort: split
 from torch._dynamo import guards as dynamo_guards
-from torch._dynamo import register_backend
+from torch._dynamo.backends import registry as backend_registry
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._functorch import config as functorch_config
@@ -41,6 +41,12 @@ def min_cut_partition(gm, joint_inputs, **kwargs):
     forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     _states_among_tensors(forward, backward)
     return forward, backward
+
+
+def register_backend(backend: Callable[..., Any], name: str) -> None:
+    """Have torch.compile know `backend` by name. What torch has found as an entry point it registers itself."""
+    if name not in backend_registry._BACKENDS:
+        backend_registry.register_backend(backend, name)
 
 
 @functools.cache

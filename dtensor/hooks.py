@@ -112,7 +112,7 @@ def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
     return importlib.import_module("dtensor.compile").backend(gm, example_inputs, **kwargs)
 
 
-register_backend(backend, name="dtensor")
+register_backend(backend, "dtensor")
 install()
 
 __all__ = ["PARTITIONER", "STAGES", "PlainPasses", "backend", "chained", "dump_from_now_on", "install", "uninstall"]

@@ -20,6 +20,9 @@ Give: TypeAlias = Callable[[nn.Module, tuple, Any], Any]
 WRAPPED = "_dtensor_wrapped"
 """The attribute of a module under which the two lie."""
 
+CALL = "_dtensor_call"
+"""The attribute of a module under which that lies which is called in place of the forward."""
+
 
 def wrap_forward(module: nn.Module, take: Take | None = None, give: Give | None = None) -> None:
     """Have `take` look at what comes into the forward of `module`, and `give` at what goes out.
@@ -54,6 +57,29 @@ def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), {**named, "forward": forward, WRAPPED: (_taken, _given)})
+
+
+def wrap_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have `call` called with the forward of `module`, and what that would be called with, in its place. Once a
+    module; hooks stay around it."""
+    if "forward" in vars(module):
+        vars(module)["forward"] = functools.partial(call, vars(module)["forward"])
+        return
+    vars(module)[CALL] = call
+    module.__class__ = _called_class(type(module))
+
+
+@functools.cache
+def _called_class(cls: type[nn.Module]) -> type[nn.Module]:
+    inner = cls.forward
+
+    @with_own_code
+    @functools.wraps(inner)
+    def forward(self, *args, **kwargs):
+        return self._dtensor_call(functools.partial(inner, self), *args, **kwargs)
+
+    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), {**named, "forward": forward})
 
 
 def with_own_code(function: Any) -> Any:
@@ -97,4 +123,4 @@ def _gives(first: Give, then: Give | None) -> Give:
     return then if first is _given else give
 
 
-__all__ = ["WRAPPED", "Give", "Take", "with_own_code", "wrap_forward", "wrapped_class"]
+__all__ = ["WRAPPED", "Give", "Take", "with_own_code", "wrap_call", "wrap_forward", "wrapped_class"]

@@ -48,6 +48,7 @@ LAYERS = [
     ["tensor"],
     ["composite", "control_flow", "api", "random", "registration", "explanation"],
     [
+        "global_view",
         "local_functions",
         "linear_loss",
         "exporting",

@@ -1,5 +1,7 @@
 """The backend's options, its place in torch.compile, and what it leaves alone; on a fake process group."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -145,3 +147,10 @@ def test_all_to_all_goes_through_inductor(mesh):
     out = compiled(x)
     assert out.placements == (Shard(1),)
     assert out.to_local().shape == (4, 2)
+
+
+def test_the_name_is_known_without_the_import():
+    """Torch finds it as an entry point, and registers what that gives."""
+    program = "import torch; print(torch.compile(lambda x: x * 2 + 1, backend='dtensor')(torch.ones(2)).tolist())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[3.0, 3.0]\n", done.stderr

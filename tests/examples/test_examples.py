@@ -16,7 +16,7 @@ from dtensor.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
-RANKS = {"tensor_parallel": 2, "fully_sharded": 2, "two_dimensional": 4}
+RANKS = {"tensor_parallel": 2, "fully_sharded": 2, "two_dimensional": 4, "global_view": 4}
 
 
 def printed(name, **compiled):

@@ -1,0 +1,186 @@
+"""`distribute_model`: an unmodified model over a mesh against the same model on one device."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dtensor import DTensor, PlacementError, Replicate, Shard, distribute_model, init_device_mesh
+from dtensor.testing import fake_ranks, with_ranks
+
+COLUMNS, ROWS = {"tp": Shard(0)}, {"tp": Shard(1)}
+PLAN = {"table.weight": COLUMNS, "*.up.weight": COLUMNS, "*.up.bias": COLUMNS, "*.down.weight": ROWS}
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+    name: str = "told"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 24)
+        self.down = nn.Linear(24, 8)
+        self.register_buffer("scale", torch.full((8,), 0.5))
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1], device=x.device)
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale + positions[:, None] / 8
+
+
+class Model(nn.Module):
+    """Its head is its table: one parameter of two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, batch, *, weight=None):
+        x = self.table(batch["tokens"])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        return Output(loss if weight is None else loss * weight, logits)
+
+
+def made():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+def batch():
+    tokens = torch.arange(24).view(4, 6) * 5 % 16
+    return {"tokens": tokens, "labels": (tokens + 3) % 16}
+
+
+def part_of(given, rank, ranks):
+    return {key: x.chunk(ranks)[rank] for key, x in given.items()}
+
+
+def expected():
+    model = made()
+    out = model(batch(), weight=torch.tensor(2.0))
+    out.loss.backward()
+    return out, [p.grad for p in model.parameters()]
+
+
+def check_gradients(model, gradients):
+    for (name, p), g in zip(model.named_parameters(), gradients, strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), g, msg=f"{name}: {{}}".format)
+        assert p.grad.placements == p.placements
+
+
+def runs(model, compiled):
+    return (
+        torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"}) if compiled else model
+    )
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.nightly), True])
+@with_ranks(2)
+def test_whole_inputs_and_outputs(rank, compiled):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = distribute_model(made(), mesh, PLAN, outputs={})
+    assert model.head.weight is model.table.weight
+    assert model.head.weight.placements == (Shard(0),)
+    out = runs(model, compiled)(batch(), weight=torch.tensor(2.0))
+    want, gradients = expected()
+    assert not isinstance(out.logits, DTensor)
+    assert out.name == "told"
+    torch.testing.assert_close((out.loss, out.logits), (want.loss, want.logits))
+    out.loss.backward()
+    check_gradients(model, gradients)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@with_ranks(4)
+def test_parts_of_a_batch_beside_tensor_parallelism(rank, compiled):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    me = mesh.get_local_rank("dp")
+    want, gradients = expected()
+    model = distribute_model(made(), mesh, PLAN, inputs={"dp": Shard(0)}, outputs={"dp": Shard(0)})
+    run = runs(model, compiled)
+    out = run(part_of(batch(), me, 2), weight=torch.tensor(2.0))
+    torch.testing.assert_close(out.loss, want.loss)  # the mean over the global batch
+    torch.testing.assert_close(out.logits, want.logits.chunk(2)[me])
+    out.loss.backward()
+    check_gradients(model, gradients)
+
+    model.zero_grad()
+    given = part_of(batch(), me, 2)
+    logits = run(given, weight=torch.tensor(2.0)).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), given["labels"].flatten()) * 2  # of this rank's part
+    loss.backward()
+    check_gradients(model, gradients)
+
+
+@with_ranks(2)
+def test_without_outputs_they_are_dtensors(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    out = distribute_model(made(), mesh, PLAN)(batch())
+    assert isinstance(out.logits, DTensor)
+    assert out.logits.shape == (4, 6, 16)
+
+
+def test_the_most_specific_pattern_counts():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        plan = {"*": {}, "*.weight": COLUMNS, "blocks.1.up.weight": ROWS, "*.up.*": [Replicate()], "*.scale": COLUMNS}
+        model = distribute_model(made(), mesh, {**plan, "*.norm.weight": {}})
+    assert isinstance(model, Model)
+    assert model.table.weight.placements == (Shard(0),)
+    first, second = model.blocks
+    assert second.up.weight.placements == (Shard(1),)
+    assert first.up.weight.placements == (Shard(0),)
+    assert first.norm.weight.placements == (Replicate(),)
+    assert first.scale.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"*.upp.weight": COLUMNS},
+            r"'\*.upp.weight' matches no parameter or buffer of the model; .* blocks.0.up.weight",
+        ),
+        ({"*.norm.weight": ROWS}, r"blocks.0.norm.weight \('\*.norm.weight'\) of shape \[8\]: .*dim"),
+        ({"*.up.weight": {"pp": Shard(0)}}, r"the mesh has axes \['tp'\] and no 'pp'"),
+        ({"*.up.weight": [Shard(0)] * 2}, "the mesh has 1 axes but 2 placements"),
+        ({"*.up.*": COLUMNS, "*up.*t": ROWS, "*.up.b*": {}}, r"matched by '\*.up.\*' and as closely by"),
+        ({"table.weight": COLUMNS, "head.weight": ROWS}, "table.weight and head.weight are one tensor"),
+    ],
+)
+def test_wrong_plans_change_nothing(given, message):
+    with fake_ranks(2):
+        mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), made()
+        with pytest.raises(PlacementError, match=message):
+            distribute_model(model, mesh, given)
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        distribute_model(model, mesh)
+        with pytest.raises(RuntimeError, match="distributed before"):
+            distribute_model(model, mesh)
+
+
+def test_copies_share_nothing_but_the_class():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model = distribute_model(made(), mesh, PLAN, inputs=[Shard(0)], outputs={})
+        other = copy.deepcopy(model)
+        assert other.table.weight is not model.table.weight
+        assert isinstance(other, Model)
+        loss = other(batch()).loss
+        assert torch.equal(loss, model(batch()).loss)
+        loss.backward()
+        assert all(p.grad.placements == p.placements for p in other.parameters())
+        assert all(p.grad is None for p in model.parameters())
