@@ -429,6 +429,10 @@ def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+assert_async = torch._assert_async
+"""(condition, message): raises when the condition is known; a GPU is not waited for. Traced, and never dropped."""
+
+
 __all__ = [
     "OWN_KEYSET",
     "DebugOpCall",
@@ -440,6 +444,7 @@ __all__ = [
     "TorchDebugMode",
     "TorchDispatchMode",
     "UnknownValue",
+    "assert_async",
     "backend_of",
     "below_autograd",
     "break_connections",

@@ -112,6 +112,9 @@ def _xla(tensor, mesh, placements):
     return xla_distribute_tensor(tensor, mesh, placements)
 
 
+DISTRIBUTED = "_distributed_module"
+"""The attribute of a module that was distributed as a whole, by whatever name."""
+
 DISTRIBUTED_AS = "_dtensor_distributed_as"
 """The attribute of a plain parameter under which that lies which has taken its place, for modules that share it."""
 
@@ -167,7 +170,7 @@ def distribute_module(
     """
     check_module("distribute_module", module)
     mesh = mesh_of(device_mesh)
-    if getattr(module, "_distributed_module", False):
+    if getattr(module, DISTRIBUTED, False):
         raise RuntimeError("distribute_module was already called on this module; call it once, on the plain module")
     take = None if input_fn is None else _take(input_fn, mesh)
     give = None if output_fn is None else _give(output_fn, mesh)
@@ -179,7 +182,7 @@ def distribute_module(
         _replicate_rest(sub, mesh)
     if take or give:
         wrap_forward(module, take, give)
-    module._distributed_module = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    setattr(module, DISTRIBUTED, True)
     return module
 
 

@@ -8,6 +8,7 @@ that works on local tensors.
 import contextlib
 import difflib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -16,11 +17,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .api import distribute_parameter, distribute_tensor
+from .api import DISTRIBUTED, distribute_parameter, distribute_tensor
 from .boundary import check_module, mesh_of
 from .errors import PlacementError
+from .input_check import InputCheck
 from .invariance import implicit_replication
-from .placements import Placement, Replicate, Shard, as_placements
+from .placements import Placement, Replicate, Shard, as_placement, as_placements
 from .tensor import DTensor
 from .wrapping import wrap_call
 
@@ -30,9 +32,6 @@ Placements: TypeAlias = Mapping[str, Placement] | Sequence[Placement]
 VIEW = "_dtensor_view"
 """The attribute of a module under which the `_View` of its model lies."""
 
-DISTRIBUTED = "_distributed_module"
-"""The attribute of a module that `distribute_module` or `distribute_model` has distributed."""
-
 
 def distribute_model(
     model: nn.Module,
@@ -41,6 +40,7 @@ def distribute_model(
     *,
     inputs: Placements | None = None,
     outputs: Placements | None = None,
+    check_inputs: bool = True,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Shard a model for one device over a mesh, in place; its code stays as it is.
@@ -52,11 +52,14 @@ def distribute_model(
             placements, such as `{"*.q_proj.weight": {"tp": Shard(0)}}`. Of patterns that match a name the one with most
             characters that are no wildcards counts. What is not named is replicated.
         inputs: how tensors arrive in the arguments of forward, in tuples, lists, dicts and dataclasses too. None:
-            whole, and the same on all ranks, which is not checked. `{"dp": Shard(0)}`: each rank of "dp" gives its part
-            of the batch, all of equal length. Tensors without that dimension are whole; DTensors stay as they are.
+            whole, and the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" gives its part of the batch, all of
+            equal length. Tensors without that dimension are whole; DTensors stay as they are.
         outputs: how tensors leave in what forward returns. None: as DTensors. `{}`: whole. `{"dp": Shard(0)}`: each
             rank of "dp" has its part; a loss that ranks compute from theirs counts as the mean over them, as under
             DistributedDataParallel. Tensors without that dimension come out whole.
+        check_inputs: compare, in each call, what ranks give: checksums along the axes along which inputs are to be the
+            same, shapes along the others. A small all_reduce, two where inputs are parts. Where ranks differ, all raise
+            RuntimeError.
         src_data_rank: the rank of each axis whose values of parameters and buffers all ranks take; None keeps each
             rank's own.
 
@@ -65,7 +68,8 @@ def distribute_model(
 
     Raises:
         PlacementError: a pattern matches no name, or two match equally well; placements that do not fit the mesh or the
-            parameter; other ones for modules that share a parameter. Nothing was changed then.
+            parameter; other ones for modules that share a parameter; a parameter that is a DTensor already. Nothing was
+            changed then.
         RuntimeError: the model was distributed before.
         TypeError: `model` is no module.
 
@@ -78,17 +82,18 @@ def distribute_model(
     if getattr(model, DISTRIBUTED, False):
         raise RuntimeError("the model was distributed before; call distribute_model once, on the plain model")
     chosen = _chosen(model, mesh, placements or {})
-    view = _View(
-        mesh,
-        None if inputs is None else _by_axis(inputs, mesh, "inputs"),
-        None if outputs is None else _by_axis(outputs, mesh, "outputs"),
-    )
+    taken = _borders(inputs or {}, mesh, "inputs")
+    given = None if outputs is None else _borders(outputs, mesh, "outputs")
+    check = InputCheck(mesh, [a for a, p in enumerate(taken) if isinstance(p, Shard)]) if check_inputs else None
+    view = _View(mesh, taken, given, check)
+    buffers: dict[torch.Tensor, DTensor] = {}
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             setattr(module, name, distribute_parameter(p, mesh, chosen[p], src_data_rank=src_data_rank))
         for name, b in list(module.named_buffers(recurse=False)):
-            if not isinstance(b, DTensor):
-                module._buffers[name] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
+            if b not in buffers:  # one that several modules hold stays one
+                buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
+            module._buffers[name] = buffers[b]
     wrap_call(model, view)
     for module in model.modules():
         names = tuple(sorted(name for name, _ in module.named_parameters(recurse=False)))
@@ -102,17 +107,46 @@ def distribute_model(
 class _View:
     """What is called in place of a model's forward. Knows whether one runs."""
 
-    def __init__(self, mesh: Any, inputs: Sequence[Placement] | None, outputs: Sequence[Placement] | None) -> None:
-        self.mesh, self.inputs, self.outputs, self.depth = mesh, inputs, outputs, 0
+    def __init__(
+        self,
+        mesh: Any,
+        inputs: Sequence[Placement],
+        outputs: Sequence[Placement] | None,
+        check: InputCheck | None,
+    ) -> None:
+        self.mesh, self.inputs, self.outputs, self.check, self.depth = mesh, inputs, outputs, check, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_View":
-        return _View(self.mesh, self.inputs, self.outputs)
+        return _View(self.mesh, self.inputs, self.outputs, self.check)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _mapped(functools.partial(_taken, self.mesh, self.inputs), (args, kwargs))
+        plain: list[tuple[str, torch.Tensor, bool]] = []
+        take = functools.partial(self._take, plain)
+        args = _mapped(take, args, "args")
+        kwargs = {name: _mapped(take, x, name) for name, x in kwargs.items()}
+        if self.check is not None:
+            self.check(plain)
         with implicit_replication(), self.running():
             out = forward(*args, **kwargs)
-        return out if self.outputs is None else _mapped(functools.partial(_given, self.mesh, self.outputs), out)
+        return out if self.outputs is None else _mapped(self._give, out, "")
+
+    def _take(self, plain: list[tuple[str, torch.Tensor, bool]], x: torch.Tensor, name: str) -> torch.Tensor:
+        """An argument of the forward as a DTensor; what is none yet is added to `plain`."""
+        if isinstance(x, DTensor):
+            return x
+        placements = _fitting(self.inputs, x)
+        plain.append((name, x, any(isinstance(p, Shard) for p in placements)))
+        return DTensor.from_local(x, self.mesh, placements)
+
+    def _give(self, x: torch.Tensor, _: str) -> torch.Tensor:
+        """What the forward returns, as a plain tensor."""
+        if not isinstance(x, DTensor):
+            return x
+        assert self.outputs is not None
+        target = _fitting(self.outputs, x)
+        parts = math.prod([self.mesh.size(axis) for axis, p in enumerate(target) if isinstance(p, Shard)])
+        local = x.redistribute(placements=target).to_local()
+        return _MeanOverParts.apply(local, parts) if parts > 1 and local.requires_grad else local  # pyright: ignore
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -153,6 +187,8 @@ def _chosen(model: nn.Module, mesh: Any, given: Mapping[str, Placements]) -> dic
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = [name for name, _ in named]
+    if already := [name for name, x in named if isinstance(x, DTensor)]:
+        raise PlacementError(f"{already[0]} is a DTensor already; give distribute_model the plain model")
     for pattern in given:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
@@ -205,39 +241,38 @@ def _by_axis(given: Placements, mesh: Any, what: str) -> list[Placement]:
     """One placement for each axis of the mesh.
 
     Raises:
-        PlacementError: an axis that the mesh does not have.
+        PlacementError: an axis that the mesh does not have, too few or too many placements, or what is none.
     """
     if not isinstance(given, Mapping):
-        return list(as_placements(list(given), mesh.ndim, 64))
+        found = [given] if isinstance(given, Placement) else list(given)
+        if isinstance(given, Placement) or len(found) != mesh.ndim:
+            raise PlacementError(
+                f"{what}: the mesh has {mesh.ndim} axes but got {given!r}; write one placement for each axis in a "
+                "list, or a dict from names of axes to placements"
+            )
+        return [as_placement(p) for p in found]
     axes = mesh.mesh_dim_names or ()
     if unknown := [axis for axis in given if axis not in axes]:
         raise PlacementError(f"{what}: the mesh has axes {list(axes)} and no {unknown[0]!r}; write one of these")
-    return [given.get(axis, Replicate()) for axis in axes] if axes else [Replicate()] * mesh.ndim
+    return [as_placement(given.get(axis, Replicate())) for axis in axes] if axes else [Replicate()] * mesh.ndim
+
+
+def _borders(given: Placements, mesh: Any, what: str) -> list[Placement]:
+    """How tensors of any number of dimensions come in or go out.
+
+    Raises:
+        PlacementError: as `_by_axis`; or neither whole nor cut along a dimension that is counted from the front.
+    """
+    found = _by_axis(given, mesh, what)
+    for p in found:
+        if not (p.is_replicate() or (isinstance(p, Shard) and p.dim >= 0)):
+            raise PlacementError(f"{what} are Replicate() or Shard(dim), dim from the front; got {p!r}")
+    return found
 
 
 def _fitting(placements: Sequence[Placement], x: torch.Tensor) -> list[Placement]:
     """`placements` without the cuts of dimensions that `x` does not have."""
     return [Replicate() if isinstance(p, Shard) and p.dim >= x.dim() else p for p in placements]
-
-
-def _taken(mesh: Any, placements: Sequence[Placement] | None, x: torch.Tensor) -> torch.Tensor:
-    """An argument of the forward as a DTensor."""
-    if isinstance(x, DTensor):
-        return x
-    whole = [Replicate()] * mesh.ndim
-    return DTensor.from_local(x, mesh, whole if placements is None else _fitting(placements, x))
-
-
-def _given(mesh: Any, placements: Sequence[Placement], x: torch.Tensor) -> torch.Tensor:
-    """What the forward returns, as a plain tensor."""
-    if not isinstance(x, DTensor):
-        return x
-    target = _fitting(placements, x)
-    parts = 1
-    for axis, p in enumerate(target):
-        parts *= mesh.size(axis) if isinstance(p, Shard) else 1
-    local = x.redistribute(placements=target).to_local()
-    return _MeanOverParts.apply(local, parts) if parts > 1 and local.requires_grad else local  # pyright: ignore
 
 
 class _MeanOverParts(torch.autograd.Function):
@@ -256,19 +291,21 @@ class _MeanOverParts(torch.autograd.Function):
         return grad / ctx.parts, None
 
 
-def _mapped(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
-    """`x` with `f` of each tensor in it; objects that are none of tuple, list, dict and dataclass stay."""
+def _mapped(f: Callable[[torch.Tensor, str], torch.Tensor], x: Any, name: str) -> Any:
+    """`x`, which is called `name`, with `f` of each tensor in it and of what that is called; objects that are none of
+    tuple, list, dict and dataclass stay."""
     if isinstance(x, torch.Tensor):
-        return f(x)
+        return f(x, name)
     if isinstance(x, (tuple, list)):
-        items = [_mapped(f, item) for item in x]
+        items = [_mapped(f, item, f"{name}[{i}]") for i, item in enumerate(x)]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    if isinstance(x, dict) and is_dataclass(x):  # an output of transformers, which leaves out what is None
-        return type(x)(**{key: _mapped(f, item) for key, item in x.items()})
     if isinstance(x, dict):
-        return {key: _mapped(f, item) for key, item in x.items()}
+        # An output of transformers is both, and leaves out what is None.
+        items = {key: _mapped(f, item, f"{name}[{key!r}]") for key, item in x.items()}
+        return type(x)(**items) if is_dataclass(x) else items
     if is_dataclass(x) and not isinstance(x, type):
-        return type(x)(**{field.name: _mapped(f, getattr(x, field.name)) for field in fields(x) if field.init})
+        items = {d.name: _mapped(f, getattr(x, d.name), f"{name}.{d.name}") for d in fields(x) if d.init}
+        return type(x)(**items)
     return x
 
 

@@ -49,6 +49,7 @@ LAYERS = [
     ["composite", "control_flow", "api", "random", "registration", "explanation"],
     [
         "global_view",
+        "input_check",
         "local_functions",
         "linear_loss",
         "exporting",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtensor import DTensor, PlacementError, Replicate, Shard, distribute_model, init_device_mesh
+from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_model, init_device_mesh
 from dtensor.testing import fake_ranks, with_ranks
 
 COLUMNS, ROWS = {"tp": Shard(0)}, {"tp": Shard(1)}
@@ -81,10 +81,10 @@ def check_gradients(model, gradients):
         assert p.grad.placements == p.placements
 
 
-def runs(model, compiled):
-    return (
-        torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"}) if compiled else model
-    )
+def runs(model, compiled, dynamic=None):
+    if not compiled:
+        return model
+    return torch.compile(model, backend="dtensor", fullgraph=True, dynamic=dynamic, options={"inner": "aot_eager"})
 
 
 @pytest.mark.parametrize("compiled", [pytest.param(False, marks=pytest.mark.nightly), True])
@@ -125,6 +125,53 @@ def test_parts_of_a_batch_beside_tensor_parallelism(rank, compiled):
     check_gradients(model, gradients)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@with_ranks(2)
+def test_inputs_that_differ_are_refused_on_all_ranks(rank, compiled):
+    """Each rank a batch of its own, and parts of unequal lengths; the graphs are there already."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    whole = runs(distribute_model(made(), mesh, outputs={}), compiled, dynamic=True)
+    whole(batch())
+    given = {**batch(), "labels": batch()["labels"] + rank}
+    with pytest.raises(RuntimeError, match=r"ranks do not give argument args\[0\]\['labels'\] of forward alike"):
+        whole(given)
+    parts = runs(distribute_model(made(), mesh, inputs={"dp": Shard(0)}, outputs={}), compiled, dynamic=True)
+    parts(part_of(batch(), rank, 2))
+    given = {key: x.split([3, 1])[rank] for key, x in batch().items()}
+    with pytest.raises(RuntimeError, match=r"ranks do not give argument args\[0\]\['tokens'\] of forward alike"):
+        parts(given)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@with_ranks(4)
+def test_a_rank_that_differs_from_one_neighbour_is_told_to_all(rank, compiled):
+    """Ranks 2 and 3 are to give the same part; the others do, and would wait for them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    run = runs(distribute_model(made(), mesh, PLAN, inputs={"dp": Shard(0)}, outputs={}), compiled)
+    given = part_of(batch(), mesh.get_local_rank("dp"), 2)
+    run(given)
+    with pytest.raises(RuntimeError, match=r"ranks do not give argument args\[0\]\['labels'\] of forward alike"):
+        run({**given, "labels": (given["labels"] + (rank == 3)) % 16})
+
+
+@pytest.mark.parametrize("inputs", [{"tp": Partial()}, [Shard(-1)]])
+def test_inputs_are_whole_or_cut_from_the_front(inputs):
+    with fake_ranks(2):
+        mesh, model = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), made()
+        with pytest.raises(PlacementError, match=r"inputs are Replicate\(\) or Shard\(dim\), dim from the front"):
+            distribute_model(model, mesh, inputs=inputs)
+
+
+def test_a_buffer_of_two_modules_stays_one():
+    with fake_ranks(2):
+        model = made()
+        first, second = model.blocks
+        second.scale = first.scale
+        distribute_model(model, init_device_mesh("cpu", (2,)))
+    assert isinstance(first.scale, DTensor)
+    assert second.scale is first.scale
+
+
 @with_ranks(2)
 def test_without_outputs_they_are_dtensors(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -156,7 +203,9 @@ def test_the_most_specific_pattern_counts():
         ),
         ({"*.norm.weight": ROWS}, r"blocks.0.norm.weight \('\*.norm.weight'\) of shape \[8\]: .*dim"),
         ({"*.up.weight": {"pp": Shard(0)}}, r"the mesh has axes \['tp'\] and no 'pp'"),
-        ({"*.up.weight": [Shard(0)] * 2}, "the mesh has 1 axes but 2 placements"),
+        ({"*.up.weight": [Shard(0)] * 2}, "the mesh has 1 axes but got"),
+        ({"*.up.weight": Shard(0)}, r"up.weight .*the mesh has 1 axes but got Shard\(dim=0\)"),
+        ({"*.up.weight": {"tp": "rows"}}, "a placement is .*got 'rows'"),
         ({"*.up.*": COLUMNS, "*up.*t": ROWS, "*.up.b*": {}}, r"matched by '\*.up.\*' and as closely by"),
         ({"table.weight": COLUMNS, "head.weight": ROWS}, "table.weight and head.weight are one tensor"),
     ],

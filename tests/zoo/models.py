@@ -49,6 +49,9 @@ DECODER_PLAN = {
     "*embed_tokens.weight": COLUMNS,
 }
 
+ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ENCODER |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
 EXAMPLES = {
     "llama": Example(lambda t: t.LlamaForCausalLM(t.LlamaConfig(**DECODER)), _tokens, DECODER_PLAN),
     "mistral": Example(
@@ -85,18 +88,7 @@ EXAMPLES = {
         {"*.c_attn.weight": ROWS, "*.c_fc.weight": ROWS, "*.c_proj.weight": COLUMNS, "*.wte.weight": COLUMNS},
     ),
     "bert": Example(
-        lambda t: t.BertForMaskedLM(
-            t.BertConfig(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                vocab_size=VOCAB,
-                max_position_embeddings=32,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        ),
+        lambda t: t.BertForMaskedLM(t.BertConfig(vocab_size=VOCAB, max_position_embeddings=32, **ENCODER)),
         _tokens,
         {
             "*.query.weight": COLUMNS,
@@ -131,21 +123,9 @@ EXAMPLES = {
         },
     ),
     "vit": Example(
-        lambda t: t.ViTForImageClassification(
-            t.ViTConfig(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                image_size=16,
-                patch_size=4,
-                num_labels=5,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        ),
+        lambda t: t.ViTForImageClassification(t.ViTConfig(image_size=16, patch_size=4, num_labels=5, **ENCODER)),
         _images,
-        {"*attention*.query.*": COLUMNS, "*intermediate.dense.*": COLUMNS, "*.layer.*.output.dense.weight": ROWS},
+        {"*.[qkv]_proj.*": COLUMNS, "*.o_proj.weight": ROWS, "*.fc1.*": COLUMNS, "*.fc2.weight": ROWS},
     ),
 }
 

@@ -1,0 +1,87 @@
+"""Whether ranks give a model the same inputs: one small all_reduce of checksums in each call, eager and compiled.
+
+Along axes that cut an input its parts have one shape; along the others it has the same values. All ranks of the mesh
+learn of a difference, wherever it is, so that all raise and none waits. It is computed where the inputs lie, and on a
+GPU nothing waits for the answer.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ._torch import assert_async
+from .mesh import facts
+
+DIFFERS = (
+    "distribute_model: ranks do not give argument {name} of forward alike; give all the same values, or write "
+    "inputs={{axis: Shard(dim)}} where each gives its part, all of one shape"
+)
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class InputCheck:
+    """The comparison over a mesh of inputs that some of its axes may cut."""
+
+    def __init__(self, mesh: Any, cut: Iterable[int]) -> None:
+        known, cut = facts(mesh), set(cut)
+        axes = [a for a in range(mesh.ndim) if known.shape[a] > 1 and known.coordinate is not None]
+        one_by_one = [known.groups[(a,)] for a in axes]
+        self.along = [known.groups[(a,)] for a in axes if a not in cut]
+        """Groups over which parts are the same."""
+        whole = known.groups.get(tuple(axes))
+        self.everyone = [whole] if axes and whole is not None else one_by_one
+        """Groups that make up the mesh: reduced over one after the other."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "InputCheck":
+        return self
+
+    def __call__(self, given: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
+        """Compare tensors: the name of each, this rank's, and whether it is a part.
+
+        Raises:
+            RuntimeError: on all ranks of the mesh, if some differ.
+        """
+        if not given or not self.everyone:
+            return
+        device = given[0][1].device
+        values = torch.stack([_checksum(x.detach()).to(device) for _, x, _ in given])
+        shapes = torch.stack([_number_of_shape(x).to(device) for _, x, _ in given])
+        part = torch.tensor([is_part for *_, is_part in given], device=device)
+        differs = torch.zeros_like(values)
+        if any(is_part for *_, is_part in given):
+            differs = _spread(values, self.along) * part
+        told = torch.where(part, shapes, shapes + values)
+        most = _reduced(torch.stack([told, -told, differs]), self.everyone)
+        for (name, *_), same in zip(given, ((most[0] == -most[1]) & (most[2] == 0)).unbind()):
+            assert_async(same, DIFFERS.format(name=name))
+
+
+def _spread(x: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
+    """1 where ranks of the groups have other numbers, 0 where they have the same."""
+    most = _reduced(torch.stack([x, -x]), groups)
+    return (most[0] != -most[1]).to(torch.int64)
+
+
+def _reduced(x: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
+    for group in groups:
+        x = torch.ops.dtensor.all_reduce(x, "max", group)
+    return x
+
+
+def _number_of_shape(x: torch.Tensor) -> torch.Tensor:
+    number: Any = x.dim()
+    for n in x.shape[:6]:
+        number = number * 1009 + n
+    return torch.full((), number, dtype=torch.int64, device=x.device)
+
+
+def _checksum(x: torch.Tensor) -> torch.Tensor:
+    """A number that other values, or the same ones in another order, hardly ever have: a sum weighed by place."""
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
+    return (bits * (torch.arange(bits.shape[0], device=x.device) * 2654435761 + 1)).sum()
+
+
+__all__ = ["InputCheck"]
