@@ -126,6 +126,17 @@ def number_if_known(size) -> Any:
     return size if known is None else known
 
 
+def number_if_guarded(size) -> Any:
+    """The same, also where a guard says so of a formula of symbols that are none. What a trace only assumes of symbols
+    counts for nothing."""
+    found = number_if_known(size)
+    if not isinstance(found, torch.SymInt) or found.node.expr.is_Symbol or not has_hint(found):
+        return found
+    env, expr = found.node.shape_env, found.node.expr
+    given = all(env.var_to_sources.get(s) for s in expr.free_symbols)
+    return hint(found) if given and known_true(env, sympy.Eq(expr, hint(found))) else found
+
+
 def has_hint(size) -> bool:
     """Whether a size is a number or has an example value: not so for sizes that depend on values."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
@@ -266,6 +277,9 @@ def guards_written_by(
 
 def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
     """Whether a trace knows without another guard that `condition` holds."""
+    if vars(env).get("dtensor_known") != len(env.axioms):  # torch's cache of answers does not see new guards
+        vars(env)["dtensor_known"] = len(env.axioms)
+        env._version_counter += 1
     return env._maybe_evaluate_static(condition) is sympy.true
 
 
@@ -430,6 +444,7 @@ __all__ = [
     "keep_first_definitions",
     "known_equal",
     "known_true",
+    "number_if_guarded",
     "number_if_known",
     "on_replaced_sizes",
     "replace_size",

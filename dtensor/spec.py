@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ._torch import real_object
-from ._torch_sizes import define_strides, hint, keep_first_definitions, number_if_known
+from ._torch_sizes import define_strides, hint, keep_first_definitions, number_if_guarded
 from .caches import cache
 from .layout import Layout
 from .local_sizes import define_local_length, local_length, written
@@ -89,7 +89,7 @@ class Spec:
     def shards(self) -> Shards:
         """The shapes of all ranks' shards. Of symbolic sizes as far as the trace knows them now: it may learn that one
         is a number, and its parts are then numbers, too, other ones on some ranks."""
-        sizes, given = facts(self.mesh).shape, tuple(map(number_if_known, self.shape))
+        sizes, given = facts(self.mesh).shape, tuple(map(number_if_guarded, self.shape))
         shape = tuple(map(hint, given))
         first, last = (self.layout.local_shape(shape, sizes, [k * (n - 1) for n in sizes]) for k in (0, 1))
         # Parts of a symbolic length are one symbol on all ranks.

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dtensor._torch import FakeTensor, tree_map
-from dtensor._torch_sizes import hint, number_if_known
+from dtensor._torch_sizes import hint, number_if_guarded, number_if_known
 from dtensor.collectives import group_size
 from dtensor.provenance import SHARDS, shards_of
 
@@ -67,7 +67,8 @@ def same_kind(a: fx.Node, b: fx.Node) -> bool:
 
 
 def settle(graph: fx.Graph) -> None:
-    """Have values say the number where a symbol in their shape has turned out to be one.
+    """Have values say the number where a symbol in their shape has turned out to be one, and collectives by what number
+    they gather.
 
     A trace may learn that only at its end. Of a shard that number is another one on some ranks, and a pass that asks
     whether it sees a symbol or a number is to see the same on all: on some of them the shard is padded before it is
@@ -76,6 +77,13 @@ def settle(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if any(n is not number_if_known(n) for x in ir.tensors(node) for n in x.shape):
             node.meta["val"] = tree_map(_of_numbers, ir.value(node))
+    for node in ir.calls(graph, "all_gather", "all_to_all"):
+        node.args = tuple([_number(x) if isinstance(x, fx.Node) else x for x in node.args])
+
+
+def _number(x: fx.Node) -> fx.Node | int:
+    found = number_if_guarded(ir.value(x))
+    return found if isinstance(found, int) else x
 
 
 def _of_numbers(x: Any) -> Any:

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtensor import DTensor, Shard, distribute_tensor, init_device_mesh
-from dtensor._torch_sizes import number_if_known, stand_in, symbolic_mode
+from dtensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
+from dtensor._torch_sizes import number_if_guarded, number_if_known, stand_in, symbolic_mode
 from dtensor.local_sizes import local_length
 from dtensor.testing import fake_ranks, with_ranks
 
@@ -68,6 +68,40 @@ def test_a_part_of_one_row_is_cut_again(rank):
         assert part < 2
         assert s.node.expr == 2
         assert number_if_known(part_of_part) == (rank + 1) % 2
+
+
+@pytest.mark.parametrize(("rank", "part"), [(0, 1), (1, 0)])
+def test_a_formula_that_a_guard_makes_a_number(rank, part):
+    """Half of two rows is one: the trace writes no other symbol for it, and knows the parts of it."""
+    with fake_ranks(2, rank):
+        group = init_device_mesh("cpu", (2,)).get_group().group_name
+        half = stand_in(symbolic_mode(), torch.empty(2), "x", True).shape[0] // 2
+        assert number_if_guarded(half) is half
+        assert half == 1
+        assert number_if_guarded(half) == 1
+        assert number_if_known(local_length(half, group)) == part
+
+
+def channels(x, w):
+    """Of a batch of two rows one channel, which one of two ranks has."""
+    return F.conv2d(x.unflatten(0, (-1, 2)), w, padding=1)
+
+
+@with_ranks(2)
+def test_a_part_of_a_formula_that_is_a_number(rank):
+    """What the ranks compare was one row on the one and none on the other."""
+    mesh = init_device_mesh("cpu", (2,))
+    options = {"inner": "aot_eager", "disable": ("lower",)}
+    run = torch.compile(channels, backend="dtensor", fullgraph=True, dynamic=True, options=options)
+    x, w = torch.linspace(-1, 1, 8, dtype=torch.float64).view(2, 4), torch.ones(2, 1, 2, 1, dtype=torch.float64)
+    given = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+    found = run(given, DTensor.from_local(w / 2, mesh, [Partial()]))
+    x.requires_grad_()
+    expected = channels(x, w)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(given.grad.full_tensor(), x.grad)
 
 
 def test_a_length_is_not_read_from_a_stride(fake_mesh):
