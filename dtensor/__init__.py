@@ -27,11 +27,11 @@ from .errors import (
 from .explanation import explain
 from .exporting import export
 from .fallback import fallbacks
-from .global_view import distribute_model
 from .invariance import implicit_replication
 from .local_functions import local_map
 from .mesh import init_device_mesh, prepare
 from .notation import Rule
+from .parallel.global_view import distribute_model
 from .placements import Partial, Placement, Replicate, Shard
 from .registration import register_sharding
 from .strictness import strict

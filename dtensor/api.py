@@ -52,8 +52,8 @@ def distribute_tensor(
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}; write torch.tensor(x)")
     mesh = mesh_of(device_mesh)
-    if getattr(mesh, "device_type", None) == "xla":
-        return _xla(tensor, mesh, placements)
+    if _on_xla(mesh):
+        return _of_xla("xla_distribute_tensor")(tensor, mesh, placements)
     checked = as_placements(placements, mesh.ndim, tensor.dim())
     if isinstance(tensor, DTensor):
         return _already_distributed(tensor, mesh, checked)
@@ -104,12 +104,17 @@ def _already_distributed(tensor: DTensor, mesh: Any, placements: tuple[Placement
     return tensor
 
 
-def _xla(tensor, mesh, placements):
+def _on_xla(mesh: Any) -> bool:
+    return getattr(mesh, "device_type", None) == "xla"
+
+
+def _of_xla(name: str) -> Callable[..., Any]:
+    """The function of torch_xla that shards what lies on a mesh of its devices."""
     try:
-        from torch_xla.distributed.spmd import xla_distribute_tensor  # pyright: ignore[reportMissingImports]
+        from torch_xla.distributed import spmd  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("a mesh of device type 'xla' needs torch_xla; write: pip install torch_xla") from error
-    return xla_distribute_tensor(tensor, mesh, placements)
+    return getattr(spmd, name)
 
 
 DISTRIBUTED = "_distributed_module"
@@ -134,13 +139,20 @@ def distribute_parameter(
         vars(parameter)[DISTRIBUTED_AS] = made
         return made
     if before.device_mesh != mesh or before.placements != as_placements(placements, mesh.ndim, parameter.dim()):
-        raise PlacementError(
-            f"a parameter of shape {list(parameter.shape)} is shared by several modules, of which one has it placed as "
-            f"{list(before.placements)} on {before.device_mesh}, and this one is to have it as {list(placements)} on "
-            f"{mesh}; give both the same (RowwiseParallel shards an nn.Embedding as ColwiseParallel shards the "
-            "nn.Linear tied to it)"
-        )
+        raise shared_otherwise(parameter, before, placements, mesh)
     return before
+
+
+def shared_otherwise(
+    parameter: torch.Tensor, before: Any, placements: Sequence[Placement], mesh: Any
+) -> PlacementError:
+    """The error for a module that is to have a parameter in other placements than another has it, `before`."""
+    return PlacementError(
+        f"a parameter of shape {list(parameter.shape)} is shared by several modules, of which one has it placed as "
+        f"{list(before.placements)} on {before.device_mesh}, and this one is to have it as {list(placements)} on "
+        f"{mesh}; give both the same (RowwiseParallel shards an nn.Embedding as ColwiseParallel shards the "
+        "nn.Linear tied to it)"
+    )
 
 
 PartitionFn = Callable[[str, nn.Module, Any], None]
@@ -167,11 +179,15 @@ def distribute_module(
     Raises:
         TypeError: `module` is none, or a hook no function, or takes a wrong number of arguments.
         RuntimeError: the module was distributed before.
+        ImportError: the mesh is of device type "xla", and torch_xla, whose function shards the module then, is not
+            installed.
     """
     check_module("distribute_module", module)
     mesh = mesh_of(device_mesh)
     if getattr(module, DISTRIBUTED, False):
         raise RuntimeError("distribute_module was already called on this module; call it once, on the plain module")
+    if _on_xla(mesh):
+        return _of_xla("xla_distribute_module")(module, mesh, partition_fn, input_fn, output_fn)
     take = None if input_fn is None else _take(input_fn, mesh)
     give = None if output_fn is None else _give(output_fn, mesh)
     if partition_fn is not None:

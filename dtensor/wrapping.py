@@ -2,7 +2,8 @@
 
 No forward hooks: of a module that has one, Dynamo traces all of `nn.Module._call_impl`, some two hundred instructions
 a call and more than most forwards have. Here the module gets a class of its own, derived from the one it has and named
-like it, whose forward calls the two.
+like it, whose forward calls the two. `made_class` makes such classes, here and for what reads parameters in ways of its
+own.
 """
 
 import functools
@@ -22,6 +23,57 @@ WRAPPED = "_dtensor_wrapped"
 
 CALL = "_dtensor_call"
 """The attribute of a module under which that lies which is called in place of the forward."""
+
+MADE = "_dtensor_made"
+"""The attribute of a class that was made on the fly: the function that made it, of which class, and what else that was
+given."""
+
+
+def made_class(
+    maker: Any, cls: type[nn.Module], *given: Any, bases: tuple[type, ...] = (), prefix: str = "", **inside: Any
+) -> type[nn.Module]:
+    """A class derived from `cls` and named like it, after `prefix`. Copies and pickles of its modules name what it was
+    made from: `maker`, which gives the same class each time it is called with `cls` and `given`."""
+    named = {"__module__": cls.__module__, "__qualname__": prefix + cls.__qualname__, "__doc__": cls.__doc__}
+    own = {**named, **inside, MADE: (maker, cls, *given), "__reduce_ex__": _reduced}
+    return type(prefix + cls.__name__, (*bases, cls), own)
+
+
+def without(cls: type[nn.Module], maker: Any) -> type[nn.Module]:
+    """The class that `cls` would be if `maker` had never been called."""
+    if MADE not in vars(cls):
+        return cls
+    by, base, *given = vars(cls)[MADE]
+    base = without(base, maker)
+    return base if by is maker else by(base, *given)
+
+
+def _reduced(module: nn.Module, protocol: Any) -> Any:
+    plain = type(module)
+    while MADE in vars(plain):
+        plain = vars(plain)[MADE][1]
+    _, _, *state = plain.__reduce_ex__(module, protocol)
+    return _remade, (_recipe(type(module)),), *state
+
+
+def _recipe(cls: type[nn.Module]) -> Any:
+    """How `cls` is made, in terms of what a pickle can name."""
+    if MADE not in vars(cls):
+        return cls
+    maker, base, *given = vars(cls)[MADE]
+    return maker, _recipe(base), *given
+
+
+def _class_of(recipe: Any) -> type[nn.Module]:
+    if not isinstance(recipe, tuple):
+        return recipe
+    maker, base, *given = recipe
+    return maker(_class_of(base), *given)
+
+
+def _remade(recipe: Any) -> nn.Module:
+    cls = _class_of(recipe)
+    return cls.__new__(cls)
 
 
 def wrap_forward(module: nn.Module, take: Take | None = None, give: Give | None = None) -> None:
@@ -55,8 +107,7 @@ def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         args, kwargs = take(self, args, kwargs)
         return give(self, args, inner(self, *args, **kwargs))
 
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**named, "forward": forward, WRAPPED: (_taken, _given)})
+    return made_class(wrapped_class, cls, forward=forward, **{WRAPPED: (_taken, _given)})
 
 
 def wrap_call(module: nn.Module, call: Callable[..., Any]) -> None:
@@ -66,11 +117,12 @@ def wrap_call(module: nn.Module, call: Callable[..., Any]) -> None:
         vars(module)["forward"] = functools.partial(call, vars(module)["forward"])
         return
     vars(module)[CALL] = call
-    module.__class__ = _called_class(type(module))
+    module.__class__ = called_class(type(module))
 
 
 @functools.cache
-def _called_class(cls: type[nn.Module]) -> type[nn.Module]:
+def called_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """The class of modules of class `cls` of which something else is called in place of their forward."""
     inner = cls.forward
 
     @with_own_code
@@ -78,8 +130,7 @@ def _called_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self, *args, **kwargs):
         return self._dtensor_call(functools.partial(inner, self), *args, **kwargs)
 
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**named, "forward": forward})
+    return made_class(called_class, cls, forward=forward)
 
 
 def with_own_code(function: Any) -> Any:
@@ -123,4 +174,14 @@ def _gives(first: Give, then: Give | None) -> Give:
     return then if first is _given else give
 
 
-__all__ = ["WRAPPED", "Give", "Take", "with_own_code", "wrap_call", "wrap_forward", "wrapped_class"]
+__all__ = [
+    "Give",
+    "Take",
+    "called_class",
+    "made_class",
+    "with_own_code",
+    "without",
+    "wrap_call",
+    "wrap_forward",
+    "wrapped_class",
+]

@@ -48,8 +48,6 @@ LAYERS = [
     ["tensor"],
     ["composite", "control_flow", "api", "random", "registration", "explanation"],
     [
-        "global_view",
-        "input_check",
         "local_functions",
         "linear_loss",
         "exporting",

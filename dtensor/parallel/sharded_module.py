@@ -17,7 +17,7 @@ from torch import nn
 from .._torch import tree_map
 from ..boundary import refuse_export
 from ..tensor import DTensor
-from ..wrapping import WRAPPED, with_own_code, wrapped_class
+from ..wrapping import made_class, with_own_code, without
 from .accumulation import set_reduced
 from .sharding import SHARDED_AS, sharded_otherwise
 from .unit import MEMBER, Member, Unit, members
@@ -29,9 +29,6 @@ class FullyShardedModule(nn.Module):
 
     The methods apply to all fully sharded modules inside, and with `recurse=False` to those of this one's own unit.
     """
-
-    _plain_class: type[nn.Module]
-    _sharded_names: tuple[str, ...]
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the data axes, to accumulate them over several backwards without.
@@ -80,16 +77,6 @@ class FullyShardedModule(nn.Module):
         assert parameter is not None, f"{type(self).__name__} has no parameter {name}"
         self._parameters[name], how[name] = sharded_otherwise(parameter, how[name], distribute)
 
-    def __reduce_ex__(self, protocol):
-        # The class is made on the fly: copies and pickles name what it was made from.
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new, (plain_class(self), self._sharded_names), *state
-
-
-def _new(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    made = sharded_class(cls, names)
-    return made.__new__(made)
-
 
 def _check_flag(name: str, given: Any) -> None:
     if not isinstance(given, (bool, numpy.bool_)):
@@ -106,10 +93,7 @@ def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) ->
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module without what is fully sharded."""
-    cls = type(module)
-    plain = cls._plain_class if issubclass(cls, FullyShardedModule) else cls
-    # If it was wrapped after it was fully sharded, its plain class was not.
-    return wrapped_class(plain) if hasattr(cls, WRAPPED) else plain
+    return without(type(module), sharded_class)
 
 
 @functools.cache
@@ -121,9 +105,8 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
     def forward(self, *args, **kwargs):
         return _run(self, cls.forward, args, kwargs)
 
-    inside = {"forward": forward, "_plain_class": cls, "_sharded_names": names}
-    inside.update({name: _property(name) for name in names})
-    return type(f"FullySharded{cls.__name__}", (FullyShardedModule, cls), inside)
+    inside = {"forward": forward, **{name: _property(name) for name in names}}
+    return made_class(sharded_class, cls, names, bases=(FullyShardedModule,), prefix="FullySharded", **inside)
 
 
 def _property(name: str) -> property:

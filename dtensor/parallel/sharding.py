@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .._torch import root_mesh
-from ..api import distribute_tensor
+from ..api import distribute_tensor, shared_otherwise
 from ..errors import MeshError
 from ..layout import Layout
 from ..mesh import one_object
@@ -23,6 +23,10 @@ from .unshard import Unshard
 SHARDED_AS = "_dtensor_fully_sharded"
 """The attribute of a parameter for all modules that share it: by what it was replaced (None: it is that itself), how
 that is unsharded, and over which mesh."""
+
+SHARDED_AGAIN = "_dtensor_fully_sharded_again"
+"""The attribute of a sharded parameter for what took its place when it was put on other axes, and how that is
+unsharded."""
 
 
 def planned(parameter: torch.Tensor, mesh: Any, dim: int | None) -> Unshard:
@@ -71,7 +75,13 @@ def of_part(whole: torch.Tensor, local: torch.Tensor, how: Unshard) -> nn.Parame
 def sharded_otherwise(
     parameter: nn.Parameter, how: Unshard, distribute: Callable[[nn.Parameter], nn.Parameter]
 ) -> tuple[nn.Parameter, Unshard]:
-    """A parameter that is sharded over data axes already, put on other axes by `distribute`, and sharded again."""
+    """A parameter that is sharded over data axes already, put on other axes by `distribute`, and sharded again: the
+    same one for all modules that share it.
+
+    Raises:
+        MeshError: it is on other axes already.
+        PlacementError: another module that shares it has it in other placements.
+    """
     mesh = how.data_mesh
     if how.inner_mesh is not None:
         raise MeshError(
@@ -80,9 +90,14 @@ def sharded_otherwise(
         )
     shards: Any = parameter.detach()
     values = torch.empty(shards.shape, dtype=shards.dtype, device="meta") if shards.is_meta else shards.full_tensor()
-    whole = distribute(nn.Parameter(values, requires_grad=parameter.requires_grad))
+    whole: Any = distribute(nn.Parameter(values, requires_grad=parameter.requires_grad))
     how = planned(whole, mesh, how.dim)
-    return sharded(whole, how, None), how
+    before = vars(parameter).get(SHARDED_AGAIN)
+    if before is None:
+        before = vars(parameter)[SHARDED_AGAIN] = sharded(whole, how, None), how
+    elif before[1].layout != how.layout or before[1].mesh != how.mesh:
+        raise shared_otherwise(parameter, before[0], whole.placements, whole.device_mesh)
+    return before
 
 
 def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor | None) -> Unshard:

@@ -1,6 +1,7 @@
 """`distribute_tensor` and `distribute_module`: values, parameters, hooks, and what they refuse."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -72,6 +73,18 @@ def test_xla_needs_its_package():
     mesh = SimpleNamespace(device_type="xla", ndim=1)
     with pytest.raises(ImportError, match="needs torch_xla; write: pip install torch_xla"):
         distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+    with pytest.raises(ImportError, match="needs torch_xla; write: pip install torch_xla"):
+        distribute_module(nn.Linear(2, 2), mesh)
+
+
+def test_on_xla_its_package_shards(monkeypatch):
+    """A stand-in for the package, which gives back what it was given."""
+    spmd = SimpleNamespace(xla_distribute_tensor=lambda *a: a, xla_distribute_module=lambda *a: a)
+    monkeypatch.setitem(sys.modules, "torch_xla", ModuleType("torch_xla"))
+    monkeypatch.setitem(sys.modules, "torch_xla.distributed", SimpleNamespace(spmd=spmd))
+    mesh, x, module = SimpleNamespace(device_type="xla", ndim=1), torch.ones(2), nn.Linear(2, 2)
+    assert distribute_tensor(x, mesh, [Shard(0)]) == (x, mesh, [Shard(0)])
+    assert distribute_module(module, mesh, input_fn=print) == (module, mesh, None, print, None)
 
 
 class Net(nn.Module):

@@ -150,5 +150,5 @@ def test_compiled_is_unsharded(rank, name):
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     model = made(name)
     found = sharded(name, model)
-    run = torch.compile(found, backend="dtensor", fullgraph=True, options={"inner": "eager"})
+    run = torch.compile(found, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
     assert trained(found, run) == pytest.approx(trained(model, model), rel=1e-5)

@@ -1,6 +1,7 @@
 """`distribute_model`: an unmodified model over a mesh against the same model on one device."""
 
 import copy
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -8,11 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_model, init_device_mesh
+from dtensor import DTensor, MeshError, Partial, PlacementError, Replicate, Shard, distribute_model, init_device_mesh
+from dtensor.parallel import fully_shard
 from dtensor.testing import fake_ranks, with_ranks
 
 COLUMNS, ROWS = {"tp": Shard(0)}, {"tp": Shard(1)}
 PLAN = {"table.weight": COLUMNS, "*.up.weight": COLUMNS, "*.up.bias": COLUMNS, "*.down.weight": ROWS}
+
+
+def part_of(given, rank, ranks):
+    return {key: x.chunk(ranks)[rank] for key, x in given.items()}
 
 
 @dataclass
@@ -62,10 +68,6 @@ def made():
 def batch():
     tokens = torch.arange(24).view(4, 6) * 5 % 16
     return {"tokens": tokens, "labels": (tokens + 3) % 16}
-
-
-def part_of(given, rank, ranks):
-    return {key: x.chunk(ranks)[rank] for key, x in given.items()}
 
 
 def expected():
@@ -221,11 +223,15 @@ def test_wrong_plans_change_nothing(given, message):
             distribute_model(model, mesh)
 
 
-def test_copies_share_nothing_but_the_class():
-    with fake_ranks(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = distribute_model(made(), mesh, PLAN, inputs=[Shard(0)], outputs={})
-        other = copy.deepcopy(model)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_copies_share_nothing_but_the_class(copied, sharded):
+    with fake_ranks(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = distribute_model(made(), mesh["tp"], PLAN, inputs=[Shard(0)], outputs={})
+        if sharded:
+            fully_sharded(model, mesh["dp"])
+        other = copied(model)
         assert other.table.weight is not model.table.weight
         assert isinstance(other, Model)
         loss = other(batch()).loss
@@ -233,3 +239,39 @@ def test_copies_share_nothing_but_the_class():
         loss.backward()
         assert all(p.grad.placements == p.placements for p in other.parameters())
         assert all(p.grad is None for p in model.parameters())
+
+
+def fully_sharded(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh)
+    return fully_shard(model, mesh)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("first", ["distribute_model", "fully_shard"])
+@with_ranks(4)
+def test_beside_fully_shard_in_either_order(rank, first, compiled):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, me = made(), mesh.get_local_rank("dp")
+    if first == "fully_shard":
+        fully_sharded(model, mesh["dp"])
+    distribute_model(model, mesh["tp"], PLAN, outputs={})
+    if first != "fully_shard":
+        fully_sharded(model, mesh["dp"])
+    assert model.head.weight is model.table.weight
+    assert model.blocks[0].up.weight.device_mesh.ndim == 2
+    run = runs(model, compiled)
+    want, gradients = expected()
+    given = {**part_of(batch(), me, 2)}
+    out = run(given, weight=torch.tensor(2.0))
+    torch.testing.assert_close(out.logits, want.logits.chunk(2)[me])
+    out.loss.backward()
+    check_gradients(model, gradients)
+
+
+def test_a_model_sharded_over_the_same_axis_is_refused():
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = fully_shard(made(), mesh)
+        with pytest.raises(MeshError, match="the parameter is already on axis dp of the mesh"):
+            distribute_model(model, mesh)

@@ -17,14 +17,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from .api import DISTRIBUTED, distribute_parameter, distribute_tensor
-from .boundary import check_module, mesh_of
-from .errors import PlacementError
+from ..api import DISTRIBUTED, distribute_parameter, distribute_tensor
+from ..boundary import check_module, mesh_of
+from ..errors import PlacementError
+from ..invariance import implicit_replication
+from ..placements import Placement, Replicate, Shard, as_placement, as_placements
+from ..tensor import DTensor
+from ..wrapping import made_class, wrap_call
 from .input_check import InputCheck
-from .invariance import implicit_replication
-from .placements import Placement, Replicate, Shard, as_placement, as_placements
-from .tensor import DTensor
-from .wrapping import wrap_call
+from .sharding import SHARDED_AS, joint_mesh
 
 Placements: TypeAlias = Mapping[str, Placement] | Sequence[Placement]
 """Placements by mesh axis: those that are not Replicate by the names of their axes, or one for each axis."""
@@ -44,6 +45,9 @@ def distribute_model(
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Shard a model for one device over a mesh, in place; its code stays as it is.
+
+    `fully_shard` may come before or after, over other axes of the same mesh: each of its ranks is then a global view of
+    its own, with its part of the batch.
 
     Args:
         model: the model.
@@ -70,6 +74,7 @@ def distribute_model(
         PlacementError: a pattern matches no name, or two match equally well; placements that do not fit the mesh or the
             parameter; other ones for modules that share a parameter; a parameter that is a DTensor already. Nothing was
             changed then.
+        MeshError: a parameter is fully sharded over axes that do not go with those of the mesh.
         RuntimeError: the model was distributed before.
         TypeError: `model` is no module.
 
@@ -84,24 +89,35 @@ def distribute_model(
     chosen = _chosen(model, mesh, placements or {})
     taken = _borders(inputs or {}, mesh, "inputs")
     given = None if outputs is None else _borders(outputs, mesh, "outputs")
-    check = InputCheck(mesh, [a for a, p in enumerate(taken) if isinstance(p, Shard)]) if check_inputs else None
-    view = _View(mesh, taken, given, check)
+    view = _View(mesh, taken, given, check_inputs)
     buffers: dict[torch.Tensor, DTensor] = {}
+
+    def distribute(x: nn.Parameter, placements: Sequence[Placement]) -> nn.Parameter:
+        return distribute_parameter(x, mesh, placements, src_data_rank=src_data_rank)
+
     for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, distribute_parameter(p, mesh, chosen[p], src_data_rank=src_data_rank))
-        for name, b in list(module.named_buffers(recurse=False)):
+        for name, p in list(_own(module._parameters)):
+            if SHARDED_AS in vars(p):
+                module.redistribute_parameter(name, functools.partial(distribute, placements=chosen[p]))
+            else:
+                setattr(module, name, distribute(p, chosen[p]))
+        for name, b in list(_own(module._buffers)):
             if b not in buffers:  # one that several modules hold stays one
                 buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
             module._buffers[name] = buffers[b]
     wrap_call(model, view)
     for module in model.modules():
-        names = tuple(sorted(name for name, _ in module.named_parameters(recurse=False)))
+        # Parameters that are fully sharded are read as that says.
+        names = tuple(sorted(name for name, p in _own(module._parameters) if SHARDED_AS not in vars(p)))
         if names:
             vars(module)[VIEW] = view
-            module.__class__ = _reading(type(module), names)
+            module.__class__ = reading_class(type(module), names)
     setattr(model, DISTRIBUTED, True)
     return model
+
+
+def _own(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, x) for name, x in tensors.items() if x is not None)
 
 
 class _View:
@@ -112,12 +128,18 @@ class _View:
         mesh: Any,
         inputs: Sequence[Placement],
         outputs: Sequence[Placement] | None,
-        check: InputCheck | None,
+        checked: bool,
     ) -> None:
-        self.mesh, self.inputs, self.outputs, self.check, self.depth = mesh, inputs, outputs, check, 0
+        self.mesh, self.inputs, self.outputs, self.depth = mesh, inputs, outputs, 0
+        cut = [axis for axis, p in enumerate(inputs) if isinstance(p, Shard)]
+        self.check = InputCheck(mesh, cut) if checked else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_View":
-        return _View(self.mesh, self.inputs, self.outputs, self.check)
+        made = memo[id(self)] = _View(*self.__reduce__()[1])
+        return made
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return _View, (self.mesh, self.inputs, self.outputs, self.check is not None)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         plain: list[tuple[str, torch.Tensor, bool]] = []
@@ -161,11 +183,10 @@ class _View:
 
 
 @functools.cache
-def _reading(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+def reading_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The class of modules of class `cls` of which a forward reads the parameters `names` by `_read`."""
     inside: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {**named, **inside})
+    return made_class(reading_class, cls, names, **inside)
 
 
 def _read(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -187,8 +208,11 @@ def _chosen(model: nn.Module, mesh: Any, given: Mapping[str, Placements]) -> dic
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = [name for name, _ in named]
-    if already := [name for name, x in named if isinstance(x, DTensor)]:
-        raise PlacementError(f"{already[0]} is a DTensor already; give distribute_model the plain model")
+    for name, x in named:
+        if SHARDED_AS in vars(x):
+            joint_mesh(vars(x)[SHARDED_AS][1].mesh, mesh)
+        elif isinstance(x, DTensor):
+            raise PlacementError(f"{name} is a DTensor already; give distribute_model the plain model")
     for pattern in given:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]

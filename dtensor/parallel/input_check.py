@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ._torch import assert_async
-from .mesh import facts
+from .._torch import assert_async
+from ..mesh import facts
 
 DIFFERS = (
     "distribute_model: ranks do not give argument {name} of forward alike; give all the same values, or write "
