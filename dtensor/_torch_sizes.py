@@ -137,6 +137,20 @@ def number_if_guarded(size) -> Any:
     return hint(found) if given and known_true(env, sympy.Eq(expr, hint(found))) else found
 
 
+def write_numbers(env: ShapeEnv) -> int:
+    """Have a trace write the number for each symbol of an input whose bounds have met, which torch leaves until it next
+    asks about the symbol. Gives how many symbols have turned out to be something else."""
+    for symbol, bounds in list(env.var_to_range.items()):
+        if (
+            bounds.is_int
+            and bounds.is_singleton()
+            and symbol not in env.replacements
+            and env.var_to_sources.get(symbol)
+        ):
+            env._set_replacement(symbol, sympy.Integer(bounds.lower), "bounds have met")
+    return len(env.replacements)
+
+
 def has_hint(size) -> bool:
     """Whether a size is a number or has an example value: not so for sizes that depend on values."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
@@ -457,4 +471,5 @@ __all__ = [
     "trace_with",
     "traced_size",
     "without_guards",
+    "write_numbers",
 ]

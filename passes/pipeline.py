@@ -184,8 +184,8 @@ def run(
     """
     chosen = select(passes, disable)
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
-    settle(graph)
-    runner = _Runner(graph, Seen.of(graph, traced=traced) if verify else None, simulate, observe)
+    numbers = settle(graph)
+    runner = _Runner(graph, Seen.of(graph, traced=traced) if verify else None, simulate, observe, numbers)
     first, names = ({p.name for p in part} for part in (PREPARE, SIMPLIFY))
     with known(meshes):
         for p in chosen:
@@ -195,14 +195,22 @@ def run(
         for p in chosen:
             if p.name not in first | names:
                 runner.apply(p, 0)
+    settle(graph, runner.numbers)
     if isinstance(gm, fx.GraphModule):
         gm.recompile()
     return runner.records
 
 
 class _Runner:
-    def __init__(self, graph: fx.Graph, seen: Seen | None, simulate: Simulation | None, observe: Observer | None):
-        self.graph, self.seen, self.simulate, self.observe = graph, seen, simulate, observe
+    def __init__(
+        self,
+        graph: fx.Graph,
+        seen: Seen | None,
+        simulate: Simulation | None,
+        observe: Observer | None,
+        numbers: int,
+    ):
+        self.graph, self.seen, self.simulate, self.observe, self.numbers = graph, seen, simulate, observe, numbers
         self.records: list[PassRecord] = []
         self.stage = 0
         try:
@@ -228,6 +236,7 @@ class _Runner:
         )
 
     def apply(self, p: Pass, round: int) -> int:
+        self.numbers = settle(self.graph, self.numbers)
         before, original = self.counted, self.snapshot()
         start = time.perf_counter()
         rewrites = p(self.graph)

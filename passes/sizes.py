@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from dtensor._torch import FakeTensor, tree_map
-from dtensor._torch_sizes import hint, number_if_guarded, number_if_known
+from dtensor._torch_sizes import hint, number_if_guarded, number_if_known, write_numbers
 from dtensor.collectives import group_size
 from dtensor.provenance import SHARDS, shards_of
 
@@ -66,19 +66,26 @@ def same_kind(a: fx.Node, b: fx.Node) -> bool:
     return ir.value(a).dtype == ir.value(b).dtype and same(lengths(a), lengths(b))
 
 
-def settle(graph: fx.Graph) -> None:
+def settle(graph: fx.Graph, known: int = -1) -> int:
     """Have values say the number where a symbol in their shape has turned out to be one, and collectives by what number
-    they gather.
+    they gather. Gives how many symbols have; `known` is what it gave before: nothing is done where it is the same.
 
-    A trace may learn that only at its end. Of a shard that number is another one on some ranks, and a pass that asks
-    whether it sees a symbol or a number is to see the same on all: on some of them the shard is padded before it is
-    sent, and the padded one has numbers only.
+    A trace may learn that only at its end, or when a pass asks about a size. Of a shard that number is another one on
+    some ranks, and a pass that asks whether it sees a symbol or a number is to see the same on all: on some of them the
+    shard is padded before it is sent, and the padded one has numbers only.
     """
+    first = next(iter(graph.nodes), None)
+    mode = None if first is None else ir.fake_mode(first)
+    env = None if mode is None else mode.shape_env
+    count = 0 if env is None else write_numbers(env)
+    if count == known:
+        return count
     for node in graph.nodes:
         if any(n is not number_if_known(n) for x in ir.tensors(node) for n in x.shape):
             node.meta["val"] = tree_map(_of_numbers, ir.value(node))
     for node in ir.calls(graph, "all_gather", "all_to_all"):
         node.args = tuple([_number(x) if isinstance(x, fx.Node) else x for x in node.args])
+    return count
 
 
 def _number(x: fx.Node) -> fx.Node | int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dtensor import DTensor, Partial, Shard, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor._torch_sizes import number_if_guarded, number_if_known, stand_in, symbolic_mode
 from dtensor.local_sizes import local_length
 from dtensor.testing import fake_ranks, with_ranks
@@ -102,6 +102,29 @@ def test_a_part_of_a_formula_that_is_a_number(rank):
     expected.square().sum().backward()
     found.square().sum().backward()
     torch.testing.assert_close(given.grad.full_tensor(), x.grad)
+
+
+def scaled(x, y, column):
+    return F.cosine_similarity(torch.cat([x, x], 1), y, dim=1), x * column
+
+
+@with_ranks(4)
+def test_a_length_that_a_pass_finds_to_be_a_number(rank):
+    """Two rows, known only when collectives are lowered: where a rank has nothing of the column and pads it, it saw a
+    number of rows, the others a symbol, and put other collectives into one bucket."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    run = torch.compile(scaled, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})
+    for n in (6, 2):
+        given = [torch.linspace(-1, 1, n * k, dtype=torch.float64).sin().view(n, k) for k in (4, 8, 1)]
+        placements = ([Shard(1), Partial()], [Shard(1), Shard(1)], [Shard(1), Partial()])
+        parts = []
+        for x, (first, second) in zip(given, placements):
+            whole = second.is_partial()
+            cut = distribute_tensor(x, mesh, [first, Replicate() if whole else second]).to_local()
+            sizes = {"shape": x.shape, "stride": x.stride()}
+            parts.append(DTensor.from_local(cut / 2 if whole else cut, mesh, [first, second], **sizes))
+        for found, expected in zip(run(*parts), scaled(*given)):
+            torch.testing.assert_close(found.full_tensor(), expected)
 
 
 def test_a_length_is_not_read_from_a_stride(fake_mesh):
