@@ -18,6 +18,7 @@ from .rules.random import keep_shard
 from .sampling import sample
 from .spec import Spec, contiguous_stride
 from .tensor import DTensor
+from .ties import DISTRIBUTED_AS, Ties, shared_otherwise
 from .wrapping import Give, Take, wrap_forward
 
 
@@ -120,9 +121,6 @@ def _of_xla(name: str) -> Callable[..., Any]:
 DISTRIBUTED = "_distributed_module"
 """The attribute of a module that was distributed as a whole, by whatever name."""
 
-DISTRIBUTED_AS = "_dtensor_distributed_as"
-"""The attribute of a plain parameter under which that lies which has taken its place, for modules that share it."""
-
 
 def distribute_parameter(
     parameter: nn.Parameter, mesh: Any, placements: Sequence[Placement], *, src_data_rank: int | None = 0
@@ -143,18 +141,6 @@ def distribute_parameter(
     return before
 
 
-def shared_otherwise(
-    parameter: torch.Tensor, before: Any, placements: Sequence[Placement], mesh: Any
-) -> PlacementError:
-    """The error for a module that is to have a parameter in other placements than another has it, `before`."""
-    return PlacementError(
-        f"a parameter of shape {list(parameter.shape)} is shared by several modules, of which one has it placed as "
-        f"{list(before.placements)} on {before.device_mesh}, and this one is to have it as {list(placements)} on "
-        f"{mesh}; give both the same (RowwiseParallel shards an nn.Embedding as ColwiseParallel shards the "
-        "nn.Linear tied to it)"
-    )
-
-
 PartitionFn = Callable[[str, nn.Module, Any], None]
 
 
@@ -171,13 +157,16 @@ def distribute_module(
         module: the module; its plain parameters and buffers become DTensors.
         device_mesh: the mesh; None takes the current one.
         partition_fn: called with (name, submodule, device_mesh) for every submodule, to distribute its parameters;
-            what it leaves plain is replicated.
+            what it leaves plain is replicated. A parameter that modules share stays one: what takes its place in one
+            of them takes it in all.
         input_fn: called with (module, inputs, device_mesh) before the forward; returns the inputs, or None for those
             it was given.
         output_fn: called with (module, outputs, device_mesh) after it; returns the outputs, or None likewise.
 
     Raises:
         TypeError: `module` is none, or a hook no function, or takes a wrong number of arguments.
+        PlacementError: `partition_fn` gave a parameter that modules share different placements in them; the module is
+            of no use then.
         RuntimeError: the module was distributed before.
         ImportError: the mesh is of device type "xla", and torch_xla, whose function shards the module then, is not
             installed.
@@ -192,9 +181,11 @@ def distribute_module(
     give = None if output_fn is None else _give(output_fn, mesh)
     if partition_fn is not None:
         _check_function(partition_fn, "partition_fn", "(name, submodule, device_mesh)")
-    for name, sub in module.named_modules():
-        if partition_fn is not None:
-            partition_fn(name, sub, mesh)
+    ties = Ties(module)
+    for name, sub in module.named_modules() if partition_fn is not None else ():
+        partition_fn(name, sub, mesh)
+    ties.restore()
+    for sub in module.modules():
         _replicate_rest(sub, mesh)
     if take or give:
         wrap_forward(module, take, give)

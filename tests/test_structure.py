@@ -22,6 +22,7 @@ LAYERS = [
         "environment",
         "fallback",
         "wrapping",
+        "ties",
     ],
     [
         "placements",

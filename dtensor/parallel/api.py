@@ -13,7 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .._torch import mesh_resources
 from ..boundary import check_module, mesh_of
+from ..ties import Ties
 from .style import ParallelStyle
+from .variance import watch
 
 
 def parallelize_module(
@@ -24,6 +26,10 @@ def parallelize_module(
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Parallelize `module`, in place, over a mesh of one axis.
+
+    Parameters that the plan leaves plain are to be trained alike by all ranks. Optimizers compare their gradients over
+    the axis before their first two steps, and before every hundredth: ShardingError says which one differs, and what to
+    write.
 
     Args:
         module: the module.
@@ -39,7 +45,9 @@ def parallelize_module(
         `module`.
 
     Raises:
-        ValueError: no mesh, a mesh of several axes, or a name that matches no module.
+        ValueError: no mesh, a mesh of several axes, a name that matches no module, or no entry for a module that shares
+            a parameter with one whose entry shards it.
+        PlacementError: entries give a parameter that modules share different placements.
         TypeError: a plan that is neither a style nor a dict from names to styles.
     """
     mesh = _one_axis_mesh(device_mesh)
@@ -50,9 +58,13 @@ def parallelize_module(
             stacklevel=2,
         )
         return module
-    for target, style in _resolved(module, parallelize_plan):
+    targets, ties = _resolved(module, parallelize_plan), Ties(module)
+    _check_ties(module, ties, targets)
+    for target, style in targets:
         style.src_data_rank = src_data_rank
         style.apply(target, mesh)
+    ties.restore()  # a style of the user's own may shard what it did not say
+    watch(module, mesh)
     return module
 
 
@@ -98,6 +110,21 @@ def _resolved(
             raise TypeError(f"parallelize_plan[{pattern!r}] is no ParallelStyle but {style!r}")
         targets += [(found, style) for found in _matching(modules, pattern)]
     return targets
+
+
+def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, ParallelStyle]]) -> None:
+    """Refuse a plan that shards a parameter in one module that holds it and not in the others."""
+    sharded = [target for target, style in targets if style.shards_parameters]
+    names = {found: name for name, found in module.named_modules()}
+    for _, holders in ties.shared:
+        told = [m for m, _ in holders if m in sharded]
+        rest = [m for m, _ in holders if m not in sharded]
+        if told and rest:
+            raise ValueError(
+                f"parallelize_plan shards {names[told[0]]!r}, which shares a parameter with {names[rest[0]]!r}, and "
+                f"says nothing of that; add an entry for {names[rest[0]]!r} (ColwiseParallel for an nn.Linear goes "
+                "with RowwiseParallel for the nn.Embedding tied to it)"
+            )
 
 
 def _matching(modules: dict[str, nn.Module], pattern: str) -> list[nn.Module]:

@@ -27,6 +27,8 @@ class ColwiseParallel(ParallelStyle):
         NotImplementedError: applied to another kind of module.
     """
 
+    shards_parameters = True
+
     def __init__(
         self,
         *,

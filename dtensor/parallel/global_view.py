@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from ..tensor import DTensor
 from ..wrapping import made_class, wrap_call
 from .input_check import InputCheck
 from .sharding import SHARDED_AS, joint_mesh
+from .tp_plan import placements_of_plan
 
 Placements: TypeAlias = Mapping[str, Placement] | Sequence[Placement]
 """Placements by mesh axis: those that are not Replicate by the names of their axes, or one for each axis."""
@@ -37,7 +38,7 @@ VIEW = "_dtensor_view"
 def distribute_model(
     model: nn.Module,
     device_mesh: Any = None,
-    placements: Mapping[str, Placements] | None = None,
+    placements: Mapping[str, Placements] | Literal["model"] | None = None,
     *,
     inputs: Placements | None = None,
     outputs: Placements | None = None,
@@ -54,7 +55,8 @@ def distribute_model(
         device_mesh: the mesh; None takes the current one.
         placements: patterns of names of parameters and buffers, with the wildcards of `fnmatch` (`*` goes over dots) ->
             placements, such as `{"*.q_proj.weight": {"tp": Shard(0)}}`. Of patterns that match a name the one with most
-            characters that are no wildcards counts. What is not named is replicated.
+            characters that are no wildcards counts. What is not named is replicated. "model": as the `tp_plan` says
+            that a model of transformers has, over the mesh's axis "tp", or its only one.
         inputs: how tensors arrive in the arguments of forward, in tuples, lists, dicts and dataclasses too. None:
             whole, and the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" gives its part of the batch, all of
             equal length. Tensors without that dimension are whole; DTensors stay as they are.
@@ -71,7 +73,8 @@ def distribute_model(
         `model`. Its gradients are those of one device on the global batch.
 
     Raises:
-        PlacementError: a pattern matches no name, or two match equally well; placements that do not fit the mesh or the
+        PlacementError: a pattern matches no name, or two match equally well; the model has no `tp_plan`, or one with a
+            style that is not known; placements that do not fit the mesh or the
             parameter; other ones for modules that share a parameter; a parameter that is a DTensor already. Nothing was
             changed then.
         MeshError: a parameter is fully sharded over axes that do not go with those of the mesh.
@@ -86,6 +89,10 @@ def distribute_model(
     mesh = mesh_of(device_mesh)
     if getattr(model, DISTRIBUTED, False):
         raise RuntimeError("the model was distributed before; call distribute_model once, on the plain model")
+    if isinstance(placements, str):
+        if placements != "model":
+            raise PlacementError(f"placements is a dict from patterns to placements, or 'model'; got {placements!r}")
+        placements = placements_of_plan(model, mesh)
     chosen = _chosen(model, mesh, placements or {})
     taken = _borders(inputs or {}, mesh, "inputs")
     given = None if outputs is None else _borders(outputs, mesh, "outputs")

@@ -29,6 +29,8 @@ class RowwiseParallel(ParallelStyle):
         NotImplementedError: applied to another kind of module.
     """
 
+    shards_parameters = True
+
     def __init__(
         self,
         *,

@@ -27,6 +27,8 @@ class SequenceParallel(ParallelStyle):
         use_local_output: whether the output leaves as a plain local tensor rather than as a DTensor.
     """
 
+    shards_parameters = True
+
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
         self.sequence_sharding = Shard(sequence_dim)
         self.use_local_output = use_local_output

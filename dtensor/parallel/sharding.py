@@ -12,13 +12,15 @@ import torch
 from torch import nn
 
 from .._torch import root_mesh
-from ..api import distribute_tensor, shared_otherwise
+from ..api import distribute_tensor
 from ..errors import MeshError
 from ..layout import Layout
 from ..mesh import one_object
 from ..placements import Placement, Replicate, Shard
 from ..tensor import DTensor
+from ..ties import shared_otherwise
 from .unshard import Unshard
+from .variance import WATCHED
 
 SHARDED_AS = "_dtensor_fully_sharded"
 """The attribute of a parameter for all modules that share it: by what it was replaced (None: it is that itself), how
@@ -69,6 +71,8 @@ def of_part(whole: torch.Tensor, local: torch.Tensor, how: Unshard) -> nn.Parame
     value = DTensor(local, how.mesh, how.layout, tuple(whole.shape), tuple(whole.stride()))
     made = nn.Parameter(value, requires_grad=whole.requires_grad)
     vars(made)[SHARDED_AS] = None, how, how.data_mesh
+    if WATCHED in vars(whole):
+        vars(made)[WATCHED] = vars(whole)[WATCHED]
     return made
 
 

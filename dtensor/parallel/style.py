@@ -26,9 +26,12 @@ class ParallelStyle(ABC):
     Attributes:
         src_data_rank: the rank of the axis whose parameter values are scattered to all; None makes every rank
             shard the values it has itself. `parallelize_module` sets it.
+        shards_parameters: whether modules get other parameters by it. A plan then has to name all modules that share
+            one.
     """
 
     src_data_rank: int | None = 0
+    shards_parameters: bool = False
 
     @abstractmethod
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -24,7 +24,7 @@ from . import (
     weight_norm,
 )
 from .advanced import MASKS
-from .call import RULES, Call, LocalCall, Output, base_name, is_in_place
+from .call import RULES, SHAPES, Call, LocalCall, Output, base_name, is_in_place
 from .choose import Choice, choose
 from .local import unless_empty
 from .lookup import rule_of
@@ -60,6 +60,7 @@ __all__ = [
     "FAMILIES",
     "MASKS",
     "RULES",
+    "SHAPES",
     "WHOLE",
     "Call",
     "Candidate",

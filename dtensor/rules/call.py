@@ -15,6 +15,9 @@ RULES: dict[str, RuleFunction] = {}
 """Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule; one overload's own
 (`aten.add.Tensor`) comes before it."""
 
+SHAPES: dict[str, Callable[..., Any]] = {}
+"""Operator name -> what gives its outputs on stand-ins, where torch's own refuses what a kernel takes."""
+
 
 @dataclass(frozen=True)
 class Output:
@@ -164,11 +167,21 @@ def replaced(func, args: tuple, kwargs: dict, changed: dict[str, Any]) -> tuple[
 
 
 def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for the named aten operators."""
+    """Register a rule function for the named operators, of aten where no namespace is named."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
-            RULES[f"aten::{name}"] = function
+            RULES[name if "::" in name else f"aten::{name}"] = function
+        return function
+
+    return register
+
+
+def shape_for(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register what is called on stand-ins of global tensors in the place of an aten operator."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        SHAPES[f"aten::{name}"] = function
         return function
 
     return register
@@ -176,6 +189,7 @@ def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
 
 __all__ = [
     "RULES",
+    "SHAPES",
     "Call",
     "LocalCall",
     "Output",
@@ -186,4 +200,5 @@ __all__ = [
     "positions",
     "replaced",
     "rule_for",
+    "shape_for",
 ]

@@ -163,3 +163,32 @@ def test_hooks_of_two_arguments_warn(rank):
     torch.testing.assert_close(model(DTensor.from_local(x, mesh)), fixed()(x))
     with pytest.raises(TypeError, match=r"input_fn takes \(module, inputs, device_mesh\), the one given takes 1"):
         distribute_module(fixed(), mesh, None, lambda inputs: inputs)
+
+
+class Tied(nn.Module):
+    """Its head is its table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.table.weight
+
+
+@with_threads(2)
+def test_a_parameter_that_modules_share_stays_one(rank):
+    mesh = init_device_mesh("cpu", (2,))
+
+    def cut(placements):
+        def partition(name, module, mesh):
+            if name in placements:
+                whole = distribute_tensor(module.weight.detach(), mesh, [placements[name]])
+                module.register_parameter("weight", nn.Parameter(whole))
+
+        return partition
+
+    for placements in ({"table": Shard(0)}, {"head": Shard(0)}, {"table": Shard(0), "head": Shard(0)}):
+        model = distribute_module(Tied(), mesh, cut(placements))
+        assert model.head.weight is model.table.weight
+        assert model.table.weight.placements == (Shard(0),)
+    with pytest.raises(PlacementError, match=r"shared by several modules.*\[Shard\(dim=0\)\].*\[Shard\(dim=1\)\]"):
+        distribute_module(Tied(), mesh, cut({"table": Shard(0), "head": Shard(1)}))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from dtensor.errors import PlacementError
 from dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -14,6 +15,7 @@ from dtensor.parallel import (
     PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
+    fully_shard,
     parallelize_module,
 )
 from dtensor.placements import Replicate, Shard
@@ -180,3 +182,51 @@ def test_styles_print_their_arguments():
     text = repr(RowwiseParallel(input_layouts=Shard(0)))
     assert text.startswith("RowwiseParallel(input_layouts=Shard(")
     assert "use_local_output=True" in text
+
+
+class Tied(nn.Module):
+    """Its head is its table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.table.weight
+
+
+@with_threads(2)
+def test_a_plan_names_all_modules_that_share_a_parameter(rank):
+    mesh, model = init_device_mesh("cpu", (2,)), Tied()
+    with pytest.raises(ValueError, match=r"shards 'table', which shares a parameter with 'head', .* for 'head'"):
+        parallelize_module(model, mesh, {"table": RowwiseParallel(), "head": PrepareModuleInput()})
+    assert model.head.weight is model.table.weight
+    assert not isinstance(model.head.weight, DTensor)
+    parallelize_module(model, mesh, {"table": PrepareModuleInput()})
+    assert not isinstance(model.head.weight, DTensor)
+
+
+class Own(ParallelStyle):
+    """A style of a user's own, which does not say that it shards."""
+
+    def apply(self, module, device_mesh):
+        self.distribute_parameter(module, "weight", device_mesh, Shard(0))
+        return module
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@with_threads(2)
+def test_what_takes_the_place_of_a_shared_parameter_does_so_everywhere(rank, sharded):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = Tied()
+    if sharded:
+        fully_shard(model.head, mesh["dp"])
+        fully_shard(model, mesh["dp"])
+    parallelize_module(model, mesh["tp"], {"table": Own()})
+    assert model.head.weight is model.table.weight
+    assert isinstance(model.head.weight, DTensor)
+    assert Shard(0) in model.head.weight.placements
+    both = {"table": RowwiseParallel(), "head": ColwiseParallel()}
+    model = parallelize_module(fully_shard(Tied(), mesh["dp"]) if sharded else Tied(), mesh["tp"], both)
+    assert model.head.weight is model.table.weight
+    wrong = {"table": ColwiseParallel(), "head": ColwiseParallel()}
+    with pytest.raises(PlacementError, match=r"shared by several modules.*Shard\(dim=1\)\] on.*Shard\(dim=0\)\] on"):
+        parallelize_module(fully_shard(Tied(), mesh["dp"]) if sharded else Tied(), mesh["tp"], wrong)

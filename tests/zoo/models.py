@@ -1,4 +1,4 @@
-"""Models of transformers, small, as they are: how each is made, its inputs, and a plan of parameter names."""
+"""Models of transformers and of torch's own modules, small, as they are: how each is made, its inputs, and a plan."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,16 +8,19 @@ from torch import nn
 
 from dtensor import Shard
 
+from .modules import Clicks, Encoder, Graph, Images, Recurrent, WithLoss
+
 COLUMNS, ROWS = {"tp": Shard(0)}, {"tp": Shard(1)}
 VOCAB = 64
 
 
 class Example(NamedTuple):
-    """A model, the keyword arguments of its forward, which has a loss, and where its parameters go."""
+    """A model, made of the module transformers; the keyword arguments of its forward, which gives a loss; and where its
+    parameters go."""
 
     model: Callable[[Any], nn.Module]
-    inputs: Callable[[], dict[str, torch.Tensor]]
-    plan: dict[str, Any]
+    inputs: Callable[[], dict[str, Any]]
+    plan: Any
 
 
 def _tokens() -> dict[str, torch.Tensor]:
@@ -30,6 +33,24 @@ def _images() -> dict[str, torch.Tensor]:
         "pixel_values": torch.linspace(-1, 1, 2 * 3 * 16 * 16).sin().view(2, 3, 16, 16),
         "labels": torch.tensor([1, 3]),
     }
+
+
+def _speech() -> dict[str, torch.Tensor]:
+    given = {name: x[:, :8] for name, x in _tokens().items()}
+    sound = torch.linspace(-1, 1, 2 * 8 * 32).sin().view(2, 8, 32)
+    return {"input_features": sound, "decoder_input_ids": given["input_ids"], "labels": given["labels"]}
+
+
+def _images_and_texts() -> dict[str, Any]:
+    return {
+        "input_ids": _tokens()["input_ids"][:, :8],
+        "pixel_values": _images()["pixel_values"],
+        "return_loss": True,
+    }
+
+
+def _words() -> dict[str, torch.Tensor]:
+    return {"tokens": torch.arange(12).view(2, 6) % 16}
 
 
 DECODER = {
@@ -51,6 +72,21 @@ DECODER_PLAN = {
 
 ENCODER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 ENCODER |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+EXPERTS = DECODER | {"num_experts_per_tok": 2}
+MLA = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MLA |= {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+SPEECH = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_layers": 2, "decoder_layers": 2}
+SPEECH |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 8, "dropout": 0.0}
+SPEECH |= {"max_source_positions": 16, "max_target_positions": 16, "vocab_size": VOCAB}
+SPEECH |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ATTENTION_PLAN = {
+    "*.[qkv]_proj.weight": COLUMNS,
+    "*.out_proj.weight": ROWS,
+    "*.fc1.*": COLUMNS,
+    "*.fc2.weight": ROWS,
+}
 
 EXAMPLES = {
     "llama": Example(lambda t: t.LlamaForCausalLM(t.LlamaConfig(**DECODER)), _tokens, DECODER_PLAN),
@@ -126,6 +162,79 @@ EXAMPLES = {
         lambda t: t.ViTForImageClassification(t.ViTConfig(image_size=16, patch_size=4, num_labels=5, **ENCODER)),
         _images,
         {"*.[qkv]_proj.*": COLUMNS, "*.o_proj.weight": ROWS, "*.fc1.*": COLUMNS, "*.fc2.weight": ROWS},
+    ),
+    "llama, its own plan": Example(lambda t: t.LlamaForCausalLM(t.LlamaConfig(**DECODER)), _tokens, "model"),
+    "qwen3, its own plan": Example(
+        lambda t: t.Qwen3ForCausalLM(t.Qwen3Config(head_dim=8, **DECODER)), _tokens, "model"
+    ),
+    "mixtral": Example(
+        lambda t: t.MixtralForCausalLM(t.MixtralConfig(num_local_experts=4, **EXPERTS)), _tokens, "model"
+    ),
+    "qwen3 moe": Example(
+        lambda t: t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, head_dim=8, **EXPERTS)
+        ),
+        _tokens,
+        "model",
+    ),
+    "deepseek v3": Example(
+        lambda t: t.DeepseekV3ForCausalLM(t.DeepseekV3Config(**(EXPERTS | MLA | {"num_key_value_heads": 4}))),
+        _tokens,
+        "model",
+    ),
+    "whisper": Example(lambda t: t.WhisperForConditionalGeneration(t.WhisperConfig(**SPEECH)), _speech, ATTENTION_PLAN),
+    "clip": Example(
+        lambda t: t.CLIPModel(
+            t.CLIPConfig(
+                text_config={**TOWER, "vocab_size": VOCAB, "max_position_embeddings": 16, "eos_token_id": 2},
+                vision_config={**TOWER, "image_size": 16, "patch_size": 4},
+                projection_dim=16,
+            )
+        ),
+        _images_and_texts,
+        ATTENTION_PLAN,
+    ),
+    "mamba": Example(
+        lambda t: t.MambaForCausalLM(
+            t.MambaConfig(vocab_size=VOCAB, hidden_size=32, state_size=4, num_hidden_layers=2, time_step_rank=4)
+        ),
+        _tokens,
+        {
+            "*.in_proj.weight": COLUMNS,
+            "*.conv1d.*": COLUMNS,
+            "*.x_proj.weight": ROWS,
+            "*.dt_proj.*": COLUMNS,
+            "*.A_log": COLUMNS,
+            "*.D": COLUMNS,
+            "*.out_proj.weight": ROWS,
+        },
+    ),
+    "convolutions": Example(
+        lambda t: WithLoss(Images()),
+        lambda: {"images": _images()["pixel_values"]},
+        {"*.first.*": COLUMNS, "*.norm.*": {}, "*.second.weight": ROWS},
+    ),
+    "tables of clicks": Example(
+        lambda t: WithLoss(Clicks()),
+        lambda: {"numbers": torch.linspace(-1, 1, 16).view(4, 4), "ids": torch.arange(24).view(4, 2, 3) * 7 % 20},
+        {"*.tables.*.weight": COLUMNS},
+    ),
+    "lstm": Example(
+        lambda t: WithLoss(Recurrent(nn.LSTM)), _words, {"*.layers.weight_*": COLUMNS, "*.head.weight": COLUMNS}
+    ),
+    "gru": Example(lambda t: WithLoss(Recurrent(nn.GRU)), _words, {"*.head.weight": COLUMNS}),
+    "encoder": Example(
+        lambda t: WithLoss(Encoder()),
+        _words,
+        {"*.in_proj_weight": COLUMNS, "*.linear1.*": COLUMNS, "*.linear2.weight": ROWS},
+    ),
+    "graph": Example(
+        lambda t: WithLoss(Graph()),
+        lambda: {
+            "nodes": torch.linspace(-1, 1, 30).view(5, 6),
+            "edges": torch.tensor([[0, 1, 2, 3, 4, 0], [1, 2, 3, 4, 0, 2]]),
+        },
+        {"*.first.*": COLUMNS, "*.second.weight": ROWS},
     ),
 }
 

@@ -71,6 +71,12 @@ def solver_cases():
 
 
 def product_cases():
+    ends = torch.tensor([2, 5, 8], dtype=torch.int32)
+    rows, columns = f(8, 8).float(), f(3, 8, 16).float()
+    yield c(aten._grouped_mm.default, rows, columns, ends, at_least=4)
+    yield c(aten._grouped_mm.default, f(3, 8, 8).float(), f(8, 8).float(), ends, at_least=4)
+    yield c(aten._grouped_mm.default, f(4, 8).float(), f(8, 12).float(), ends, at_least=4)
+    yield c(aten._grouped_mm.default, f(3, 4, 8).float(), f(3, 8, 12).float(), at_least=5)
     yield c(aten.addbmm.default, f(5, 3), f(4, 5, 6), f(4, 6, 3), at_least=9, beta=0.5)
     yield c(aten.addbmm.default, f(3), f(4, 5, 6), f(4, 6, 3), at_least=9)
     yield c(aten.addr.default, f(5, 3), f(5), f(3), at_least=7, alpha=2)
