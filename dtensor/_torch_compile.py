@@ -258,6 +258,26 @@ def attributes_stand_with_their_tensors() -> None:
     SubgraphTracer.track_produced_symints = tracked
 
 
+@functools.cache
+def results_count_as_traced() -> None:
+    """Have AOTAutograd find the results of a joint graph of tensor subclasses where they are.
+
+    Of results whose inner tensors are views of one memory it would have the graph give that memory too, and counts it
+    among the results; but what it traces is by the outer tensors, which are no views, and gives none.
+    """
+    from torch._functorch._aot_autograd import graph_compile
+
+    partition = graph_compile._partition_joint_graph_into_fw_bw
+
+    @functools.wraps(partition)
+    def counted(gm: Any, inputs: Any, inner: Any, outer: Any, *args: Any, **kwargs: Any) -> Any:
+        if inner is not outer:
+            inner.num_intermediate_bases = outer.num_intermediate_bases
+        return partition(gm, inputs, inner, outer, *args, **kwargs)
+
+    graph_compile._partition_joint_graph_into_fw_bw = counted
+
+
 def higher_order_take(cls: type) -> None:
     """Let Dynamo make graphs of branches and bodies that DTensors go into.
 
@@ -625,6 +645,7 @@ __all__ = [
     "on_tangents",
     "order_after",
     "register_backend",
+    "results_count_as_traced",
     "set_compiler_settings",
     "sizes_defined_by",
     "static_inputs",

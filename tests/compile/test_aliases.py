@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from dtensor import DTensor, Replicate, Shard
+from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.testing import with_ranks
 
 
 @pytest.fixture
@@ -47,3 +49,32 @@ def test_views(mesh, name, placement, requires_grad):
         assert torch.equal(found.to_local(), wanted)
         assert found.requires_grad == wanted.requires_grad
     assert torch.equal(x.to_local(), expected_input)
+
+
+def through_parts(x):
+    if not isinstance(x, DTensor):
+        return x
+    return DTensor.from_local(x.to_local(), x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+
+
+@pytest.mark.parametrize("backend", ["dtensor", "aot_eager"])
+@with_ranks(2)
+def test_results_whose_parts_are_views_of_one_memory(rank, backend):
+    """AOTAutograd counted the memory among the results, and traced none: a gradient was taken for a result."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def attention(x, y):
+        out = F.scaled_dot_product_attention(x, y, y.sin())
+        return out, through_parts(out)
+
+    x = torch.linspace(-1, 1, 49, dtype=torch.float64).sin().view(1, 7, 7)
+    plain = [v.clone().requires_grad_() for v in (x, x.cos())]
+    given = [distribute_tensor(v.detach(), mesh, [Shard(2)]).requires_grad_() for v in plain]
+    options = {"options": {"inner": "aot_eager"}} if backend == "dtensor" else {}
+    found, expected = torch.compile(attention, backend=backend, fullgraph=True, **options)(*given), attention(*plain)
+    for ours, dense in zip(found, expected):
+        torch.testing.assert_close(ours.full_tensor(), dense)
+    sum(v.square().sum() for v in expected).backward()
+    sum(v.square().sum() for v in found).backward()
+    for ours, dense in zip(given, plain):
+        torch.testing.assert_close(ours.grad.full_tensor(), dense.grad)
