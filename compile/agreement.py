@@ -18,6 +18,7 @@ from dtensor.agreement import dumps
 from dtensor.collectives import COMMUNICATING, chunk_length, group_ranks, group_size
 from dtensor.passes import ir
 from dtensor.passes.count import describe
+from dtensor.passes.source import source
 from dtensor.sequences import Entry
 
 
@@ -54,7 +55,7 @@ def _agreeing(graph: fx.Graph, found: list[tuple[fx.Node, str]]) -> dict[fx.Node
     for node, group in found:
         if group not in sequences and not _is_tagged(node):
             untagged.append(group)
-        sequences.setdefault(group, []).append((entry(node, places), _where(node)))
+        sequences.setdefault(group, []).append((entry(node, places), str(source(node) or "")))
     first = found[0][0]
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
@@ -130,15 +131,6 @@ def _kind(x: Any, rows_differ: bool = False) -> str:
     known = [isinstance(n, int) and not (rows_differ and dim == 0) for dim, n in enumerate(x.shape)]
     sizes = ", ".join([str(n) if k else "?" for n, k in zip(x.shape, known, strict=True)])
     return f"{str(x.dtype).removeprefix('torch.')}[{sizes}]"
-
-
-def _where(node: fx.Node) -> str:
-    """The innermost line of the user's code that the node came from: "file:line"; "" if it is not known."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if 'File "' in line]
-    if not lines:
-        return ""
-    file, line = lines[-1].split('"')[1], lines[-1].split("line ")[1].split(",")[0]
-    return f"{file}:{line}"
 
 
 __all__ = ["Collectives", "entry", "overheard", "seal"]

@@ -182,8 +182,9 @@ def distribute_module(
     if partition_fn is not None:
         _check_function(partition_fn, "partition_fn", "(name, submodule, device_mesh)")
     ties = Ties(module)
-    for name, sub in module.named_modules() if partition_fn is not None else ():
-        partition_fn(name, sub, mesh)
+    if partition_fn is not None:
+        for name, sub in module.named_modules():
+            partition_fn(name, sub, mesh)
     ties.restore()
     for sub in module.modules():
         _replicate_rest(sub, mesh)

@@ -3,8 +3,9 @@
 DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
 makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
 how its table is sharded, which the derivative formula does not pass on; so do the gradients of weight and bias of group
-and instance norm; RMS norm works in place on a mean that may be partial; and a few make constants on the way, which a
-region lets pass.
+and instance norm; RMS norm works in place on a mean that may be partial; bags of embeddings and recurrent layers are
+kernels that take whole tensors, and can be written in operators that do not; and a few make constants on the way, which
+a region lets pass.
 """
 
 import contextlib
@@ -266,6 +267,62 @@ def one_hot(x, num_classes=-1):
     return made
 
 
+def embedding_bag(
+    weight,
+    indices,
+    offsets,
+    scale_grad_by_freq=False,
+    mode=0,
+    sparse=False,
+    per_sample_weights=None,
+    include_last_offset=False,
+    padding_idx=None,
+):
+    """Sums and means of bags as an embedding, whose table may be cut, and a sum of its rows by bag.
+
+    It holds a row for each index, which torch's kernel does not; that takes whole tensors, and has those that are, and
+    maxima.
+    """
+    given = (weight, indices, offsets, per_sample_weights)
+    if mode == 2 or sparse or scale_grad_by_freq or not any(map(_is_cut, given)):
+        options = (scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
+        with without_own_key(), region_of_torch():
+            return aten.embedding_bag.padding_idx(weight, indices, offsets, *options)
+    with region_of_torch():
+        count, bags = indices.shape[0], offsets.shape[0] - include_last_offset
+        places = torch.arange(count, device=weight.device, dtype=offsets.dtype)
+        bag = torch.bucketize(places, offsets[:bags], right=True) - 1
+        try:
+            rows = torch.embedding(weight, indices)
+        except IndexError as error:  # of bags torch says so by another class
+            raise RuntimeError(f"embedding_bag: {error}") from None
+        sizes = torch.ones(count, device=weight.device, dtype=weight.dtype)
+        if padding_idx is not None:
+            kept = indices != padding_idx % weight.shape[0]
+            rows, sizes = rows * kept[:, None], sizes * kept
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights[:, None]
+        made = torch.zeros(bags, weight.shape[1], device=weight.device, dtype=weight.dtype).index_add(0, bag, rows)
+        sizes = torch.zeros(bags, device=weight.device, dtype=weight.dtype).index_add(0, bag, sizes)
+        if mode == 1:
+            made = made / sizes.clamp(min=1)[:, None]
+        return made, bag, sizes.to(offsets.dtype), torch.zeros_like(offsets)
+
+
+def _is_cut(x) -> bool:
+    return isinstance(x, DTensor) and not x._spec.layout.is_replicated
+
+
+def lstm(operator):
+    """An LSTM step by step, as torch computes it where there is no oneDNN, which takes whole tensors."""
+
+    def kernel(*args, **kwargs):
+        with without_own_key(), region_of_torch(), torch.backends.mkldnn.flags(enabled=False):
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
 IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matrix_power", "nanquantile", "quantile")
 """Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
 
@@ -303,5 +360,9 @@ intercept("tensor_split.tensor_indices_or_sections", tensor_split)
 intercept("scaled_dot_product_attention", attention)
 intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
+intercept("embedding_bag", embedding_bag)
+intercept("embedding_bag.padding_idx", embedding_bag)
+intercept("lstm.input", lstm(aten.lstm.input))
+intercept("lstm.data", lstm(aten.lstm.data))
 
 __all__ = ["attention_math", "embedding", "inside", "rms_norm"]

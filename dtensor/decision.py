@@ -400,7 +400,8 @@ def _outputs(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Output | 
 
     with disable_current_modes(), mode or _fake.mode, torch.no_grad():
         given = mapped(args, fake), {k: mapped(v, fake) for k, v in kwargs.items()}
-        made = SHAPES.get(func._schema.name, func)(*given[0], **given[1])
+        run: Any = SHAPES.get(func._schema.name, func)
+        made = run(*given[0], **given[1])
     many = isinstance(made, (list, tuple))
     results = made if many else (made,)
     described = [Output(tuple(r.shape), r.stride(), r.dtype) if isinstance(r, torch.Tensor) else None for r in results]

@@ -107,7 +107,8 @@ def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         args, kwargs = take(self, args, kwargs)
         return give(self, args, inner(self, *args, **kwargs))
 
-    return made_class(wrapped_class, cls, forward=forward, **{WRAPPED: (_taken, _given)})
+    inside: dict[str, Any] = {"forward": forward, WRAPPED: (_taken, _given)}
+    return made_class(wrapped_class, cls, **inside)
 
 
 def wrap_call(module: nn.Module, call: Callable[..., Any]) -> None:

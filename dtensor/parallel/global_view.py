@@ -25,6 +25,7 @@ from ..placements import Placement, Replicate, Shard, as_placement, as_placement
 from ..tensor import DTensor
 from ..wrapping import made_class, wrap_call
 from .input_check import InputCheck
+from .sharded_module import FullyShardedModule
 from .sharding import SHARDED_AS, joint_mesh
 from .tp_plan import placements_of_plan
 
@@ -105,6 +106,7 @@ def distribute_model(
     for module in model.modules():
         for name, p in list(_own(module._parameters)):
             if SHARDED_AS in vars(p):
+                assert isinstance(module, FullyShardedModule)
                 module.redistribute_parameter(name, functools.partial(distribute, placements=chosen[p]))
             else:
                 setattr(module, name, distribute(p, chosen[p]))

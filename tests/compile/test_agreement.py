@@ -1,16 +1,20 @@
 """Agreement: ranks with different graphs all end in one error, and ranks that compile at different times do not."""
 
 import os
+import re
 import time
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
 import dtensor.job
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.agreement import dumps
+from dtensor.parallel import fully_shard
 from dtensor.sequences import alike, difference
 from dtensor.testing import fake_ranks, run_ranks, with_ranks
 from dtensor.testing.processes import TIMEOUT
@@ -243,3 +247,29 @@ def test_what_is_alike(one, other, expected):
             f"  rank 1, collective 0 of 1: {other}",
             f"  rank 3, collective 0 of 1: {one}, from a.py:1",
         ]
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def test_a_gather_is_said_to_be_where_the_layer_is_called(monkeypatch):
+    """Not in the library, and by the name of the file alone: the text is a part of the code of the graph."""
+    told = []
+
+    def noted(sequences, untagged):
+        told.extend(where for entries in sequences.values() for _, where in entries)
+        return dumps(sequences, untagged)
+
+    monkeypatch.setattr("dtensor.compile.agreement.dumps", noted)
+    with fake_ranks(2):
+        model = fully_shard(Layers(), init_device_mesh("cpu", (2,)))
+        options = {"inner": "aot_eager"}
+        torch.compile(model, backend="dtensor", options=options)(torch.ones(2, 4)).sum().backward()
+    assert len(told) == 2  # one bucket in each direction
+    assert all(re.fullmatch(r"test_agreement\.py:\d+", where) for where in told)

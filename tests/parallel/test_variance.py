@@ -1,6 +1,7 @@
 """Plans that leave a parameter plain which meets this rank's part of a value: an error before the first update."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def trained(model, steps=3, reduce=lambda: None, part=slice(None), run=None):
     return losses
 
 
-def tensor_parallel(plan, ranks=2):
+def tensor_parallel(plan, ranks=2) -> Any:
     return parallelize_module(copy.deepcopy(MODEL), init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)), plan)
 
 

@@ -238,5 +238,6 @@ EXAMPLES = {
     ),
 }
 
+NOT_COMPILED = dict.fromkeys(("lstm", "gru"), "not tried: Dynamo breaks the graph at recurrent layers")
 
-__all__ = ["EXAMPLES", "Example"]
+__all__ = ["EXAMPLES", "NOT_COMPILED", "Example"]

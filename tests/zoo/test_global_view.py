@@ -1,49 +1,41 @@
-"""Models as they are, by `distribute_model` on two ranks: loss, outputs and every gradient of one device."""
+"""Models as they are, by `distribute_model` and beside `fully_shard`: one device's loss, outputs, gradients, steps."""
 
 import pytest
 import torch
 
-from dtensor import Replicate, distribute_model, init_device_mesh
-from dtensor.testing import with_ranks
+from dtensor._torch_compile import dynamo_counters
+from dtensor.testing import run_ranks
 
-from .models import EXAMPLES
+from .compare import WAYS, compare, made
+from .models import EXAMPLES, NOT_COMPILED
 
-transformers = pytest.importorskip("transformers", reason="needs transformers; write: pip install 'dtensor[test]'")
+pytest.importorskip("transformers", reason="needs transformers; write: pip install 'dtensor[test]'")
 
-BY_DAY = {("llama", True), ("mixtral", False), ("lstm", False), ("qwen3, its own plan", False)}
+BY_DAY = {("llama", "tp", True), ("mixtral", "tp", False), ("lstm", "2d", False), ("qwen3, its own plan", "tp", False)}
 CASES = [
-    pytest.param(name, compiled, marks=() if (name, compiled) in BY_DAY else pytest.mark.nightly)
-    for name in EXAMPLES
-    for compiled in (False, True)
+    pytest.param(*case, marks=() if case in BY_DAY else pytest.mark.nightly, id="-".join(map(str, case)))
+    for case in [(name, way, compiled) for name in EXAMPLES for way in WAYS for compiled in (False, True)]
+    if not (case[0] in NOT_COMPILED and case[2])
 ]
 
 
-def made(name):
-    torch.manual_seed(0)
-    return EXAMPLES[name].model(transformers)
+def on_rank(rank, name, way, compiled):
+    torch.compiler.reset()
+    return compare(name, way, compiled)
 
 
-def results(out):
-    return out["loss"], out["logits_per_image" if "logits_per_image" in out else "logits"]
+def breaks_of_plain(name):
+    """Graph breaks that the model has without us."""
+    torch.compiler.reset()
+    before = sum(dynamo_counters()["graph_break"].values())
+    torch.compile(made(name), backend="eager")(**EXAMPLES[name].inputs())
+    return sum(dynamo_counters()["graph_break"].values()) - before
 
 
-@pytest.mark.parametrize(("name", "compiled"), CASES)
-@with_ranks(2)
-def test_one_device(rank, name, compiled):
-    plain, given = made(name), EXAMPLES[name].inputs()
-    want = results(plain(**given))
-    want[0].backward()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = distribute_model(made(name), mesh, EXAMPLES[name].plan, outputs={})
-    assert any(p.placements != (Replicate(),) for p in model.parameters())
-    run = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}) if compiled else model
-    found = results(run(**given))
-    torch.testing.assert_close(found, want)
-    found[0].backward()
-    expected = dict(plain.named_parameters())
-    for n, p in model.named_parameters():
-        if expected[n].grad is None:
-            assert p.grad is None, n
-            continue
-        torch.testing.assert_close(p.grad.full_tensor(), expected[n].grad, msg=f"{n}: {{}}".format)
-        assert p.grad.placements == p.placements
+@pytest.mark.parametrize(("name", "way", "compiled"), CASES)
+def test_one_device(name, way, compiled):
+    ranks = run_ranks(on_rank, WAYS[way][0], name, way, compiled, timeout=600)
+    assert all(not found.fallbacks for found in ranks)
+    assert len({(found.graphs, tuple(sorted(found.collectives.items()))) for found in ranks}) == 1
+    if compiled:
+        assert ranks[0].breaks <= breaks_of_plain(name)
