@@ -23,7 +23,7 @@ from .boundary import is_tracing, refuse_tangent
 from .decision import functional_of, has_out
 from .dispatch import dispatch
 from .errors import StrictReason
-from .invariance import check_invariant, region_of_torch
+from .invariance import check_invariant, is_alike, region_of_torch
 from .layout import Layout
 from .local_sizes import divides
 from .moves import moves_of
@@ -283,6 +283,7 @@ def embedding_bag(
     It holds a row for each index, which torch's kernel does not; that takes whole tensors, and has those that are, and
     maxima.
     """
+    offsets = _of_sizes(offsets, indices)
     given = (weight, indices, offsets, per_sample_weights)
     if mode == 2 or sparse or scale_grad_by_freq or not any(map(_is_cut, given)):
         options = (scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
@@ -307,6 +308,29 @@ def embedding_bag(
         if mode == 1:
             made = made / sizes.clamp(min=1)[:, None]
         return made, bag, sizes.to(offsets.dtype), torch.zeros_like(offsets)
+
+
+def _of_sizes(offsets, indices):
+    """Offsets of bags of one length, as torch makes them itself, are taken as replicated: sizes say what they are."""
+    if isinstance(offsets, DTensor) or not isinstance(indices, DTensor) or is_tracing(indices) or is_alike(offsets):
+        return offsets
+    count, bags = indices.shape[0], offsets.shape[0]
+    if not bags or count % bags or not torch.equal(offsets, torch.arange(0, count, count // bags).to(offsets)):
+        return offsets
+    return DTensor.from_local(offsets, indices.device_mesh, [Replicate()] * indices.device_mesh.ndim)
+
+
+def fractional_max_pool(operator):
+    """Pooling by windows of random sizes, which torch draws as a plain tensor: all take those of the first rank."""
+
+    def kernel(x, kernel_size, output_size, random_samples):
+        if isinstance(x, DTensor) and not isinstance(random_samples, DTensor) and not is_tracing(x):
+            whole = [Replicate()] * x.device_mesh.ndim
+            random_samples = DTensor.from_local(random_samples, x.device_mesh, whole, run_check=True)
+        with without_own_key():
+            return operator(x, kernel_size, output_size, random_samples)
+
+    return kernel
 
 
 def _is_cut(x) -> bool:
@@ -362,6 +386,8 @@ intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 intercept("embedding_bag", embedding_bag)
 intercept("embedding_bag.padding_idx", embedding_bag)
+intercept("fractional_max_pool2d", fractional_max_pool(aten.fractional_max_pool2d.default))
+intercept("fractional_max_pool3d", fractional_max_pool(aten.fractional_max_pool3d.default))
 intercept("lstm.input", lstm(aten.lstm.input))
 intercept("lstm.data", lstm(aten.lstm.data))
 

@@ -75,9 +75,8 @@ def distribute_model(
 
     Raises:
         PlacementError: a pattern matches no name, or two match equally well; the model has no `tp_plan`, or one with a
-            style that is not known; placements that do not fit the mesh or the
-            parameter; other ones for modules that share a parameter; a parameter that is a DTensor already. Nothing was
-            changed then.
+            style that is not known; placements that do not fit the mesh or the parameter; other ones for modules that
+            share a parameter; a parameter that is a DTensor already. Nothing was changed then.
         MeshError: a parameter is fully sharded over axes that do not go with those of the mesh.
         RuntimeError: the model was distributed before.
         TypeError: `model` is no module.
