@@ -66,11 +66,15 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
             "torch.autograd.functional.jvp or hvp, or torch.func.jacrev of jacrev, which differentiate backwards"
         )
     if reason is not None:
+        region = (
+            ""
+            if _region.entered or is_being_compiled()
+            else ", or run this inside `with dtensor.implicit_replication():` if it is made of sizes and numbers only"
+        )
         raise MixedTensorError(
             f"{func}: argument '{name}' is a plain tensor of shape {list(x.shape)}{reason}, other arguments are "
-            "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, "
-            "DTensor.from_local(x, device_mesh, placements) for a local one, or run this inside "
-            "`with dtensor.implicit_replication():` if it is made of sizes and numbers only"
+            "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, or "
+            f"DTensor.from_local(x, device_mesh, placements) for a local one{region}"
         )
 
 
@@ -148,17 +152,23 @@ def _differs(node: torch.fx.Node) -> str | None:
     return None if getattr(node.target, "__module__", "") == "_operator" else f" computed by {node.target}"
 
 
-class _Draws(threading.local):
-    """Whether the innermost region takes the default generator to be in one state on all ranks."""
+class _Region(threading.local):
+    """The innermost region that this thread is in.
 
-    alike: bool = False
+    Attributes:
+        entered: whether it is in one.
+        draws_alike: whether that takes the default generator to be in one state on all ranks.
+    """
+
+    entered: bool = False
+    draws_alike: bool = False
 
 
-_draws = _Draws()
+_region = _Region()
 
 
 def _differs_by(func: OpOverload) -> str | None:
-    if torch.Tag.nondeterministic_seeded in func.tags and not _draws.alike:
+    if torch.Tag.nondeterministic_seeded in func.tags and not _region.draws_alike:
         return f" of random numbers ({func})"
     return None if func.namespace in NATIVE else f" computed by {func}"
 
@@ -289,12 +299,13 @@ def implicit_replication(*, random: bool = False) -> Iterator[None]:
     if torch.compiler.is_dynamo_compiling():
         yield
         return
-    before, _draws.alike = _draws.alike, random
+    before = _region.entered, _region.draws_alike
+    _region.entered, _region.draws_alike = True, random
     try:
         with _Recorder():
             yield
     finally:
-        _draws.alike = before
+        _region.entered, _region.draws_alike = before
 
 
 def region_of_torch() -> contextlib.AbstractContextManager[Any]:

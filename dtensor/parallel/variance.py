@@ -130,10 +130,11 @@ def _error(of: Watched, by: float) -> ShardingError:
         f"write {pattern!r}: SequenceParallel(sequence_dim=d, use_local_output=True) into the plan, where its input is "
         "cut along dimension d; or "
     )
+    entry = entry if "norm" in of.kind.lower() else ""
     return ShardingError(
         f"the gradient of {of.name} differs between the ranks of axis {of.axis!r} (by {by:.0%} of its norm), and the "
-        f"parameter does not: {of.kind} computes with this rank's part of a value, and each rank would train a copy of "
-        f"its own; {entry if 'norm' in of.kind.lower() else ''}sum the gradient over the axis before the step, or "
+        f"parameter does not: {of.kind} computes with this rank's part of a value, or the ranks were given other "
+        f"inputs, and each would train a copy of its own; {entry}sum the gradient over the axis before the step, or "
         "shard the model by distribute_model, in which no value is local"
     )
 

@@ -133,8 +133,9 @@ def test_what_a_region_made_stays_good_and_what_it_did_not_make_is_refused(rank)
             x.to_local()[0].detach().clone(),
             torch.ops.dtensor.shard(torch.ones(2 * N), 0, mesh.get_group(0).group_name),
         ):
-            with pytest.raises(MixedTensorError, match=rf"argument 'other' is a plain tensor of shape \[{N}\]"):
+            with pytest.raises(MixedTensorError, match=rf"argument 'other' is a plain tensor of shape \[{N}\]") as told:
                 x + other
+            assert "implicit_replication" not in str(told.value), "the program stands in a region"
         with pytest.raises(MixedTensorError, match=r"of shape \[5\] that requires a gradient"):
             x + torch.ones(N, requires_grad=True)
         with pytest.raises(MixedTensorError, match="would write a DTensor into a plain tensor"):
@@ -241,6 +242,7 @@ def test_refused_in_a_compiled_graph(mesh, name):
     with pytest.raises(Exception, match=text) as raised:
         torch.compile(fn, backend="aot_eager", fullgraph=True)(*given)
     assert "x + " in str(raised.value), "the line of the user's code is shown"
+    assert "implicit_replication" not in str(raised.value), "every graph is a region"
 
 
 def test_symbolic_sizes(mesh):
