@@ -221,14 +221,15 @@ def scan(operator: Any, combine: Callable, init: list[Any], xs: list[Any], addit
     return results.whole(made, [*results.forms[:n], *[form and form.stack(length) for form in results.forms[n:]]])
 
 
-def mapped(operator: Any, function: Callable, xs: Sequence[Any], more: Sequence[Any]) -> Any:
-    """`torch.map`: it takes `xs` apart along their first dimension."""
+def mapped(operator: Any, function: Callable, xs: Sequence[Any], more: Sequence[Any], **options: Any) -> Any:
+    """`torch.map`: it takes `xs` apart along their first dimension. Since torch 2.15 it may be told what is written."""
     m = len(xs)
     given = Operands([*map(_along_first, xs), *more])
     length = given.parts[0].shape[0]
     given.forms[:m] = [form and form.slice() for form in given.forms[:m]]
     results = Results("torch.map")
-    made = operator(given.on_parts(function, results.parts), given.parts[:m], tuple(given.parts[m:]))
+    options = {name: value for name, value in options.items() if value}
+    made = operator(given.on_parts(function, results.parts), given.parts[:m], tuple(given.parts[m:]), **options)
     return results.whole(made, [form and form.stack(length) for form in results.forms])
 
 

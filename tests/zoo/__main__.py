@@ -4,12 +4,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from dtensor.testing import kept_ranks, run_ranks
 
-from .compare import WAYS, compare
+from .compare import WAYS, tried
 from .models import EXAMPLES, NOT_COMPILED
 
 HEAD = """# The zoo
@@ -25,14 +24,6 @@ names operators without a rule.
 """
 
 
-def _on_rank(rank: int, name: str, way: str, compiled: bool):
-    torch.compiler.reset()
-    try:
-        return compare(name, way, compiled)
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-
-
 def _told(counts: Counter[str]) -> str:
     return ", ".join(f"{n} {op}" for op, n in sorted(counts.items()))
 
@@ -40,8 +31,8 @@ def _told(counts: Counter[str]) -> str:
 def _row(name: str, way: str) -> str:
     compiled = NOT_COMPILED.get(name)
     if compiled is None:
-        compiled = run_ranks(_on_rank, WAYS[way][0], name, way, True, timeout=900)[0]
-    eager = run_ranks(_on_rank, WAYS[way][0], name, way, False, timeout=900)[0]
+        compiled = run_ranks(tried, WAYS[way][0], name, way, True, timeout=900)[0]
+    eager = run_ranks(tried, WAYS[way][0], name, way, False, timeout=900)[0]
     right = ["right" if not isinstance(found, str) else found for found in (eager, compiled)]
     seen = ["", "", "", ""]
     if not isinstance(compiled, str):

@@ -91,4 +91,13 @@ def _compare_once(plain: torch.nn.Module, model: torch.nn.Module, run: Any, give
         assert p.grad.placements == p.placements
 
 
-__all__ = ["WAYS", "Found", "compare", "made"]
+def tried(rank: int, name: str, way: str, compiled: bool) -> Found | str:
+    """What a comparison saw on a rank, or why it did not get through."""
+    torch.compiler.reset()
+    try:
+        return compare(name, way, compiled)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+
+
+__all__ = ["WAYS", "Found", "compare", "made", "tried"]
