@@ -215,7 +215,7 @@ def _size(x) -> list[int]:
 
 COMPOSITES["aten::size"] = _size
 COMPOSITES["aten::linalg_vector_norm"] = vector_norm
-COMPOSITES["aten::set"] = _set
+COMPOSITES["aten::set"] = COMPOSITES["aten::shallow_copy_data_"] = _set  # the latter since torch 2.15
 FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
 
 KINDS.update(
