@@ -212,6 +212,7 @@ def inner_sizes_follow(cls: type) -> None:
 
     @functools.wraps(own)
     def policy(e, tx, source, static_shapes, outer_only=False, *args, **kwargs):
+        results_count_as_traced()  # when something is compiled: to import what it changes takes 60 ms
         if type(e) is not cls or outer_only:
             return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
         outer: Any = own(e, tx, source, static_shapes, True, *args, **kwargs)
@@ -267,15 +268,16 @@ def results_count_as_traced() -> None:
     """
     from torch._functorch._aot_autograd import graph_compile
 
-    partition = graph_compile._partition_joint_graph_into_fw_bw
+    own = graph_compile._get_inner_meta
 
-    @functools.wraps(partition)
-    def counted(gm: Any, inputs: Any, inner: Any, outer: Any, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(own)
+    def counted(subclass_meta: Any, outer: Any) -> Any:
+        inner = own(subclass_meta, outer)
         if inner is not outer:
             inner.num_intermediate_bases = outer.num_intermediate_bases
-        return partition(gm, inputs, inner, outer, *args, **kwargs)
+        return inner
 
-    graph_compile._partition_joint_graph_into_fw_bw = counted
+    graph_compile._get_inner_meta = counted
 
 
 def higher_order_take(cls: type) -> None:

@@ -22,7 +22,7 @@ from ._torch import (
     make_wrapper_subclass,
     never_traced,
 )
-from ._torch_compile import attributes_stand_with_their_tensors, inner_sizes_follow, results_count_as_traced
+from ._torch_compile import attributes_stand_with_their_tensors, inner_sizes_follow
 from .aliasing import copies, fresh
 from .boundary import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
 from .collectives import library
@@ -626,5 +626,4 @@ def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> 
 install(DTensor, _wrap)
 inner_sizes_follow(DTensor)
 attributes_stand_with_their_tensors()
-results_count_as_traced()
 __all__ = ["DTensor", "FromLocal", "complete_tangents", "fake_like", "move"]
