@@ -221,6 +221,18 @@ def _sequence_plan() -> dict[str, ParallelStyle]:
     }
 
 
+class Tied(nn.Module):
+    """A head that is its table: one parameter of two modules."""
+
+    def __init__(self, words: int = 8, width: int = 4):
+        super().__init__()
+        self.table, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens))
+
+
 __all__ = [
     "Attention",
     "FeedForward",
@@ -228,6 +240,7 @@ __all__ = [
     "MLPStacked",
     "ModelArgs",
     "RMSNorm",
+    "Tied",
     "Transformer",
     "TransformerBlock",
 ]

@@ -18,6 +18,7 @@ from dtensor import (
     init_device_mesh,
 )
 from dtensor.testing import with_threads
+from dtensor.testing.models import Tied
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(-1)])
@@ -163,15 +164,6 @@ def test_hooks_of_two_arguments_warn(rank):
     torch.testing.assert_close(model(DTensor.from_local(x, mesh)), fixed()(x))
     with pytest.raises(TypeError, match=r"input_fn takes \(module, inputs, device_mesh\), the one given takes 1"):
         distribute_module(fixed(), mesh, None, lambda inputs: inputs)
-
-
-class Tied(nn.Module):
-    """Its head is its table."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        self.head.weight = self.table.weight
 
 
 @with_threads(2)

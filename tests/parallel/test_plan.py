@@ -21,6 +21,7 @@ from dtensor.parallel import (
 from dtensor.placements import Replicate, Shard
 from dtensor.tensor import DTensor
 from dtensor.testing import MLPStacked, ModelArgs, Transformer, with_threads
+from dtensor.testing.models import Tied
 
 
 class Record(ParallelStyle):
@@ -182,15 +183,6 @@ def test_styles_print_their_arguments():
     text = repr(RowwiseParallel(input_layouts=Shard(0)))
     assert text.startswith("RowwiseParallel(input_layouts=Shard(")
     assert "use_local_output=True" in text
-
-
-class Tied(nn.Module):
-    """Its head is its table."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-        self.head.weight = self.table.weight
 
 
 @with_threads(2)

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from dtensor import DTensor, Partial, PlacementError, Shard, distribute_module, distribute_tensor, init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, clip_grad_norm_, fully_shard, parallelize_module
 from dtensor.testing import MLPModule, with_ranks, with_threads
+from dtensor.testing.models import Tied
 
 X = torch.sin(torch.arange(80.0)).view(8, 10)
 
@@ -236,18 +237,7 @@ def test_parametrized_weights(rank):
     torch.testing.assert_close(sharded(X), dense(X), rtol=1e-4, atol=1e-5)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(12, 6)
-        self.head = nn.Linear(6, 12, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, tokens):
-        return self.head(self.table(tokens))
-
-
-TIED = Tied()
+TIED = Tied(12, 6)
 
 
 @with_threads(2)
