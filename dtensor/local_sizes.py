@@ -233,9 +233,11 @@ def local_length(size, group: str, *, first: bool = False) -> Any:
         _lengths(size.node.shape_env).settle()
         size = hint(size)
     if divides(n, size):
+        part = size // n
         if isinstance(size, torch.SymInt):
             _lengths(size.node.shape_env).settle()
-        return size // n
+            return hint(part) if _is_number(part) else part
+        return part
     if not isinstance(size, torch.SymInt):
         return chunk_length(size, n, 0 if first else group_rank(group))
     length = _lengths(size.node.shape_env).of(size, group, first)

@@ -17,6 +17,9 @@ FUSED = {
 }
 """Fused forward operator -> the name of its mask argument."""
 
+HEADS = frozenset({"h", "g"})
+"""The factors that the kernels divide by: without any on the CPU the process ends."""
+
 
 def _heads(call: Call) -> tuple[Dims, Dims, dict]:
     """Factors of (queries, gradients, output) and of (keys, values); sizes."""
@@ -52,7 +55,15 @@ def fused(call: Call) -> Rule:
     ins = [heads, keys, keys] + ([_mask(mask, heads, sizes)] if mask is not None else [])
     outs = [_output(o, heads, call["query"], sizes) for o in call.outputs]
     whole = frozenset(i for i, d in enumerate(outs) if i > 0 and d is not None and not any(d))
-    return Rule(tuple(ins), tuple(outs), sizes, blocked=_blocked(call, sizes), whole=whole, local=_unless_empty)
+    return Rule(
+        tuple(ins),
+        tuple(outs),
+        sizes,
+        blocked=_blocked(call, sizes),
+        whole=whole,
+        local=_unless_empty,
+        refuses_empty=HEADS,
+    )
 
 
 def _blocked(call: Call, sizes: dict) -> frozenset[str]:
@@ -61,7 +72,7 @@ def _blocked(call: Call, sizes: dict) -> frozenset[str]:
 
 
 def _unless_empty(call: LocalCall):
-    """The kernels divide by the number of batches and heads, so that a rank without any must not run them."""
+    """A rank without a batch or a head must not run the kernels, which divide by the number of heads."""
     return call.run() if call["query"].numel() else empty_outputs(call)
 
 
@@ -84,7 +95,15 @@ def fused_backward(call: Call) -> Rule:
     outs += [((),) * o.ndim if o is not None else None for o in call.outputs[3:]]
     outs = [d if o is not None else None for d, o in zip(outs, call.outputs)]
     linear = (frozenset({0}),)
-    return Rule(tuple(ins), tuple(outs), sizes, blocked=_blocked(call, sizes), linear=linear, local=_unless_empty)
+    return Rule(
+        tuple(ins),
+        tuple(outs),
+        sizes,
+        blocked=_blocked(call, sizes),
+        linear=linear,
+        local=_unless_empty,
+        refuses_empty=HEADS,
+    )
 
 
 __all__ = ["FUSED"]

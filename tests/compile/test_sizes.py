@@ -30,6 +30,9 @@ PROGRAMS = {
 }
 MORE = {
     "layer norm": lambda x, w, b: F.layer_norm(x @ w, (4,), b, b).pow(2).mean(),
+    "attention, a head for each row": lambda x, w, b: F.scaled_dot_product_attention(
+        *[(x @ w)[None, :, None]] * 3
+    ).sum(),
     "attention in three dimensions": lambda x, w, b: F.scaled_dot_product_attention(*[(x @ w).unsqueeze(1)] * 3).sum(),
     "pad and cat": lambda x, w, b: torch.cat([F.pad(x[:, 1:], (1, 0)), x], 1).narrow(1, 0, 4).pow(2).mean(),
     "another layout and back": lambda x, w, b: _there_and_back(x) @ w.sum(1) @ torch.ones_like(x[:, 0]),
@@ -145,7 +148,8 @@ def test_last_batch(rank):
 @pytest.mark.parametrize(
     "name",
     [
-        "attention in three dimensions",
+        "attention, a head for each row",
+        pytest.param("attention in three dimensions", marks=pytest.mark.nightly),
         "another layout and back",
         pytest.param("pad and cat", marks=pytest.mark.nightly),
     ],

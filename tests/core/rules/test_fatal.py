@@ -21,7 +21,7 @@ from dtensor.emptiness import FATAL
 from dtensor.rules import rule_of
 
 PARTS = 8
-SAMPLES = 4
+SAMPLES = 64
 """Of each entry's samples."""
 
 
@@ -38,7 +38,7 @@ class Calls(TorchDispatchMode):
 
 
 def emptied(func, args, kwargs, mesh) -> Iterator[tuple[str, tuple, dict]]:
-    """Factor, and the arguments of a rank that has nothing of it."""
+    """Factor, and the arguments of a rank that has nothing of it; what a rule says to be refused is not tried."""
 
     def placed(x):
         return DTensor.from_local(x.detach(), mesh, [Replicate()]) if isinstance(x, torch.Tensor) else x
@@ -49,7 +49,7 @@ def emptied(func, args, kwargs, mesh) -> Iterator[tuple[str, tuple, dict]]:
     if make is None or not specs:
         return
     rule = make(call_of(func, *given, specs))
-    for factor in rule.sizes:
+    for factor in [f for f in rule.sizes if f not in rule.refuses_empty]:
         shapes = iter([[0 if factor in d else n for d, n in zip(dims, s.shape)] for dims, s in zip(rule.inputs, specs)])
 
         def part(x, shapes=shapes):
