@@ -1,10 +1,13 @@
 """Tables in markdown: a section for each case, a row for each figure, a column for each peer.
 
 A cell is the ratio to that peer, with its quartiles if it was timed; below one is better. What is behind a peer stands
-in bold; what a peer, or we, cannot run is a numbered note. Above each table is its verdict.
+in bold; what a peer, or we, cannot run is a numbered note. Above each table is its verdict. A case that was run with
+several versions of torch has a column for each peer and version; the values are those of the first.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -18,11 +21,21 @@ UNITS = {"bytes": lambda v: f"{v:,.0f} B", "ms": lambda v: f"{v:,.2f} ms", "µs"
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
-    """The records without those that a later one replaces, in the order in which figures first came."""
+    """The records without those that a later one replaces, in the order in which figures first came.
+
+    Where a case has several versions of torch, its peers are named by theirs.
+    """
     found: dict[Key, Record] = {}
     for r in records:
-        found[*_key(r), r.peer] = r
-    return list(found.values())
+        found[*_key(r), r.peer, _torch(r)] = r
+    versions = {(r.case, _torch(r)) for r in found.values()}
+    several = {case for case, n in Counter(case for case, _ in versions).items() if n > 1}
+    return [replace(r, peer=f"{r.peer} ({_torch(r)})") if r.peer and r.case in several else r for r in found.values()]
+
+
+def _torch(r: Record) -> str:
+    """The version of torch, as "2.13"."""
+    return ".".join((r.versions or {}).get("torch", "").split(".")[:2])
 
 
 def _key(r: Record) -> Key:

@@ -1,6 +1,7 @@
 """Records, and the tables and pictures made of them."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -71,6 +72,21 @@ def test_a_table_has_a_row_for_a_figure_and_a_column_for_a_peer():
         "| compute | 1,500.00 ms |  | 0.75 (0.62 to 0.88) |  |",
         "",
         "1. torch compiled: it fails \\| so",
+    ]
+
+
+def test_each_version_of_torch_has_its_columns():
+    taken = [
+        replace(AT.counted(figure, "ms", value, "torch eager", 4.0), versions={"torch": torch})
+        for torch, value in (("2.13.0+cpu", 2.0), ("2.15.0+cu130", 3.0))
+        for figure in ("step", "compute")
+    ] + [replace(AT.alone("overlap", 1.0, "of 1"), versions={"torch": torch}) for torch in ("2.13.0", "2.15.0")]
+    assert table.markdown(taken).splitlines()[4:9] == [
+        "| figure | value | torch eager (2.13) | torch eager (2.15) |",
+        "|---|---|---|---|",
+        "| step | 2.00 ms | 0.50 | 0.75 |",
+        "| compute | 2.00 ms | 0.50 | 0.75 |",
+        "| overlap | 1 of 1 |  |  |",
     ]
 
 
