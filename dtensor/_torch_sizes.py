@@ -332,8 +332,8 @@ def traced_size(size: Any) -> Any:
     Otherwise arithmetic with it could be taken for the definition of its own symbols. What the trace knows by a tangent
     is worked out anew if it can be: no forward may read it there.
     """
-    mode = get_proxy_mode()
-    if mode is None or not isinstance(size, torch.SymInt):
+    mode = get_proxy_mode() if isinstance(size, torch.SymInt) else None
+    if mode is None:
         return size
     tracker = mode.tracer.symnode_tracker
     if size in tracker and not _is_of_tangent(tracker[size]):
@@ -393,8 +393,8 @@ def keep_first_definitions() -> None:
 
 
 def is_traced() -> bool:
-    """Whether arithmetic with sizes is recorded in a graph on this thread."""
-    return get_proxy_mode() is not None
+    """Whether arithmetic with sizes is recorded in a graph on this thread. (Each write asks: first what is cheap.)"""
+    return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
 
 
 def is_written(symbol: sympy.Symbol) -> bool:

@@ -167,10 +167,11 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
         moved: the base was redistributed.
         taken_apart: `func` was run as other operators; those that are views have noted it already.
     """
-    base, *rest = args
-    if base._spec.coordinate is None:
+    base, many = args[0], isinstance(out, (list, tuple))
+    if base._spec.coordinate is None or (
+        not many and not moved and is_alias_of(waited(base._local_tensor), out._local_tensor)
+    ):
         return
-    many = isinstance(out, (list, tuple))
     mine: list[_Memory] = []
     for index, made in enumerate(out if many else (out,)):
         if made is base:
@@ -184,7 +185,7 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
         storage = made._local_tensor.untyped_storage()
         memory = getattr(storage, ATTRIBUTE, None)
         if memory is None or (memory.origin is None and memory not in mine):
-            origin = _Origin(func, tuple(rest), kwargs, source, base._spec, moved or taken_apart)
+            origin = _Origin(func, tuple(args[1:]), kwargs, source, base._spec, moved or taken_apart)
             memory = _Memory(_memory_or_new(source).family, origin, _version(base))
             setattr(storage, ATTRIBUTE, memory)
             mine.append(memory)

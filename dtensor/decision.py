@@ -30,6 +30,7 @@ from .errors import MeshError
 from .fallback import fell_back
 from .invariance import check_invariant
 from .layout import Layout
+from .local_sizes import written as written_size
 from .rules import (
     MASKS,
     RULES,
@@ -100,7 +101,10 @@ class Decision:
 
     def traced(self) -> "Decision":
         """The same with sizes of results that the graph which is traced can compute."""
-        return dataclasses.replace(self, outputs=tuple([s and s.traced() for s in self.outputs]))
+        if all(s is None or s.static for s in self.outputs):
+            return self
+        shapes = tuple([(name, [written_size(n) for n in shape]) for name, shape in self.replace])
+        return dataclasses.replace(self, outputs=tuple([s and s.traced() for s in self.outputs]), replace=shapes)
 
 
 def is_dtensor(a: Any) -> bool:

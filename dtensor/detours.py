@@ -87,7 +87,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
         first = operands[0]
         call.outputs, call.many = (Output(first.shape, first.stride, first.dtype),), True
     rule = make(call) if make is not None else replicated(call)
-    return run(decide_by(call, rule, in_place).on(operands[0].mesh), func, args, kwargs)
+    return run(decide_by(call, rule, in_place).on(operands[0].mesh).traced(), func, args, kwargs)
 
 
 def _tensors(a, found: list[Any]) -> None:
@@ -122,7 +122,7 @@ def _whole(func, args: tuple, kwargs: dict[str, Any]):
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     call = call_of(func, args, kwargs, operands)
-    return run(decide_by(call, replicated(call), False).on(operands[0].mesh), func, args, kwargs)
+    return run(decide_by(call, replicated(call), False).on(operands[0].mesh).traced(), func, args, kwargs)
 
 
 @_blamed

@@ -22,7 +22,6 @@ from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .errors import MixedTensorError
 from .invariance import mark_local
 from .layout import Layout
-from .local_sizes import written
 from .redistribute import redistribute_local
 from .rules.call import replaced
 from .spec import Spec
@@ -237,8 +236,7 @@ def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
         local_args = [_local_of(a) for a in args]
         local_kwargs = {k: _local_of(a) for k, a in kwargs.items()}
     if decision.replace:
-        replace = {name: [written(n) for n in shape] for name, shape in decision.replace}
-        changed, local_kwargs = replaced(func, tuple(local_args), local_kwargs, replace)
+        changed, local_kwargs = replaced(func, local_args, local_kwargs, decision.replace)
         local_args = list(changed)
     if decision.local is not None:
         result = decision.local(func, tuple(local_args), local_kwargs)

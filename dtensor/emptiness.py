@@ -112,7 +112,8 @@ def _refuses(call: Call, rule: Rule, choice: Choice, emptied: Collection[Axes]) 
         out, layout = call.outputs[0], choice.outputs[0]
         if rule.shape_arg is not None and out is not None and layout is not None:
             made = Spec.make(call.operands[0].mesh, layout, out.shape, out.stride, out.dtype)
-            args, kwargs = replaced(call.func, args, kwargs, {rule.shape_arg: _without_parts(made, layout, emptied)})
+            shape = _without_parts(made, layout, emptied)
+            args, kwargs = replaced(call.func, args, kwargs, [(rule.shape_arg, shape)])
         try:
             call.func(*args, **kwargs)
         except Exception:  # kernels raise anything

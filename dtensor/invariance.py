@@ -32,7 +32,6 @@ from ._torch import (
     is_below_autograd,
     is_in_formula,
     schema,
-    tree_leaves,
 )
 from .errors import MixedTensorError
 from .provenance import ALIKE, LAYOUT, LOCAL, OPERATOR, note_shards
@@ -193,13 +192,22 @@ def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None
             note_shards(local, x._spec)
             if node.target is func and _numbers(node.args, node.kwargs) == _numbers(args, kwargs):
                 node.meta[OPERATOR] = True
-    for x in tree_leaves((args, kwargs)) if traced else ():
+    for x in _leaves((args, list(kwargs.values()))) if traced else ():
         if (spec := getattr(x, "_spec", None)) is not None:
             note_shards(x._local_tensor, spec)
 
 
 def _numbers(args: Any, kwargs: Any) -> list[Any]:
-    return [x for x in tree_leaves((args, kwargs)) if isinstance(x, (int, float, complex))]
+    return [x for x in _leaves((args, list(kwargs.values()))) if isinstance(x, (int, float, complex))]
+
+
+def _leaves(given: Any) -> Iterator[Any]:
+    """What an operator's arguments are, those in lists too."""
+    for x in given:
+        if isinstance(x, (list, tuple)):
+            yield from _leaves(x)
+        else:
+            yield x
 
 
 class _Recorder(TorchDispatchMode):

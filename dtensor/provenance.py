@@ -5,6 +5,7 @@ nothing depends: they are for texts, manifests and reports. A rewrite hands `MOV
 `LAYOUT` and `SHARDS` are true of one value alone.
 """
 
+import functools
 import importlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,7 +122,12 @@ def shards_of(node: torch.fx.Node) -> Shards | None:
 
 
 def _nbytes(node: torch.fx.Node) -> int:
-    return importlib.import_module("dtensor.passes.sizes").nbytes(node)
+    return _sizes().nbytes(node)
+
+
+@functools.cache
+def _sizes() -> Any:
+    return importlib.import_module("dtensor.passes.sizes")
 
 
 def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:

@@ -5,6 +5,7 @@ it is written with `insert` or `emit`, which compute `meta["val"]` and take over
 `replace`, which keeps the memory layout that the rest of the graph was traced with.
 """
 
+import functools
 import operator
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -411,7 +412,12 @@ def aliases(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function" and not isinstance(value(node), (int, float, bool, *_SYMBOLIC))
-    return any(r.alias_info is not None for r in schema(node.target).returns)
+    return _gives_aliases(node.target)
+
+
+@functools.cache
+def _gives_aliases(target: OpOverload) -> bool:
+    return any(r.alias_info is not None for r in schema(target).returns)
 
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -481,5 +487,11 @@ def is_pure(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem or isinstance(value(node), _SYMBOLIC)
-    known = target.namespace in _PURE_NAMESPACES and bool(schema(target).returns)
-    return known and not mutates(node) and not _IMPURE_TAGS.intersection(target.tags)
+    return _is_pure(target)
+
+
+@functools.cache
+def _is_pure(target: OpOverload) -> bool:
+    info = schema(target)
+    known = target.namespace in _PURE_NAMESPACES and bool(info.returns)
+    return known and not info.is_mutable and not _IMPURE_TAGS.intersection(target.tags)

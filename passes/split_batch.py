@@ -300,7 +300,7 @@ class _Rewrite:
             shape, dim = list(ir.value(node).shape), split.outputs[0]
             if isinstance(dim, int):
                 shape[dim] //= self.parts
-            args, kwargs = replaced(node.target, args, kwargs, {split.shape_arg: shape})
+            args, kwargs = replaced(node.target, args, kwargs, [(split.shape_arg, shape)])
         if node.target in VIEWS and not _is_view(args[0], args[1]):
             args = (ir.copy(node, args[0]), *args[1:])
         return args, kwargs

@@ -1,6 +1,6 @@
 """Call: one operator call as a rule sees it, with specs in place of tensors, and as `local` functions see it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ class LocalCall:
 
     def run(self, /, **changed: Any) -> Any:
         """Run the operator on the local arguments, some of them changed by name."""
-        args, kwargs = replaced(self.func, self.args, self.kwargs, changed)
+        args, kwargs = replaced(self.func, self.args, self.kwargs, changed.items())
         return self.func(*args, **kwargs)
 
 
@@ -152,16 +152,18 @@ def argument(func, args: tuple, kwargs: dict, name: str) -> Any:
     return args[index] if index < len(args) else default
 
 
-def replaced(func, args: tuple, kwargs: dict, changed: dict[str, Any]) -> tuple[tuple, dict]:
+def replaced(
+    func, args: Sequence[Any], kwargs: dict[str, Any], changed: Iterable[tuple[str, Any]]
+) -> tuple[tuple, dict[str, Any]]:
     """`args` and `kwargs` with the named arguments changed; positional ones are filled up with defaults as needed."""
-    filled, keywords = list(args), dict(kwargs)
-    schema = func._schema.arguments
-    for name, value in changed.items():
-        index, _, keyword = positions(func)[name]
+    filled, keywords, known = list(args), dict(kwargs), positions(func)
+    for name, value in changed:
+        index, _, keyword = known[name]
         if keyword or name in keywords:
             keywords[name] = value
             continue
-        filled += [a.default_value for a in schema[len(filled) : index + 1]]
+        if index >= len(filled):
+            filled += [a.default_value for a in func._schema.arguments[len(filled) : index + 1]]
         filled[index] = value
     return tuple(filled), keywords
 
