@@ -80,7 +80,7 @@ def settle(graph: fx.Graph, known: int = -1) -> int:
     count = 0 if env is None else write_numbers(env)
     if count == known:
         return count
-    for node in graph.nodes:
+    for node in graph.nodes if count else ():
         if any(n is not number_if_known(n) for x in ir.tensors(node) for n in x.shape):
             node.meta["val"] = tree_map(_of_numbers, ir.value(node))
     for node in ir.calls(graph, "all_gather", "all_to_all"):
