@@ -61,9 +61,15 @@ def weigh_by(nbytes: Callable[[torch.fx.Node], int]) -> None:
 
     @functools.wraps(choose)
     def chosen(graph: torch.fx.Graph, *args: Any, **kwargs: Any) -> Any:
-        for node in graph.nodes:
-            nbytes(node)  # while what it is computed from is there: some go on as inputs of the backward
-        partitioners._size_of = lambda node: nbytes(node) if _has_tensors(node) else own(node)
+        # While what a node is computed from is there: some go on as inputs of the backward.
+        sizes = {node: nbytes(node) for node in graph.nodes}
+
+        def size(node: torch.fx.Node) -> int:
+            if not _has_tensors(node):
+                return own(node)
+            return sizes[node] if node in sizes else nbytes(node)
+
+        partitioners._size_of = size
         try:
             return choose(graph, *args, **kwargs)
         finally:

@@ -34,7 +34,7 @@ from ._torch import (
     schema,
 )
 from .errors import MixedTensorError
-from .provenance import ALIKE, LAYOUT, LOCAL, OPERATOR, note_shards
+from .provenance import ALIKE, LAYOUT, LOCAL, OPERATOR, note_shards, note_shards_at
 
 MARK = "rank_invariant"
 """Attribute of a storage: the tensor's version when it was recorded; the `_Recorder` where versions are not counted."""
@@ -189,7 +189,7 @@ def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None
         if node is not None:
             node.meta[LOCAL] = True
             node.meta.setdefault(LAYOUT, x._spec.layout.text)
-            note_shards(local, x._spec)
+            note_shards_at(node, x._spec)
             if node.target is func and _numbers(node.args, node.kwargs) == _numbers(args, kwargs):
                 node.meta[OPERATOR] = True
     for x in _leaves((args, list(kwargs.values()))) if traced else ():

@@ -107,7 +107,13 @@ def note_shards(local: Any, spec: Any) -> None:
     From the first note on, torch's partitioner weighs by these notes.
     """
     node = _node(local)
-    if node is not None and all(map(has_hint, spec.shape)):
+    if node is not None:
+        note_shards_at(node, spec)
+
+
+def note_shards_at(node: torch.fx.Node, spec: Any) -> None:
+    """The same, of the local tensor that `node` stands for."""
+    if spec.static or all(map(has_hint, spec.shape)):
         node.meta.setdefault(SHARDS, spec.shards)
         weigh_by(_nbytes)
 
@@ -165,5 +171,6 @@ __all__ = [
     "note_layout",
     "note_move",
     "note_shards",
+    "note_shards_at",
     "shards_of",
 ]
