@@ -168,6 +168,7 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
         taken_apart: `func` was run as other operators; those that are views have noted it already.
     """
     base, many = args[0], isinstance(out, (list, tuple))
+    # The last is what nearly all views are.
     if base._spec.coordinate is None or (
         not many and not moved and is_alias_of(waited(base._local_tensor), out._local_tensor)
     ):

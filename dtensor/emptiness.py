@@ -52,17 +52,6 @@ def _cut_symbols(spec: Spec, layout: Layout) -> list[int]:
     return [d for d, axes in enumerate(layout.dims) if axes and isinstance(spec.shape[d], torch.SymInt)]
 
 
-FATAL = frozenset(
-    {
-        "aten::batch_norm_backward",
-        "aten::native_batch_norm_backward",
-        "aten::nll_loss2d_backward",
-        "aten::nll_loss_backward",
-    }
-)
-"""Kernels that end the process where they get tensors without elements (torch 2.13): a division by the number of
-channels, of which there are none, a write to a class that is not there. They are not asked."""
-
 Axes = tuple[int, ...]
 """The mesh axes that cut a dimension, as `Layout.dims` has them: what one factor of the operator is cut by."""
 
@@ -71,8 +60,9 @@ LARGE = 1 << 22
 
 
 def _refused(call: Call, rule: Rule, choice: Choice, cuts: list[Axes]) -> set[Axes]:
-    """Of what is cut, that of which a rank cannot have nothing: the operator is tried beside the trace, on tensors
-    without any. A rank may have rows and no columns, so it is tried with every set of `cuts`.
+    """Of what is cut, that of which a rank cannot have nothing: what the rule says, and else the operator is tried
+    beside the trace, on tensors without any. A rank may have rows and no columns, so it is tried with every set of
+    `cuts`.
 
     Where it cannot be tried, it is taken to refuse: that costs a graph and is never wrong. An operator of the user's is
     not called beside the program.
@@ -80,10 +70,8 @@ def _refused(call: Call, rule: Rule, choice: Choice, cuts: list[Axes]) -> set[Ax
     if not cuts or torch.Tag.nondeterministic_seeded in call.func.tags:
         return set()
     device = call.operands[0].mesh.device_type
-    if (
-        call.func.namespace not in ("aten", "prims", "dtensor")
-        or call.func._schema.name in FATAL
-        or (device != "cpu" and not torch.get_device_module(device).is_available())
+    if call.func.namespace not in ("aten", "prims", "dtensor") or (
+        device != "cpu" and not torch.get_device_module(device).is_available()
     ):
         return set(cuts)
     refused = {choice.axes[f] for f in rule.refuses_empty if f in choice.axes}

@@ -4,6 +4,9 @@ Where the keys have fewer heads than the queries, the query heads are a (key hea
 is caught before torch takes it apart, in `composite`.
 """
 
+from collections.abc import Iterable
+from typing import Any
+
 from ..spec import Spec
 from .call import Call, LocalCall, rule_for
 from .local import empty_outputs
@@ -55,20 +58,13 @@ def fused(call: Call) -> Rule:
     ins = [heads, keys, keys] + ([_mask(mask, heads, sizes)] if mask is not None else [])
     outs = [_output(o, heads, call["query"], sizes) for o in call.outputs]
     whole = frozenset(i for i, d in enumerate(outs) if i > 0 and d is not None and not any(d))
-    return Rule(
-        tuple(ins),
-        tuple(outs),
-        sizes,
-        blocked=_blocked(call, sizes),
-        whole=whole,
-        local=_unless_empty,
-        refuses_empty=HEADS,
-    )
+    return _rule(call, ins, outs, sizes, whole=whole)
 
 
-def _blocked(call: Call, sizes: dict) -> frozenset[str]:
-    """Factors that stay whole: with dropout all of them, as the kernels draw by position in what they are given."""
-    return frozenset(sizes if call["dropout_p"] else {"g"})
+def _rule(call: Call, ins: Iterable[Dims], outs: Iterable[Dims | None], sizes: dict, **more: Any) -> Rule:
+    """With dropout all factors stay whole, as the kernels draw by position in what they are given."""
+    more["blocked"] = frozenset(sizes if call["dropout_p"] else {"g"})
+    return Rule(tuple(ins), tuple(outs), sizes, local=_unless_empty, refuses_empty=HEADS, **more)
 
 
 def _unless_empty(call: LocalCall):
@@ -94,16 +90,7 @@ def fused_backward(call: Call) -> Rule:
     outs: list[Dims | None] = [heads, keys, keys]
     outs += [((),) * o.ndim if o is not None else None for o in call.outputs[3:]]
     outs = [d if o is not None else None for d, o in zip(outs, call.outputs)]
-    linear = (frozenset({0}),)
-    return Rule(
-        tuple(ins),
-        tuple(outs),
-        sizes,
-        blocked=_blocked(call, sizes),
-        linear=linear,
-        local=_unless_empty,
-        refuses_empty=HEADS,
-    )
+    return _rule(call, ins, outs, sizes, linear=(frozenset({0}),))
 
 
 __all__ = ["FUSED"]

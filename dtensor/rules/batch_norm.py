@@ -163,10 +163,12 @@ def batch_norm_backward(call: Call) -> Rule:
     outs = tuple(None if o is None else full if i == 0 else _of_channels(o) for i, o in enumerate(call.wanted))
     linear = (frozenset(i for i, name in enumerate(tensors) if name in data[:2]),)
     ordered = {"c": sizes.pop("c"), **sizes}
+    divisors = frozenset(ordered)  # the kernels divide by the number of elements
     if not _trains(call):
         reduce = dict.fromkeys(sizes, "sum")
-        return Rule(ins, outs, ordered, reduce=reduce, linear=linear, local=unless_empty)
-    return Rule(ins, outs, ordered, whole=frozenset({1, 2}), linear=linear, local=_local_backward)
+        return Rule(ins, outs, ordered, reduce=reduce, linear=linear, local=unless_empty, refuses_empty=divisors)
+    whole = frozenset({1, 2})
+    return Rule(ins, outs, ordered, whole=whole, linear=linear, local=_local_backward, refuses_empty=divisors)
 
 
 def _local_backward(call: LocalCall):

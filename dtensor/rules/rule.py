@@ -50,7 +50,8 @@ class Rule:
         across: the factors for whose sake `local` is there: where none of them is sharded the operator itself will do.
             None: `local` always runs.
         refuses_empty: factors of which `local` refuses to have no part, where a trace does not know that there is none,
-            though the operator itself does not refuse; and those without which the kernel ends the process.
+            though the operator itself does not refuse; and those without which a kernel ends the process, so that it
+            is not asked.
         shape_arg: name of the argument that holds the (global) shape of output 0 and is localised.
     """
 

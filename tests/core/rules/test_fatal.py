@@ -1,4 +1,4 @@
-"""Kernels that end the process where a rank has no part, over torch's operator database: `emptiness` names them all.
+"""Kernels that end the process where a rank has no part, over torch's operator database: rules name them all.
 
 Every operator that an entry of the database calls, forward and backward, runs as its rule would have a rank run it that
 has nothing of a factor, each entry in a process of its own.
@@ -7,6 +7,7 @@ has nothing of a factor, each entry in a process of its own.
 import os
 import warnings
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -17,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dtensor import DTensor, Replicate
 from dtensor._torch import operator_database
 from dtensor.decision import call_of
-from dtensor.emptiness import FATAL
 from dtensor.rules import rule_of
 
 PARTS = 8
@@ -38,7 +38,8 @@ class Calls(TorchDispatchMode):
 
 
 def emptied(func, args, kwargs, mesh) -> Iterator[tuple[str, tuple, dict]]:
-    """Factor, and the arguments of a rank that has nothing of it; what a rule says to be refused is not tried."""
+    """Factors, one or two, and the arguments of a rank that has nothing of them. What a rule says to be refused is not
+    tried."""
 
     def placed(x):
         return DTensor.from_local(x.detach(), mesh, [Replicate()]) if isinstance(x, torch.Tensor) else x
@@ -49,13 +50,19 @@ def emptied(func, args, kwargs, mesh) -> Iterator[tuple[str, tuple, dict]]:
     if make is None or not specs:
         return
     rule = make(call_of(func, *given, specs))
-    for factor in [f for f in rule.sizes if f not in rule.refuses_empty]:
-        shapes = iter([[0 if factor in d else n for d, n in zip(dims, s.shape)] for dims, s in zip(rule.inputs, specs)])
+    tried = [f for f in rule.sizes if f not in rule.refuses_empty]
+    for missing in [*combinations(tried, 1), *combinations(tried, 2)]:
+        shapes = iter(
+            [
+                [n if d.isdisjoint(missing) else 0 for d, n in zip(map(set, dims), s.shape)]
+                for dims, s in zip(rule.inputs, specs)
+            ]
+        )
 
         def part(x, shapes=shapes):
             return torch.zeros(next(shapes), dtype=x.dtype) if isinstance(x, torch.Tensor) else x
 
-        yield factor, *tree_map(part, (args, kwargs))
+        yield " and ".join(missing), *tree_map(part, (args, kwargs))
 
 
 def asked(entry, mesh, say) -> None:
@@ -72,10 +79,10 @@ def asked(entry, mesh, say) -> None:
         for func, args, kwargs in calls.found:
             if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
                 continue
-            for factor, some, named in emptied(func, args, kwargs, mesh):
-                if (func, factor) not in done and func._schema.name not in FATAL:
-                    done.add((func, factor))
-                    say(f"{func} without {factor}\n")
+            for missing, some, named in emptied(func, args, kwargs, mesh):
+                if (func, missing) not in done:
+                    done.add((func, missing))
+                    say(f"{func} without {missing}\n")
                     try:
                         func(*some, **named)
                     except Exception:  # a kernel that refuses says so: that is what it is asked for
