@@ -71,7 +71,7 @@ def _is_tagged(node: fx.Node) -> bool:
 
 def _communicating(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
     """The collectives of a graph over more than one rank, in order, each with its group."""
-    found = [(node, describe(node)) for node in graph.nodes]
+    found = [(node, describe(node)) for node in ir.communicating(graph)]
     return [(node, info.group) for node, info in found if info is not None and info.group_size > 1]
 
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from torch import fx
 
 from dtensor._torch_compile import compile_context
-from dtensor.passes import CollectiveInfo
+from dtensor.passes import CollectiveInfo, ir
 from dtensor.passes.count import describe
 from dtensor.passes.source import FRAME, Source, module, source
 from dtensor.provenance import MOVE, PASSES, TRACED, Moved
@@ -220,7 +220,9 @@ class Follower:
 
 
 def _sent(graph: fx.Graph) -> dict[fx.Node, CollectiveInfo]:
-    return {node: info for node in graph.nodes if (info := describe(node)) is not None and info.group_size > 1}
+    return {
+        node: info for node in ir.communicating(graph) if (info := describe(node)) is not None and info.group_size > 1
+    }
 
 
 def tell_modules(graph: fx.Graph) -> None:

@@ -3,10 +3,12 @@
 import contextlib
 import functools
 import importlib
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -218,7 +220,7 @@ def inner_sizes_follow(cls: type) -> None:
 
     @functools.wraps(own)
     def policy(e, tx, source, static_shapes, outer_only=False, *args, **kwargs):
-        results_count_as_traced()  # when something is compiled: to import what it changes takes 60 ms
+        parts_count_as_wholes(cls)  # when something is compiled: to import what it changes takes 60 ms
         if type(e) is not cls or outer_only:
             return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
         outer: Any = own(e, tx, source, static_shapes, True, *args, **kwargs)
@@ -266,24 +268,76 @@ def attributes_stand_with_their_tensors() -> None:
 
 
 @functools.cache
-def results_count_as_traced() -> None:
-    """Have AOTAutograd find the results of a joint graph of tensor subclasses where they are.
+def parts_count_as_wholes(cls: type) -> None:
+    """Have AOTAutograd conclude from what it knows of tensors of the subclass `cls` what it asks about their parts.
 
-    Of results whose inner tensors are views of one memory it would have the graph give that memory too, and counts it
-    among the results; but what it traces is by the outer tensors, which are no views, and gives none.
+    It would trace the forward once more to see how many there are and which of them are written to, which is a tenth of
+    its work. And of results whose inner tensors are views of one memory it would count that memory among the results;
+    but what it traces in the end is by the outer tensors, which are no views.
     """
-    from torch._functorch._aot_autograd import graph_compile
+    from torch._functorch._aot_autograd import graph_capture, graph_capture_wrappers
 
-    own = graph_compile._get_inner_meta
+    take_apart, collect = (
+        graph_capture.aot_dispatch_subclass,
+        graph_capture_wrappers.run_functionalized_fw_and_collect_metadata,
+    )
+    outer: ContextVar[Any] = ContextVar("dtensor_outer_metadata", default=None)
 
-    @functools.wraps(own)
-    def counted(subclass_meta: Any, outer: Any) -> Any:
-        inner = own(subclass_meta, outer)
-        if inner is not outer:
-            inner.num_intermediate_bases = outer.num_intermediate_bases
-        return inner
+    @functools.wraps(take_apart)
+    def taken_apart(*args: Any, meta: Any, **kwargs: Any) -> Any:
+        token = outer.set(meta if _knows_parts(meta, cls) else None)
+        try:
+            return take_apart(*args, meta=meta, **kwargs)
+        finally:
+            outer.reset(token)
 
-    graph_compile._get_inner_meta = counted
+    @functools.wraps(collect)
+    def collected(*args: Any, static_input_indices: Any = None, **kwargs: Any) -> Callable[..., Any]:
+        known = outer.get()
+        if known is None or inductor_config.freezing:  # that asks which results share memory, too
+            return collect(*args, static_input_indices=static_input_indices, **kwargs)
+        return lambda *_: _of_parts(known, static_input_indices)
+
+    graph_capture.aot_dispatch_subclass = taken_apart
+    graph_capture_wrappers.run_functionalized_fw_and_collect_metadata = collected
+
+
+def _knows_parts(meta: Any, cls: type) -> bool:
+    """Whether it is known what the tensors of a graph consist of, and all that are not plain are of the subclass `cls`.
+
+    It is not where AOTAutograd has put inputs that share memory together.
+    """
+    metas = (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
+    wholes = [m.original_subclass for m in metas if hasattr(m, "original_subclass")]
+    return len(meta.subclass_inp_meta) == len(meta.input_info) and all(type(x) is cls for x in wholes)
+
+
+def _of_parts(outer: Any, static: list[int]) -> Any:
+    """What AOTAutograd knows of inputs and results, given that of outer tensors, for each of their parts."""
+    from torch._functorch._aot_autograd.schemas import OutputType
+
+    given, made = outer.subclass_inp_meta, outer.subclass_fw_graph_out_meta
+    counts, results = ([getattr(m, "arg_count", 1) for m in metas] for metas in (given, made))
+    first = list(itertools.accumulate(counts, initial=0))
+    written = outer.num_mutated_inp_runtime_indices
+    returned = written + outer.num_outputs
+    of_input = (OutputType.alias_of_input, OutputType.is_input)
+    infos = [
+        replace(info, base_idx=first[info.base_idx]) if info.output_type in of_input else info
+        for info in outer.output_info
+    ]
+    return replace(  # what is laid down beside it follows
+        outer,
+        input_info=[info for info, n in zip(outer.input_info, counts, strict=True) for _ in range(n)],
+        output_info=[info for info, n in zip(infos, results[written:returned], strict=True) for _ in range(n)],
+        num_intermediate_bases=sum(results[returned:]),
+        static_input_indices=static,
+        traced_tangents=[],
+        traced_tangents_descs=[],
+        subclass_inp_meta=[],
+        subclass_fw_graph_out_meta=[],
+        subclass_tangent_meta=[],
+    )
 
 
 def higher_order_take(cls: type) -> None:
@@ -652,8 +706,8 @@ __all__ = [
     "on_bytecode",
     "on_tangents",
     "order_after",
+    "parts_count_as_wholes",
     "register_backend",
-    "results_count_as_traced",
     "set_compiler_settings",
     "sizes_defined_by",
     "static_inputs",

@@ -5,6 +5,7 @@ may be symbols, and each of its inputs has a stand-in for its mesh: such specs e
 Decisions are made of the spec on the mesh itself, `real`.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -89,14 +90,10 @@ class Spec:
     def shards(self) -> Shards:
         """The shapes of all ranks' shards. Of symbolic sizes as far as the trace knows them now: it may learn that one
         is a number, and its parts are then numbers, too, other ones on some ranks."""
-        sizes, given = facts(self.mesh).shape, tuple(map(number_if_guarded, self.shape))
-        shape = tuple(map(hint, given))
-        first, last = (self.layout.local_shape(shape, sizes, [k * (n - 1) for n in sizes]) for k in (0, 1))
-        # Parts of a symbolic length are one symbol on all ranks.
-        alike = [a == b or isinstance(n, torch.SymInt) for n, a, b in zip(given, first, last)]
-        cuts = [tuple([sizes[axis] for axis in axes]) for axes in self.layout.dims]
-        lengths = tuple([a if same else Cut(n, cut) for n, cut, a, same in zip(shape, cuts, first, alike)])
-        return Shards(first, all(alike), None if any(isinstance(n, torch.SymInt) for n in given) else lengths)
+        sizes = facts(self.mesh).shape
+        if self.static:
+            return _static_shards(self.layout, sizes, self.shape)
+        return _shards(self.layout, sizes, tuple(map(number_if_guarded, self.shape)))
 
     def with_layout(self, layout: Layout) -> "Spec":
         """The same tensor in another layout."""
@@ -115,6 +112,20 @@ class Spec:
 
     def __repr__(self) -> str:
         return f"{self.dtype}{list(self.shape)} {self.layout}"
+
+
+def _shards(layout: Layout, sizes: tuple[int, ...], given: tuple) -> Shards:
+    shape = tuple(map(hint, given))
+    first, last = (layout.local_shape(shape, sizes, [k * (n - 1) for n in sizes]) for k in (0, 1))
+    # Parts of a symbolic length are one symbol on all ranks.
+    alike = [a == b or isinstance(n, torch.SymInt) for n, a, b in zip(given, first, last)]
+    cuts = [tuple([sizes[axis] for axis in axes]) for axes in layout.dims]
+    lengths = tuple([a if same else Cut(n, cut) for n, cut, a, same in zip(shape, cuts, first, alike)])
+    return Shards(first, all(alike), None if any(isinstance(n, torch.SymInt) for n in given) else lengths)
+
+
+_static_shards = functools.lru_cache(maxsize=4096)(_shards)
+"""Those of plain sizes: the layers of a model are alike."""
 
 
 def define_local_sizes(spec: Spec, local: torch.Tensor) -> None:

@@ -35,7 +35,7 @@ class CollectiveInfo:
 def collectives(graph: fx.Graph | fx.GraphModule) -> list[CollectiveInfo]:
     """The collectives of `graph` in order, lowered or not. `shard` sends nothing and is not one of them."""
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
-    return [info for info in map(describe, graph.nodes) if info is not None]
+    return [info for info in map(describe, ir.communicating(graph)) if info is not None]
 
 
 def count(graph: fx.Graph | fx.GraphModule) -> Counter[str]:

@@ -7,7 +7,7 @@ it is written with `insert` or `emit`, which compute `meta["val"]` and take over
 
 import functools
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,8 @@ STARTS: dict[Any, str] = {
     c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
 }
 """Start operator, functional or ours -> the collective it starts. The group is the last argument of each."""
+
+_COMMUNICATING = (*_NAMES, *STARTS)
 
 ALL_TO_ALLS = (c10d.all_to_all_single.default, ops.all_to_all_start.default)
 """Those starts that give each rank as many rows as the lists of splits say."""
@@ -159,7 +161,16 @@ def collective(node: object, name: str | None = None) -> Collective | None:
 def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
     """The calls in `graph`, as it is now and in its order, of the redistribution operators called so; of all without
     names."""
-    targets = [TARGETS[name] for name in names or TARGETS]
+    return _calls(graph, [TARGETS[name] for name in names or TARGETS])
+
+
+def communicating(graph: fx.Graph) -> list[fx.Node]:
+    """The calls in `graph`, as it is now and in its order, of the redistribution operators and of what starts a
+    collective."""
+    return _calls(graph, _COMMUNICATING)
+
+
+def _calls(graph: fx.Graph, targets: Iterable[Any]) -> list[fx.Node]:
     return sorted([n for t in targets for n in graph.find_nodes(op="call_function", target=t, sort=False)])
 
 

@@ -3,9 +3,10 @@
 Takes a graph and the name of the pass that made it; raises PassError with the pass, the node and what is wrong.
 """
 
+import operator
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +23,7 @@ from .text import kind
 Problem = tuple[fx.Node | None, str]
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What a node was when its value was last found right."""
 
     target: Any
@@ -31,14 +31,9 @@ class State:
     kwargs: Any
     value: Any
 
-    @staticmethod
-    def of(node: fx.Node) -> "State":
-        return State(node.target, node.args, node.kwargs, ir.value(node))
 
-    def holds(self, node: fx.Node) -> bool:
-        """Whether `node` is what it was; whether that holds of its arguments is asked of these."""
-        same = self.target is node.target and self.args is node.args and self.kwargs is node.kwargs
-        return same and self.value is ir.value(node)
+def _state(node: fx.Node) -> State:
+    return State(node.target, node.args, node.kwargs, ir.value(node))
 
 
 @dataclass
@@ -46,7 +41,8 @@ class Seen:
     """What need not be recomputed in the verification after one more pass.
 
     Attributes:
-        nodes: the nodes whose values are right, as they were found.
+        nodes: the nodes whose values are right, as they were found. One is what it was if all of its state is still the
+            same object; whether that holds of its arguments is asked of these.
         calls: operators, what they were called on and what they gave, up to the data: layers of a model are alike.
     """
 
@@ -57,7 +53,7 @@ class Seen:
     def of(graph: fx.Graph, *, traced: bool = False) -> "Seen":
         """Of calls what was seen in all graphs that were traced together with `graph`; of its nodes nothing, or all of
         them where they have been `traced`: those values were computed from the arguments."""
-        nodes = {node: State.of(node) for node in graph.nodes} if traced else {}
+        nodes = {node: _state(node) for node in graph.nodes} if traced else {}
         first = next(iter(graph.nodes), None)
         mode = first and ir.fake_mode(first)
         return Seen(nodes, _calls.setdefault(mode, set()) if mode is not None else set())
@@ -65,9 +61,9 @@ class Seen:
     def changed(self, graph: fx.Graph) -> list[fx.Node]:
         """The nodes of `graph` that are not what they were, or of which an argument has another value."""
         known = self.nodes
-        others = [node for node in graph.nodes if node not in known or not known[node].holds(node)]
-        revalued = {node for node in others if node in known and known[node].value is not ir.value(node)}
-        readers = [user for node in revalued for user in node.users]
+        others = [n for n in graph.nodes if n not in known or any(map(operator.is_not, known[n], _state(n)))]
+        revalued = [n for n in others if n in known and known[n].value is not ir.value(n)]
+        readers = [user for n in revalued for user in n.users]
         return list(dict.fromkeys([*others, *readers]))
 
 
@@ -111,9 +107,11 @@ def _lint(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
 
 def _values_known(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     for node in graph.nodes:
-        if node.op == "call_function" and "val" not in node.meta and _gives_something(node):
+        if "val" not in node.meta and node.op == "call_function" and _gives_something(node):
             yield node, "has no meta['val']; write nodes with ir.insert, which computes it"
-        if ir.is_collective(node) and not isinstance(ir.value(node.args[0]), torch.Tensor):
+    for node in ir.calls(graph):
+        x = node.args[0]
+        if not (isinstance(x, fx.Node) and isinstance(ir.value(x), torch.Tensor)):
             yield node, "communicates what is not known to be a tensor: its argument has no meta['val']"
 
 
@@ -134,7 +132,7 @@ def _values_right(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
                 continue
             if call is not None:
                 seen.calls.add(call)
-        seen.nodes[node] = State.of(node)
+        seen.nodes[node] = _state(node)
 
 
 def _call(node: fx.Node) -> Hashable:
@@ -178,7 +176,7 @@ def _unbacked(size: Any) -> bool:
 
 def _groups_exist(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     known: set[str] = set()
-    for node in graph.nodes:
+    for node in ir.communicating(graph):
         group = ir.group(node)
         if group is None or group in known:
             continue
@@ -190,7 +188,7 @@ def _groups_exist(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
 
 
 def _reductions_known(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
-    for node in graph.nodes:
+    for node in ir.communicating(graph):
         c = ir.collective(node)
         if c is not None and c.reduce_op is not None and c.reduce_op not in ir.REDUCE_OPS:
             yield node, f"reduces by {c.reduce_op!r}, which is none of {', '.join(sorted(ir.REDUCE_OPS))}"

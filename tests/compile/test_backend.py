@@ -3,11 +3,12 @@
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from dtensor import Replicate, Shard, distribute_tensor, hooks
+from dtensor import DTensor, Replicate, Shard, dispatch, distribute_tensor, hooks
 from dtensor._torch import make_fx
 from dtensor._torch_compile import inductor_config
 from dtensor.compile import Options, pipeline, statistics
@@ -154,3 +155,39 @@ def test_the_name_is_known_without_the_import():
     program = "import torch; print(torch.compile(lambda x: x * 2 + 1, backend='dtensor')(torch.ones(2)).tolist())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[3.0, 3.0]\n", done.stderr
+
+
+def test_a_forward_is_traced_once_by_each_that_has_to(mesh):
+    """Dynamo, AOTAutograd to see what becomes of the inputs, and the joint graph; no more to see it of their parts."""
+    seen = []
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+
+    def function(x, plain):
+        return x.sin(), plain * 2, x.shape[0]
+
+    def counting(func, *args, **kwargs):
+        seen.append(str(func))
+        return dispatch.dispatch(func, *args, **kwargs)
+
+    with patch("dtensor.tensor.dispatch", counting):
+        out, *_ = torch.compile(function, backend="dtensor", options={"inner": "aot_eager"})(x, torch.ones(3))
+        out.sum().backward()
+    assert seen.count("aten.sin.default") == 3
+
+
+@pytest.mark.parametrize("freezing", [False, True])
+def test_inputs_that_are_written_to_and_results_that_are_views_of_them(mesh, freezing):
+    """What AOTAutograd is told of parts, where they share memory; constants are made of what does not."""
+    x, w = (distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0)]) for _ in range(2))
+
+    def function(x, plain):
+        x.mul_(2)
+        return x.view(8), w.t(), (x @ w.t()).sum(), plain.view(-1), plain.add_(1)
+
+    with torch.no_grad(), inductor_config.patch(freezing=freezing):
+        given, expected = (x.clone(), torch.ones(2, 2)), (x.clone(), torch.ones(2, 2))
+        compiled = torch.compile(function, backend="dtensor")
+        for _ in range(2):
+            for found, wanted in zip(compiled(*given), function(*expected), strict=True):
+                assert torch.equal(*(t.full_tensor() if isinstance(t, DTensor) else t for t in (found, wanted)))
+        assert torch.equal(given[0].to_local(), expected[0].to_local())
