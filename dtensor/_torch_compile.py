@@ -340,6 +340,36 @@ def _of_parts(outer: Any, static: list[int]) -> Any:
     )
 
 
+@functools.cache
+def explain_traced_errors(explain: Callable[[Iterator[torch.nn.Module], str], str | None]) -> None:
+    """Have Dynamo, where an operator fails on fakes, add what `explain` says of it, given the modules whose code is
+    traced, innermost first."""
+    from torch._dynamo import utils
+
+    own = utils.run_node
+
+    @functools.wraps(own)
+    def run(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(tracer, *args, **kwargs)
+        except RuntimeError as error:
+            told = explain(_modules_traced(tracer.current_tx), str(error.__cause__ or error))
+            if told is None:
+                raise
+            raise RuntimeError(f"{told}\n{error}").with_traceback(error.__traceback__) from error.__cause__
+
+    utils.run_node = run
+
+
+def _modules_traced(translator: Any) -> Iterator[torch.nn.Module]:
+    while translator is not None:
+        for name in translator.f_code.co_varnames[:1]:
+            found = getattr(translator.symbolic_locals.get(name), "value", None)
+            if isinstance(found, torch.nn.Module):
+                yield found
+        translator = translator.parent
+
+
 def higher_order_take(cls: type) -> None:
     """Let Dynamo make graphs of branches and bodies that DTensors go into.
 
@@ -691,6 +721,7 @@ __all__ = [
     "compile_context",
     "compiler_settings",
     "dynamo_counters",
+    "explain_traced_errors",
     "forget_compiled",
     "get_hash_for_files",
     "inductor_compile",

@@ -17,6 +17,11 @@ class PlacementError(ShardingError, ValueError):
     """Placements do not fit the mesh or the tensor."""
 
 
+class MisfitError(ShardingError):
+    """The code of a model and the plan that it was parallelized by do not fit. Raised in eager mode; where a graph is
+    traced, torch's error says the same."""
+
+
 class OperatorError(ShardingError, NotImplementedError):
     """An operator cannot run on these DTensors."""
 
@@ -67,6 +72,7 @@ __all__ = [
     "CheckpointError",
     "InvalidInputError",
     "MeshError",
+    "MisfitError",
     "MixedTensorError",
     "OperatorError",
     "PassError",

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch import mesh_resources
 from ..boundary import check_module, mesh_of
 from ..ties import Ties
+from .misfit import Planned, tell_of_misfits
 from .style import ParallelStyle
 from .variance import watch
 
@@ -49,6 +50,9 @@ def parallelize_module(
             a parameter with one whose entry shards it.
         PlacementError: entries give a parameter that modules share different placements.
         TypeError: a plan that is neither a style nor a dict from names to styles.
+
+    Where an operator in the model's code later fails on the sizes of this rank's parts, the error (MisfitError in eager
+    mode) names the module, the entries of the plan and what to write instead.
     """
     mesh = _one_axis_mesh(device_mesh)
     if parallelize_plan is None:
@@ -59,12 +63,13 @@ def parallelize_module(
         )
         return module
     targets, ties = _resolved(module, parallelize_plan), Ties(module)
-    _check_ties(module, ties, targets)
-    for target, style in targets:
+    _check_ties(module, ties, [(target, style) for target, _, style in targets])
+    for target, _, style in targets:
         style.src_data_rank = src_data_rank
         style.apply(target, mesh)
     ties.restore()  # a style of the user's own may shard what it did not say
     watch(module, mesh)
+    tell_of_misfits(module, [(target, planned) for target, planned, _ in targets])
     return module
 
 
@@ -92,11 +97,11 @@ def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
 
 def _resolved(
     module: nn.Module, plan: ParallelStyle | dict[str, ParallelStyle]
-) -> list[tuple[nn.Module, ParallelStyle]]:
-    """Which style is applied to which module, in order."""
+) -> list[tuple[nn.Module, Planned, ParallelStyle]]:
+    """Which style is applied to which module by which entry, in order."""
     check_module("parallelize_module", module)
     if isinstance(plan, ParallelStyle):
-        return [(module, plan)]
+        return [(module, Planned("", "", type(plan).__name__), plan)]
     if not isinstance(plan, dict):
         raise TypeError(
             f"parallelize_plan is a ParallelStyle or a dict from module names to styles; got {type(plan).__name__}"
@@ -108,7 +113,7 @@ def _resolved(
             raise TypeError(f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'")
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"parallelize_plan[{pattern!r}] is no ParallelStyle but {style!r}")
-        targets += [(found, style) for found in _matching(modules, pattern)]
+        targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in _matching(modules, pattern)]
     return targets
 
 
@@ -127,9 +132,9 @@ def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, Pa
             )
 
 
-def _matching(modules: dict[str, nn.Module], pattern: str) -> list[nn.Module]:
-    """The modules whose name matches `pattern`, each once even if it goes by several names."""
-    found = {id(m): m for name, m in modules.items() if _matches(name, pattern)}
+def _matching(modules: dict[str, nn.Module], pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules whose name matches `pattern`, with it, each once even if it goes by several names."""
+    found = {m: name for name, m in reversed(modules.items()) if _matches(name, pattern)}
     if not found:
         named = [name for name in modules if name]
         near = difflib.get_close_matches(pattern, named, n=5, cutoff=0.3) or named[:5]
@@ -137,7 +142,7 @@ def _matching(modules: dict[str, nn.Module], pattern: str) -> list[nn.Module]:
         raise ValueError(
             f"parallelize_plan names {pattern!r}, but no module of {type(modules['']).__name__} matches; {hint}"
         )
-    return list(found.values())
+    return [(name, m) for m, name in reversed(found.items())]
 
 
 def _matches(name: str, pattern: str) -> bool:
