@@ -4,10 +4,12 @@ The last pass on a graph, after which nothing reorders its collectives: it lists
 `dtensor::agree` with the list in front, and has the first collective wait for it.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,11 +20,12 @@ from dtensor.agreement import dumps
 from dtensor.collectives import COMMUNICATING, chunk_length, group_ranks, group_size
 from dtensor.passes import ir
 from dtensor.passes.count import describe
-from dtensor.passes.source import source
+from dtensor.passes.source import module, source
+from dtensor.provenance import TAKEN
 from dtensor.sequences import Entry
 
 
-def seal(graph: fx.Graph, *, scheduled: bool, agreement: bool = True) -> None:
+def seal(graph: fx.Graph, direction: str, *, scheduled: bool, agreement: bool = True) -> None:
     """Put the agreement into `graph`, in place, if it communicates; and keep its collectives in their order.
 
     Where shards are uneven each collective is made to depend on the one before it: a rank whose shard is empty computes
@@ -30,6 +33,7 @@ def seal(graph: fx.Graph, *, scheduled: bool, agreement: bool = True) -> None:
 
     Args:
         graph: a graph that no pass changes any more.
+        direction: "forward", "backward" or "inference".
         scheduled: whether what runs it may reorder what does not depend on each other, as Inductor does.
         agreement: whether the ranks compare what they run.
     """
@@ -38,12 +42,12 @@ def seal(graph: fx.Graph, *, scheduled: bool, agreement: bool = True) -> None:
     if any(ir.SENT in node.meta for node, _ in found):
         later = {node: [before] for (before, _), (node, _) in pairwise(found)}
     if agreement:
-        later |= _agreeing(graph, found)
+        later |= _agreeing(graph, direction, found)
     if scheduled and later:
         order_after(graph, later)
 
 
-def _agreeing(graph: fx.Graph, found: list[tuple[fx.Node, str]]) -> dict[fx.Node, list[fx.Node]]:
+def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]]) -> dict[fx.Node, list[fx.Node]]:
     """Put the agreement in front; gives what has to wait for it."""
     places = ir.gradients(graph)
     if (heard := _heard.get()) is not None:
@@ -59,8 +63,25 @@ def _agreeing(graph: fx.Graph, found: list[tuple[fx.Node, str]]) -> dict[fx.Node
     first = found[0][0]
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
-    told = ir.insert(start, torch.ops.dtensor.agree.default, (token, dumps(sequences, untagged)), like=first)
+    taken = _taken(graph) if direction != "backward" else []
+    said = json.dumps([direction, [[_said(node), node.meta[TAKEN].groups] for node in taken]])
+    args = (token, dumps(sequences, untagged), taken, said)
+    told = ir.insert(start, torch.ops.dtensor.agree.default, args, like=first)
     return {first: [told, token]}
+
+
+def _taken(graph: fx.Graph) -> list[fx.Node]:
+    """The inputs of a forward or inference graph, parameters aside, that a plan takes as the same on all ranks."""
+    inputs = graph.find_nodes(op="placeholder")
+    taken = [n for n in inputs if TAKEN in n.meta and ir.PARAMETER not in n.meta]
+    return [n for n in taken if isinstance(ir.value(n), torch.Tensor)]
+
+
+def _said(node: fx.Node) -> str:
+    """Where a plan takes an input so, in words."""
+    there: Any = SimpleNamespace(meta=node.meta[TAKEN]._asdict())
+    path, line = module(there), source(there)
+    return f"the input of {path or 'the model'}" + (f" ({line})" if line is not None else "")
 
 
 def _is_tagged(node: fx.Node) -> bool:

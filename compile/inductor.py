@@ -20,6 +20,7 @@ from dtensor._torch_compile import (
     min_cut_partition,
     sizes_defined_by,
 )
+from dtensor.likeness import noted
 from dtensor.local_sizes import local_lengths
 from dtensor.starts import OVER_GLOO
 
@@ -75,11 +76,11 @@ def trace_key() -> Any:
 
     Part of the keys under which torch keeps compiled code, from one process to the next: another rule makes another
     graph of the same program, what strict mode refuses must not be found ready made, and a graph names its process
-    groups without saying which ranks they are, of which others they are the product, nor which of uneven shards this
-    rank has.
+    groups without saying which ranks they are, of which others they are the product, which of uneven shards this rank
+    has, nor whether ranks compare its inputs.
     """
     meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
-    return source_hash(), registration.fingerprint(), strictness.fingerprint(), process_groups(), meshes
+    return source_hash(), registration.fingerprint(), strictness.fingerprint(), process_groups(), meshes, noted()
 
 
 @cache

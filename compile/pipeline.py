@@ -98,13 +98,14 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False, with
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if concerns(graph, chosen):
         split: list[Pass] = []
-        if inference and options.split_batch > 1 and not within:
+        if inference and not within:
             _mark_parameters(graph, static_inputs())
-            split = [SplitBatch(options.split_batch)]
-        _run(graph, [*split, *chosen], options, direction(graph, inference), within=within)
+            split = [SplitBatch(options.split_batch)] if options.split_batch > 1 else []
+        where = direction(graph, inference)
+        _run(graph, [*split, *chosen], options, where, within=within)
         if options.inner == "inductor" and Schedule.name in chosen:
             pin(graph)
-        seal(graph, scheduled=options.inner == "inductor", agreement=options.agreement)
+        seal(graph, where, scheduled=options.inner == "inductor", agreement=options.agreement)
 
 
 def _run(

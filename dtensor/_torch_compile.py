@@ -341,7 +341,7 @@ def _of_parts(outer: Any, static: list[int]) -> Any:
 
 
 @functools.cache
-def explain_traced_errors(explain: Callable[[Iterator[torch.nn.Module], str], str | None]) -> None:
+def explain_traced_errors(explain: Callable[[Iterator[Any], str], str | None]) -> None:
     """Have Dynamo, where an operator fails on fakes, add what `explain` says of it, given the modules whose code is
     traced, innermost first."""
     from torch._dynamo import utils
@@ -361,12 +361,15 @@ def explain_traced_errors(explain: Callable[[Iterator[torch.nn.Module], str], st
     utils.run_node = run
 
 
-def _modules_traced(translator: Any) -> Iterator[torch.nn.Module]:
+def _modules_traced(translator: Any) -> Iterator[Any]:
+    from torch._dynamo.variables import LazyVariableTracker, UnspecializedNNModuleVariable
+
     while translator is not None:
         for name in translator.f_code.co_varnames[:1]:
-            found = getattr(translator.symbolic_locals.get(name), "value", None)
-            if isinstance(found, torch.nn.Module):
-                yield found
+            found = translator.symbolic_locals.get(name)
+            found = found.unwrap() if isinstance(found, LazyVariableTracker) else found
+            if isinstance(found, UnspecializedNNModuleVariable):
+                yield found.value
         translator = translator.parent
 
 

@@ -31,6 +31,7 @@ from .collectives import library
 from .environment import switched
 from .groups import Calls, calls_on
 from .job import Job, job
+from .likeness import EVERY, Given, Look
 from .sequences import Entry, alike, difference, mark, said
 from .starts import meet
 
@@ -91,11 +92,18 @@ class _Run:
 
 @dataclass
 class _State:
-    """What was agreed in one job; after the process groups were made anew another one starts from nothing."""
+    """What was agreed in one job; after the process groups were made anew another one starts from nothing.
+
+    Attributes:
+        agreed: text of a graph -> what it runs.
+        ledgers: by the ranks of a group.
+        looked: what of which graphs' inputs is said, that ranks have compared.
+    """
 
     job: Job | None = None
     agreed: dict[str, list[_Run]] = field(default_factory=dict)
     ledgers: dict[tuple[int, ...], _Ledger] = field(default_factory=dict)
+    looked: set[str] = field(default_factory=set)
 
 
 _state = _State()
@@ -110,8 +118,11 @@ def dumps(sequences: dict[str, list[Entry]], untagged: Sequence[str] = ()) -> st
     return json.dumps({name: [name in untagged, entries] for name, entries in sequences.items()})
 
 
-def agree(token: torch.Tensor, text: str) -> None:
+def agree(token: torch.Tensor, text: str, alike: Sequence[torch.Tensor], said: str) -> None:
     """Wait until all ranks of the groups named in `text` have told that they run the same on them; once per text.
+
+    `alike` are inputs of the graph that a plan takes as the same on all ranks, and `said` for each of them what a user
+    knows it by, and the group: the first time and every so often ranks compare their values.
 
     Takes a tensor of one element, and says that it writes to it: that keeps it in the compiled code, and what must run
     later can be made to read the tensor. (Of a result that nothing reads, Inductor forgets who was to come after it.)
@@ -136,11 +147,32 @@ def agree(token: torch.Tensor, text: str) -> None:
         runs = [_run(name, untagged, entries) for name, (untagged, entries) in json.loads(text).items()]
     for run in runs:
         run.begin()
+    looks = _looks(here, runs, alike, said) if alike else []
+    for look in looks:
+        look.tell()
     if not known:
         _first(here, [run for run in runs if len(run.calls.ranks) > 1])
         _state.agreed[text] = runs
+    for look in looks:
+        look.hear()
     for run in runs:
         run.go_on()
+
+
+def _looks(here: Job, runs: Sequence[_Run], alike: Sequence[torch.Tensor], said: str) -> list[Look]:
+    """The looks at inputs that are due: for a graph that has had none, and on each group one in so many calls."""
+    first = said not in _state.looked
+    due = [run for run in runs if first or run.calls.count // EVERY != run.calls.looked // EVERY]
+    if not due or (alike[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+        return []
+    _state.looked.add(said)
+    found, (_, told) = [], json.loads(said)
+    for run in due:
+        run.calls.looked = run.calls.count
+        given = [Given(what, x) for (what, groups), x in zip(told, alike, strict=True) if run.group in groups]
+        if given:
+            found.append(Look(here, run.calls, str(run.calls.count), given))
+    return found
 
 
 def _run(name: str, untagged: bool, entries: list[list[str]]) -> _Run:
@@ -260,8 +292,8 @@ class _Talk:
         )
 
 
-library.define("agree(Tensor(a!) token, str text) -> ()")
+library.define("agree(Tensor(a!) token, str text, Tensor[] alike, str said) -> ()")
 library.impl("agree", agree, "CompositeExplicitAutograd")
-torch.library.register_fake("dtensor::agree", lambda token, text: None, lib=library)
+torch.library.register_fake("dtensor::agree", lambda token, text, alike, said: None, lib=library)
 
 __all__ = ["agree", "dumps"]

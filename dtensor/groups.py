@@ -21,6 +21,8 @@ class Calls:
         count: how many graphs.
         last: the collectives of the last one on the group.
         mark: a number that tells the last one from others; part of the tags of its messages (`starts`).
+        looked: at which count what is taken as the same on all ranks was last looked at (`likeness`).
+        taken: how many tensors styles have taken so in eager mode.
     """
 
     name: str
@@ -29,6 +31,8 @@ class Calls:
     count: int = 0
     last: Sequence[Entry] = ()
     mark: int = 0
+    looked: int = 0
+    taken: int = 0
 
 
 _calls: WeakKeyDictionary[torch.distributed.ProcessGroup, Calls] = WeakKeyDictionary()

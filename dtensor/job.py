@@ -121,7 +121,7 @@ class Job:
         """After a failure ranks have run different numbers of graphs: all begin to count anew."""
         self.failures += 1
         for calls in all_calls():
-            calls.count, calls.last = 0, ()
+            calls.count, calls.last, calls.looked, calls.taken = 0, (), 0, 0
 
     def absent(self, rank: int) -> str:
         """Why `rank` will never come, as far as is known; "" if it may."""

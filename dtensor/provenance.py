@@ -35,11 +35,27 @@ alike, and a local tensor's own sizes only where the shards are even."""
 MOVE = "dtensor_move"
 """The `Moved` that made a collective."""
 
+TAKEN = "dtensor_taken"
+"""The `Taken` of a tensor that a plan takes as the same on all ranks, and of what it is computed from."""
+
 TRACED = "dtensor_traced"
 """Numbers of the collectives that the program asked for, and a collective stands for (`dtensor.compile.frames`)."""
 
 PASSES = "dtensor_passes"
 """Names of the passes that made a collective what it is, in order."""
+
+
+class Taken(NamedTuple):
+    """What a plan takes as the same on all ranks.
+
+    Attributes:
+        groups: over which it is.
+        nn_module_stack, stack_trace: where, as in a node's `meta`.
+    """
+
+    groups: tuple[str, ...]
+    nn_module_stack: dict[str, Any]
+    stack_trace: str
 
 
 @dataclass(frozen=True)
@@ -164,10 +180,12 @@ __all__ = [
     "OPERATOR",
     "PASSES",
     "SHARDS",
+    "TAKEN",
     "TRACED",
     "Cut",
     "Moved",
     "Shards",
+    "Taken",
     "note_layout",
     "note_move",
     "note_shards",

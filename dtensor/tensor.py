@@ -33,8 +33,9 @@ from .errors import PlacementError, ShardingError
 from .exchange import exchanged
 from .invariance import region_of_torch
 from .layout import Layout
+from .likeness import note_taken
 from .memory import BY_ELEMENT, OUTSIDE, on_local_tensors
-from .mesh import mesh_shape, world_of
+from .mesh import facts, mesh_shape, world_of
 from .pending import Pending, waited
 from .placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from .plan import Prefer
@@ -573,13 +574,18 @@ class _ToLocal(torch.autograd.Function):
 # slow, and its backward without a graph, which leaves nothing to differentiate again.
 library.define(
     "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, "
-    "SymInt[] shape, SymInt[] stride, str grad_placements) -> Tensor(a)"
+    "SymInt[] shape, SymInt[] stride, str grad_placements, bool alike=False) -> Tensor(a)"
 )
 library.define("to_local(Tensor(a) x, str grad_placements) -> Tensor(a)")
 
 
-def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str) -> DTensor:
-    """`dtensor::from_local`: taken apart at once, on any tensor and by any mode. What is empty was not given."""
+def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str, alike: bool = False) -> DTensor:
+    """`dtensor::from_local`: taken apart at once, on any tensor and by any mode. What is empty was not given.
+
+    `alike`: a plan takes it as the same on all ranks, which the graph compares.
+    """
+    if alike:
+        note_taken(x, [group for (axis, *more), group in facts(mesh).groups.items() if not more])
     sizes = {"shape": shape, "stride": stride} if shape or stride else {}
     placements, grads = (parsed(t) if t else None for t in (text, grad_text))
     return DTensor.from_local(x, mesh, placements, **sizes, grad_placements=grads)

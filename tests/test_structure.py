@@ -37,6 +37,7 @@ LAYERS = [
         "collectives",
         "hooks",
         "invariance",
+        "likeness",
         "provenance",
     ],
     ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement"],

@@ -24,6 +24,7 @@ def parallelize_module(
     device_mesh: DeviceMesh | None = None,
     parallelize_plan: ParallelStyle | dict[str, ParallelStyle] | None = None,
     *,
+    check_inputs: bool = True,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
     """Parallelize `module`, in place, over a mesh of one axis.
@@ -40,6 +41,9 @@ def parallelize_module(
             name such as "layers.*.attention.wq" is matched segment by segment, each with the wildcards of
             `fnmatch` (`*`, `?`, `[0-3]`), and applies to every module that matches; "" is `module` itself.
             Entries apply in the dict's order.
+        check_inputs: compare, on first use and once in a hundred later ones, what ranks give a module where its style
+            takes a plain tensor as Replicate(); compiled, the inputs of the graph that it is computed from. Where ranks
+            differ, all raise AgreementError.
         src_data_rank: the rank of the axis whose parameter values all ranks take; None keeps each rank's own.
 
     Returns:
@@ -65,7 +69,7 @@ def parallelize_module(
     targets, ties = _resolved(module, parallelize_plan), Ties(module)
     _check_ties(module, ties, [(target, style) for target, _, style in targets])
     for target, _, style in targets:
-        style.src_data_rank = src_data_rank
+        style.src_data_rank, style.check_inputs = src_data_rank, check_inputs
         style.apply(target, mesh)
     ties.restore()  # a style of the user's own may shard what it did not say
     watch(module, mesh)

@@ -56,7 +56,7 @@ class ColwiseParallel(ParallelStyle):
         distribute_module(module, device_mesh, partition)
         wrap_forward(
             module,
-            first_to_layout(self.input_layouts, Replicate(), device_mesh),
+            first_to_layout(self.input_layouts, Replicate(), device_mesh, self.check_inputs),
             output_to_layout(self.output_layouts, self.use_local_output, device_mesh),
         )
         return module

@@ -10,8 +10,15 @@ from typing import Any
 
 import torch
 
-from .._torch import assert_async
+from .._torch import assert_async, resolve_process_group
+from ..groups import calls_on
+from ..job import job
+from ..likeness import EVERY, Given, Look
 from ..mesh import facts
+from .misfit import PLANNED
+
+FIRST = 2
+"""How many first uses of a module are looked at."""
 
 DIFFERS = (
     "distribute_model: ranks do not give argument {name} of forward alike; give all the same values, or write "
@@ -84,4 +91,29 @@ def _checksum(x: torch.Tensor) -> torch.Tensor:
     return (bits * (torch.arange(bits.shape[0], device=x.device) * 2654435761 + 1)).sum()
 
 
-__all__ = ["InputCheck"]
+USES = "_dtensor_uses"
+"""The attribute of a module that a style prepares: how often it was called in eager mode."""
+
+
+def compare_input(x: torch.Tensor, mesh: Any, module: Any) -> None:
+    """Compare a plain input of `module` that a style takes as the same on all ranks of a mesh of one axis.
+
+    Inputs of the model and what is computed under no_grad are; of what has a history the gradients are compared.
+
+    Raises:
+        AgreementError: other ranks were given other values, here or on another rank.
+    """
+    group = facts(mesh).groups[(0,)]
+    calls = calls_on(resolve_process_group(group))
+    place, calls.taken = calls.taken, calls.taken + 1
+    uses = vars(module)[USES] = vars(module).get(USES, -1) + 1
+    here = job() if (uses < FIRST or uses % EVERY == 0) and not x.requires_grad else None
+    if here is None or len(calls.ranks) == 1:
+        return
+    name = vars(module)[PLANNED].name if PLANNED in vars(module) else ""
+    look = Look(here, calls, f"eager {place}", [Given(f"the input of {name or type(module).__name__}", x)])
+    look.tell()
+    look.hear()
+
+
+__all__ = ["InputCheck", "compare_input"]

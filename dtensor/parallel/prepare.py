@@ -61,12 +61,13 @@ class PrepareModuleInput(ParallelStyle):
         _check_keywords(module, self.kwarg_layouts)
 
         def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            return self._positional(args, device_mesh), self._named(kwargs, device_mesh)
+            compared_for = module if self.check_inputs else None
+            return self._positional(args, device_mesh, compared_for), self._named(kwargs, device_mesh, compared_for)
 
         wrap_forward(module, take=take)
         return module
 
-    def _positional(self, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+    def _positional(self, inputs: tuple[Any, ...], mesh: DeviceMesh, compared_for: nn.Module | None) -> tuple[Any, ...]:
         if self.input_layouts is None:
             return inputs
         return _all_to_layout(
@@ -76,15 +77,16 @@ class PrepareModuleInput(ParallelStyle):
             self.input_layouts,
             self.desired_input_layouts,
             self.use_local_output,
+            compared_for,
         )
 
-    def _named(self, kwargs: dict[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    def _named(self, kwargs: dict[str, Any], mesh: DeviceMesh, compared_for: nn.Module | None) -> dict[str, Any]:
         if not self.kwarg_layouts:
             return kwargs
         prepared = dict(kwargs)
         for name, (given, desired) in self.kwarg_layouts.items():
             if name in kwargs:
-                prepared[name] = _one_to_layout(kwargs[name], mesh, given, desired, self.use_local_output)
+                prepared[name] = _one_to_layout(kwargs[name], mesh, given, desired, self.use_local_output, compared_for)
         return prepared
 
     def __repr__(self) -> str:
@@ -245,11 +247,16 @@ def _check_keywords(module: nn.Module, layouts: dict[str, tuple]) -> None:
 
 
 def _one_to_layout(
-    value: Any, mesh: DeviceMesh, given: Placement | None, desired: Placement | None, local: bool
+    value: Any,
+    mesh: DeviceMesh,
+    given: Placement | None,
+    desired: Placement | None,
+    local: bool,
+    compared_for: nn.Module | None,
 ) -> Any:
     if given is None:
         return value
-    value = to_layout(value, mesh, given, desired)
+    value = to_layout(value, mesh, given, desired, compared_for)
     return value.to_local() if local else value
 
 
@@ -260,13 +267,14 @@ def _all_to_layout(
     given: tuple[Placement | None, ...],
     desired: tuple[Placement | None, ...],
     local: bool,
+    compared_for: nn.Module | None = None,
 ) -> tuple[torch.Tensor | Any, ...]:
     if len(values) != len(given):
         raise ValueError(
             f"{argument} has {len(given)} layouts, but the module was met with {len(values)} values; "
             "write one layout for each, None for a value to be left alone"
         )
-    return tuple([_one_to_layout(v, mesh, g, d, local) for v, g, d in zip(values, given, desired)])
+    return tuple([_one_to_layout(v, mesh, g, d, local, compared_for) for v, g, d in zip(values, given, desired)])
 
 
 __all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]

@@ -58,7 +58,7 @@ class RowwiseParallel(ParallelStyle):
         distribute_module(module, device_mesh, partition)
         wrap_forward(
             module,
-            first_to_layout(self.input_layouts or needed, needed, device_mesh),
+            first_to_layout(self.input_layouts or needed, needed, device_mesh, self.check_inputs),
             output_to_layout(self.output_layouts, self.use_local_output, device_mesh),
         )
         return module

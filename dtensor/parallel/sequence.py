@@ -41,7 +41,7 @@ class SequenceParallel(ParallelStyle):
         distribute_module(module, device_mesh, partition)
         wrap_forward(
             module,
-            first_to_layout(self.sequence_sharding, self.sequence_sharding, device_mesh),
+            first_to_layout(self.sequence_sharding, self.sequence_sharding, device_mesh, False),
             output_to_layout(None, self.use_local_output, device_mesh),
         )
         return module

@@ -17,6 +17,7 @@ from ..api import distribute_parameter
 from ..placements import Placement, as_placement
 from ..tensor import DTensor
 from ..wrapping import Give, Take
+from .input_check import compare_input
 from .sharded_module import FullyShardedModule
 
 
@@ -26,11 +27,14 @@ class ParallelStyle(ABC):
     Attributes:
         src_data_rank: the rank of the axis whose parameter values are scattered to all; None makes every rank
             shard the values it has itself. `parallelize_module` sets it.
+        check_inputs: whether ranks compare, at first and every so often, what they give where the layout is
+            Replicate(). `parallelize_module` sets it.
         shards_parameters: whether modules get other parameters by it. A plan then has to name all modules that share
             one.
     """
 
     src_data_rank: int | None = 0
+    check_inputs: bool = True
     shards_parameters: bool = False
 
     @abstractmethod
@@ -83,9 +87,11 @@ def as_layout(argument: str, given: Any) -> Placement | None:
     return None if given is None else as_placement(given)
 
 
-def to_layout(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | None) -> DTensor:
+def to_layout(
+    x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | None, compared_for: nn.Module | None = None
+) -> DTensor:
     """`x` as a DTensor in layout `wanted` (None: as it is); a plain tensor is taken as this rank's part in
-    layout `given`.
+    layout `given`, and compared over the ranks at times, if that is Replicate(), as an input of `compared_for`.
 
     Raises:
         ValueError: `x` is no tensor.
@@ -93,15 +99,18 @@ def to_layout(x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | No
     if not isinstance(x, DTensor):
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"layout {given!r} is given for a value that is no tensor but {x!r}; write None for it")
+        alike = compared_for is not None and given.is_replicate()
         if torch.compiler.is_dynamo_compiling():  # at once what from_local comes to: each line is slow to trace
-            x = torch.ops.dtensor.from_local(x, mesh, str(given), (), (), "")
+            x = torch.ops.dtensor.from_local(x, mesh, str(given), (), (), "", alike)
         else:
+            if alike:
+                compare_input(x, mesh, compared_for)
             x = DTensor.from_local(x, mesh, (given,))
     return x if wanted is None else x.redistribute(mesh, (wanted,))
 
 
-def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh) -> Take:
-    """Takes the first positional input in layout `wanted`, the others as they are."""
+def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh, compared: bool) -> Take:
+    """Takes the first positional input in layout `wanted`, the others as they are; `compared` is `check_inputs`."""
 
     def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         if not args:
@@ -109,7 +118,7 @@ def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh) -> Ta
                 f"{type(module).__name__} is parallelized by a style that prepares its first positional input, but "
                 "was called with keywords only; pass the input by position"
             )
-        return (to_layout(args[0], mesh, given, wanted), *args[1:]), kwargs
+        return (to_layout(args[0], mesh, given, wanted, module if compared else None), *args[1:]), kwargs
 
     return take
 

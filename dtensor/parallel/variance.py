@@ -20,19 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._torch import never_traced
 from ..errors import ShardingError
+from ..likeness import STRIDES, TOLERANCE, numbers
 from ..mesh import facts
 from ..tensor import DTensor
 
 FIRST, EVERY = 2, 100
 """How many first steps of an optimizer are looked at, and which ones later."""
-
-STRIDES = (1, 2, 3, 7)
-"""Of what elements the sums are compared: each of these, counted from the first."""
-
-TOLERANCE = 0.05
-"""By how much a gradient may differ, relative to its norm: rounding stays below it by far, another part of a sum does
-not."""
-
 
 WATCHED = "_dtensor_watched"
 """The attribute of a parameter that a plan has left plain: its `Watched`."""
@@ -114,10 +107,7 @@ def _numbers(x: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.
     if x is None:
         assert like is not None
         return torch.zeros(1 + len(STRIDES), dtype=torch.float64, device=_local(like).device)
-    flat = _local(x).reshape(-1)
-    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    sums = [flat[::step].sum(dtype=torch.float32) for step in STRIDES]
-    return torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32), *sums]).double()
+    return numbers(_local(x))
 
 
 def _local(x: torch.Tensor) -> torch.Tensor:

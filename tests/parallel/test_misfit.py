@@ -93,6 +93,9 @@ def test_errors_that_are_not_of_the_plan_stay_as_they_are(fake_mesh):
     plain = nn.Sequential(nn.Linear(4, 4), model("size", {"*.mlp.a": COLUMNS, "*.mlp.b": ROWS}, mesh))
     with pytest.raises(RuntimeError, match=r"^(addmm: )?mat1 and mat2 shapes cannot be multiplied"):
         plain(torch.randn(2, 8, 5))
+    function = torch.compile(lambda x: x.view(7), backend="aot_eager")  # its first argument is no module
+    with pytest.raises(RuntimeError, match=r"shape '\[7\]' is invalid"):
+        function(torch.ones(8))
 
 
 def test_a_style_for_the_module_itself(fake_mesh):
