@@ -144,10 +144,17 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
     """
     check_source(mesh, src_data_rank)
     data = tensor.detach().contiguous().clone()
+    take_from_source(data, mesh, src_data_rank)
+    return data
+
+
+def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
+    """Overwrite the memory of a tensor by what rank `src_data_rank` (of each mesh axis) holds there, on every rank of a
+    mesh. `x` may be any view of it."""
+    data = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)
         dist.broadcast(data, dist.get_global_rank(group, src_data_rank), group=group)
-    return data
 
 
 __all__ = [
@@ -161,4 +168,5 @@ __all__ = [
     "of_all_ranks",
     "refuse_export",
     "refuse_tangent",
+    "take_from_source",
 ]

@@ -25,10 +25,11 @@ from ._torch import (
     tree_map,
     without_frame,
 )
+from .boundary import take_from_source
 from .emptiness import is_empty_somewhere, require_parts
 from .errors import MeshError
 from .fallback import fell_back
-from .invariance import check_invariant
+from .invariance import check_invariant, draws_of_torch, is_alike
 from .layout import Layout
 from .local_sizes import written as written_size
 from .rules import (
@@ -348,7 +349,7 @@ def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
 
 def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> None:
     """Collect the operands' specs; refuse a second mesh, and plain tensors that may differ between ranks."""
-    names = [a.name for a in func._schema.arguments]
+    names, plain = [a.name for a in func._schema.arguments], []
     for name, value in [*zip(names, args), *kwargs.items()]:
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if is_dtensor(item):
@@ -359,7 +360,13 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
                         "write x.redistribute(device_mesh, placements) to bring one of them to the other's mesh"
                     )
             elif isinstance(item, torch.Tensor):
-                check_invariant(func, name, item)
+                plain.append((name, item))
+    for name, item in plain:
+        drawn = None if is_alike(item) else draws_of_torch(item)
+        if drawn:
+            take_from_source(item, operands[0].mesh, 0)
+        elif drawn is None:
+            check_invariant(func, name, item)
 
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:

@@ -55,8 +55,9 @@ def numbers(x: torch.Tensor) -> torch.Tensor:
     if not flat.is_floating_point():
         weights = torch.arange(flat.shape[0], device=flat.device) * 2654435761 + 1
         return ((flat.to(torch.int64) * weights).sum() % (1 << 50)).double()[None]
-    sums = [flat[::step].sum(dtype=torch.float32) for step in STRIDES]
-    return torch.stack([torch.linalg.vector_norm(flat, dtype=torch.float32), *sums]).double()
+    wide = torch.promote_types(flat.dtype, torch.float32)
+    sums = [flat[::step].sum(dtype=wide) for step in STRIDES]
+    return torch.stack([torch.linalg.vector_norm(flat, dtype=wide), *sums]).double()
 
 
 class Look:

@@ -256,3 +256,23 @@ def test_symbolic_sizes(mesh):
         found = compiled(distribute_tensor(x, mesh, [Shard(0)]))
         assert torch.equal(found.to_local(), fn(x)[: n // 2])
         assert isinstance(found, DTensor)
+
+
+@with_ranks(2)
+def test_what_functions_of_torch_make_themselves(rank):
+    """What they draw is the same on all ranks, of batches too, whose operand is a view; what they are given is not."""
+    torch.manual_seed(rank)
+    mesh = init_device_mesh("cpu", (2,))
+    a = torch.linspace(-1, 1, 90, dtype=torch.float64).sin().view(2, 9, 5)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = distribute_tensor(a, mesh, [placement])
+        for function in (torch.svd_lowrank, torch.pca_lowrank):
+            _, s, _ = function(x, q=3, niter=8)
+            wanted = torch.linalg.svdvals(a - a.mean(-2, keepdim=True) if function is torch.pca_lowrank else a)[..., :3]
+            torch.testing.assert_close(s.full_tensor(), wanted)
+        for function in (torch.masked.var, torch.masked.std):
+            torch.testing.assert_close(function(x, 1, unbiased=True).full_tensor(), function(a, 1, unbiased=True))
+            mask = distribute_tensor(a > -2, mesh, [placement])
+            function(x, 1, unbiased=True, mask=mask)
+            with pytest.raises(MixedTensorError, match="is a plain tensor"):
+                function(x, 1, unbiased=True, mask=a > -2)

@@ -105,6 +105,8 @@ def test_sizes_and_floats_and_what_is_no_input(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     linear = {"": ColwiseParallel()}
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+    doubled = parallelize_module(nn.Linear(16, 8, dtype=torch.float64), mesh, linear)
+    doubled(x.double()), doubled.bfloat16()(x.bfloat16())
     nearly = x * (1 + 1e-6 * rank)
     for compiled in (False, True):
         run = parallelize_module(nn.Linear(16, 8), mesh, linear)

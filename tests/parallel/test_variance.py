@@ -141,3 +141,11 @@ def test_a_compiled_step(rank):
     expected = model.table.weight - 0.1 * model.table.weight.grad
     torch.compile(optimizer.step, backend="eager")()
     torch.testing.assert_close(model.table.weight, expected)
+
+
+@with_threads(2)
+def test_in_double_precision(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(ShardingError, match=MESSAGE):
+        trained(parallelize_module(copy.deepcopy(MODEL).double(), mesh, WRONG))
+    trained(parallelize_module(copy.deepcopy(MODEL).double(), mesh, MENDED))

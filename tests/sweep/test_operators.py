@@ -44,23 +44,11 @@ NOT_COMPILED = {
 }
 """Operators that are not tried under torch.compile, though plain tensors compile, and why."""
 
-IN_REGION = {
-    **dict.fromkeys(
-        ["masked.var", "masked.std"],
-        "torch writes it in Python, with plain tensors of sizes and numbers",
-    ),
-    **dict.fromkeys(
-        ["svd_lowrank", "pca_lowrank"],
-        "torch writes it in Python, with plain random tensors",
-    ),
-}
-"""Operators that run inside `implicit_replication`, and why."""
-
 IN_REGION_COMPILED = dict.fromkeys(
-    ["nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d"],
+    ["nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "svd_lowrank", "pca_lowrank"],
     "torch draws plain random numbers; eager, all ranks take those of the first",
 )
-"""Operators that do so when they are compiled, and why."""
+"""Operators that run inside `implicit_replication` when they are compiled, and why."""
 
 NOT_TWICE = {
     "nn.functional.linear_cross_entropy.chunked": "torch's own gradient is cut off from its graph; ours is not",
@@ -107,7 +95,7 @@ def check(rank, shape, names, calls, ways, compiled, twice=False):
 
 
 def one(sample, mesh, where, name, compiled, twice):
-    inside = name in IN_REGION or (compiled and name in IN_REGION_COMPILED)
+    inside = compiled and name in IN_REGION_COMPILED
     region = dtensor.implicit_replication(random=True) if inside else contextlib.nullcontext()
     run = None
     if compiled:
