@@ -26,7 +26,7 @@ from dtensor.passes.text import REMARK
 from .differences import collective_line
 from .folder import write_whole
 from .reading import Dumped, read
-from .summary import MOST, changed, seconds, what, who
+from .summary import MOST, changed, most_exposed, seconds, what, who
 
 LINE = re.compile(r"%(?P<name>\S+): (?P<kind>\S+) = (?P<call>[^(]+)")
 MODULE = re.compile(r" in (?P<module>\S+)$")
@@ -58,7 +58,6 @@ def page(root: Path) -> str:
     first = min([f.rank for f in frames], default=0)
     mine = [f for f in frames if f.rank == first and f.manifest]
     found = [c for f in mine if f.manifest for c in f.manifest["collectives"]]
-    exposed = sorted(found, key=lambda c: -c["exposed"])[:MOST]
     here = Path(__file__)
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     return environment.from_string(here.with_name("page.html").read_text(encoding="utf-8")).render(
@@ -68,7 +67,7 @@ def page(root: Path) -> str:
         root=root.resolve().name,
         ranks=sorted({f.rank for f in frames}),
         graphs=[_graph_row(f, d) for f in mine if f.manifest for d in f.manifest["graphs"]],
-        exposed=[{"what": what(c), "who": who(c), "changed": changed(c)} for c in exposed],
+        exposed=[{"what": what(c), "who": who(c), "changed": changed(c)} for c in most_exposed(found, MOST)],
         saved=[p | {"frame": f.name} for f in mine if f.manifest for p in f.manifest["passes"] if _matters(p)],
         differences=_rank_differences(frames, first),
         compilations=[_compilation(f) for f in frames if f.rank == first],

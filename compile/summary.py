@@ -1,13 +1,22 @@
 """A dump in a few lines: how much it communicates, what is most exposed, who asked for it, what the passes did."""
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from dtensor.passes.lower import Lower
 
 from .reading import Dumped, communicating, read
 
 MOST = 5
 """Collectives that are named."""
+
+ALIKE = ("op", "axis", "direction", "bytes", "move", "how", "file", "line")
+"""What is the same of collectives of alike layers."""
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -35,20 +44,38 @@ def exposed_lines(found: list[tuple[Dumped, dict[str, Any]]], most: int) -> list
     """The most exposed collectives, with who asked for them and what changed them."""
     if not found:
         return ["Nothing is communicated."]
-    order = sorted(found, key=lambda pair: -pair[1]["exposed"])
-    lines = ["Most exposed collectives (estimated time in which a rank only waits for it):"]
-    for k, (_, c) in enumerate(order[:most], 1):
+    lines = ["Most exposed collectives (estimated time in which a rank only waits for it; alike layers together):"]
+    for k, c in enumerate(most_exposed([c for _, c in found], most), 1):
         lines += [f"{k:>3}. {what(c)}", f"     {who(c)}", f"     {changed(c)}"]
         lines += [f"     bytes = {c['formula']['bytes']}"] if c["formula"] else []
     return lines
 
 
+def most_exposed(found: Iterable[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The collectives that are exposed longest. Those that differ in nothing but the numbers of their modules, as those
+    of alike layers do, are one, with `times` of them, their times added up."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for c in found:
+        alike = *(c[key] for key in ALIKE), NUMBER.sub("*", c["module"]), tuple(c["passes"]), len(c["asked"])
+        groups.setdefault(alike, []).append(c)
+    merged = [_merged(group) for group in groups.values()]
+    return sorted(merged, key=lambda c: -c["exposed"])[:most]
+
+
+def _merged(group: list[dict[str, Any]]) -> dict[str, Any]:
+    modules = {c["module"] for c in group}
+    module = group[0]["module"] if len(modules) == 1 else NUMBER.sub("*", group[0]["module"])
+    times = {key: sum([c[key] for c in group]) for key in ("exposed", "seconds")}
+    return group[0] | times | {"module": module, "times": len(group)}
+
+
 def what(c: dict[str, Any]) -> str:
-    """Such as `12 µs of 15 µs exposed: all_reduce over tp in forward, 4,096 bytes, P->R`."""
-    move = f", {c['move']}" if c["move"] else ""
+    """Such as `12 µs of 15 µs exposed: 2 all_reduce over tp in forward, 4,096 bytes each, P->R`."""
+    move, times = f", {c['move']}" if c["move"] else "", c.get("times", 1)
+    count, each = (f"{times} ", " each") if times > 1 else ("", "")
     return (
-        f"{seconds(c['exposed'])} of {seconds(c['seconds'])} exposed: {c['op']} over {c['axis']} in {c['direction']}, "
-        f"{c['bytes']:,} bytes{move}"
+        f"{seconds(c['exposed'])} of {seconds(c['seconds'])} exposed: {count}{c['op']} over {c['axis']} in "
+        f"{c['direction']}, {c['bytes']:,} bytes{each}{move}"
     )
 
 
@@ -61,10 +88,11 @@ def who(c: dict[str, Any]) -> str:
 
 
 def changed(c: dict[str, Any]) -> str:
-    """What the passes made of it."""
-    number = len(c["asked"])
+    """What the passes made of it. (`lower` splits every collective into its start and the wait for it.)"""
+    number, by = len(c["asked"]), [name for name in c["passes"] if name != Lower.name]
     stands = f" (stands for {number} that the program asked for)" if number > 1 else ""
-    return (f"changed by {', '.join(c['passes'])}" if c["passes"] else "changed by no pass") + stands
+    split = "split into its start and the wait for it" if Lower.name in c["passes"] else ""
+    return "; ".join(filter(None, [f"changed by {', '.join(by)}{stands}" if by else "", split])) or "changed by no pass"
 
 
 def seconds(s: float) -> str:
@@ -129,4 +157,4 @@ def _passes(manifests: list[dict[str, Any]]) -> list[str]:
     return ["", "What the passes removed, of the joint graph and of its parts:", *lines] if lines else []
 
 
-__all__ = ["changed", "described", "exposed_lines", "seconds", "step_line", "summary", "what", "who"]
+__all__ = ["changed", "described", "exposed_lines", "most_exposed", "seconds", "step_line", "summary", "what", "who"]

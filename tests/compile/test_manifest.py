@@ -13,7 +13,7 @@ from dtensor.compile import estimate, frames, lock
 from dtensor.compile.differences import differences
 from dtensor.compile.logs import LOG
 from dtensor.compile.reading import read
-from dtensor.compile.summary import seconds, summary
+from dtensor.compile.summary import changed, most_exposed, seconds, summary, what, who
 from dtensor.compile.timeline import timeline
 from dtensor.compile.traffic import sent, traffic
 from dtensor.cost import DEFAULT, terms
@@ -310,7 +310,7 @@ def test_summary_and_report(mesh, tmp_path):
     said = summary(tmp_path)
     assert said.startswith("1 rank, 1 compiled frame, 0 graph breaks")
     assert "exposed: all_to_all over tp in forward, 32 bytes, S(1)->S(0)\n     not asked for (implicit) at " in said
-    assert "h = h.softmax(-1)\n     changed by lower\n" in said
+    assert "h = h.softmax(-1)\n     split into its start and the wait for it\n" in said
     torch.compiler.reset()
     frames._recent.clear()
     run = compiled(model)
@@ -378,3 +378,23 @@ def test_manifests_are_json_and_name_their_frame(mesh, tmp_path):
     (event,) = [e for e in trace if e["ph"] == "X" and e["name"] == "all_gather"]
     assert event["dur"] == pytest.approx(c["seconds"] * 1e6)
     assert event["args"]["bytes"] == c["bytes"]
+
+
+def test_collectives_of_alike_layers_are_told_together():
+    def collective(module, exposed, **others):
+        same = {"op": "all_gather", "axis": "tp", "direction": "forward", "bytes": 64, "move": "S(0)->R"}
+        code = {"how": "explicit", "file": "m.py", "line": 3, "code": "x", "asked": [0], "passes": ["lower"]}
+        return same | code | {"module": module, "exposed": exposed, "seconds": 2 * exposed} | others
+
+    layers = [collective(f"layers.{k}.attention.wo", 1e-6 * (k + 1)) for k in range(3)]
+    alone = collective("output", 4e-6, passes=["bucket", "lower"], asked=[1, 2])
+    other = collective("layers.0.attention.wo", 5e-6, bytes=128)
+    first, second, third = most_exposed([*layers, alone, other], 3)
+    assert what(first) == "6 µs of 12 µs exposed: 3 all_gather over tp in forward, 64 bytes each, S(0)->R"
+    assert who(first) == "asked for at m.py:3 in module layers.*.attention.wo: x"
+    assert changed(first) == "split into its start and the wait for it"
+    assert what(second) == "5 µs of 10 µs exposed: all_gather over tp in forward, 128 bytes, S(0)->R"
+    assert "in module layers.0.attention.wo" in who(second)
+    assert changed(third) == (
+        "changed by bucket (stands for 2 that the program asked for); split into its start and the wait for it"
+    )
