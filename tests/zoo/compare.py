@@ -47,14 +47,23 @@ def two_dimensional(model: torch.nn.Module, name: str) -> torch.nn.Module:
     """Beside full sharding; all ranks have the same batch, so that the mean over it is one device's."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     distribute_model(model, mesh["tp"], EXAMPLES[name].plan, outputs={})
+    return _by_layers(model, mesh["dp"])
+
+
+def fully_sharded(model: torch.nn.Module, name: str) -> torch.nn.Module:
+    """By `fully_shard` alone, likewise."""
+    return _by_layers(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+
+
+def _by_layers(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     for part in model.modules():
         if isinstance(part, torch.nn.ModuleList):
             for layer in part:
-                fully_shard(layer, mesh["dp"])
-    return fully_shard(model, mesh["dp"])
+                fully_shard(layer, mesh)
+    return fully_shard(model, mesh)
 
 
-WAYS = {"tp": (2, tensor_parallel), "2d": (4, two_dimensional)}
+WAYS = {"tp": (2, tensor_parallel), "fsdp": (2, fully_sharded), "2d": (4, two_dimensional)}
 """Way -> number of ranks, and what is done to the model."""
 
 
