@@ -285,7 +285,7 @@ def parts_count_as_wholes(cls: type) -> None:
 
     @functools.wraps(take_apart)
     def taken_apart(*args: Any, meta: Any, **kwargs: Any) -> Any:
-        token = outer.set(meta if _knows_parts(meta, cls) else None)
+        token = outer.set(meta)
         try:
             return take_apart(*args, meta=meta, **kwargs)
         finally:
@@ -294,9 +294,17 @@ def parts_count_as_wholes(cls: type) -> None:
     @functools.wraps(collect)
     def collected(*args: Any, static_input_indices: Any = None, **kwargs: Any) -> Callable[..., Any]:
         known = outer.get()
-        if known is None or inductor_config.freezing:  # that asks which results share memory, too
-            return collect(*args, static_input_indices=static_input_indices, **kwargs)
-        return lambda *_: _of_parts(known, static_input_indices)
+        if known is not None and _knows_parts(known, cls):
+            return lambda *_: _of_parts(known, static_input_indices)
+        traced = collect(*args, static_input_indices=static_input_indices, **kwargs)
+
+        def counted(*inner: Any) -> Any:
+            found = traced(*inner)
+            if known is not None:
+                found.num_intermediate_bases = known.num_intermediate_bases
+            return found
+
+        return counted
 
     graph_capture.aot_dispatch_subclass = taken_apart
     graph_capture_wrappers.run_functionalized_fw_and_collect_metadata = collected
@@ -305,11 +313,14 @@ def parts_count_as_wholes(cls: type) -> None:
 def _knows_parts(meta: Any, cls: type) -> bool:
     """Whether it is known what the tensors of a graph consist of, and all that are not plain are of the subclass `cls`.
 
-    It is not where AOTAutograd has put inputs that share memory together.
+    It is not where AOTAutograd has put inputs that share memory together, nor do DTensors tell which results do, as
+    freezing asks.
     """
+    if inductor_config.freezing or len(meta.subclass_inp_meta) != len(meta.input_info):
+        return False
     metas = (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
     wholes = [m.original_subclass for m in metas if hasattr(m, "original_subclass")]
-    return len(meta.subclass_inp_meta) == len(meta.input_info) and all(type(x) is cls for x in wholes)
+    return all(type(x) is cls for x in wholes)
 
 
 def _of_parts(outer: Any, static: list[int]) -> Any:

@@ -33,10 +33,10 @@ TOLERANCE = 0.05
 """By how much values may differ, relative to their norm: rounding stays below it by far, other data does not."""
 
 COMMUNICATES = ("dtensor", "_c10d_functional")
-
+"""Namespaces of operators whose results do not follow from what this rank was given."""
 
 KEPT = 256
-"""How many of what this rank has written stay in the store."""
+"""How many notes of this rank stay in the store."""
 
 _told: deque[tuple[Job, str]] = deque()
 

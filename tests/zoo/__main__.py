@@ -15,9 +15,9 @@ HEAD = """# The zoo
 
 Models as they are, small, over two ranks by `distribute_model` (tp) or `fully_shard` (fsdp), and over two by two by
 both (2d), eager and compiled with the passes: loss, output, every gradient and the losses of five steps of AdamW
-against one device. Plans: [tests/zoo/models.py](../tests/zoo/models.py). `python -m tests.zoo docs/zoo.md` writes this page.
-Graphs, graph breaks and collectives (after the passes, forward and backward) are those of a compiled step; "gathered"
-names operators without a rule.
+against one device. Plans: [tests/zoo/models.py](../tests/zoo/models.py). `python -m tests.zoo docs/zoo.md` writes this
+page. Graphs, graph breaks and collectives (after the passes, forward and backward) are those of a compiled step;
+"gathered" names operators without a rule.
 
 | model | way | eager | compiled | graphs | breaks | collectives | gathered |
 |---|---|---|---|---|---|---|---|
