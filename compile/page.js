@@ -18,11 +18,11 @@ function time(s) {
 
 // The table of collectives: sorted by a click on a head, filtered by words; rows are made as they come into sight.
 const COLUMNS = [
-  ["Exposed", (c) => c.exposed, time, true], ["Takes", (c) => c.seconds, time, true],
-  ["Operator", (c) => c.op + (c.reduce_op ? " " + c.reduce_op : "")], ["Axis", (c) => c.axis],
-  ["Graph", (c) => c.frame + " " + c.direction], ["Bytes", (c) => c.bytes, (n) => n.toLocaleString("en"), true],
-  ["Move", (c) => c.move.replace("->", "→")], ["Asked for", (c) => c.how], ["Module", (c) => c.module],
-  ["Line", (c) => (c.file ? c.file.split("/").pop() + ":" + c.line : "")], ["Code", (c) => c.code],
+  ["Exposed", (c) => c.exposed, time, true], ["Operator", (c) => c.op + (c.reduce_op ? " " + c.reduce_op : "")],
+  ["Bytes", (c) => c.bytes, (n) => n.toLocaleString("en"), true], ["Move", (c) => c.move.replace("->", "→")],
+  ["Module", (c) => c.module], ["Line", (c) => (c.file ? c.file.split("/").pop() + ":" + c.line : "")],
+  ["Code", (c) => c.code], ["Graph", (c) => c.frame + " " + c.direction], ["Axis", (c) => c.axis],
+  ["Takes", (c) => c.seconds, time, true], ["Asked for", (c) => c.how],
   ["Type", (c) => c.dtype + " " + JSON.stringify(c.shapes)], ["Passes", (c) => c.passes.join(", ")],
   ["Ranks", (c) => (c.ranks.length > 8 ? c.ranks.length + " ranks" : c.ranks.join(" "))],
   ["Bytes as a formula", (c) => (c.formula ? c.formula.bytes : "")],

@@ -58,8 +58,8 @@ def most_exposed(found: Iterable[dict[str, Any]], most: int) -> list[dict[str, A
     for c in found:
         alike = *(c[key] for key in ALIKE), NUMBER.sub("*", c["module"]), tuple(c["passes"]), len(c["asked"])
         groups.setdefault(alike, []).append(c)
-    merged = [_merged(group) for group in groups.values()]
-    return sorted(merged, key=lambda c: -c["exposed"])[:most]
+    merged = sorted([_merged(group) for group in groups.values()], key=lambda c: -c["exposed"])
+    return [c for k, c in enumerate(merged[:most]) if c["exposed"] or not k]
 
 
 def _merged(group: list[dict[str, Any]]) -> dict[str, Any]:
