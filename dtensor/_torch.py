@@ -1,7 +1,8 @@
 """Everything of torch that is not public: here of tensors, operators, process groups and traces.
 
-`_torch_sizes` has that of symbolic sizes, `_torch_compile` that of torch.compile, `_torch_fsdp` that of FSDP. The rest
-of the library names no private part of torch: what a new release may move is found and mended in these four.
+`_torch_sizes` has that of symbolic sizes, `_torch_compile` and `_torch_dynamo` that of torch.compile, `_torch_fsdp`
+that of FSDP. The rest of the library names no private part of torch: what a new release may move is found and mended
+in these five.
 Importing this module checks the torch version and raises `ImportError` outside the supported range.
 """
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import itertools
 import sys
 import threading
@@ -16,23 +15,20 @@ from typing import Any
 import sympy
 import torch
 
-from ._torch import OpOverload, tree_leaves, tree_map  # first: it checks the version of torch
-from ._torch_sizes import ShapeEnv
+from ._torch import OpOverload, tree_map  # first: it checks the version of torch
+from ._torch_sizes import ShapeEnv, free_symbols
 
 # isort: split
 from torch._dynamo import guards as dynamo_guards
 from torch._dynamo.backends import registry as backend_registry
 from torch._dynamo.exc import RestartAnalysis
-from torch._dynamo.source import AttrSource
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, TracingContext
 from torch._higher_order_ops.utils import unique_graph_id
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
 from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
-from torch._library.opaque_object import is_opaque_value
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
-from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext, SubclassSymbolicContext
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -208,65 +204,6 @@ def check_results(joint: torch.fx.Graph, expected: int) -> None:
         )
 
 
-def inner_sizes_follow(cls: type) -> None:
-    """Have Dynamo make the sizes of the inner tensors of `cls` symbols where those of the outer tensor are, and
-    nowhere else, whatever inner sizes it has seen before.
-
-    The symbols say nothing of the values (as `mark_unbacked` would have it): `cls.__tensor_unflatten__` defines them.
-    """
-    from torch._dynamo.variables import builder
-
-    own = builder._automatic_dynamic
-
-    @functools.wraps(own)
-    def policy(e, tx, source, static_shapes, outer_only=False, *args, **kwargs):
-        parts_count_as_wholes(cls)  # when something is compiled: to import what it changes takes 60 ms
-        if type(e) is not cls or outer_only:
-            return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
-        outer: Any = own(e, tx, source, static_shapes, True, *args, **kwargs)
-        inner = {}
-        for attr in e.__tensor_flatten__()[0]:
-            if isinstance(getattr(e, attr), torch.Tensor):
-                inner[attr] = StatefulSymbolicContext(
-                    dynamic_sizes=[
-                        DimDynamic.STATIC if kind is DimDynamic.STATIC or size in (0, 1) else DimDynamic.UNBACKED
-                        for kind, size in zip(outer.dynamic_sizes, e.shape)  # torch makes no symbols of 0 and 1
-                    ],
-                    tensor_source=AttrSource(source, attr),
-                )
-        return SubclassSymbolicContext(
-            dynamic_sizes=outer.dynamic_sizes,
-            dynamic_strides=outer.dynamic_strides,
-            constraint_sizes=outer.constraint_sizes,
-            constraint_strides=outer.constraint_strides,
-            view_base_context=outer.view_base_context,
-            tensor_source=outer.tensor_source,
-            shape_env_to_source_to_symbol_cache=outer.shape_env_to_source_to_symbol_cache,
-            excluded_sizes=outer.excluded_sizes,
-            inner_contexts=inner,
-        )
-
-    builder._automatic_dynamic = policy
-
-
-@functools.cache
-def attributes_stand_with_their_tensors() -> None:
-    """Have Dynamo write `x.attribute` of a tensor subclass, whose sizes are new symbols, into its graph where it makes
-    `x`. Torch 2.13 writes it where a symbol is first needed: for an input that it meets later, that is before `x`."""
-    from torch._dynamo.output_graph import SubgraphTracer
-    from torch.fx.proxy import Attribute
-
-    own = SubgraphTracer.track_produced_symints
-
-    @functools.wraps(own)
-    def tracked(self: Any, example_value: Any, e_proxy: Any) -> None:
-        if isinstance(e_proxy, Attribute) and not free_symbols(example_value) <= self.bound_symbols.keys():
-            e_proxy.node  # noqa: B018 (the property makes it)
-        own(self, example_value, e_proxy)
-
-    SubgraphTracer.track_produced_symints = tracked
-
-
 @functools.cache
 def parts_count_as_wholes(cls: type) -> None:
     """Have AOTAutograd conclude from what it knows of tensors of the subclass `cls` what it asks about their parts.
@@ -351,86 +288,6 @@ def _of_parts(outer: Any, static: list[int]) -> Any:
     )
 
 
-@functools.cache
-def explain_traced_errors(explain: Callable[[Iterator[Any], str], str | None]) -> None:
-    """Have Dynamo, where an operator fails on fakes, add what `explain` says of it, given the modules whose code is
-    traced, innermost first."""
-    from torch._dynamo import utils
-
-    own = utils.run_node
-
-    @functools.wraps(own)
-    def run(tracer: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return own(tracer, *args, **kwargs)
-        except RuntimeError as error:
-            told = explain(_modules_traced(tracer.current_tx), str(error.__cause__ or error))
-            if told is None:
-                raise
-            raise RuntimeError(f"{told}\n{error}").with_traceback(error.__traceback__) from error.__cause__
-
-    utils.run_node = run
-
-
-def _modules_traced(translator: Any) -> Iterator[Any]:
-    from torch._dynamo.variables import LazyVariableTracker, UnspecializedNNModuleVariable
-
-    while translator is not None:
-        for name in translator.f_code.co_varnames[:1]:
-            found = translator.symbolic_locals.get(name)
-            found = found.unwrap() if isinstance(found, LazyVariableTracker) else found
-            if isinstance(found, UnspecializedNNModuleVariable):
-                yield found.value
-        translator = translator.parent
-
-
-def higher_order_take(cls: type) -> None:
-    """Let Dynamo make graphs of branches and bodies that DTensors go into.
-
-    It asks which results of a loop share memory: they do if their local tensors do. And it hands a branch all symbols
-    in what goes into it: of a DTensor those of the whole, as nothing in Dynamo's graph speaks of its parts. Torch takes
-    tensors and sizes to go in; beside DTensors that may be their mesh, too.
-    """
-    from torch._dynamo.output_graph import SubgraphTracer
-    from torch._dynamo.variables import higher_order_ops
-
-    storages, lift = higher_order_ops.get_tensor_storages, SubgraphTracer._lift_basic_symbols
-    part: Any = None
-
-    @functools.wraps(storages)
-    def of_local(x: torch.Tensor) -> Any:
-        return storages(x._local_tensor if isinstance(x, cls) else x)  # pyright: ignore[reportAttributeAccessIssue]
-
-    @functools.wraps(lift)
-    def of_whole(self: Any, example_value: Any, src: Any) -> None:
-        nonlocal part
-        if part is not None and example_value is part:
-            return
-        if not isinstance(example_value, cls) or self.parent is None:
-            lift(self, example_value, src)
-            return
-        part = example_value._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            lift(self, example_value, src)  # its own sizes, and then what it consists of
-        finally:
-            part = None
-
-    higher_order_ops.get_tensor_storages = of_local
-    SubgraphTracer._lift_basic_symbols = of_whole
-    for name in ("cond", "scan", "while_loop"):
-        module: Any = importlib.import_module(f"torch._higher_order_ops.{name}")
-        module.validate_subgraph_args_types = _but_for_meshes(module.validate_subgraph_args_types, cls)
-
-
-def _but_for_meshes(check: Callable[[Sequence[Any]], None], cls: type) -> Callable[[Sequence[Any]], None]:
-    @functools.wraps(check)
-    def checked(args: Sequence[Any]) -> None:
-        sharded = any(isinstance(x, cls) for x in args)
-        check([x for x in args if not (sharded and is_opaque_value(x))])
-
-    return checked
-
-
 def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
     """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
     from torch._dynamo.backends.common import aot_autograd
@@ -508,15 +365,6 @@ def _is_size_of(inputs: list[Any], symbol: sympy.Symbol) -> bool:
 
     tensors = [x for x in inputs if isinstance(x, TensorBox)]
     return symbol in inputs or any(symbol in (*x.get_size(), *x.get_stride()) for x in tensors)
-
-
-def free_symbols(value: Any) -> set[sympy.Symbol]:
-    """The symbols in the sizes of a node's value."""
-    found: set[sympy.Symbol] = set()
-    for x in tree_leaves(value):
-        sizes = (*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,)
-        found.update(*[n.node.expr.free_symbols for n in sizes if isinstance(n, torch.SymInt)])
-    return found
 
 
 def is_within() -> bool:
@@ -728,19 +576,16 @@ __all__ = [
     "RestartAnalysis",
     "SizesSettled",
     "aot_backend",
-    "attributes_stand_with_their_tensors",
     "boxed",
     "check_results",
     "check_settled",
     "compile_context",
     "compiler_settings",
     "dynamo_counters",
-    "explain_traced_errors",
     "forget_compiled",
     "get_hash_for_files",
     "inductor_compile",
     "inductor_config",
-    "inner_sizes_follow",
     "is_compiling",
     "is_within",
     "leave_guards_untimed",

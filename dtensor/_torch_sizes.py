@@ -436,6 +436,15 @@ def _placeholder(proxy: Any) -> torch.fx.Node | None:
     return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
 
 
+def free_symbols(value: Any) -> set[sympy.Symbol]:
+    """The symbols in the sizes of a node's value."""
+    found: set[sympy.Symbol] = set()
+    for x in tree_leaves(value):
+        sizes = (*x.shape, *x.stride()) if isinstance(x, torch.Tensor) else (x,)
+        found.update(*[n.node.expr.free_symbols for n in sizes if isinstance(n, torch.SymInt)])
+    return found
+
+
 __all__ = [
     "CeilDiv",
     "FloorDiv",
@@ -448,6 +457,7 @@ __all__ = [
     "binary_products",
     "define_strides",
     "evaluated",
+    "free_symbols",
     "guards_hold",
     "guards_on",
     "guards_written_by",

@@ -150,7 +150,9 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
 
 def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
     """Overwrite the memory of a tensor by what rank `src_data_rank` (of each mesh axis) holds there, on every rank of a
-    mesh. `x` may be any view of it."""
+    mesh; nothing on others. `x` may be any view of it."""
+    if mesh.get_coordinate() is None:
+        return
     data = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
     for axis in range(mesh.ndim):
         group = mesh.get_group(axis)

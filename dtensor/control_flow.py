@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ._torch import catch_higher_order, higher_order_operators, tree_flatten
-from ._torch_compile import higher_order_take
+from ._torch_dynamo import higher_order_take
 from ._torch_sizes import has_hint
 from .errors import OperatorError
 from .invariance import check_invariant, is_alike, note_alike

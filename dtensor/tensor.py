@@ -22,7 +22,7 @@ from ._torch import (
     make_wrapper_subclass,
     never_traced,
 )
-from ._torch_compile import attributes_stand_with_their_tensors, inner_sizes_follow
+from ._torch_dynamo import attributes_stand_with_their_tensors, inner_sizes_follow
 from .aliasing import copies, fresh
 from .boundary import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
 from .collectives import library

@@ -1,8 +1,12 @@
-"""Whether ranks give a model the same inputs: one small all_reduce of checksums in each call, eager and compiled.
+"""Whether ranks give a model the same inputs, in two ways.
 
-Along axes that cut an input its parts have one shape; along the others it has the same values. All ranks of the mesh
-learn of a difference, wherever it is, so that all raise and none waits. It is computed where the inputs lie, and on a
-GPU nothing waits for the answer.
+`distribute_model` knows all inputs, and compares them in each call, eager and compiled: one small all_reduce of
+checksums. Along axes that cut an input its parts have one shape; along the others it has the same values. All ranks of
+the mesh learn of a difference, wherever it is, so that all raise and none waits. It is computed where the inputs lie,
+and on a GPU nothing waits for the answer.
+
+A style knows what it takes as Replicate(), which in eager mode it looks at now and then (`likeness`); in compiled code
+the graph does.
 """
 
 from collections.abc import Iterable, Sequence

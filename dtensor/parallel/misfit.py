@@ -15,13 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .._torch_compile import explain_traced_errors
+from .._torch_dynamo import explain_traced_errors
 from ..errors import MisfitError
 from ..tensor import DTensor
 from ..wrapping import CALL, wrap_call
 
 PLANNED = "_dtensor_planned"
 """The attribute of a module that an entry of a plan is for: its `Planned`."""
+
+
+MOST = 4
+"""How many entries an error lists."""
 
 
 class Planned(NamedTuple):
@@ -96,10 +100,6 @@ def _explained(modules: Iterable[nn.Module], what: str) -> str | None:
 
 def _planned(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, m) for path, m in module.named_modules() if PLANNED in vars(m)]
-
-
-MOST = 4
-"""How many entries an error lists."""
 
 
 def _entry(module: nn.Module) -> str:

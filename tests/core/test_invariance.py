@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import dtensor
 from dtensor import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, init_device_mesh
@@ -276,3 +277,10 @@ def test_what_functions_of_torch_make_themselves(rank):
             function(x, 1, unbiased=True, mask=mask)
             with pytest.raises(MixedTensorError, match="is a plain tensor"):
                 function(x, 1, unbiased=True, mask=a > -2)
+
+
+@with_ranks(3)
+def test_what_functions_of_torch_make_where_a_rank_is_outside_the_mesh(rank):
+    x = distribute_tensor(torch.linspace(-1, 1, 30).sin().view(6, 5), DeviceMesh("cpu", [0, 1]), [Shard(0)])
+    _, s, _ = torch.svd_lowrank(x, q=3)
+    assert s.to_local().shape == ((3,) if rank < 2 else (0,))

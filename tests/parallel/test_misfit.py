@@ -98,6 +98,27 @@ def test_errors_that_are_not_of_the_plan_stay_as_they_are(fake_mesh):
         function(torch.ones(8))
 
 
+@torch.library.custom_op("misfit::untraced", mutates_args=())
+def untraced(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@untraced.register_fake
+def _(x):
+    raise NotImplementedError("unknown to traces")
+
+
+def test_what_breaks_a_graph_breaks_it_under_a_plan(fake_mesh):
+    """It comes to Dynamo as an error of a class of its own."""
+
+    class Broken(MLP):
+        def forward(self, x):
+            return super().forward(untraced(x))
+
+    built = parallelize_module(Broken(), fake_mesh(2), {"a": COLUMNS, "b": ROWS})
+    assert torch.compile(built, backend="dtensor", options={"inner": "aot_eager"})(torch.randn(8, 48)).shape == (8, 48)
+
+
 def test_a_style_for_the_module_itself(fake_mesh):
     class Nothing(ParallelStyle):
         def apply(self, module, device_mesh):
