@@ -21,7 +21,7 @@ from dtensor.collectives import COMMUNICATING, chunk_length, group_ranks, group_
 from dtensor.passes import ir
 from dtensor.passes.count import describe
 from dtensor.passes.source import module, source
-from dtensor.provenance import TAKEN
+from dtensor.provenance import ALIKE, TAKEN, Taken
 from dtensor.sequences import Entry
 
 
@@ -71,17 +71,19 @@ def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]])
 
 
 def _taken(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of a forward or inference graph, parameters aside, that a plan takes as the same on all ranks."""
+    """The inputs of a forward or inference graph that count as the same on all ranks; parameters aside, but for what a
+    global view takes, which may be any tensor that a module holds."""
     inputs = graph.find_nodes(op="placeholder")
-    taken = [n for n in inputs if TAKEN in n.meta and ir.PARAMETER not in n.meta]
+    taken = [n for n in inputs if TAKEN in n.meta and (ALIKE in n.meta or ir.PARAMETER not in n.meta)]
     return [n for n in taken if isinstance(ir.value(n), torch.Tensor)]
 
 
 def _said(node: fx.Node) -> str:
-    """Where a plan takes an input so, in words."""
-    there: Any = SimpleNamespace(meta=node.meta[TAKEN]._asdict())
+    """What is said of an input that counts as the same on all ranks."""
+    taken: Taken = node.meta[TAKEN]
+    there: Any = SimpleNamespace(meta=taken._asdict())
     path, line = module(there), source(there)
-    return f"the input of {path or 'the model'}" + (f" ({line})" if line is not None else "")
+    return taken.said.format((path or "the model") + (f" ({line})" if line is not None else ""))
 
 
 def _is_tagged(node: fx.Node) -> bool:

@@ -407,6 +407,11 @@ def traced_into_backward():
         meta["partitioner_tag"] = "is_backward"
 
 
+def is_in_backward() -> bool:
+    """Whether a backward runs on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_in_formula() -> bool:
     """Whether the backward of one of torch's own operators runs on this thread, not of a user's autograd function."""
     node = torch._C._current_autograd_node()
@@ -473,6 +478,7 @@ __all__ = [
     "is_being_compiled",
     "is_below_autograd",
     "is_gloo",
+    "is_in_backward",
     "is_in_formula",
     "is_in_graph",
     "is_registered",

@@ -23,7 +23,8 @@ from .boundary import is_tracing, refuse_tangent
 from .decision import functional_of, has_out
 from .dispatch import dispatch
 from .errors import StrictReason
-from .invariance import check_invariant, is_alike, region_of_torch
+from .global_values import check_global
+from .invariance import is_alike, region_of_torch
 from .layout import Layout
 from .local_sizes import divides
 from .moves import moves_of
@@ -110,7 +111,7 @@ def _distributed(x, name: str, mesh) -> Any:
     """The argument as a DTensor; a plain tensor that is alike on all ranks is taken as replicated."""
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
         return x
-    check_invariant("scaled_dot_product_attention", name, x)
+    check_global("scaled_dot_product_attention", name, x, mesh)
     return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
 
 

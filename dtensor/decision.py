@@ -29,7 +29,8 @@ from .boundary import take_from_source
 from .emptiness import is_empty_somewhere, require_parts
 from .errors import MeshError
 from .fallback import fell_back
-from .invariance import check_invariant, draws_of_torch, is_alike
+from .global_values import check_global
+from .invariance import draws_of_torch, is_alike
 from .layout import Layout
 from .local_sizes import written as written_size
 from .rules import (
@@ -366,7 +367,7 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
         if drawn:
             take_from_source(item, operands[0].mesh, 0)
         elif drawn is None:
-            check_invariant(func, name, item)
+            check_global(func, name, item, operands[0].mesh)
 
 
 def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:

@@ -20,7 +20,8 @@ from .aliasing import copies, freshen, remember, wrote
 from .caches import cache
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .errors import MixedTensorError
-from .invariance import mark_local
+from .global_values import may_be_written
+from .invariance import mark_alike, mark_local
 from .layout import Layout
 from .redistribute import redistribute_local
 from .rules.call import replaced
@@ -111,7 +112,11 @@ def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
         return KINDS["foreach"](func, args, kwargs)
     if has_out(func):
         return KINDS["out"](func, args, kwargs)
-    return dispatch(func, *with_plain_wrapped(func, args, kwargs))
+    out = dispatch(func, *with_plain_wrapped(func, args, kwargs))
+    if func._schema.name.endswith("_") and not isinstance(args[0], DTensorType):
+        mark_alike(args[0], written=True)
+        return args[0]
+    return out
 
 
 def _mesh_of(given: Any) -> Any:
@@ -195,7 +200,7 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     check_operands(func, args, kwargs, operands)
     mesh = operands[0].mesh
     first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-    if func._schema.name.endswith("_") and not isinstance(first, DTensorType):
+    if func._schema.name.endswith("_") and not isinstance(first, DTensorType) and not may_be_written(first):
         raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
 
     def replicated(a):

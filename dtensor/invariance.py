@@ -137,6 +137,11 @@ def _objection(x: torch.Tensor) -> str | None:
 
 def _origin(node: torch.fx.Node) -> str | None:
     """The first ancestor of `node` (itself included) that can differ between ranks, in words; None if there is none."""
+    return next((reason for _, reason in differing(node)), None)
+
+
+def differing(node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, str]]:
+    """The nearest ancestors of `node` (itself included) that can differ between ranks, each with why."""
     waiting, seen = [node], {node}
     while waiting:
         n = waiting.pop()
@@ -144,11 +149,11 @@ def _origin(node: torch.fx.Node) -> str | None:
             continue
         reason = _differs(n)
         if reason is not None:
-            return reason
+            yield n, reason
+            continue
         found = n.all_input_nodes if getattr(_schema_of(n), "name", "") not in SHAPE_ONLY else []
         waiting += [m for m in found if m not in seen]
         seen.update(found)
-    return None
 
 
 def _schema_of(node: torch.fx.Node) -> Any:
@@ -187,10 +192,12 @@ class _Region(threading.local):
     Attributes:
         entered: whether it is in one.
         draws_alike: whether that takes the default generator to be in one state on all ranks.
+        recorder: what marks tensors in it.
     """
 
     entered: bool = False
     draws_alike: bool = False
+    recorder: "_Recorder | None" = None
 
 
 _region = _Region()
@@ -243,6 +250,8 @@ def _leaves(given: Any) -> Iterator[Any]:
 class _Recorder(TorchDispatchMode):
     """Marks the results of factories, and of operators whose tensors are all marked."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.active = False
@@ -264,7 +273,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if types and not all(t in PLAIN for t in types):
+        if not isinstance(func, OpOverload) or (types and not all(t in PLAIN for t in types)):
             return func(*args, **kwargs)
         given = list(_tensors([args, list(kwargs.values())]))
         info = schema(func)
@@ -276,15 +285,15 @@ class _Recorder(TorchDispatchMode):
         kept = [alike and _is_marked(t) for t in written]
         out = func(*args, **kwargs)
         for t, keep in zip(written, kept):
-            self._mark(t, keep, self.counts)
+            self.mark(t, keep, self.counts)
         # A view shares the mark already; what has memory of its own needs one.
         shared = [] if info.name in LIFTS else [_storage(t) for t in given]
         for t in _tensors(out):
             if all(_storage(t) is not s for s in shared):
-                self._mark(t, alike, False)
+                self.mark(t, alike, False)
         return out
 
-    def _mark(self, x: torch.Tensor, alike: bool, soon_counted: bool) -> None:
+    def mark(self, x: torch.Tensor, alike: bool, soon_counted: bool) -> None:
         storage = _storage(x)
         if storage is not None:
             version = self if x.is_inference() else x._version + soon_counted
@@ -337,13 +346,22 @@ def implicit_replication(*, random: bool = False) -> Iterator[None]:
     if torch.compiler.is_dynamo_compiling():
         yield
         return
-    before = _region.entered, _region.draws_alike
-    _region.entered, _region.draws_alike = True, random
+    before = _region.entered, _region.draws_alike, _region.recorder
     try:
-        with _Recorder():
+        with _Recorder() as recorder:
+            _region.entered, _region.draws_alike, _region.recorder = True, random, recorder
             yield
     finally:
-        _region.entered, _region.draws_alike = before
+        _region.entered, _region.draws_alike, _region.recorder = before
+
+
+def mark_alike(x: torch.Tensor, *, written: bool = False) -> None:
+    """Note of the plain tensor `x`, in the region or the trace around, that all ranks hold the same values; `written`:
+    by the operator that runs."""
+    if isinstance(x, (FakeTensor, FunctionalTensor)):
+        note_alike(x)
+    elif (recorder := _region.recorder) is not None:
+        recorder.mark(x, True, written and recorder.counts)
 
 
 def region_of_torch() -> contextlib.AbstractContextManager[Any]:
@@ -353,9 +371,11 @@ def region_of_torch() -> contextlib.AbstractContextManager[Any]:
 
 __all__ = [
     "check_invariant",
+    "differing",
     "draws_of_torch",
     "implicit_replication",
     "is_alike",
+    "mark_alike",
     "mark_local",
     "note_alike",
     "region_of_torch",

@@ -1,9 +1,9 @@
-"""Likeness: whether ranks give the same values where a plan takes a tensor as the same on all of them.
+"""Likeness: whether ranks have the same values where a tensor counts as the same on all of them.
 
-Ranks of a tensor parallel axis that read different batches train on without a word. So what is taken so is looked at on
-its first use, and every so often then: each rank writes a few numbers of it into the job's store, and looks at what the
-others have written for the same place in the program. Nobody waits; whoever comes last sees a difference, and a failure
-is everybody's (`job`).
+Ranks of a tensor parallel axis that read different batches train on without a word. So what a style takes as the same,
+and what stands plain beside DTensors in a global view, is looked at on its first use, and every so often then: each
+rank writes a few numbers of it into the job's store, and looks at what the others have written for the same place in
+the program. Nobody waits; whoever comes last sees a difference, and a failure is everybody's (`job`).
 
 Values that are alike may differ in their last bits, so a norm and a few sums are compared; of integers a checksum. In a
 trace a note goes to the inputs of the graph that such a tensor is computed from, and `agree` looks at these.
@@ -17,11 +17,28 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ._torch import fx_traceback, graph_node
+from ._torch import FakeTensor, FunctionalTensor, fx_traceback, graph_node, is_in_graph, resolve_process_group
 from ._torch_compile import compile_context
-from .groups import Calls
-from .job import Job
+from .groups import Calls, calls_on
+from .job import Job, job
 from .provenance import LOCAL, TAKEN, Taken
+
+BY_STYLE = (
+    "that a plan takes as the same on all ranks of its axis: the input of {}. Give all of them the same batch (seed a "
+    "sampler by the rank along the data axis, not by the global one), write the layout Shard(dim) into the style where "
+    "each gives a part, or parallelize_module(…, check_inputs=False)"
+)
+"""How it is said what a style takes, of the module {}."""
+
+BY_VIEW = (
+    "that stands beside DTensors in a model sharded by distribute_model, and so counts as the same on all ranks: {}. "
+    "Give all of them the same values, write DTensor.from_local(x, mesh, placements) where each has a part, or "
+    "distribute_model(…, check_inputs=False)"
+)
+"""How it is said what a global view takes, at {}."""
+
+FIRST = 2
+"""How many first uses in eager mode are looked at."""
 
 EVERY = 100
 """Of so many uses later ones are looked at once."""
@@ -42,7 +59,7 @@ _told: deque[tuple[Job, str]] = deque()
 
 
 class Given(NamedTuple):
-    """A tensor that is taken as the same on all ranks, and what the user knows it by."""
+    """A tensor that counts as the same on all ranks, and what is said of it."""
 
     said: str
     x: torch.Tensor
@@ -107,11 +124,25 @@ def _error(said: str, by_rank: dict[int, Any]) -> str:
     ranks = " and ".join(map(str, sorted(by_rank)))
     kinds = {f"{dtype} {shape}" for dtype, shape, _ in by_rank.values()}
     differ = f"in {' and '.join(sorted(kinds))}" if len(kinds) > 1 else f"in the values of a {kinds.pop()}"
-    return (
-        f"ranks {ranks} differ {differ} that a plan takes as the same on all ranks of its axis: {said}. Give all "
-        "of them the same batch (seed a sampler by the rank along the data axis, not by the global one), write the "
-        "layout Shard(dim) into the style where each gives a part, or parallelize_module(…, check_inputs=False)"
-    )
+    return f"ranks {ranks} differ {differ} {said}"
+
+
+def compare(said: str, x: torch.Tensor, group: str, uses: int) -> None:
+    """In eager mode: look at a plain tensor, the `uses`-th at its place in the program, where that is due.
+
+    Raises:
+        AgreementError: other ranks of the group have other values, here or on another rank.
+    """
+    if isinstance(x, (FakeTensor, FunctionalTensor)) or is_in_graph():
+        return
+    calls = calls_on(resolve_process_group(group))
+    place, calls.taken = calls.taken, calls.taken + 1
+    here = job() if (uses < FIRST or uses % EVERY == 0) and not x.requires_grad else None
+    if here is None or len(calls.ranks) == 1:
+        return
+    look = Look(here, calls, f"eager {place}", [Given(said, x)])
+    look.tell()
+    look.hear()
 
 
 _noting: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
@@ -124,7 +155,7 @@ def noted() -> tuple[str, ...]:
     return tuple(sorted(_noting.get(context, ()))) if context is not None else ()
 
 
-def note_taken(local: torch.Tensor, groups: Sequence[str]) -> None:
+def note_taken(local: torch.Tensor, groups: Sequence[str], said: str) -> None:
     """While a graph is traced: note on its inputs that what `local` is computed from is to be alike over `groups`."""
     node = graph_node(local)
     if node is None:
@@ -132,7 +163,7 @@ def note_taken(local: torch.Tensor, groups: Sequence[str]) -> None:
     meta, context = fx_traceback.current_meta, compile_context()
     if context is not None:
         _noting.setdefault(context, set()).update(groups)
-    taken = Taken(tuple(groups), meta.get("nn_module_stack") or {}, meta.get("stack_trace") or "")
+    taken = Taken(said, tuple(groups), meta.get("nn_module_stack") or {}, meta.get("stack_trace") or "")
     todo = [node]
     while todo:
         n = todo.pop()
@@ -142,4 +173,16 @@ def note_taken(local: torch.Tensor, groups: Sequence[str]) -> None:
         todo += n.all_input_nodes
 
 
-__all__ = ["EVERY", "STRIDES", "TOLERANCE", "Given", "Look", "note_taken", "noted", "numbers"]
+__all__ = [
+    "BY_STYLE",
+    "BY_VIEW",
+    "EVERY",
+    "STRIDES",
+    "TOLERANCE",
+    "Given",
+    "Look",
+    "compare",
+    "note_taken",
+    "noted",
+    "numbers",
+]

@@ -88,6 +88,11 @@ class MeshFacts:
     groups: dict[tuple[int, ...], str]
     network: Network
 
+    @property
+    def by_axis(self) -> list[str]:
+        """This rank's groups over one axis each."""
+        return [group for axes, group in self.groups.items() if len(axes) == 1]
+
 
 _facts: dict[int, MeshFacts] = cache()
 

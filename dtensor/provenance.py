@@ -36,7 +36,7 @@ MOVE = "dtensor_move"
 """The `Moved` that made a collective."""
 
 TAKEN = "dtensor_taken"
-"""The `Taken` of a tensor that a plan takes as the same on all ranks, and of what it is computed from."""
+"""The `Taken` of a tensor that counts as the same on all ranks, and of what it is computed from."""
 
 TRACED = "dtensor_traced"
 """Numbers of the collectives that the program asked for, and a collective stands for (`dtensor.compile.frames`)."""
@@ -46,13 +46,15 @@ PASSES = "dtensor_passes"
 
 
 class Taken(NamedTuple):
-    """What a plan takes as the same on all ranks.
+    """What counts as the same on all ranks.
 
     Attributes:
+        said: by what, and what to do where it is not: a text with a place for what it is (`likeness`).
         groups: over which it is.
         nn_module_stack, stack_trace: where, as in a node's `meta`.
     """
 
+    said: str
     groups: tuple[str, ...]
     nn_module_stack: dict[str, Any]
     stack_trace: str

@@ -33,7 +33,7 @@ from .errors import PlacementError, ShardingError
 from .exchange import exchanged
 from .invariance import region_of_torch
 from .layout import Layout
-from .likeness import note_taken
+from .likeness import BY_STYLE, note_taken
 from .memory import BY_ELEMENT, OUTSIDE, on_local_tensors
 from .mesh import facts, mesh_shape, world_of
 from .pending import Pending, waited
@@ -585,7 +585,7 @@ def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str, alik
     `alike`: a plan takes it as the same on all ranks, which the graph compares.
     """
     if alike:
-        note_taken(x, [group for (axis, *more), group in facts(mesh).groups.items() if not more])
+        note_taken(x, facts(mesh).by_axis, BY_STYLE)
     sizes = {"shape": shape, "stride": stride} if shape or stride else {}
     placements, grads = (parsed(t) if t else None for t in (text, grad_text))
     return DTensor.from_local(x, mesh, placements, **sizes, grad_placements=grads)

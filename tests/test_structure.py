@@ -41,7 +41,7 @@ LAYERS = [
         "likeness",
         "provenance",
     ],
-    ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement"],
+    ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement", "global_values"],
     ["spec", "plan", "declared"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
     ["moves", "emptiness"],

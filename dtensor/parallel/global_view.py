@@ -17,13 +17,14 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
+from .._torch import is_in_backward
 from ..api import DISTRIBUTED, distribute_parameter, distribute_tensor
 from ..boundary import check_module, mesh_of
 from ..errors import PlacementError
-from ..invariance import implicit_replication
+from ..global_values import global_view
 from ..placements import Placement, Replicate, Shard, as_placement, as_placements
 from ..tensor import DTensor
-from ..wrapping import made_class, wrap_call
+from ..wrapping import made_class, with_own_code
 from .input_check import InputCheck
 from .sharded_module import FullyShardedModule
 from .sharding import SHARDED_AS, joint_mesh
@@ -113,13 +114,15 @@ def distribute_model(
             if b not in buffers:  # one that several modules hold stays one
                 buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
             module._buffers[name] = buffers[b]
-    wrap_call(model, view)
     for module in model.modules():
         # Parameters that are fully sharded are read as that says.
         names = tuple(sorted(name for name, p in _own(module._parameters) if SHARDED_AS not in vars(p)))
-        if names:
-            vars(module)[VIEW] = view
-            module.__class__ = reading_class(type(module), names)
+        if not names and type(module).forward is nn.Module.forward:
+            continue  # a list of modules
+        vars(module)[VIEW] = view
+        module.__class__ = viewed_class(type(module), names)
+        if "forward" in vars(module):
+            vars(module)["forward"] = functools.partial(view, vars(module)["forward"])
     setattr(model, DISTRIBUTED, True)
     return model
 
@@ -129,7 +132,8 @@ def _own(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _View:
-    """What is called in place of a model's forward. Knows whether one runs."""
+    """What is called in place of the forward of a model and of its modules. Knows whether one runs: modules that are
+    called by themselves are given inputs, and give outputs, as the model is and does."""
 
     def __init__(
         self,
@@ -150,13 +154,18 @@ class _View:
         return _View, (self.mesh, self.inputs, self.outputs, self.check is not None)
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.depth:
+            return forward(*args, **kwargs)
+        if not torch.compiler.is_compiling() and is_in_backward():  # activation checkpoints run what ran inside again
+            with self.running():
+                return forward(*args, **kwargs)
         plain: list[tuple[str, torch.Tensor, bool]] = []
         take = functools.partial(self._take, plain)
         args = _mapped(take, args, "args")
         kwargs = {name: _mapped(take, x, name) for name, x in kwargs.items()}
         if self.check is not None:
             self.check(plain)
-        with implicit_replication(), self.running():
+        with self.running():
             out = forward(*args, **kwargs)
         return out if self.outputs is None else _mapped(self._give, out, "")
 
@@ -180,28 +189,34 @@ class _View:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        if torch.compiler.is_compiling():
-            yield
-            return
         self.depth += 1
         try:
-            yield
+            with global_view(self.check is not None):
+                yield
         finally:
             self.depth -= 1
 
 
 @functools.cache
-def reading_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The class of modules of class `cls` of which a forward reads the parameters `names` by `_read`."""
+def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The class of modules of class `cls` whose view is called in place of their forward, which reads the parameters
+    `names` by `_read`."""
+    inner = cls.forward
+
+    @with_own_code
+    @functools.wraps(inner)
+    def forward(self, *args, **kwargs):
+        return self._dtensor_view(functools.partial(inner, self), *args, **kwargs)
+
     inside: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
-    return made_class(reading_class, cls, names, **inside)
+    return made_class(viewed_class, cls, names, forward=forward, **inside)
 
 
 def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     """A parameter, whose gradient comes in its own placements where a forward reads it: what arrives from operators may
     be a sum that is pending, which optimizers would reduce more than once."""
     p = module._parameters.get(name)
-    if not isinstance(p, DTensor) or not (torch.compiler.is_compiling() or vars(module)[VIEW].depth):
+    if not isinstance(p, DTensor) or not vars(module)[VIEW].depth:
         return p
     if not (p.requires_grad and torch.is_grad_enabled()):
         return p

@@ -14,15 +14,10 @@ from typing import Any
 
 import torch
 
-from .._torch import FakeTensor, FunctionalTensor, assert_async, is_in_graph, resolve_process_group
-from ..groups import calls_on
-from ..job import job
-from ..likeness import EVERY, Given, Look
+from .._torch import assert_async
+from ..likeness import BY_STYLE, compare
 from ..mesh import facts
 from .misfit import PLANNED
-
-FIRST = 2
-"""How many first uses of a module are looked at."""
 
 DIFFERS = (
     "distribute_model: ranks do not give argument {name} of forward alike; give all the same values, or write "
@@ -107,19 +102,9 @@ def compare_input(x: torch.Tensor, mesh: Any, module: Any) -> None:
     Raises:
         AgreementError: other ranks were given other values, here or on another rank.
     """
-    if isinstance(x, (FakeTensor, FunctionalTensor)) or is_in_graph():
-        return
-    group = facts(mesh).groups[(0,)]
-    calls = calls_on(resolve_process_group(group))
-    place, calls.taken = calls.taken, calls.taken + 1
     uses = vars(module)[USES] = vars(module).get(USES, -1) + 1
-    here = job() if (uses < FIRST or uses % EVERY == 0) and not x.requires_grad else None
-    if here is None or len(calls.ranks) == 1:
-        return
     name = vars(module)[PLANNED].name if PLANNED in vars(module) else ""
-    look = Look(here, calls, f"eager {place}", [Given(f"the input of {name or type(module).__name__}", x)])
-    look.tell()
-    look.hear()
+    compare(BY_STYLE.format(name or type(module).__name__), x, facts(mesh).groups[(0,)], uses)
 
 
 __all__ = ["InputCheck", "compare_input"]

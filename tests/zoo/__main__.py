@@ -1,4 +1,7 @@
-"""python -m tests.zoo docs/zoo.md: runs every model in every way, and writes what was seen."""
+"""python -m tests.zoo docs/zoo.md: runs every model in every way, and writes what was seen.
+
+    python -m tests.zoo docs/zoo.md [models, by parts of their names]    rows of others stay as they are
+"""
 
 import sys
 from collections import Counter
@@ -8,19 +11,28 @@ from tqdm import tqdm
 
 from dtensor.testing import kept_ranks, run_ranks
 
-from .compare import WAYS, tried
-from .models import EXAMPLES, NOT_COMPILED
+from .compare import breaks_of_plain, tried
+from .ways import HOW, WAYS, cases
 
 HEAD = """# The zoo
 
-Models as they are, small, over two ranks by `distribute_model` (tp) or `fully_shard` (fsdp), and over two by two by
-both (2d), eager and compiled with the passes: loss, output, every gradient and the losses of five steps of AdamW
-against one device. Plans: [tests/zoo/models.py](../tests/zoo/models.py). `python -m tests.zoo docs/zoo.md` writes this
-page. Graphs, graph breaks and collectives (after the passes, forward and backward) are those of a compiled step;
-"gathered" names operators without a rule.
+Models as they are, small, over two ranks and over two by two: loss, output, every gradient and the losses of five steps
+of AdamW against one device. Plans: [tests/zoo/models.py](../tests/zoo/models.py). `python -m tests.zoo docs/zoo.md`
+writes this page.
 
-| model | way | eager | compiled | graphs | breaks | collectives | gathered |
-|---|---|---|---|---|---|---|---|
+| way | what |
+|---|---|
+| tp, fsdp, 2d | `distribute_model`, `fully_shard`, both |
+| styles | `parallelize_module` |
+| torch tp, torch fsdp2, torch ddp | models that torch has sharded, compiled by `backend="dtensor"` |
+| converted | the same models, ours by `dtensor.interop.convert_module` |
+
+"compiled" is with the passes and without code of Inductor, which compiles a third. Graphs, graph breaks and collectives
+(after the passes, forward and backward) are those of a compiled step; after a slash the breaks that the model has by
+itself, where there are any. "gathered" names operators without a rule.
+
+| model | way | eager | compiled | Inductor | graphs | breaks | collectives | gathered |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -28,19 +40,31 @@ def _told(counts: Counter[str]) -> str:
     return ", ".join(f"{n} {op}" for op, n in sorted(counts.items()))
 
 
-def _row(name: str, way: str) -> str:
-    compiled = NOT_COMPILED.get(name)
-    if compiled is None:
-        compiled = run_ranks(tried, WAYS[way][0], name, way, True, timeout=900)[0]
-    eager = run_ranks(tried, WAYS[way][0], name, way, False, timeout=900)[0]
-    right = ["right" if not isinstance(found, str) else found for found in (eager, compiled)]
-    seen = ["", "", "", ""]
+def _row(name: str, way: str, todo: list[str], breaks: int) -> str:
+    found = {how: run_ranks(tried, WAYS[way][0], name, way, how, timeout=900)[0] for how in todo}
+    right = [("right" if not isinstance(found[how], str) else found[how]) if how in todo else "" for how in HOW]
+    seen, compiled = ["", "", "", ""], found["compiled"]
     if not isinstance(compiled, str):
-        seen = [str(compiled.graphs), str(compiled.breaks), _told(compiled.collectives), _told(compiled.fallbacks)]
-    return f"| {' | '.join([name, way, *right, *seen])} |\n"
+        own = f" / {breaks}" if breaks else ""
+        seen = [str(compiled.graphs), f"{compiled.breaks}{own}", _told(compiled.collectives), _told(compiled.fallbacks)]
+    return f"| {' | '.join([name, way, *map(str, right), *seen])} |\n"
+
+
+def _kept(page: Path) -> dict[tuple[str, str], str]:
+    """The rows of a page, by model and way."""
+    rows = [line for line in page.read_text().splitlines(keepends=True) if line.count("|") == 10] if page.exists() else []
+    return {(cells[1].strip(), cells[2].strip()): line for line in rows for cells in [line.split("|")]}
 
 
 if __name__ == "__main__":
+    page, wanted = Path(sys.argv[1]), sys.argv[2:]
+    by_row: dict[tuple[str, str], list[str]] = {}
+    for name, way, how in cases():
+        by_row.setdefault((name, way), []).append(how)
+    kept = _kept(page) if wanted else {}
+    todo = [row for row in by_row if not wanted or any(part in row[0] for part in wanted)]
     with kept_ranks():
-        rows = [_row(name, way) for name in tqdm(EXAMPLES) for way in WAYS]
-    Path(sys.argv[1]).write_text(HEAD + "".join(rows))
+        breaks = {name: breaks_of_plain(name) for name in dict.fromkeys(name for name, _ in todo)}
+        for row in tqdm(todo):
+            kept[row] = _row(*row, by_row[row], breaks[row[0]])
+    page.write_text(HEAD + "".join(kept[row] for row in by_row if row in kept))

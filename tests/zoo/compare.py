@@ -7,17 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dtensor import Replicate, distribute_model, fallbacks, init_device_mesh
+from dtensor import fallbacks
+from dtensor._torch_compile import dynamo_counters
 from dtensor.compile import statistics
-from dtensor.parallel import fully_shard
 
 from .models import EXAMPLES
+from .ways import HOW, WAYS
 
 STEPS = 5
 
 
 class Found(NamedTuple):
-    """What a comparison saw: collectives of the last graphs, and what else is counted in compiled code alone."""
+    """What a comparison saw: collectives of the graphs, and what else is counted in compiled code alone."""
 
     collectives: Counter[str]
     graphs: int
@@ -36,77 +37,59 @@ def results(out: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out["loss"], out["logits_per_image" if "logits_per_image" in out else "logits"]
 
 
-def tensor_parallel(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    distribute_model(model, mesh, EXAMPLES[name].plan, outputs={})
-    assert any(p.placements != (Replicate(),) for p in model.parameters())
-    return model
-
-
-def two_dimensional(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """Beside full sharding; all ranks have the same batch, so that the mean over it is one device's."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    distribute_model(model, mesh["tp"], EXAMPLES[name].plan, outputs={})
-    return _by_layers(model, mesh["dp"])
-
-
-def fully_sharded(model: torch.nn.Module, name: str) -> torch.nn.Module:
-    """By `fully_shard` alone, likewise."""
-    return _by_layers(model, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-
-
-def _by_layers(model: torch.nn.Module, mesh: Any) -> torch.nn.Module:
-    for part in model.modules():
-        if isinstance(part, torch.nn.ModuleList):
-            for layer in part:
-                fully_shard(layer, mesh)
-    return fully_shard(model, mesh)
-
-
-WAYS = {"tp": (2, tensor_parallel), "fsdp": (2, fully_sharded), "2d": (4, two_dimensional)}
-"""Way -> number of ranks, and what is done to the model."""
-
-
-def compare(name: str, way: str, compiled: bool) -> Found:
+def compare(name: str, way: str, how: str) -> Found:
     """Raises AssertionError where something differs; on each rank."""
     plain, given = made(name), EXAMPLES[name].inputs()
-    model = WAYS[way][1](copy.deepcopy(plain), name)
-    run = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}) if compiled else model
+    model, ours = WAYS[way][1](copy.deepcopy(plain), name, given)
+    run = model if HOW[how] is None else torch.compile(model, backend="dtensor", **HOW[how])
     before = fallbacks()
     with statistics() as seen:
-        _compare_once(plain, model, run, given)
-    dense, ours = (torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (plain, model))
+        _compare_once(plain, given, model, ours, run)
+    trained = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
+    dense, sharded = (torch.optim.AdamW(parameters, lr=1e-3) for parameters in trained)
     for step in range(STEPS):
-        dense.step(), ours.step()
-        dense.zero_grad(), ours.zero_grad()
-        want, found = results(plain(**given))[0], results(run(**given))[0]
+        dense.step(), sharded.step()
+        dense.zero_grad(), sharded.zero_grad()
+        want, found = results(plain(**given))[0], results(run(**ours))[0]
         torch.testing.assert_close(found, want, msg=f"loss after {step + 1} steps: {{}}".format)
         want.backward(), found.backward()
     collectives = Counter(c.op for r in seen.records if r.direction != "joint" for c in r.collectives)
     return Found(collectives, seen.graphs, seen.graph_breaks, fallbacks() - before)
 
 
-def _compare_once(plain: torch.nn.Module, model: torch.nn.Module, run: Any, given: dict[str, Any]) -> None:
-    want, found = results(plain(**given)), results(run(**given))
+def _compare_once(plain: torch.nn.Module, given: Any, model: torch.nn.Module, ours: Any, run: Any) -> None:
+    want, found = results(plain(**given)), results(run(**ours))
     torch.testing.assert_close(found, want)
     want[0].backward()
     found[0].backward()
     expected = dict(plain.named_parameters())
     for name, p in model.named_parameters():
+        name = name.removeprefix("module.")
         if expected[name].grad is None:
             assert p.grad is None, name
             continue
-        torch.testing.assert_close(p.grad.full_tensor(), expected[name].grad, msg=f"{name}: {{}}".format)
-        assert p.grad.placements == p.placements
+        whole = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        torch.testing.assert_close(whole, expected[name].grad, msg=f"{name}: {{}}".format)
+        assert getattr(p.grad, "placements", None) == getattr(p, "placements", None)
 
 
-def tried(rank: int, name: str, way: str, compiled: bool) -> Found | str:
+def breaks_of_plain(name: str) -> int:
+    """Graph breaks that the model has without us, in two calls with their backwards."""
+    torch.compiler.reset()
+    before = sum(dynamo_counters()["graph_break"].values())
+    run = torch.compile(made(name), backend="eager")
+    for _ in range(2):
+        results(run(**EXAMPLES[name].inputs()))[0].backward()
+    return sum(dynamo_counters()["graph_break"].values()) - before
+
+
+def tried(rank: int, name: str, way: str, how: str) -> Found | str:
     """What a comparison saw on a rank, or why it did not get through."""
     torch.compiler.reset()
     try:
-        return compare(name, way, compiled)
+        return compare(name, way, how)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
 
 
-__all__ = ["WAYS", "Found", "compare", "made", "tried"]
+__all__ = ["Found", "breaks_of_plain", "compare", "made", "results", "tried"]

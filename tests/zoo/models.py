@@ -1,26 +1,33 @@
-"""Models of transformers and of torch's own modules, small, as they are: how each is made, its inputs, and a plan."""
+"""Models of transformers, diffusers and torch's own modules, small, as they are: how each is made, its inputs, and a
+plan."""
 
-from collections.abc import Callable
+import importlib.util
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from dtensor import Shard
+from dtensor import Placement, Shard
 
-from .modules import Clicks, Encoder, Graph, Images, Recurrent, WithLoss
+from .modules import Clicks, Encoder, Graph, Images, Recurrent, Sampled, WithLoss
 
 COLUMNS, ROWS = {"tp": Shard(0)}, {"tp": Shard(1)}
 VOCAB = 64
 
 
 class Example(NamedTuple):
-    """A model, made of the module transformers; the keyword arguments of its forward, which gives a loss; and where its
-    parameters go."""
+    """A model, made of the module transformers; the keyword arguments of its forward, which gives a loss; where its
+    parameters go; which arguments are given cut, and how; and what else is to be installed."""
 
     model: Callable[[Any], nn.Module]
     inputs: Callable[[], dict[str, Any]]
     plan: Any
+    cut: Mapping[str, Placement] = {}
+    needs: str = "transformers"
+
+    def is_installed(self) -> bool:
+        return importlib.util.find_spec(self.needs) is not None
 
 
 def _tokens() -> dict[str, torch.Tensor]:
@@ -51,6 +58,29 @@ def _images_and_texts() -> dict[str, Any]:
 
 def _words() -> dict[str, torch.Tensor]:
     return {"tokens": torch.arange(12).view(2, 6) % 16}
+
+
+def _adapted(transformers: Any) -> nn.Module:
+    """With matrices of low rank beside its projections, which alone are trained."""
+    import peft
+
+    config = peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)), config)
+
+
+def _with_checkpoints(transformers: Any) -> nn.Module:
+    """Whose layers are computed again in the backward."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+    model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def _denoising(_: Any) -> nn.Module:
+    import diffusers
+
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    sizes = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (16, 32), "attention_head_dim": 8}
+    return WithLoss(Sampled(diffusers.UNet2DModel(in_channels=3, out_channels=3, norm_num_groups=4, **sizes, **blocks)))
 
 
 DECODER = {
@@ -214,6 +244,37 @@ EXAMPLES = {
         lambda: {"images": _images()["pixel_values"]},
         {"*.first.*": COLUMNS, "*.norm.*": {}, "*.second.weight": ROWS},
     ),
+    "images cut by rows": Example(
+        lambda t: WithLoss(Images()),
+        lambda: {"images": _images()["pixel_values"]},
+        {"*.head.weight": COLUMNS},
+        cut={"images": Shard(2)},
+    ),
+    "diffusion u-net": Example(
+        _denoising,
+        lambda: {"sample": _images()["pixel_values"], "timestep": torch.tensor([3, 7])},
+        {
+            "*.conv1.*": COLUMNS,
+            "*.conv2.weight": ROWS,
+            "*.time_emb_proj.*": COLUMNS,
+            "*.to_[qkv].*": COLUMNS,
+            "*.to_out.0.weight": ROWS,
+        },
+        needs="diffusers",
+    ),
+    "llama, LoRA": Example(
+        _adapted,
+        _tokens,
+        {
+            "*.q_proj.base_layer.weight": COLUMNS,
+            "*.k_proj.weight": COLUMNS,
+            "*.v_proj.base_layer.weight": COLUMNS,
+            "*.lora_B.*": COLUMNS,
+            **{name: where for name, where in DECODER_PLAN.items() if "qkv" not in name},
+        },
+        needs="peft",
+    ),
+    "llama, checkpoints": Example(_with_checkpoints, _tokens, DECODER_PLAN),
     "tables of clicks": Example(
         lambda t: WithLoss(Clicks()),
         lambda: {"numbers": torch.linspace(-1, 1, 16).view(4, 4), "ids": torch.arange(24).view(4, 2, 3) * 7 % 20},
@@ -238,6 +299,4 @@ EXAMPLES = {
     ),
 }
 
-NOT_COMPILED = dict.fromkeys(("lstm", "gru"), "not tried: Dynamo breaks the graph at recurrent layers")
-
-__all__ = ["EXAMPLES", "NOT_COMPILED", "Example"]
+__all__ = ["EXAMPLES", "Example"]

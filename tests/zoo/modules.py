@@ -31,6 +31,17 @@ class Images(nn.Module):
         return self.head(F.adaptive_avg_pool2d(self.second(x).relu(), 1).flatten(1))
 
 
+class Sampled(nn.Module):
+    """A model of diffusers, and of what it gives the tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.model(**inputs).sample
+
+
 class Clicks(nn.Module):
     """Tables of bags, and products of what they give."""
 
@@ -84,4 +95,4 @@ class Graph(nn.Module):
         return self.second(met / count.clamp(min=1)[:, None])
 
 
-__all__ = ["Clicks", "Encoder", "Graph", "Images", "Recurrent", "WithLoss"]
+__all__ = ["Clicks", "Encoder", "Graph", "Images", "Recurrent", "Sampled", "WithLoss"]

@@ -1,0 +1,37 @@
+"""Models as they are, in every way: one device's loss, outputs, gradients and steps."""
+
+import pytest
+import torch
+
+from dtensor.testing import run_ranks
+
+from .compare import breaks_of_plain, compare
+from .models import EXAMPLES
+from .ways import WAYS, cases
+
+BY_DAY = {
+    ("llama", "tp", "compiled"),
+    ("mixtral", "tp", "eager"),
+    ("lstm", "2d", "eager"),
+    ("qwen3, its own plan", "tp", "eager"),
+    ("llama", "torch fsdp2, converted", "eager"),
+}
+CASES = [
+    pytest.param(*case, marks=() if case in BY_DAY else pytest.mark.nightly, id="-".join(case)) for case in cases()
+]
+
+
+def on_rank(rank, name, way, how):
+    torch.compiler.reset()
+    return compare(name, way, how)
+
+
+@pytest.mark.parametrize(("name", "way", "how"), CASES)
+def test_one_device(name, way, how):
+    if not EXAMPLES[name].is_installed():
+        pytest.skip(f"needs {EXAMPLES[name].needs}; write: pip install 'dtensor[zoo]'")
+    ranks = run_ranks(on_rank, WAYS[way][0], name, way, how, timeout=600)
+    assert all(not found.fallbacks for found in ranks)
+    assert len({(found.graphs, tuple(sorted(found.collectives.items()))) for found in ranks}) == 1
+    if how != "eager":
+        assert ranks[0].breaks <= breaks_of_plain(name)

@@ -1,0 +1,131 @@
+"""What is done to a model of the zoo: each way takes the plain model and gives the sharded one. All ranks have the same
+batch, so that a mean over them is one device's."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.tensor import parallel as torch_parallel
+from torch.nn.parallel import DistributedDataParallel
+
+from dtensor import DTensor, Replicate, distribute_model, distribute_tensor, init_device_mesh
+from dtensor.interop import convert_module
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
+
+from .models import EXAMPLES
+
+Given = dict[str, Any]
+
+
+def tensor_parallel(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+    """By `distribute_model`."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    distribute_model(model, mesh, EXAMPLES[name].plan, outputs={})
+    assert any(isinstance(p, DTensor) and p.placements != (Replicate(),) for p in model.parameters())
+    return model, _cut(name, given, mesh)
+
+
+def two_dimensional(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+    """The same, beside `fully_shard`."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    distribute_model(model, mesh["tp"], EXAMPLES[name].plan, outputs={})
+    return _by_layers(fully_shard, model, mesh["dp"]), _cut(name, given, mesh["tp"])
+
+
+def fully_sharded(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+    """By `fully_shard` alone."""
+    return _by_layers(fully_shard, model, _data_mesh()), given
+
+
+def in_styles(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+    """By `parallelize_module`."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return parallelize_module(model, mesh, _styles(ColwiseParallel, RowwiseParallel)), given
+
+
+def in_torch_styles(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+    """By torch's `parallelize_module`."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = _styles(torch_parallel.ColwiseParallel, torch_parallel.RowwiseParallel)
+    return torch_parallel.parallelize_module(model, mesh, plan), given
+
+
+def in_torch_fsdp2(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+    """By torch's `fully_shard`."""
+    return _by_layers(torch.distributed.fsdp.fully_shard, model, _data_mesh()), given
+
+
+def in_torch_ddp(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+    return DistributedDataParallel(model), given
+
+
+def converted(way: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch does it, and then ours."""
+
+    def made(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+        model, given = way(model, name, given)
+        return convert_module(model), given
+
+    return made
+
+
+def _data_mesh() -> Any:
+    return init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+
+
+def _cut(name: str, given: Given, mesh: Any) -> Given:
+    cut = EXAMPLES[name].cut
+    return {k: distribute_tensor(x, mesh, [cut[k]]) if k in cut else x for k, x in given.items()}
+
+
+def _by_layers(shard: Callable[..., Any], model: nn.Module, mesh: Any) -> nn.Module:
+    for part in model.modules():
+        if isinstance(part, nn.ModuleList):
+            for layer in part:
+                shard(layer, mesh=mesh)
+    shard(model, mesh=mesh)
+    return model
+
+
+def _styles(columns: Any, rows: Any) -> dict[str, Any]:
+    """Of a decoder of transformers."""
+    of_layers = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), columns)
+    of_layers |= {"mlp.gate_proj": columns, "mlp.up_proj": columns, "self_attn.o_proj": rows, "mlp.down_proj": rows}
+    return {f"model.layers.*.{name}": style() for name, style in of_layers.items()}
+
+
+ALL, SOME, DECODERS = tuple(EXAMPLES), ("llama", "t5", "convolutions"), ("llama", "mistral")
+
+WAYS: dict[str, tuple[int, Callable[..., Any], tuple[str, ...]]] = {
+    "tp": (2, tensor_parallel, ALL),
+    "fsdp": (2, fully_sharded, ALL),
+    "2d": (4, two_dimensional, ALL),
+    "styles": (2, in_styles, DECODERS),
+    "torch tp": (2, in_torch_styles, DECODERS),
+    "torch fsdp2": (2, in_torch_fsdp2, SOME),
+    "torch ddp": (2, in_torch_ddp, SOME),
+    "torch tp, converted": (2, converted(in_torch_styles), DECODERS),
+    "torch fsdp2, converted": (2, converted(in_torch_fsdp2), SOME),
+}
+"""Way -> number of ranks, what is done to the model and its inputs, and the models that it is tried on."""
+
+HOW: dict[str, dict[str, Any] | None] = {
+    "eager": None,
+    "compiled": {"options": {"inner": "aot_eager"}},
+    "inductor": {},
+}
+"""How a model runs: the arguments of torch.compile beside the backend."""
+
+THIRD = ALL[::3]
+"""The models that are compiled by Inductor, too."""
+
+
+def cases() -> list[tuple[str, str, str]]:
+    """Name, way and how, of all that is tried."""
+    found = [(name, way, how) for name in EXAMPLES for way in WAYS if name in WAYS[way][2] for how in HOW]
+    return [case for case in found if case[2] != "inductor" or (case[0] in THIRD and case[1] == "tp")]
+
+
+__all__ = ["HOW", "THIRD", "WAYS", "cases"]
