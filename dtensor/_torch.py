@@ -95,11 +95,22 @@ disable_dynamo = torch._disable_dynamo
 
 
 def never_traced(function):
-    """Have Dynamo pass over `function` and all it calls. Unlike `disable_dynamo` it costs nothing per call."""
+    """Have Dynamo pass over `function` and all it calls, where it is not traced as a part of its caller. Unlike
+    `disable_dynamo` it costs nothing per call."""
+    return _passed_over(function, "SKIP")
+
+
+def traced_with_caller(function):
+    """Have Dynamo trace `function` as a part of its caller alone, and where that broke the graph what it calls: code
+    that stands around users' functions would be compiled for each, and a limit is set to that."""
+    return _passed_over(function, "DEFAULT")
+
+
+def _passed_over(function, within: str):
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skip)
+    how = _FrameExecStrategy(_FrameAction.SKIP, getattr(_FrameAction, within))
+    set_code_exec_strategy(function.__code__, how)
     return function
 
 
@@ -506,6 +517,7 @@ __all__ = [
     "thread_state",
     "threaded_process_group",
     "traced_into_backward",
+    "traced_with_caller",
     "tree_flatten",
     "tree_leaves",
     "tree_map",

@@ -167,6 +167,8 @@ def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
         _kept_bounds(env).setdefault(symbol, env.var_to_range[symbol])
         env.size_like.discard(symbol)  # or its bounds would be compared by another rule
         env._set_replacement(symbol, expression, "size of a local tensor")
+        if symbol in env.pending_fresh_unbacked_symbols:  # torch looks for it in what it made, of views not there
+            env.pending_fresh_unbacked_symbols.remove(symbol)
     size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
 
 

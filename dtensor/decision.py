@@ -30,6 +30,7 @@ from .emptiness import is_empty_somewhere, require_parts
 from .errors import MeshError
 from .fallback import fell_back
 from .global_values import check_global
+from .in_memory import IN_MEMORY, put_in_memory
 from .invariance import draws_of_torch, is_alike
 from .layout import Layout
 from .local_sizes import written as written_size
@@ -234,6 +235,8 @@ def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decisio
     if needed:
         require_parts(call, rule, choice)
     local = _local(call, rule, choice, mesh) if needed else _LOCAL.get(call.func._schema.name)
+    if call.func._schema.name in IN_MEMORY:
+        local = put_in_memory(local, operands)
     if operands[0].coordinate is None:
         local, replace = _outside(specs, call.many), ()
     elif local is not None and any(map(is_empty_somewhere, operands, choice.inputs)):

@@ -37,6 +37,7 @@ from ._torch import (
     is_being_compiled,
     is_below_autograd,
     is_in_formula,
+    never_traced,
     schema,
     tree_leaves,
 )
@@ -261,6 +262,7 @@ class _Recorder(TorchDispatchMode):
         """Compiled functions may be called inside: their graphs are regions by themselves."""
         return True
 
+    @never_traced
     def __enter__(self):
         self.active = True
         # Where autograd has been passed already, writes do not count up versions.

@@ -7,10 +7,13 @@ own.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from torch import nn
+
+from ._torch import traced_with_caller
 
 Take: TypeAlias = Callable[[nn.Module, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]]
 """(module, args, kwargs) -> args and kwargs of the forward."""
@@ -20,6 +23,8 @@ Give: TypeAlias = Callable[[nn.Module, tuple, Any], Any]
 
 WRAPPED = "_dtensor_wrapped"
 """The attribute of a module under which the two lie."""
+
+_count = itertools.count()
 
 CALL = "_dtensor_call"
 """The attribute of a module under which that lies which is called in place of the forward."""
@@ -136,11 +141,13 @@ def called_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 def with_own_code(function: Any) -> Any:
     """`function`, which a class is made with, with code that no other class has: Dynamo keeps what it compiles by code,
-    and gives up on code that it has compiled too often."""
-    function.__code__ = function.__code__.replace()
+    and gives up on code that it has compiled too often. By name and line it keeps what sizes it has seen."""
+    code = function.__code__
+    function.__code__ = code.replace(co_name=f"{code.co_name}_{next(_count)}")
     return function
 
 
+@traced_with_caller
 def _wrapped(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     take, give = vars(module)[WRAPPED]
     args, kwargs = take(module, args, kwargs)

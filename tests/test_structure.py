@@ -45,7 +45,7 @@ LAYERS = [
     ["spec", "plan", "declared"],
     ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
     ["moves", "emptiness"],
-    ["strictness", "decision", "boundary"],
+    ["strictness", "decision", "boundary", "in_memory"],
     ["dispatch"],
     ["detours", "out"],
     ["tensor"],

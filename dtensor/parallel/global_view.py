@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from .._torch import is_in_backward
+from .._torch import is_in_backward, never_traced, traced_with_caller
 from ..api import DISTRIBUTED, distribute_parameter, distribute_tensor
 from ..boundary import check_module, mesh_of
 from ..errors import PlacementError
@@ -153,6 +153,7 @@ class _View:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return _View, (self.mesh, self.inputs, self.outputs, self.check is not None)
 
+    @traced_with_caller
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.depth:
             return forward(*args, **kwargs)
@@ -169,6 +170,7 @@ class _View:
             out = forward(*args, **kwargs)
         return out if self.outputs is None else _mapped(self._give, out, "")
 
+    @never_traced
     def _take(self, plain: list[tuple[str, torch.Tensor, bool]], x: torch.Tensor, name: str) -> torch.Tensor:
         """An argument of the forward as a DTensor; what is none yet is added to `plain`."""
         if isinstance(x, DTensor):
@@ -177,6 +179,7 @@ class _View:
         plain.append((name, x, any(isinstance(p, Shard) for p in placements)))
         return DTensor.from_local(x, self.mesh, placements)
 
+    @never_traced
     def _give(self, x: torch.Tensor, _: str) -> torch.Tensor:
         """What the forward returns, as a plain tensor."""
         if not isinstance(x, DTensor):
@@ -212,6 +215,7 @@ def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     return made_class(viewed_class, cls, names, forward=forward, **inside)
 
 
+@never_traced
 def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     """A parameter, whose gradient comes in its own placements where a forward reads it: what arrives from operators may
     be a sum that is pending, which optimizers would reduce more than once."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._torch import assert_async
+from .._torch import assert_async, never_traced
 from ..likeness import BY_STYLE, compare
 from ..mesh import facts
 from .misfit import PLANNED
@@ -43,6 +43,7 @@ class InputCheck:
     def __deepcopy__(self, memo: dict[int, Any]) -> "InputCheck":
         return self
 
+    @never_traced
     def __call__(self, given: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
         """Compare tensors: the name of each, this rank's, and whether it is a part.
 

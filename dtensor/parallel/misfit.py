@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from .._torch import traced_with_caller
 from .._torch_dynamo import explain_traced_errors
 from ..errors import MisfitError
 from ..tensor import DTensor
@@ -45,6 +46,7 @@ def tell_of_misfits(root: nn.Module, planned: Iterable[tuple[nn.Module, Planned]
     explain_traced_errors(_explained)
 
 
+@traced_with_caller
 def _told(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import nn
 
-from .._torch import tree_map
+from .._torch import never_traced, traced_with_caller, tree_map
 from ..boundary import refuse_export
 from ..tensor import DTensor
 from ..wrapping import made_class, with_own_code, without
@@ -99,18 +99,19 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 @functools.cache
 def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """The class of modules of class `cls` whose parameters `names` are sharded."""
+    inner = cls.forward  # Dynamo does not look into a class that is marked with allow_in_graph
 
     @with_own_code
-    @functools.wraps(cls.forward)
+    @functools.wraps(inner)
     def forward(self, *args, **kwargs):
-        return _run(self, cls.forward, args, kwargs)
+        return _run(self, inner, args, kwargs)
 
     inside = {"forward": forward, **{name: _property(name) for name in names}}
     return made_class(sharded_class, cls, names, bases=(FullyShardedModule,), prefix="FullySharded", **inside)
 
 
 def _property(name: str) -> property:
-    return property(lambda self: _read(self, name))
+    return property(never_traced(lambda self: _read(self, name)))
 
 
 def _read(module: nn.Module, name: str) -> torch.Tensor | None:
@@ -133,6 +134,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     )
 
 
+@traced_with_caller
 def _run(module: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The forward of a fully sharded module."""
     refuse_export()

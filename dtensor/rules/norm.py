@@ -5,10 +5,6 @@ sharded. They have as many numbers as there are features, and left partial would
 optimizer reads them: they are put in the layout of their parameter at once.
 """
 
-from typing import Any
-
-import torch
-
 from .call import Call, LocalCall, rule_for
 from .local import guarded, parts
 from .pattern import Pattern, pattern_rules
@@ -54,25 +50,9 @@ _GROUPS = {"sizes": {"g": "group"}, "blocked": "k"}
 
 
 def _local_groups(call: LocalCall):
-    """The operator is told the sizes, which on a shard are others, and reads its tensors as they lie in memory: its
-    callers have seen to that of the global ones."""
-    x = _dense(call["input"])
-    changed: dict[str, Any] = {"input": x}
-    if call.call.has("grad_out"):
-        changed["grad_out"] = call["grad_out"].contiguous(memory_format=_format(x))
-    return call.run(**changed, N=x.shape[0], C=x.shape[1], group=call.call["group"] // parts(call, "g"))
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """`x`, or a copy, in memory that the kernels know: contiguous or channels-last. They tell which by all strides, that
-    of a batch of one included, which on a shard is any."""
-    x = x.contiguous(memory_format=_format(x))
-    return x if x.is_contiguous() else x.as_strided(x.shape, (x[0].numel(), *x.stride()[1:]))
-
-
-def _format(x: torch.Tensor) -> torch.memory_format:
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-    return torch.contiguous_format if x.is_contiguous() or not x.is_contiguous(memory_format=last) else last
+    """The operator is told the sizes, which on a shard are others."""
+    x = call["input"]
+    return call.run(N=x.shape[0], C=x.shape[1], group=call.call["group"] // parts(call, "g"))
 
 
 GROUP_NORM = {

@@ -1,6 +1,6 @@
 """python -m tests.zoo docs/zoo.md: runs every model in every way, and writes what was seen.
 
-    python -m tests.zoo docs/zoo.md [models, by parts of their names]    rows of others stay as they are
+python -m tests.zoo docs/zoo.md [models, by parts of their names]    rows of others stay as they are
 """
 
 import sys
@@ -52,8 +52,9 @@ def _row(name: str, way: str, todo: list[str], breaks: int) -> str:
 
 def _kept(page: Path) -> dict[tuple[str, str], str]:
     """The rows of a page, by model and way."""
-    rows = [line for line in page.read_text().splitlines(keepends=True) if line.count("|") == 10] if page.exists() else []
-    return {(cells[1].strip(), cells[2].strip()): line for line in rows for cells in [line.split("|")]}
+    lines = page.read_text().splitlines(keepends=True) if page.exists() else []
+    rows = [(line.split("|"), line) for line in lines if line.count("|") == 10]
+    return {(cells[1].strip(), cells[2].strip()): line for cells, line in rows}
 
 
 if __name__ == "__main__":
