@@ -131,7 +131,7 @@ def intercept(name: str, kernel) -> None:
     """Run `kernel` in place of an operator (of aten, if no other namespace is named) that has a DTensor among its
     arguments."""
     space, _, base = name.rpartition("::")
-    _own[space or "aten"].impl(base, kernel, OWN_KEY)
+    _own[space or "aten"].impl(base, never_traced(kernel), OWN_KEY)
 
 
 def higher_order_operators() -> list[Any]:
@@ -418,6 +418,7 @@ def traced_into_backward():
         meta["partitioner_tag"] = "is_backward"
 
 
+@never_traced
 def is_in_backward() -> bool:
     """Whether a backward runs on this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -5,6 +5,7 @@ which axes cut one dimension, which torch writes as strided shards, is kept. Thi
 DTensor, and imports it when it is first needed.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from ._torch import shard_order, strided_shard
 from .errors import PlacementError
 from .layout import Layout
-from .placements import Partial, Shard, as_placements
+from .placements import Partial, Placement, Replicate, Shard, as_placements
 from .tensor import DTensor
 
 TORCH = "torch.distributed.tensor"
@@ -45,13 +46,15 @@ def from_torch(x: Any) -> DTensor:
             f"from_torch takes a torch.distributed.tensor.DTensor, got {type(x).__name__}; write distribute_tensor or "
             "DTensor.from_local for a plain tensor"
         )
-    layout = _layout_of(x)
+    for p in x.placements:
+        if type(p).__name__ not in ("Shard", "Replicate", "Partial", "_StridedShard"):
+            raise _unknown(x)
     if torch.compiler.is_dynamo_compiling():  # what is compiled is not differentiated twice
-        local = x.to_local(grad_placements=_torch_placements(layout.without_partial(), x.device_mesh))
-        return DTensor.from_local(
-            local, x.device_mesh, layout.placements, shape=tuple(x.shape), stride=tuple(x.stride())
-        )
-    return _FromTorch.apply(x, layout)
+        # The spec cannot be read in a trace; hooks and from_local make tensors that are cut in mesh order.
+        placements = as_placements(x.placements, x.device_mesh.ndim, x.dim())
+        local = x.to_local(grad_placements=_torch_placements(_without_partial(placements), x.device_mesh))
+        return DTensor.from_local(local, x.device_mesh, placements, shape=tuple(x.shape), stride=tuple(x.stride()))
+    return _FromTorch.apply(x, _layout_of(x))
 
 
 def to_torch(x: DTensor) -> Any:
@@ -64,20 +67,13 @@ def to_torch(x: DTensor) -> Any:
         raise TypeError(f"to_torch takes a dtensor.DTensor, got {type(x).__name__}")
     local = x.to_local()
     mesh = x.device_mesh
-    layout = Layout.of(x.placements, x.dim()) if torch.compiler.is_dynamo_compiling() else x._spec.layout
-    placements = _torch_placements(layout, mesh)
+    placements = _torch_placements(x.placements, mesh)
     return _theirs().DTensor.from_local(
         local, mesh, placements, run_check=False, shape=x.size(), stride=tuple(x.stride())
     )
 
 
 def _layout_of(x: Any) -> Layout:
-    for p in x.placements:
-        if type(p).__name__ not in ("Shard", "Replicate", "Partial", "_StridedShard"):
-            raise _unknown(x)
-    if torch.compiler.is_dynamo_compiling():
-        # The spec cannot be read in a trace; hooks and from_local make tensors that are cut in mesh order.
-        return Layout.of(as_placements(x.placements, x.device_mesh.ndim, x.dim()), x.dim())
     order = shard_order(x)
     if order is None:
         raise _unknown(x)
@@ -92,13 +88,19 @@ def _unknown(x: Any) -> PlacementError:
     )
 
 
-def _torch_placements(layout: Layout, mesh: Any) -> list[Any]:
-    """What torch calls a layout: an axis cut after a later one is a strided shard of as many strides."""
+def _without_partial(placements: Sequence[Placement]) -> list[Placement]:
+    return [Replicate() if isinstance(p, Partial) else p for p in placements]
+
+
+def _torch_placements(placements: Sequence[Placement], mesh: Any) -> list[Any]:
+    """What torch calls placements: an axis cut after a later one is a strided shard of as many strides. Makes no
+    layout, which in a trace would be one that others do not have."""
     theirs = _theirs()
     made: list[Any] = []
-    for axis, p in enumerate(layout.placements):
+    for axis, p in enumerate(placements):
         if isinstance(p, Shard):
-            axes = layout.dims[p.dim]
+            cuts = [(a, q) for a, q in enumerate(placements) if isinstance(q, Shard) and q.dim == p.dim]
+            axes = [a for _, a in sorted([(a if q.cut is None else q.cut, a) for a, q in cuts])]
             strides = 1
             for before in axes[: axes.index(axis)]:
                 strides *= mesh.size(before) if before > axis else 1
@@ -116,7 +118,7 @@ class _FromTorch(torch.autograd.Function):
     def forward(ctx, x, layout):
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.mesh = layout.without_partial(), x.device_mesh
-        ctx.placements = _torch_placements(ctx.layout, x.device_mesh)
+        ctx.placements = _torch_placements(ctx.layout.placements, x.device_mesh)
         local = x.to_local()
         return DTensor(local.view_as(local), x.device_mesh, layout, tuple(x.shape), tuple(x.stride()))
 

@@ -28,8 +28,9 @@ writes this page.
 | converted | the same models, ours by `dtensor.interop.convert_module` |
 
 "compiled" is with the passes and without code of Inductor, which compiles a third. Graphs, graph breaks and collectives
-(after the passes, forward and backward) are those of a compiled step; after a slash the breaks that the model has by
-itself, where there are any. "gathered" names operators without a rule.
+(after the passes, forward and backward) are those of a compiled step. A break is counted for each frame that it runs
+through, after a slash those of the model by itself; that the causes are the model's own, but for torch's FSDP2 and
+DDP, the tests see to. "gathered" names operators without a rule.
 
 | model | way | eager | compiled | Inductor | graphs | breaks | collectives | gathered |
 |---|---|---|---|---|---|---|---|---|
@@ -45,8 +46,8 @@ def _row(name: str, way: str, todo: list[str], breaks: int) -> str:
     right = [("right" if not isinstance(found[how], str) else found[how]) if how in todo else "" for how in HOW]
     seen, compiled = ["", "", "", ""], found["compiled"]
     if not isinstance(compiled, str):
-        own = f" / {breaks}" if breaks else ""
-        seen = [str(compiled.graphs), f"{compiled.breaks}{own}", _told(compiled.collectives), _told(compiled.fallbacks)]
+        found = f"{compiled.breaks.total()} / {breaks}" if breaks else str(compiled.breaks.total())
+        seen = [str(compiled.graphs), found, _told(compiled.collectives), _told(compiled.fallbacks)]
     return f"| {' | '.join([name, way, *map(str, right), *seen])} |\n"
 
 
@@ -65,7 +66,7 @@ if __name__ == "__main__":
     kept = _kept(page) if wanted else {}
     todo = [row for row in by_row if not wanted or any(part in row[0] for part in wanted)]
     with kept_ranks():
-        breaks = {name: breaks_of_plain(name) for name in dict.fromkeys(name for name, _ in todo)}
+        breaks = {name: breaks_of_plain(name).total() for name in dict.fromkeys(name for name, _ in todo)}
         for row in tqdm(todo):
             kept[row] = _row(*row, by_row[row], breaks[row[0]])
     page.write_text(HEAD + "".join(kept[row] for row in by_row if row in kept))

@@ -22,7 +22,7 @@ class Found(NamedTuple):
 
     collectives: Counter[str]
     graphs: int
-    breaks: int
+    breaks: Counter[str]
     fallbacks: Counter[str]
 
 
@@ -42,9 +42,10 @@ def compare(name: str, way: str, how: str) -> Found:
     plain, given = made(name), EXAMPLES[name].inputs()
     model, ours = WAYS[way][1](copy.deepcopy(plain), name, given)
     run = model if HOW[how] is None else torch.compile(model, backend="dtensor", **HOW[how])
-    before = fallbacks()
+    before, before_breaks = fallbacks(), _breaks()
     with statistics() as seen:
         _compare_once(plain, given, model, ours, run)
+    breaks = _breaks() - before_breaks
     trained = [[p for p in m.parameters() if p.requires_grad] for m in (plain, model)]
     dense, sharded = (torch.optim.AdamW(parameters, lr=1e-3) for parameters in trained)
     for step in range(STEPS):
@@ -54,7 +55,7 @@ def compare(name: str, way: str, how: str) -> Found:
         torch.testing.assert_close(found, want, msg=f"loss after {step + 1} steps: {{}}".format)
         want.backward(), found.backward()
     collectives = Counter(c.op for r in seen.records if r.direction != "joint" for c in r.collectives)
-    return Found(collectives, seen.graphs, seen.graph_breaks, fallbacks() - before)
+    return Found(collectives, seen.graphs, breaks, fallbacks() - before)
 
 
 def _compare_once(plain: torch.nn.Module, given: Any, model: torch.nn.Module, ours: Any, run: Any) -> None:
@@ -73,14 +74,20 @@ def _compare_once(plain: torch.nn.Module, given: Any, model: torch.nn.Module, ou
         assert getattr(p.grad, "placements", None) == getattr(p, "placements", None)
 
 
-def breaks_of_plain(name: str) -> int:
-    """Graph breaks that the model has without us, in two calls with their backwards."""
+def breaks_of_plain(name: str) -> Counter[str]:
+    """Graph breaks that the model has without us."""
     torch.compiler.reset()
-    before = sum(dynamo_counters()["graph_break"].values())
-    run = torch.compile(made(name), backend="eager")
-    for _ in range(2):
-        results(run(**EXAMPLES[name].inputs()))[0].backward()
-    return sum(dynamo_counters()["graph_break"].values()) - before
+    before = _breaks()
+    results(torch.compile(made(name), backend="eager")(**EXAMPLES[name].inputs()))[0].backward()
+    return _breaks() - before
+
+
+def _breaks() -> Counter[str]:
+    """Causes of graph breaks, and how many frames they have broken: those of callers, too."""
+    found: Counter[str] = Counter()
+    for text, count in dynamo_counters()["graph_break"].items():
+        found[text.splitlines()[0]] += count
+    return found
 
 
 def tried(rank: int, name: str, way: str, how: str) -> Found | str:

@@ -96,7 +96,7 @@ def _styles(columns: Any, rows: Any) -> dict[str, Any]:
     return {f"model.layers.*.{name}": style() for name, style in of_layers.items()}
 
 
-ALL, SOME, DECODERS = tuple(EXAMPLES), ("llama", "t5", "convolutions"), ("llama", "mistral")
+ALL, SOME, DECODERS = tuple(EXAMPLES), ("llama", "vit", "convolutions"), ("llama", "mistral")
 
 WAYS: dict[str, tuple[int, Callable[..., Any], tuple[str, ...]]] = {
     "tp": (2, tensor_parallel, ALL),
