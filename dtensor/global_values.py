@@ -18,7 +18,7 @@ import torch
 
 from ._torch import FakeTensor, FunctionalTensor, fx_traceback, graph_node, is_being_compiled
 from .invariance import check_invariant, differing, implicit_replication, is_alike, mark_alike
-from .likeness import BY_VIEW, compare, note_taken
+from .likeness import BY_VIEW, compare, is_due, note_taken
 from .mesh import facts
 from .provenance import ALIKE, LOCAL
 
@@ -34,10 +34,12 @@ class _View(threading.local):
 
     Attributes:
         checked: whether the ranks' values are compared; None outside of any.
-        uses: how often a place in the program has met a plain tensor of which nothing was known.
+        due: whether all are that nothing is known of.
+        uses: how often a place in the program has met one.
     """
 
     checked: bool | None = None
+    due: bool = False
 
     def __init__(self) -> None:
         self.uses: dict[tuple[str, str], int] = {}
@@ -47,18 +49,24 @@ _view = _View()
 
 
 @contextlib.contextmanager
-def global_view(checked: bool) -> Iterator[None]:
-    """Region in which plain tensors are global values; `checked`: that they are alike on all ranks is compared."""
+def global_view(checked: bool, run: int = 0) -> Iterator[None]:
+    """Region in which plain tensors are global values.
+
+    Args:
+        checked: compare that they are alike on all ranks.
+        run: how often the region was entered before.
+    """
     if torch.compiler.is_dynamo_compiling():
         with fx_traceback.annotate({ANNOTATION: checked}):
             yield
         return
-    before, _view.checked = _view.checked, checked
+    before = _view.checked, _view.due
+    _view.checked, _view.due = checked, is_due(run)
     try:
         with implicit_replication():
             yield
     finally:
-        _view.checked = before
+        _view.checked, _view.due = before
 
 
 def _checked(x: torch.Tensor) -> bool | None:
@@ -100,8 +108,11 @@ def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any) -> bool:
     if checked:
         where = _line()
         uses = _view.uses[name, where] = _view.uses.get((name, where), -1) + 1
+        due = _view.due or is_due(uses)
         for group in groups:
-            compare(BY_VIEW.format(f"argument '{name}' of {func} ({where})"), x, group, uses)
+            compare(BY_VIEW.format(f"argument '{name}' of {func} ({where})"), x, group, due)
+        if not due:
+            return True  # to be looked at later, if it lasts
     mark_alike(x)
     return True
 

@@ -132,8 +132,12 @@ def _objection(x: torch.Tensor) -> str | None:
             # Dynamo and AOTAutograd look at shapes first, without a graph; the trace that has one comes after.
             return None
     if not _is_marked(x):
-        return None if is_in_formula() else ""
-    return " that requires a gradient" if x.requires_grad and torch.is_grad_enabled() else None
+        return None if is_in_formula() else " that requires a gradient" if _is_differentiated(x) else ""
+    return " that requires a gradient" if _is_differentiated(x) else None
+
+
+def _is_differentiated(x: torch.Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _origin(node: torch.fx.Node) -> str | None:

@@ -127,8 +127,13 @@ def _error(said: str, by_rank: dict[int, Any]) -> str:
     return f"ranks {ranks} differ {differ} {said}"
 
 
-def compare(said: str, x: torch.Tensor, group: str, uses: int) -> None:
-    """In eager mode: look at a plain tensor, the `uses`-th at its place in the program, where that is due.
+def is_due(uses: int) -> bool:
+    """Whether the use after so many others is one to look at."""
+    return uses < FIRST or uses % EVERY == 0
+
+
+def compare(said: str, x: torch.Tensor, group: str, due: bool) -> None:
+    """In eager mode: look at a plain tensor, if that is due; to be called for it in any case, on all ranks.
 
     Raises:
         AgreementError: other ranks of the group have other values, here or on another rank.
@@ -137,7 +142,7 @@ def compare(said: str, x: torch.Tensor, group: str, uses: int) -> None:
         return
     calls = calls_on(resolve_process_group(group))
     place, calls.taken = calls.taken, calls.taken + 1
-    here = job() if (uses < FIRST or uses % EVERY == 0) and not x.requires_grad else None
+    here = job() if due and not x.requires_grad else None
     if here is None or len(calls.ranks) == 1:
         return
     look = Look(here, calls, f"eager {place}", [Given(said, x)])
@@ -182,6 +187,7 @@ __all__ = [
     "Given",
     "Look",
     "compare",
+    "is_due",
     "note_taken",
     "noted",
     "numbers",

@@ -142,7 +142,8 @@ class _View:
         outputs: Sequence[Placement] | None,
         checked: bool,
     ) -> None:
-        self.mesh, self.inputs, self.outputs, self.depth = mesh, inputs, outputs, 0
+        self.mesh, self.inputs, self.outputs = mesh, inputs, outputs
+        self.depth = self.runs = 0
         cut = [axis for axis, p in enumerate(inputs) if isinstance(p, Shard)]
         self.check = InputCheck(mesh, cut) if checked else None
 
@@ -193,8 +194,11 @@ class _View:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         self.depth += 1
+        run = 0
+        if not torch.compiler.is_compiling():
+            run, self.runs = self.runs, self.runs + 1
         try:
-            with global_view(self.check is not None):
+            with global_view(self.check is not None, run):
                 yield
         finally:
             self.depth -= 1

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._torch import assert_async, never_traced
-from ..likeness import BY_STYLE, compare
+from ..likeness import BY_STYLE, compare, is_due
 from ..mesh import facts
 from .misfit import PLANNED
 
@@ -105,7 +105,7 @@ def compare_input(x: torch.Tensor, mesh: Any, module: Any) -> None:
     """
     uses = vars(module)[USES] = vars(module).get(USES, -1) + 1
     name = vars(module)[PLANNED].name if PLANNED in vars(module) else ""
-    compare(BY_STYLE.format(name or type(module).__name__), x, facts(mesh).groups[(0,)], uses)
+    compare(BY_STYLE.format(name or type(module).__name__), x, facts(mesh).groups[(0,)], is_due(uses))
 
 
 __all__ = ["InputCheck", "compare_input"]

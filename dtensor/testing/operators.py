@@ -136,9 +136,9 @@ def _choices(x: torch.Tensor, mesh: Any) -> Iterator[Placements | None]:
     return itertools.product(one, repeat=mesh.ndim)
 
 
-def place(x: torch.Tensor, mesh: Any, target: Placements | None) -> torch.Tensor:
+def place(x: torch.Tensor, mesh: Any, target: Placements | None, shuffled: bool = False) -> torch.Tensor:
     """A DTensor of the values of `x`, which every rank holds, placed as `target` says; the first rank of a partial
-    axis holds the value, the others zeros."""
+    axis holds the value, the others zeros. `shuffled`: the local tensor lies in another order in memory."""
     if target is None:
         return x
     whole = [Replicate() if isinstance(p, Partial) else p for p in target]
@@ -148,7 +148,18 @@ def place(x: torch.Tensor, mesh: Any, target: Placements | None) -> torch.Tensor
         local = made.to_local()
         local = torch.zeros_like(local) if any(mesh.get_local_rank(axis) for axis in partial) else local
         made = DTensor.from_local(local, mesh, target, shape=x.shape, stride=x.stride())
-    return made.detach().requires_grad_(x.requires_grad)
+    made = made.detach()
+    if shuffled:
+        made._local_tensor = _shuffled(made._local_tensor)
+    return made.requires_grad_(x.requires_grad)
+
+
+def _shuffled(x: torch.Tensor) -> torch.Tensor:
+    """The same values, whose second dimension is the last in memory; of two dimensions the first one."""
+    if x.dim() < 2:
+        return x
+    dims = [1, 0] if x.dim() == 2 else [0, *range(2, x.dim()), 1]
+    return x.permute(dims).contiguous().permute([dims.index(dim) for dim in range(x.dim())])
 
 
 def disagreement(
@@ -159,6 +170,7 @@ def disagreement(
     compiled: Callable[..., Any] | None = None,
     read: Callable[[Any], Any] = lambda out: out,
     twice: bool = False,
+    shuffled: bool = False,
 ) -> str | None:
     """Run a call on DTensors and compare outputs and gradients with the plain call; None if they agree.
 
@@ -169,6 +181,8 @@ def disagreement(
         compiled: what runs in place of `sample.call` on the DTensors.
         read: what of the outputs is compared, for operators with several right answers.
         twice: compare the gradients of the gradients too, by the tensors of the call and by what flows back.
+        shuffled: local tensors, and those of gradients that flow back, lie in another order in memory than their
+            DTensors do, as may happen where other operators and collectives made them.
 
     Returns:
         A line that says what differs. What the operator raises on DTensors is raised.
@@ -178,11 +192,13 @@ def disagreement(
     """
     dense, dense_leaves = _run(sample.fresh(), sample.call, read, twice)
     supply = iter(where)
-    args, kwargs = mapped((sample.fresh().args, sample.fresh().kwargs), lambda x: place(x, mesh, next(supply)))
+    args, kwargs = mapped(
+        (sample.fresh().args, sample.fresh().kwargs), lambda x: place(x, mesh, next(supply), shuffled)
+    )
     placed = Sample(sample.operator, sample.call, args, kwargs)
     _seed()
     outputs = _outputs(read((compiled or sample.call)(*args, **kwargs)))
-    leaves = None if dense_leaves is None else _gradients(outputs, _leaves(placed), mesh, twice)
+    leaves = None if dense_leaves is None else _gradients(outputs, _leaves(placed), mesh, twice, shuffled)
     # Everything is gathered before anything is compared, so that a rank that finds a difference leaves none waiting.
     found, gradients = list(map(_seen, outputs)), None if leaves is None else list(map(_seen, leaves))
     if len(found) != len(dense):
@@ -237,13 +253,13 @@ def _leaves(sample: Sample) -> list[torch.Tensor]:
 
 
 def _gradients(
-    outputs: list[Any], leaves: list[torch.Tensor], mesh: Any, twice: bool
+    outputs: list[Any], leaves: list[torch.Tensor], mesh: Any, twice: bool, shuffled: bool = False
 ) -> list[torch.Tensor | None] | None:
     """The gradients of the leaves; with `twice` followed by the gradients of these, by leaves and tangents."""
     outs = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
     if not outs or not leaves:
         return None
-    tangents = [t.requires_grad_(twice) for t in _tangents(outs, mesh, 1)]
+    tangents = [t.requires_grad_(twice) for t in _tangents(outs, mesh, 1, shuffled)]
     first = torch.autograd.grad(outs, leaves, tangents, allow_unused=True, create_graph=twice)
     again = [g for g in first if twice and g is not None and g.requires_grad]
     if not again:
@@ -252,13 +268,13 @@ def _gradients(
     return [*first, *second]
 
 
-def _tangents(outs: list[torch.Tensor], mesh: Any, seed: int) -> list[torch.Tensor]:
+def _tangents(outs: list[torch.Tensor], mesh: Any, seed: int, shuffled: bool = False) -> list[torch.Tensor]:
     tangents = []
     generator = torch.Generator().manual_seed(seed)
     for o in outs:
         tangent = torch.randn(o.shape, dtype=o.dtype, generator=generator)
         if isinstance(o, DTensor):
-            tangent = distribute_tensor(tangent, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            tangent = place(tangent, mesh, [Replicate()] * mesh.ndim, shuffled)
         tangents.append(tangent)
     return tangents
 

@@ -127,6 +127,21 @@ def test_a_graph_from_the_cache_serves_the_sizes_it_was_made_for(fake_mesh, back
             assert counters["inductor"]["fxgraph_cache_hit"] == hits
 
 
+@pytest.mark.parametrize("computed", [False, True])
+@with_ranks(2)
+def test_a_view_that_is_cut_comes_in(rank, computed):
+    """Torch makes fake views from fake bases, and the sizes of locals twice."""
+    mesh = init_device_mesh("cpu", (2,))
+    w = distribute_tensor(torch.sin(torch.arange(60.0)).view(5, 12), mesh, [Replicate()])
+    run = torch.compile(lambda x: F.linear(x, w), backend="dtensor", dynamic=True, options={"inner": "aot_eager"})
+    for n in (2, 4, 3):
+        x = torch.cos(torch.arange(6.0 * n * 12)).view(6, n, 12)
+        base = distribute_tensor(x, mesh, [Shard(1)])
+        base = base * 1 if computed else base
+        expected = F.linear(x.transpose(0, 1), w.full_tensor())
+        torch.testing.assert_close(run(base.transpose(0, 1)).full_tensor(), expected)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("inner", "grad"), [("aot_eager", False), ("aot_eager", True), ("inductor", False)])
 @with_ranks(2)

@@ -4,6 +4,9 @@ Forward and backward, in place and with out=, eager and compiled, on two ranks, 
 the database rarely divide, so most shards are uneven and some are empty. In every run two ranks, two by two and the
 compiler have one operator in 80 each, always the same and not another's; `pytest -m nightly` tries each everywhere.
 
+Local tensors may lie in memory in another order than their DTensors say: operators that read memory are tried with such
+ones, the others in the nightly run.
+
 The gradients of gradients, by the arguments and by what flows back, are compared in double precision: eager, for one
 operator in 64 on two ranks, for all of them there and on two by two in the nightly run.
 """
@@ -68,7 +71,7 @@ READ = {"svd_lowrank": _product, "pca_lowrank": _product}
 """What is compared where several results are right: the sign of singular vectors is a matter of rounding."""
 
 
-def check(rank, shape, names, calls, ways, compiled, twice=False):
+def check(rank, shape, names, calls, ways, compiled, twice=False, shuffled=False):
     """What is wrong with the named operators, a line each, and how many calls were compared."""
     torch._dynamo.config.recompile_limit = 1 << 16
     mesh = dtensor.init_device_mesh("cpu", shape)
@@ -81,7 +84,7 @@ def check(rank, shape, names, calls, ways, compiled, twice=False):
                 continue
             for where in placements(sample, mesh, ways)[1 if compiled else 0 :]:
                 try:
-                    text = one(sample, mesh, where, name, compiled, twice)
+                    text = one(sample, mesh, where, name, compiled, twice, shuffled)
                 except NotPlain:
                     break
                 except Exception as error:
@@ -94,7 +97,7 @@ def check(rank, shape, names, calls, ways, compiled, twice=False):
     return wrong, compared
 
 
-def one(sample, mesh, where, name, compiled, twice):
+def one(sample, mesh, where, name, compiled, twice, shuffled):
     inside = compiled and name in IN_REGION_COMPILED
     region = dtensor.implicit_replication(random=True) if inside else contextlib.nullcontext()
     run = None
@@ -102,7 +105,8 @@ def one(sample, mesh, where, name, compiled, twice):
         run = compile_whole(sample.call)
     try:
         with region:
-            return disagreement(sample, mesh, where, compiled=run, read=READ.get(name, lambda out: out), twice=twice)
+            read = READ.get(name, lambda out: out)
+            return disagreement(sample, mesh, where, compiled=run, read=read, twice=twice, shuffled=shuffled)
     except Exception:
         if compiled:
             raise_unless_plain_compiles(sample)
@@ -163,6 +167,27 @@ def test_agrees_with_one_device(mesh, names, compiled, request):
     print(f"{compared} calls of {len(names)} operators compared")
     assert not wrong, "\n".join(wrong)
     assert compared > len(names) * (0.8 if compiled else 4)
+
+
+SHUFFLED = [
+    *("as_strided", "as_strided_copy", "as_strided_scatter", "resize_", "resize_as_", "view_as_complex", "stft"),
+    *("nn.functional.group_norm", "nn.functional.pdist", "nn.functional.nll_loss", "nn.functional.max_pool3d"),
+    "multinomial",
+]
+SHUFFLED_RUNS = [
+    pytest.param(SHUFFLED, id="in-memory"),
+    *(pytest.param(NAMES[part::PARTS], id=str(part), marks=pytest.mark.nightly) for part in range(PARTS)),
+]
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("names", SHUFFLED_RUNS)
+def test_locals_in_another_order_in_memory(names):
+    results = run_ranks(check, 2, (2,), names, 4, 4, False, False, True, timeout=1700)
+    wrong, compared = results[0]
+    print(f"{compared} calls of {len(names)} operators compared")
+    assert not wrong, "\n".join(wrong)
+    assert compared > len(names) * 4
 
 
 TWICE = [name for name in twice_differentiable() if name not in SKIPPED | NOT_TWICE]

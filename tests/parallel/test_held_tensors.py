@@ -1,0 +1,200 @@
+"""Plain tensors in a model that `distribute_model` sharded, other than its inputs: tables that modules hold, globals,
+caches that the forward writes to; and modules that are called by themselves."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dtensor import AgreementError, DTensor, MixedTensorError, Shard, distribute_model, init_device_mesh
+from dtensor.testing import fake_ranks, with_ranks
+
+PLAN = {"*.up.*": {"tp": Shard(0)}, "*.down.weight": {"tp": Shard(1)}, "table.weight": {"tp": Shard(0)}}
+HOW = {
+    "eager": None,
+    "compiled": {"backend": "dtensor", "options": {"inner": "aot_eager"}},
+    "inductor": {"backend": "dtensor"},
+    "plain": {"backend": "inductor"},
+}
+SCALE = torch.linspace(0, 1, 8).sin().double()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.gates = torch.linspace(-1, 1, 16).cos().double()
+
+    def forward(self, x, positions):
+        return x + self.down((self.up(x) * self.gates).relu()) * SCALE + positions[:, :1]
+
+
+class Model(nn.Module):
+    def __init__(self, checkpointed=False, broken=False):
+        super().__init__()
+        self.table, self.blocks = nn.Embedding(16, 8), nn.ModuleList([Block(), Block()])
+        self.turns = [torch.linspace(0, 3, 16).view(16, 1).double()]
+        self.checkpointed, self.broken = checkpointed, broken
+
+    def forward(self, tokens):
+        positions = self.turns[0][torch.arange(tokens.shape[1])]
+        x = self.table(tokens) * self.turns[0][: tokens.shape[1]]
+        for block in self.blocks:
+            if self.broken:
+                torch._dynamo.graph_break()
+            x = checkpoint(block, x, positions, use_reentrant=False) if self.checkpointed else block(x, positions)
+        return (x * self.turns[0][tokens]).square().mean()
+
+
+class Cached(nn.Module):
+    """Writes what it computes to a cache, in three ways, and reads that."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 4)
+
+    def forward(self, x, at, cache):
+        y = self.up(x)
+        cache["kept"].index_copy_(1, at, y)
+        cache["last"][:, :1] = y[:, -1:]
+        cache["sum"] += y.sum(1)
+        return cache["kept"] * 2 + cache["last"] + cache["sum"][:, None]
+
+
+def made(**options):
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def distributed(plain, plan=PLAN, **options):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return distribute_model(copy.deepcopy(plain), mesh, plan, outputs={}, **options)
+
+
+def runner(model, how):
+    torch.compiler.reset()
+    return model if HOW[how] is None else torch.compile(model, **HOW[how])
+
+
+def thrice(run, x):
+    """A rank that came first learns of another's failure when it next waits."""
+    for _ in range(3):
+        run(x)
+
+
+TOKENS = torch.arange(10).view(2, 5) * 3 % 16
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", *(pytest.param(h, marks=pytest.mark.nightly) for h in HOW)])
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpointed": True}, {"broken": True}, {"checkpointed": True, "broken": True}]
+)
+@with_ranks(2)
+def test_tables_of_modules_and_globals(rank, options, how):
+    plain = made(**options)
+    model = distributed(plain)
+    run = runner(model, how)
+    for _ in range(2):
+        loss, expected = run(TOKENS), plain(TOKENS)
+        torch.testing.assert_close(loss, expected)
+        loss.backward(), expected.backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", *(pytest.param(h, marks=pytest.mark.nightly) for h in HOW)])
+@with_ranks(2)
+def test_tables_that_differ_are_an_error_on_all_ranks(rank, how):
+    plain = made()
+    plain.blocks[1].gates = plain.blocks[1].gates + rank / 2
+    unchecked = runner(distributed(plain, check_inputs=False), how)
+    unchecked(TOKENS)
+    run = runner(distributed(plain), how)
+    where = "aten.mul.Tensor" if how == "eager" else "blocks.1"
+    message = rf"0 and 1 differ in the values of a torch.float64 \[16\] .*{where} \(\S*test_held_tensors.py:\d+\)"
+    with pytest.raises(AgreementError, match=message):
+        thrice(run, TOKENS)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", *(pytest.param(h, marks=pytest.mark.nightly) for h in HOW)])
+@with_ranks(2)
+def test_caches(rank, how):
+    torch.manual_seed(0)
+    plain = Cached().double()
+    run = runner(distributed(plain, {"up.weight": {"tp": Shard(0)}}), how)
+    ours, theirs = ({"kept": torch.zeros(2, 6, 4).double(), "last": torch.ones(2, 1, 4).double()} for _ in range(2))
+    for cache in (ours, theirs):
+        cache["sum"] = torch.zeros(2, 4).double()
+    with torch.no_grad():
+        for step in range(3):
+            x = torch.sin(torch.arange(32.0).double() * (step + 1)).view(2, 2, 8)
+            at = torch.tensor([2 * step, 2 * step + 1])
+            torch.testing.assert_close(run(x, at, ours), plain(x, at, theirs))
+    assert not any(isinstance(x, DTensor) for x in ours.values())
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@with_ranks(2)
+def test_modules_called_by_themselves(rank, how):
+    plain = made()
+    model = distributed(plain)
+    x, positions = torch.sin(torch.arange(80.0).double()).view(2, 5, 8), torch.ones(5, 1).double()
+    block = runner(model.blocks[0], how)
+    torch.testing.assert_close(block(x, positions), plain.blocks[0](x, positions))
+    torch.testing.assert_close(block(positions=positions, x=x), plain.blocks[0](x, positions))
+    run = runner(model, how)
+    torch.testing.assert_close(run(TOKENS), plain(TOKENS))
+
+
+def test_outside_of_a_view_nothing_is_taken():
+    with fake_ranks(2):
+        model = distribute_model(made(), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), PLAN)
+        with pytest.raises(MixedTensorError, match="plain tensor of shape \\[16, 8\\]"):
+            model.table.weight + torch.ones(16, 8).double()
+        with pytest.raises(MixedTensorError, match="argument 'self' is a plain tensor"):
+            torch.ones(16, 8).double().add_(model.table.weight)
+
+
+class Taking(nn.Module):
+    """Stands a part of a DTensor beside the whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.up(x) * (self.up.weight * 1).to_local()[:1]
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@with_ranks(2)
+def test_parts_of_dtensors_are_not_taken_for_wholes(rank, how):
+    run = runner(distributed(Taking(), {"up.weight": {"tp": Shard(0)}}), how)
+    with pytest.raises(Exception, match=r"that requires a gradient, other|differ in the values|rank's part"):
+        thrice(run, torch.ones(2, 8))
+
+
+@pytest.mark.parametrize("way", ["annotated", "nested"])
+def test_fully_sharded_modules_that_dynamo_may_not_look_into(way):
+    """Their class stands for an operator (`allow_in_graph`); what it became under `fully_shard` does not."""
+    from dtensor.parallel import fully_shard
+
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.inner(x)
+
+    torch._dynamo.allow_in_graph(Marked)
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        model = nn.Sequential(Marked(), nn.Linear(8, 8))
+        if way == "nested":
+            fully_shard(model[0], mesh)
+        fully_shard(model, mesh)
+        torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})(torch.ones(2, 8))
