@@ -53,11 +53,16 @@ def without(cls: type[nn.Module], maker: Any) -> type[nn.Module]:
     return base if by is maker else by(base, *given)
 
 
+def users_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before any was made for it."""
+    cls = type(module)
+    while MADE in vars(cls):
+        cls = vars(cls)[MADE][1]
+    return cls
+
+
 def _reduced(module: nn.Module, protocol: Any) -> Any:
-    plain = type(module)
-    while MADE in vars(plain):
-        plain = vars(plain)[MADE][1]
-    _, _, *state = plain.__reduce_ex__(module, protocol)
+    _, _, *state = users_class(module).__reduce_ex__(module, protocol)
     return _remade, (_recipe(type(module)),), *state
 
 
@@ -187,6 +192,7 @@ __all__ = [
     "Take",
     "called_class",
     "made_class",
+    "users_class",
     "with_own_code",
     "without",
     "wrap_call",

@@ -9,7 +9,11 @@ Values that are alike may differ in their last bits, and the comparison is to co
 each tensor are compared, in one all_reduce for each axis.
 """
 
+import ast
+import inspect
 import re
+import textwrap
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,6 +27,7 @@ from ..errors import ShardingError
 from ..likeness import STRIDES, TOLERANCE, numbers
 from ..mesh import facts
 from ..tensor import DTensor
+from ..wrapping import users_class
 
 FIRST, EVERY = 2, 100
 """How many first steps of an optimizer are looked at, and which ones later."""
@@ -35,7 +40,7 @@ class Watched(NamedTuple):
     """Where a parameter lies in its model, the class of its module, and the axis over which it is to be alike."""
 
     name: str
-    kind: str
+    kind: type[nn.Module]
     axis: str
     group: str
 
@@ -50,7 +55,7 @@ def watch(model: nn.Module, mesh: Any) -> None:
     for prefix, module in model.named_modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and not _lies_on(parameter, group):
-                vars(parameter)[WATCHED] = Watched(f"{prefix}.{name}".lstrip("."), type(module).__name__, axis, group)
+                vars(parameter)[WATCHED] = Watched(f"{prefix}.{name}".lstrip("."), users_class(module), axis, group)
     if not _hooked:
         _hooked.append(register_optimizer_step_pre_hook(_before_step))
 
@@ -120,12 +125,42 @@ def _error(of: Watched, by: float) -> ShardingError:
         f"write {pattern!r}: SequenceParallel(sequence_dim=d, use_local_output=True) into the plan, where its input is "
         "cut along dimension d; or "
     )
-    entry = entry if "norm" in of.kind.lower() else ""
+    kind, where = of.kind.__name__, used_at(of.kind, of.name.rpartition(".")[2])
+    entry = entry if "norm" in kind.lower() else ""
     return ShardingError(
         f"the gradient of {of.name} differs between the ranks of axis {of.axis!r} (by {by:.0%} of its norm), and the "
-        f"parameter does not: {of.kind} computes with this rank's part of a value, or the ranks were given other "
+        f"parameter does not: {kind} computes{where} with this rank's part of a value, or the ranks were given other "
         f"inputs, and each would train a copy of its own; {entry}sum the gradient over the axis before the step, or "
         "shard the model by distribute_model, in which no value is local"
+    )
+
+
+def used_at(cls: type, name: str) -> str:
+    """The first line that reads the attribute `name` of instances of a class, of its forward if it is there, as text
+    such as " (norms.py:12: return self.weight * x)"; "" if there is none to be found."""
+    functions = [
+        f for base in cls.__mro__ if base is not nn.Module for f in vars(base).values() if inspect.isfunction(f)
+    ]
+    for function in sorted(functions, key=lambda f: f.__name__ != "forward"):
+        try:
+            lines, first = inspect.getsourcelines(function)
+            tree = ast.parse(textwrap.dedent("".join(lines)))
+        except (OSError, SyntaxError):
+            continue
+        found = [n.lineno for n in ast.walk(tree) if _reads(n, name)]
+        if found and function.__name__ != "__init__":
+            file, line = Path(inspect.getsourcefile(function) or "").name, min(found)
+            return f" ({file}:{first + line - 1}: {lines[line - 1].strip()})"
+    return ""
+
+
+def _reads(node: ast.AST, name: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == name
+        and isinstance(node.ctx, ast.Load)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
     )
 
 

@@ -15,7 +15,10 @@ from dtensor.testing import with_ranks, with_threads
 
 WRONG = {"layers.*.q": ColwiseParallel(), "layers.*.o": RowwiseParallel()}
 MENDED = {**WRONG, "layers.*.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True)}
-MESSAGE = r"gradient of layers.0.q_norm.weight differs between the ranks of axis 'tp' \(by .*'layers.\*.q_norm'"
+MESSAGE = (
+    r"gradient of layers.0.q_norm.weight differs between the ranks of axis 'tp' \(by .*RMSNorm computes "
+    r"\(normalization.py:\d+: return F.rms_norm\(.*'layers.\*.q_norm'"
+)
 
 
 class Layer(nn.Module):
