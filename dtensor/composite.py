@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from . import strictness
-from ._torch import intercept, meets_only_autograd, never_traced, without_own_key
+from ._torch import intercept, meets_only_autograd, never_traced, tree_map, without_own_key
 from ._torch_sizes import same_size
 from .boundary import is_tracing, refuse_tangent
 from .decision import functional_of, has_out
@@ -150,9 +150,17 @@ def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tens
 
 def attention(*args, **kwargs):
     """Attention, taken apart by torch, which makes a plain result where an operand has no elements."""
+    args, kwargs = tree_map(_autocast, (args, kwargs))  # whose key lies below the one that this runs at
     empty = any(isinstance(x, DTensor) and 0 in x.shape for x in (*args, *kwargs.values()))
     with region_of_torch() if empty else contextlib.nullcontext():
         return aten.scaled_dot_product_attention.default.decompose(*args, **kwargs)
+
+
+def _autocast(x: Any) -> Any:
+    """What autocast gives an operator that it has run in lower precision."""
+    if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if x.is_floating_point() and x.dtype != torch.float64 else x
 
 
 class _Embedding(torch.autograd.Function):

@@ -150,7 +150,7 @@ def differing(node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, str]]:
     waiting, seen = [node], {node}
     while waiting:
         n = waiting.pop()
-        if not _has_dims(n.meta.get("val")):
+        if ALIKE in n.meta or not _has_dims(n.meta.get("val")):
             continue
         reason = _differs(n)
         if reason is not None:
@@ -174,8 +174,6 @@ def _has_dims(value: Any) -> bool:
 
 def _differs(node: torch.fx.Node) -> str | None:
     """Why this node's value can differ between ranks though its arguments do not."""
-    if ALIKE in node.meta:
-        return None
     if LOCAL in node.meta:
         return " that holds this rank's part of a DTensor"
     if node.op == "placeholder":

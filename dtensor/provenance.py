@@ -20,7 +20,8 @@ LOCAL = "dtensor_local"
 """The node is the local tensor of a computed DTensor: this rank's part, whatever it was computed from."""
 
 ALIKE = "dtensor_alike"
-"""The node is an input of the graph that is the same on all ranks, as the graph around it knows."""
+"""The node is the same on all ranks, whatever it was computed from: an input of the graph, as what is around it knows,
+or what a global view takes so or has written."""
 
 OPERATOR = "dtensor_operator"
 """The node is an operator that was called on DTensors, with its numbers as they were given: the same on all ranks."""

@@ -60,7 +60,7 @@ class Cached(nn.Module):
         cache["kept"].index_copy_(1, at, y)
         cache["last"][:, :1] = y[:, -1:]
         cache["sum"] += y.sum(1)
-        return cache["kept"] * 2 + cache["last"] + cache["sum"][:, None]
+        return (cache["kept"] * 2)[:, :5] + cache["last"] + cache["sum"][:, None] + y[:, :1]
 
 
 def made(**options):
