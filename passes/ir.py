@@ -486,9 +486,7 @@ def _plain(node: fx.Node) -> list[Any]:
 
 
 _PURE_NAMESPACES = frozenset(("aten", "prims", "dtensor", "_c10d_functional"))
-_IMPURE_TAGS = frozenset(
-    (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-)
+_IMPURE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -498,7 +496,7 @@ def is_pure(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, OpOverload):
         return target is operator.getitem or isinstance(value(node), _SYMBOLIC)
-    return _is_pure(target)
+    return _is_pure(target) and not draws(node)
 
 
 @functools.cache
@@ -506,3 +504,13 @@ def _is_pure(target: OpOverload) -> bool:
     info = schema(target)
     known = target.namespace in _PURE_NAMESPACES and bool(info.returns)
     return known and not info.is_mutable and not _IMPURE_TAGS.intersection(target.tags)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether `node` draws random numbers; attention without dropout does not."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    place = next((k for k, a in enumerate(schema(node.target).arguments) if a.name == "dropout_p"), None)
+    if place is None:
+        return True
+    return node.kwargs.get("dropout_p", node.args[place] if place < len(node.args) else 0.0) != 0

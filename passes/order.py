@@ -1,7 +1,7 @@
 """The order of a graph: what has to come before what, and giving the nodes another order.
 
-Beside data there are effects: what is not pure keeps its order among its like, and who reads memory stays on its side
-of whoever writes to it.
+Beside data there are effects: what draws random numbers keeps its order, so does whatever else is not pure, and who
+reads memory stays on its side of whoever writes to it.
 """
 
 import heapq
@@ -26,7 +26,7 @@ def dependencies(graph: fx.Graph) -> Before:
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
     readers: dict[fx.Node, list[fx.Node]] = {}
     written: dict[fx.Node, fx.Node] = {}
-    effect: fx.Node | None = None
+    effects: dict[bool, fx.Node] = {}
     for node in graph.nodes:
         before = list(node.all_input_nodes)
         memory = {root for x in before for root in roots[x]}
@@ -38,8 +38,10 @@ def dependencies(graph: fx.Graph) -> Before:
         for root in memory - targets:
             readers.setdefault(root, []).append(node)
         if is_effect(node):
-            before += [effect] if effect is not None else []
-            effect = node
+            # What is drawn has an order of its own: a rank whose shard is empty draws nothing.
+            kind = ir.draws(node)
+            before += [effects[kind]] if kind in effects else []
+            effects[kind] = node
         roots[node] = frozenset(memory) if ir.aliases(node) or targets else frozenset((node,))
         found[node] = list(dict.fromkeys([x for x in before if x is not node]))
     return found

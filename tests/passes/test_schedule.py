@@ -1,10 +1,13 @@
 """Where collectives start and are waited for."""
 
 import pytest
+import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
 from dtensor.collectives import ops
 from dtensor.passes import Lower, Schedule, ir
+from dtensor.passes.order import dependencies, is_effect
 
 
 def lowered(bench, f, *shapes):
@@ -196,3 +199,19 @@ def test_random_draws_keep_their_order(bench):
     gm = lowered(bench, f, (4, 4), (4, 4))
     bench.apply(Schedule(), gm)
     assert [n.args[0].name for n in gm.graph.nodes if "bernoulli" in n.name] == ["x_1", "y_1"]
+
+
+def test_effects_of_other_kinds_are_no_order(bench):
+    """A rank whose shard is empty has no attention, and other collectives would follow from an assertion there."""
+
+    def f(x):
+        torch.ops.aten._assert_async.msg((x > 0).all(), "positive")
+        q = x.view(1, 1, 4, 4)
+        told = F.scaled_dot_product_attention(q, q, q)
+        return told.sum() + torch.rand(2).sum() + torch.rand(3).sum()
+
+    gm = bench.trace(f, (4, 4))
+    before = dependencies(gm.graph)
+    effects = {node: [x for x in before[node] if is_effect(x)] for node in gm.graph.nodes if is_effect(node)}
+    names = {node.name: [x.name for x in found] for node, found in effects.items()}
+    assert names == {"_assert_async": [], "rand": [], "rand_1": ["rand"]}
