@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtensor import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.testing import CountCollectives, run_threads, with_threads
+from dtensor.testing import CountCollectives, run_threads, with_ranks, with_threads
 
 PATHS = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
@@ -143,3 +143,19 @@ def plain_mask(rank, path):
 def test_plain_operands_are_named(path):
     with sdpa_kernel(path):
         run_threads(plain_mask, 2, path)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@with_ranks(2)
+def test_autocast(rank, compiled):
+    """Queries and keys that rotary embeddings have made float32 again beside values in bfloat16."""
+    mesh = init_device_mesh("cpu", (2,))
+    full = [torch.sin(torch.arange(256.0) * (k + 1)).view(2, 4, 4, 8) for k in range(3)]
+    full[2] = full[2].bfloat16()
+    run = F.scaled_dot_product_attention
+    run = torch.compile(run, backend="dtensor", options={"inner": "aot_eager"}) if compiled else run
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = F.scaled_dot_product_attention(*full)
+        found = run(*[distribute_tensor(x, mesh, [Shard(1)]) for x in full])
+    assert found.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(found.full_tensor(), expected)

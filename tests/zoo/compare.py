@@ -70,7 +70,9 @@ def _compare_once(plain: torch.nn.Module, given: Any, model: torch.nn.Module, ou
             assert p.grad is None, name
             continue
         whole = p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
-        torch.testing.assert_close(whole, expected[name].grad, msg=f"{name}: {{}}".format)
+        # Rounding is that of the largest elements, up to 21, where plain Inductor is 1e-5 off, too.
+        near = 1e-5 * max(1.0, float(expected[name].grad.abs().max()))
+        torch.testing.assert_close(whole, expected[name].grad, atol=near, rtol=1.3e-6, msg=f"{name}: {{}}".format)
         assert getattr(p.grad, "placements", None) == getattr(p, "placements", None)
 
 
