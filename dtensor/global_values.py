@@ -17,10 +17,18 @@ from typing import Any
 import torch
 
 from ._torch import FakeTensor, FunctionalTensor, fx_traceback, graph_node, is_being_compiled
-from .invariance import check_invariant, differing, implicit_replication, is_alike, mark_alike
+from .invariance import (
+    check_invariant,
+    differing,
+    implicit_replication,
+    is_alike,
+    is_differentiated,
+    is_marked,
+    mark_alike,
+)
 from .likeness import BY_VIEW, compare, is_due, note_taken
 from .mesh import facts
-from .provenance import ALIKE, LOCAL
+from .provenance import ALIKE, LAYOUT, LOCAL
 
 ANNOTATION = "dtensor_global_view"
 """Key of the annotation of operators in a global view: whether the ranks' values are compared."""
@@ -103,8 +111,9 @@ def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any) -> bool:
     groups = facts(mesh).by_axis
     if isinstance(x, (FakeTensor, FunctionalTensor)):
         return _taken_in_trace(x, groups if checked else [])
-    if x.requires_grad and torch.is_grad_enabled():
-        return False
+    if is_differentiated(x):
+        # What was written into it has a history, whose gradients are DTensors; a leaf would get one of these.
+        return x.grad_fn is not None and is_marked(x)
     if checked:
         where = _line()
         uses = _view.uses[name, where] = _view.uses.get((name, where), -1) + 1
@@ -121,14 +130,19 @@ def _taken_in_trace(x: torch.Tensor, groups: list[str]) -> bool:
     node = graph_node(x)
     if node is None:
         return False
-    found = [n for n, _ in differing(node)]
+    found = [n for n, _ in differing(node) if not _is_whole(n)]
     if any(n.op != "placeholder" or LOCAL in n.meta for n in found):
         return False
     if groups:
         note_taken(x, groups, BY_VIEW)
-    for n in found:
+    for n in (node, *found):  # a backward has no annotation, and meets the node again
         n.meta[ALIKE] = True
     return True
+
+
+def _is_whole(node: torch.fx.Node) -> bool:
+    """Whether a node is the local tensor of a DTensor of which every rank has all."""
+    return set(node.meta.get(LAYOUT, "")) == {"R"}
 
 
 def _line() -> str:

@@ -131,12 +131,13 @@ def _objection(x: torch.Tensor) -> str | None:
         if is_being_compiled():
             # Dynamo and AOTAutograd look at shapes first, without a graph; the trace that has one comes after.
             return None
-    if not _is_marked(x):
-        return None if is_in_formula() else " that requires a gradient" if _is_differentiated(x) else ""
-    return " that requires a gradient" if _is_differentiated(x) else None
+    if not is_marked(x):
+        return None if is_in_formula() else " that requires a gradient" if is_differentiated(x) else ""
+    return " that requires a gradient" if is_differentiated(x) else None
 
 
-def _is_differentiated(x: torch.Tensor) -> bool:
+def is_differentiated(x: torch.Tensor) -> bool:
+    """Whether what is done with `x` now has a gradient."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
@@ -283,10 +284,10 @@ class _Recorder(TorchDispatchMode):
         info = schema(func)
         alike = _differs_by(func) is None and kwargs.get("generator") is None
         if info.name not in SHAPE_ONLY and info.name not in LIFTS:
-            alike = alike and all(t.dim() == 0 or _is_marked(t) for t in given)
+            alike = alike and all(t.dim() == 0 or is_marked(t) for t in given)
         # Schemas of collectives do not say what is written.
         written = list(_written(info, args, kwargs)) if func.namespace in NATIVE else given
-        kept = [alike and _is_marked(t) for t in written]
+        kept = [alike and is_marked(t) for t in written]
         out = func(*args, **kwargs)
         for t, keep in zip(written, kept):
             self.mark(t, keep, self.counts)
@@ -304,7 +305,8 @@ class _Recorder(TorchDispatchMode):
             setattr(storage, MARK, version if alike else None)
 
 
-def _is_marked(x: torch.Tensor) -> bool:
+def is_marked(x: torch.Tensor) -> bool:
+    """Whether a region knows that all ranks hold the values that `x` has now."""
     mark = getattr(_storage(x), MARK, None)
     if mark is None:
         return False
@@ -379,6 +381,8 @@ __all__ = [
     "draws_of_torch",
     "implicit_replication",
     "is_alike",
+    "is_differentiated",
+    "is_marked",
     "mark_alike",
     "mark_local",
     "note_alike",

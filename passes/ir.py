@@ -513,4 +513,5 @@ def draws(node: fx.Node) -> bool:
     place = next((k for k, a in enumerate(schema(node.target).arguments) if a.name == "dropout_p"), None)
     if place is None:
         return True
-    return node.kwargs.get("dropout_p", node.args[place] if place < len(node.args) else 0.0) != 0
+    p: Any = node.kwargs.get("dropout_p", node.args[place] if place < len(node.args) else 0.0)
+    return bool(p != 0)

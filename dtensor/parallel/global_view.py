@@ -169,7 +169,7 @@ class _View:
             self.check(plain)
         with self.running():
             out = forward(*args, **kwargs)
-        return out if self.outputs is None else _mapped(self._give, out, "")
+        return _mapped(self._give, out, "")
 
     @never_traced
     def _take(self, plain: list[tuple[str, torch.Tensor, bool]], x: torch.Tensor, name: str) -> torch.Tensor:
@@ -182,10 +182,12 @@ class _View:
 
     @never_traced
     def _give(self, x: torch.Tensor, _: str) -> torch.Tensor:
-        """What the forward returns, as a plain tensor."""
+        """What the forward returns, as it is to leave."""
         if not isinstance(x, DTensor):
+            # Plain, but what was written to it was not: its gradient is to come as a DTensor.
+            x = x if x.is_leaf or not torch.is_grad_enabled() else _Leaving.apply(x, self.mesh)  # pyright: ignore
+        if self.outputs is None or not isinstance(x, DTensor):
             return x
-        assert self.outputs is not None
         target = _fitting(self.outputs, x)
         parts = math.prod([self.mesh.size(axis) for axis, p in enumerate(target) if isinstance(p, Shard)])
         local = x.redistribute(placements=target).to_local()
@@ -328,6 +330,22 @@ def _borders(given: Placements, mesh: Any, what: str) -> list[Placement]:
 def _fitting(placements: Sequence[Placement], x: torch.Tensor) -> list[Placement]:
     """`placements` without the cuts of dimensions that `x` does not have."""
     return [Replicate() if isinstance(p, Shard) and p.dim >= x.dim() else p for p in placements]
+
+
+class _Leaving(torch.autograd.Function):
+    """A plain tensor of which every rank has all, as a DTensor, and so its gradient."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, mesh: Any) -> DTensor:
+        return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, Any], output: DTensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:  # pyright: ignore
+        return grad, None
 
 
 class _MeanOverParts(torch.autograd.Function):

@@ -147,21 +147,16 @@ def used_at(cls: type, name: str) -> str:
             tree = ast.parse(textwrap.dedent("".join(lines)))
         except (OSError, SyntaxError):
             continue
-        found = [n.lineno for n in ast.walk(tree) if _reads(n, name)]
+        found = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _reads(n, name)]
         if found and function.__name__ != "__init__":
             file, line = Path(inspect.getsourcefile(function) or "").name, min(found)
             return f" ({file}:{first + line - 1}: {lines[line - 1].strip()})"
     return ""
 
 
-def _reads(node: ast.AST, name: str) -> bool:
-    return (
-        isinstance(node, ast.Attribute)
-        and node.attr == name
-        and isinstance(node.ctx, ast.Load)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
+def _reads(node: ast.Attribute, name: str) -> bool:
+    of = node.value
+    return node.attr == name and isinstance(node.ctx, ast.Load) and isinstance(of, ast.Name) and of.id == "self"
 
 
 __all__ = ["WATCHED", "watch"]

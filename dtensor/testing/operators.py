@@ -148,7 +148,7 @@ def place(x: torch.Tensor, mesh: Any, target: Placements | None, shuffled: bool 
         local = made.to_local()
         local = torch.zeros_like(local) if any(mesh.get_local_rank(axis) for axis in partial) else local
         made = DTensor.from_local(local, mesh, target, shape=x.shape, stride=x.stride())
-    made = made.detach()
+    made: Any = made.detach()
     if shuffled:
         made._local_tensor = _shuffled(made._local_tensor)
     return made.requires_grad_(x.requires_grad)

@@ -1,6 +1,7 @@
 """Models of transformers, diffusers and torch's own modules, small, as they are: how each is made, its inputs, and a
 plan."""
 
+import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ def _words() -> dict[str, torch.Tensor]:
 
 def _adapted(transformers: Any) -> nn.Module:
     """With matrices of low rank beside its projections, which alone are trained."""
-    import peft
+    peft = importlib.import_module("peft")
 
     config = peft.LoraConfig(r=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     return peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)), config)
@@ -77,7 +78,7 @@ def _with_checkpoints(transformers: Any) -> nn.Module:
 
 def _denoising(_: Any) -> nn.Module:
     """In double precision: gradients that are zero but for rounding, as of keys' biases, AdamW makes steps of."""
-    import diffusers
+    diffusers = importlib.import_module("diffusers")
 
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
     sizes = {"sample_size": 16, "layers_per_block": 1, "block_out_channels": (16, 32), "attention_head_dim": 8}

@@ -4,9 +4,8 @@ batch, so that a mean over them is one device's."""
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed.fsdp
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -54,7 +53,7 @@ def in_torch_styles(model: nn.Module, name: str, given: Given) -> tuple[nn.Modul
 
 def in_torch_fsdp2(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
     """By torch's `fully_shard`."""
-    return _by_layers(torch.distributed.fsdp.fully_shard, model, _data_mesh()), given
+    return _by_layers(torch_fsdp.fully_shard, model, _data_mesh()), given
 
 
 def in_torch_ddp(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
@@ -91,9 +90,10 @@ def _by_layers(shard: Callable[..., Any], model: nn.Module, mesh: Any) -> nn.Mod
 
 def _styles(columns: Any, rows: Any) -> dict[str, Any]:
     """Of a decoder of transformers."""
-    of_layers = dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), columns)
-    of_layers |= {"mlp.gate_proj": columns, "mlp.up_proj": columns, "self_attn.o_proj": rows, "mlp.down_proj": rows}
-    return {f"model.layers.*.{name}": style() for name, style in of_layers.items()}
+    first = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    second = ("self_attn.o_proj", "mlp.down_proj")
+    plan = {f"model.layers.*.{name}": columns() for name in first}
+    return plan | {f"model.layers.*.{name}": rows() for name in second}
 
 
 ALL, SOME, DECODERS = tuple(EXAMPLES), ("llama", "vit", "convolutions"), ("llama", "mistral")
