@@ -111,15 +111,14 @@ def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any) -> bool:
     groups = facts(mesh).by_axis
     if isinstance(x, (FakeTensor, FunctionalTensor)):
         return _taken_in_trace(x, groups if checked else [])
-    if is_differentiated(x):
-        # What was written into it has a history, whose gradients are DTensors; a leaf would get one of these.
-        return x.grad_fn is not None and is_marked(x)
-    if checked:
+    if is_differentiated(x) and x.is_leaf:
+        return False  # its gradient would be a DTensor; that of what has a history is one all the way
+    if checked and not is_marked(x):
         where = _line()
         uses = _view.uses[name, where] = _view.uses.get((name, where), -1) + 1
         due = _view.due or is_due(uses)
         for group in groups:
-            compare(BY_VIEW.format(f"argument '{name}' of {func} ({where})"), x, group, due)
+            compare(BY_VIEW.format(f"argument '{name}' of {func} ({where})"), x.detach(), group, due)
         if not due:
             return True  # to be looked at later, if it lasts
     mark_alike(x)

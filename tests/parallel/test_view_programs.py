@@ -1,0 +1,160 @@
+"""Random programs of one device as the forward of a model: what it makes, holds, writes to and computes, over ranks by
+`distribute_model` against one device, with gradients.
+
+Values lie in a list; a step picks some by number, and adds one or writes to one. A program that one device refuses (it
+writes to what a gradient needs) is passed over.
+"""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from dtensor import Shard, distribute_model, init_device_mesh
+from dtensor.testing import run_ranks
+
+ROWS, COLUMNS = 4, 6
+PLANS = [{"tp": Shard(0)}, {"tp": Shard(1)}, {}]
+MAKES = ("zeros", "table", "positions", "linear", "like", "number")
+JOINS = ("add", "mul", "where", "stack", "product", "gather", "relu", "softmax", "mean", "turned", "sorted", "picked")
+WRITES = ("add_", "mul_", "copy_", "rows", "columns", "index_add_", "masked", "slice_add", "fill_", "clamp_", "put")
+
+
+class Program(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        chance = random.Random(seed)
+        kinds = ["linear", "zeros", *[chance.choice(MAKES) for _ in range(2)]]
+        kinds += [chance.choice(MAKES * 1 + JOINS * 2 + WRITES * 3) for _ in range(chance.randint(3, 9))]
+        self.steps = [(kind, chance.random(), chance.random(), chance.random()) for kind in kinds]
+        self.weights = nn.ParameterList([nn.Parameter(_wave((COLUMNS, COLUMNS), k)) for k in range(2)])
+        self.table = _wave((ROWS, COLUMNS), 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values = [x]
+        for kind, a, b, c in self.steps:
+            step(self, kind, values, (a, b, c))
+        return values[-1] + sum(values[:-1]).tanh()
+
+
+def _wave(shape: tuple[int, ...], k: int) -> torch.Tensor:
+    n = torch.Size(shape).numel()
+    return torch.sin(torch.arange(n, dtype=torch.float64) * (k + 1) + k).view(shape)
+
+
+def step(model: Program, kind: str, values: list[torch.Tensor], chances: tuple[float, float, float]) -> None:
+    """Add a value, or write to one; all have ROWS rows and COLUMNS columns."""
+    a, b, c = (values[int(chance * len(values))] for chance in chances)
+    k = int(chances[2] * 3)
+    match kind:
+        case "zeros":
+            made = torch.full((ROWS, COLUMNS), 0.5 * k, dtype=torch.float64)
+        case "table":
+            made = model.table * (k + 1)
+        case "positions":
+            made = torch.arange(COLUMNS, dtype=torch.float64).expand(ROWS, COLUMNS).clone()
+        case "linear":
+            made = a @ model.weights[k % 2]
+        case "like":
+            made = torch.ones_like(a)
+        case "number":
+            made = a * torch.tensor(2.0, dtype=torch.float64) + k
+        case "add":
+            made = a + b
+        case "mul":
+            made = a * b
+        case "where":
+            made = torch.where(c.detach() > 0, a, b)
+        case "stack":
+            made = torch.stack([a, b, c]).mean(0)
+        case "product":
+            made = (a.softmax(0).mT @ b)[:ROWS]
+        case "gather":
+            made = a.gather(1, torch.arange(COLUMNS).expand(ROWS, COLUMNS).flip(1))
+        case "relu":
+            made = a.relu()
+        case "softmax":
+            made = a.softmax(k % 2)
+        case "mean":
+            made = a.mean(k % 2, keepdim=True).expand(ROWS, COLUMNS) + b
+        case "turned":
+            made = torch.cat([a[1:], b[:1]])
+        case "sorted":
+            made = a.sort(1).values
+        case "picked":
+            made = a[torch.tensor([3, 1, 0, 1])]
+        case _:
+            write(kind, a, b * 1, c, k)
+            return
+    values.append(made)
+
+
+def write(kind: str, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, k: int) -> None:
+    match kind:
+        case "add_":
+            a += b
+        case "mul_":
+            a.mul_(b)
+        case "copy_":
+            a.copy_(b)
+        case "rows":
+            a[k] = b[0]
+        case "columns":
+            a[:, k : k + 2] = b[:, :2] * 2
+        case "index_add_":
+            a.index_add_(0, torch.tensor([1, 0, 3, 2]), b)
+        case "masked":
+            a.masked_fill_(c.detach() > 0.3, 0.25)
+        case "slice_add":
+            a[:, ::2].add_(b[:, 1::2])
+        case "fill_":
+            a[k].fill_(0.75)
+        case "clamp_":
+            a.clamp_(-0.5, 0.5)
+        case "put":
+            a[torch.tensor([0, 2])] = b[:2]
+
+
+def outcome(run, model: nn.Module, weight: torch.Tensor):
+    """Output and gradients."""
+    x = _wave((ROWS, COLUMNS), 2)
+    out = run(x)
+    (out * weight).sum().backward()
+    return [out.detach(), *[p.grad for p in model.parameters()]]
+
+
+def compare(rank: int, seeds: range, compiled: bool) -> tuple[int, list[str]]:
+    """How many programs were compared, and which are wrong."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    weight, compared, wrong = _wave((ROWS, COLUMNS), 9), 0, []
+    for seed in seeds:
+        plain = Program(seed)
+        model = copy.deepcopy(plain)
+        try:
+            expected = outcome(plain, plain, weight)
+        except RuntimeError:
+            continue
+        torch.compiler.reset()
+        distribute_model(model, mesh, {"weights.0": PLANS[seed % 3], "weights.1": PLANS[seed // 3 % 3]}, outputs={})
+        run = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}) if compiled else model
+        compared += 1
+        try:
+            found = outcome(run, model, weight)
+            for one, other in zip(found, expected):
+                whole = one.full_tensor() if hasattr(one, "full_tensor") else one
+                torch.testing.assert_close(whole, other)
+        except Exception as error:
+            wrong.append(f"{seed} {[kind for kind, *_ in plain.steps]}: {type(error).__name__}: {str(error)[:400]}")
+    return compared, wrong
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "seeds", [range(24), *(pytest.param(range(k, k + 200), marks=pytest.mark.nightly) for k in range(1000, 2000, 200))]
+)
+def test_one_device(seeds, compiled):
+    compared, wrong = run_ranks(compare, 2, seeds, compiled, timeout=1200)[0]
+    assert not wrong, "\n".join(wrong)
+    assert compared > len(seeds) / 3
