@@ -10,11 +10,13 @@ the graph does.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
-from .._torch import assert_async, never_traced
+from .._torch import assert_async, is_in_graph, never_traced
+from ..boundary import of_all_ranks
 from ..likeness import BY_STYLE, compare, is_due
 from ..mesh import facts
 from .misfit import PLANNED
@@ -24,6 +26,9 @@ DIFFERS = (
     "inputs={{axis: Shard(dim)}} where each gives its part, all of one shape"
 )
 
+Given: TypeAlias = tuple[str, torch.Tensor, bool]
+"""The name of an argument, this rank's tensor, and whether that is a part."""
+
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,7 +36,7 @@ class InputCheck:
     """The comparison over a mesh of inputs that some of its axes may cut."""
 
     def __init__(self, mesh: Any, cut: Iterable[int]) -> None:
-        known, cut = facts(mesh), set(cut)
+        self.mesh, known, cut = mesh, facts(mesh), set(cut)
         axes = [a for a in range(mesh.ndim) if known.shape[a] > 1 and known.coordinate is not None]
         one_by_one = [known.groups[(a,)] for a in axes]
         self.along = [known.groups[(a,)] for a in axes if a not in cut]
@@ -44,8 +49,8 @@ class InputCheck:
         return self
 
     @never_traced
-    def __call__(self, given: Sequence[tuple[str, torch.Tensor, bool]]) -> None:
-        """Compare tensors: the name of each, this rank's, and whether it is a part.
+    def __call__(self, given: Sequence[Given]) -> None:
+        """Compare tensors.
 
         Raises:
             RuntimeError: on all ranks of the mesh, if some differ.
@@ -61,8 +66,25 @@ class InputCheck:
             differs = _spread(values, self.along) * part
         told = torch.where(part, shapes, shapes + values)
         most = _reduced(torch.stack([told, -told, differs]), self.everyone)
-        for (name, *_), same in zip(given, ((most[0] == -most[1]) & (most[2] == 0)).unbind()):
+        alike = (most[0] == -most[1]) & (most[2] == 0)
+        if not torch.compiler.is_compiling() and device.type == "cpu" and not is_in_graph():
+            self._raise_unless(alike.tolist(), given, values.tolist())
+            return
+        for (name, *_), same in zip(given, alike.unbind()):
             assert_async(same, DIFFERS.format(name=name))
+
+    def _raise_unless(
+        self, alike: list[bool], given: Sequence[tuple[str, torch.Tensor, bool]], sums: list[int]
+    ) -> None:
+        """Where nothing has to be waited for: say what ranks gave, too. All know of the same arguments that differ."""
+        for (name, x, _), same, checksum in zip(given, alike, sums):
+            if not same:
+                mine = f"a {x.dtype} {list(x.shape)} of checksum {checksum & 0xFFFFFF:06x}"
+                told: dict[str, list[int]] = {}
+                for rank, what in sorted(of_all_ranks((dist.get_rank(), mine), self.mesh)):
+                    told.setdefault(what, []).append(rank)
+                said = "; ".join(f"{what} on ranks {ranks}" for what, ranks in told.items())
+                raise RuntimeError(f"{DIFFERS.format(name=name)}. They gave {said}")
 
 
 def _spread(x: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
