@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from ._torch import FakeTensor, FunctionalTensor, current_device_mesh, has_tangent
 from .errors import MeshError, PlacementError, ShardingError
+from .invariance import note_alike
+from .mesh import facts
 from .placements import Placement
 
 
@@ -150,8 +152,14 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
 
 def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
     """Overwrite the memory of a tensor by what rank `src_data_rank` (of each mesh axis) holds there, on every rank of a
-    mesh; nothing on others. `x` may be any view of it."""
+    mesh; nothing on others. `x` may be any view of it. In a trace the graph does so."""
     if mesh.get_coordinate() is None:
+        return
+    if isinstance(x, (FakeTensor, FunctionalTensor)):
+        for axis, group in enumerate(facts(mesh).by_axis):
+            of_all = torch.ops.dtensor.all_gather(x.unsqueeze(0), 0, mesh.size(axis), group)
+            x.copy_(of_all[src_data_rank])
+        note_alike(x)
         return
     data = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
     for axis in range(mesh.ndim):

@@ -329,19 +329,6 @@ def _of_sizes(offsets, indices):
     return DTensor.from_local(offsets, indices.device_mesh, [Replicate()] * indices.device_mesh.ndim)
 
 
-def fractional_max_pool(operator):
-    """Pooling by windows of random sizes, which torch draws as a plain tensor: all take those of the first rank."""
-
-    def kernel(x, kernel_size, output_size, random_samples):
-        if isinstance(x, DTensor) and not isinstance(random_samples, DTensor) and not is_tracing(x):
-            whole = [Replicate()] * x.device_mesh.ndim
-            random_samples = DTensor.from_local(random_samples, x.device_mesh, whole, run_check=True)
-        with without_own_key():
-            return operator(x, kernel_size, output_size, random_samples)
-
-    return kernel
-
-
 def _is_cut(x) -> bool:
     return isinstance(x, DTensor) and not x._spec.layout.is_replicated
 
@@ -395,8 +382,6 @@ intercept("_scaled_dot_product_attention_math", attention_math)
 intercept("embedding", embedding)
 intercept("embedding_bag", embedding_bag)
 intercept("embedding_bag.padding_idx", embedding_bag)
-intercept("fractional_max_pool2d", fractional_max_pool(aten.fractional_max_pool2d.default))
-intercept("fractional_max_pool3d", fractional_max_pool(aten.fractional_max_pool3d.default))
 intercept("lstm.input", lstm(aten.lstm.input))
 intercept("lstm.data", lstm(aten.lstm.data))
 

@@ -9,8 +9,8 @@ out of `to_local` do differ, and so do random numbers, unless the region says th
     eager      inside `implicit_replication` a dispatch mode marks such tensors; torch's own decompositions run in one,
                and what its gradient formulas make on the way counts as such
 
-Of what a few functions of torch make in Python (`IN_PYTHON`) their frame tells in eager mode: it is alike unless they
-were given a plain tensor; what they draw, all ranks take from the first.
+Of what a few functions of torch make in Python (`IN_PYTHON`) their frame tells, in a trace of AOTAutograd, too: it is
+alike unless they were given a plain tensor; what they draw, all ranks take from the first.
 
 A mark lies on the storage, so that views share it, and holds the version of the tensor, so that a later write ends it.
 Sizes and Python numbers count as alike on all ranks: nothing can tell where they come from. What writes to a marked
@@ -91,24 +91,29 @@ def is_alike(x: torch.Tensor) -> bool:
 
 
 _FOLDER = Path(torch.__file__).parent
-IN_PYTHON = {str(_FOLDER / "_lowrank.py"): True, str(_FOLDER / "masked" / "_ops.py"): False}
+IN_PYTHON = {
+    str(_FOLDER / "_lowrank.py"): True,
+    str(_FOLDER / "nn" / "functional.py"): True,
+    str(_FOLDER / "masked" / "_ops.py"): False,
+}
 """Files of functions that torch writes in Python, with plain tensors of their own -> whether they draw them."""
 
 
 def draws_of_torch(x: torch.Tensor) -> bool | None:
     """Whether the plain `x`, an operand now, was drawn by a function of `IN_PYTHON`; None if none of them made it.
 
-    None did where the function was given a plain tensor, which `x` may come from.
+    None did where the function was given another plain tensor, which `x` may come from. (`x` itself may stand in an
+    argument that was None.)
     """
     frame, entry = sys._getframe(1), None
     while frame is not None and (entry is None or frame.f_code.co_filename in IN_PYTHON):
         entry = frame if frame.f_code.co_filename in IN_PYTHON else None
         frame = frame.f_back
-    if entry is None or is_being_compiled():
+    if entry is None or (is_being_compiled() and graph_node(x) is None):
         return None
     names, more, keywords, known = inspect.getargvalues(entry)
     given = tree_leaves([known.get(name) for name in (*names, more, keywords) if name])
-    if any(type(t) in PLAIN for t in given):
+    if any(type(t) in PLAIN and t is not x for t in given):
         return None
     return IN_PYTHON[entry.f_code.co_filename]
 

@@ -279,6 +279,30 @@ def test_what_functions_of_torch_make_themselves(rank):
                 function(x, 1, unbiased=True, mask=a > -2)
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
+@with_ranks(2)
+def test_what_functions_of_torch_draw(rank, inner):
+    """Ranks that were seeded otherwise pool by the windows of the first, forward and backward."""
+    mesh, x = init_device_mesh("cpu", (2,)), torch.linspace(-1, 1, 162).sin().view(1, 2, 9, 9)
+    pools = F.fractional_max_pool2d, F.fractional_max_pool3d
+    for pool, given in zip(pools, (x, x.view(1, 2, 9, 3, 3))):
+        size = (4, *[2] * (given.dim() - 3))
+        run = lambda x, pool=pool, size=size: pool(x, 2, output_size=size)  # noqa: E731
+        run = run if inner == "eager" else torch.compile(run, backend="dtensor", options={"inner": inner})
+        found = []
+        for placement in (Shard(1), Shard(2), Replicate()):
+            torch.manual_seed(rank)
+            ours = distribute_tensor(given, mesh, [placement]).requires_grad_()
+            out = run(ours)
+            out.sum().backward()
+            found.append(torch.cat([out.full_tensor().detach().flatten(), ours.grad.full_tensor().flatten()]))
+            first = found[-1].clone()
+            dist.broadcast(first, 0)
+            assert torch.equal(found[-1], first)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
+
+
 @with_ranks(3)
 def test_what_functions_of_torch_make_where_a_rank_is_outside_the_mesh(rank):
     x = distribute_tensor(torch.linspace(-1, 1, 30).sin().view(6, 5), DeviceMesh("cpu", [0, 1]), [Shard(0)])

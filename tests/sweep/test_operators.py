@@ -11,7 +11,6 @@ The gradients of gradients, by the arguments and by what flows back, are compare
 operator in 64 on two ranks, for all of them there and on two by two in the nightly run.
 """
 
-import contextlib
 import itertools
 import operator
 import time
@@ -46,12 +45,6 @@ NOT_COMPILED = {
     "tensor_split": "torch loses the sizes of a tensor subclass's outputs where they come from another tensor's values",
 }
 """Operators that are not tried under torch.compile, though plain tensors compile, and why."""
-
-IN_REGION_COMPILED = dict.fromkeys(
-    ["nn.functional.fractional_max_pool2d", "nn.functional.fractional_max_pool3d", "svd_lowrank", "pca_lowrank"],
-    "torch draws plain random numbers; eager, all ranks take those of the first",
-)
-"""Operators that run inside `implicit_replication` when they are compiled, and why."""
 
 NOT_TWICE = {
     "nn.functional.linear_cross_entropy.chunked": "torch's own gradient is cut off from its graph; ours is not",
@@ -98,15 +91,12 @@ def check(rank, shape, names, calls, ways, compiled, twice=False, shuffled=False
 
 
 def one(sample, mesh, where, name, compiled, twice, shuffled):
-    inside = compiled and name in IN_REGION_COMPILED
-    region = dtensor.implicit_replication(random=True) if inside else contextlib.nullcontext()
     run = None
     if compiled:
         run = compile_whole(sample.call)
     try:
-        with region:
-            read = READ.get(name, lambda out: out)
-            return disagreement(sample, mesh, where, compiled=run, read=read, twice=twice, shuffled=shuffled)
+        read = READ.get(name, lambda out: out)
+        return disagreement(sample, mesh, where, compiled=run, read=read, twice=twice, shuffled=shuffled)
     except Exception:
         if compiled:
             raise_unless_plain_compiles(sample)
