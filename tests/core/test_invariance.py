@@ -283,9 +283,8 @@ def test_what_functions_of_torch_make_themselves(rank):
 @with_ranks(2)
 def test_what_functions_of_torch_draw(rank, inner):
     """Ranks that were seeded otherwise pool by the windows of the first, forward and backward."""
-    mesh, x = init_device_mesh("cpu", (2,)), torch.linspace(-1, 1, 162).sin().view(1, 2, 9, 9)
-    pools = F.fractional_max_pool2d, F.fractional_max_pool3d
-    for pool, given in zip(pools, (x, x.view(1, 2, 9, 3, 3))):
+    mesh, x = init_device_mesh("cpu", (2,)), torch.linspace(-1, 1, 288).sin().view(1, 2, 9, 4, 4)
+    for pool, given in ((F.fractional_max_pool2d, x.flatten(3)), (F.fractional_max_pool3d, x)):
         size = (4, *[2] * (given.dim() - 3))
         run = lambda x, pool=pool, size=size: pool(x, 2, output_size=size)  # noqa: E731
         run = run if inner == "eager" else torch.compile(run, backend="dtensor", options={"inner": inner})
