@@ -102,8 +102,8 @@ IN_PYTHON = {
 def draws_of_torch(x: torch.Tensor) -> bool | None:
     """Whether the plain `x`, an operand now, was drawn by a function of `IN_PYTHON`; None if none of them made it.
 
-    None did where the function was given another plain tensor, which `x` may come from. (`x` itself may stand in an
-    argument that was None.)
+    None did where the function was given a plain tensor, which `x` may come from. (An argument named `_random_samples`
+    is None, and has what was drawn in its place.)
     """
     frame, entry = sys._getframe(1), None
     while frame is not None and (entry is None or frame.f_code.co_filename in IN_PYTHON):
@@ -112,8 +112,8 @@ def draws_of_torch(x: torch.Tensor) -> bool | None:
     if entry is None or (is_being_compiled() and graph_node(x) is None):
         return None
     names, more, keywords, known = inspect.getargvalues(entry)
-    given = tree_leaves([known.get(name) for name in (*names, more, keywords) if name])
-    if any(type(t) in PLAIN and t is not x for t in given):
+    given = tree_leaves([known.get(name) for name in (*names, more, keywords) if name and name != "_random_samples"])
+    if any(type(t) in PLAIN for t in given):
         return None
     return IN_PYTHON[entry.f_code.co_filename]
 

@@ -3,9 +3,13 @@
 A dimension of which a part is taken is whole on every rank, the others keep their shards.
 """
 
+from functools import partial
+
+import torch
+
 from .._torch_sizes import same_size
 from ..errors import OperatorError
-from .call import Call, rule_for
+from .call import Call, LocalCall, rule_for
 from .rule import Dims, Rule
 from .views import LINEAR, follow
 
@@ -117,7 +121,8 @@ def put_into(call: Call) -> Rule:
 
 @rule_for("as_strided", "as_strided_scatter")
 def as_strided(call: Call) -> Rule:
-    """Strides say nothing about dimensions: everything is whole.
+    """Strides say nothing about dimensions: everything is whole. But not for a tensor as it lies, with or without
+    dimensions of one, which is what autograd asks for around what was written to a view.
 
     They count in memory, of which a tensor that is put together has its own.
 
@@ -125,6 +130,12 @@ def as_strided(call: Call) -> Rule:
         OperatorError: the tensor is sharded and not contiguous.
     """
     given = call.operands[0]
+    kept = _as_it_lies(call)
+    if kept is not None:
+        names = [() if n == 1 else (f"d{dim}",) for dim, n in enumerate(given.shape)]
+        out = tuple(() if dim is None else names[dim] for dim in kept)
+        sizes = {f"d{dim}": n for dim, n in enumerate(given.shape)}
+        return Rule((tuple(names),), (out,), sizes, linear=LINEAR, local=partial(_with_ones, kept))
     if given.static and given.unusual_stride is not None and not given.layout.is_replicated:
         raise OperatorError(
             f"{call.func} of a tensor of shape {list(given.shape)} and strides {list(given.stride)}, sharded as "
@@ -134,6 +145,33 @@ def as_strided(call: Call) -> Rule:
     nothing = tuple(((),) * o.ndim for o in call.operands)
     outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
     return Rule(nothing, outs, {}, linear=(frozenset(range(len(nothing))),))
+
+
+def _as_it_lies(call: Call) -> tuple[int | None, ...] | None:
+    """For each dimension of an as_strided result that of the tensor which it is, None for a new one of length one; None
+    if it is anything but the tensor itself with other such dimensions."""
+    given = call.operands[0]
+    if call.name != "as_strided" or not given.static or call["storage_offset"] not in (None, 0):
+        return None
+    asked = list(zip(call["size"], call["stride"]))
+    if not all(isinstance(n, int) for pair in asked for n in pair) or 0 in given.shape:
+        return None
+    there = [dim for dim, n in enumerate(given.shape) if n != 1]
+    if [pair for pair in asked if pair[0] != 1] != [(given.shape[dim], given.stride[dim]) for dim in there]:
+        return None
+    left = iter(there)
+    return tuple(None if n == 1 else next(left) for n, _ in asked)
+
+
+def _with_ones(kept: tuple[int | None, ...], call: LocalCall) -> torch.Tensor:
+    x = call["self"]
+    gone = [dim for dim in range(x.dim()) if dim not in kept]
+    if not gone and None not in kept:
+        return torch.ops.aten.alias.default(x)
+    x = x.squeeze(gone)
+    for place, dim in enumerate(kept):
+        x = x.unsqueeze(place) if dim is None else x
+    return x
 
 
 __all__ = ["CUTS"]

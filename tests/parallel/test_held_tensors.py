@@ -278,3 +278,32 @@ def test_fully_sharded_modules_that_dynamo_may_not_look_into(way):
             fully_shard(model[0], mesh)
         fully_shard(model, mesh)
         torch.compile(model, backend="dtensor", fullgraph=True, options={"inner": "aot_eager"})(torch.ones(2, 8))
+
+
+class Slopes(nn.Module):
+    """Derivatives inside the forward, of what takes a vector."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        def f(row):
+            return self.up(row).sin()
+
+        rows = torch.func.vmap(torch.func.grad(lambda row: f(row).sum()))(x)
+        return torch.func.jacrev(f)(x[0]) + torch.func.jacfwd(f)(x[1]) + rows.sum()
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@with_ranks(2)
+def test_derivatives_inside(rank, how):
+    torch.manual_seed(0)
+    plain = Slopes().double()
+    model = distributed(plain, {"up.*": {"tp": Shard(0)}})
+    x = torch.sin(torch.arange(32.0).double()).view(4, 8)
+    found, expected = runner(model, how)(x), plain(x)
+    torch.testing.assert_close(found, expected)
+    found.square().sum().backward(), expected.square().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
