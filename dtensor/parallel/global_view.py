@@ -67,7 +67,8 @@ def distribute_model(
             DistributedDataParallel. Tensors without that dimension come out whole.
         check_inputs: compare, in each call, what ranks give: checksums along the axes along which inputs are to be the
             same, shapes along the others. A small all_reduce, two where inputs are parts. Where ranks differ, all raise
-            RuntimeError.
+            RuntimeError. And compare, now and then and without waiting for others, the plain tensors that modules hold
+            and that meet DTensors inside: AgreementError where they differ.
         src_data_rank: the rank of each axis whose values of parameters and buffers all ranks take; None keeps each
             rank's own.
 

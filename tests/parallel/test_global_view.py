@@ -9,7 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dtensor import DTensor, MeshError, Partial, PlacementError, Replicate, Shard, distribute_model, init_device_mesh
+from dtensor import (
+    Checkpoints,
+    DTensor,
+    MeshError,
+    Partial,
+    PlacementError,
+    Replicate,
+    Shard,
+    distribute_model,
+    init_device_mesh,
+)
 from dtensor.parallel import fully_shard
 from dtensor.testing import fake_ranks, with_ranks
 
@@ -276,3 +286,34 @@ def test_a_model_sharded_over_the_same_axis_is_refused():
         model = fully_shard(made(), mesh)
         with pytest.raises(MeshError, match="the parameter is already on axis dp of the mesh"):
             distribute_model(model, mesh)
+
+
+@with_ranks(4)
+def test_trained_saved_and_read_on_another_mesh(rank, tmp_path):
+    """By Checkpoints, optimizer included; training goes on as on one device."""
+    plain = made()
+    steps = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    losses = [train(plain, steps) for _ in range(4)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = distribute_model(made(), mesh, PLAN, outputs={})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    assert [train(model, optimizer) for _ in range(2)] == pytest.approx(losses[:2])
+    Checkpoints(tmp_path).save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, 2)
+    other = distribute_model(
+        made(), init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), {"*.up.*": COLUMNS}, outputs={}
+    )
+    again = torch.optim.AdamW(other.parameters(), lr=0.1)
+    train(other, again)  # so that its state is there
+    state = {"model": other.state_dict(), "optimizer": again.state_dict()}
+    Checkpoints(tmp_path).load(state)
+    other.load_state_dict(state["model"])
+    again.load_state_dict(state["optimizer"])
+    assert [train(other, again) for _ in range(2)] == pytest.approx(losses[2:])
+
+
+def train(model, optimizer):
+    optimizer.zero_grad()
+    loss = model(batch()).loss
+    loss.backward()
+    optimizer.step()
+    return loss.item()
