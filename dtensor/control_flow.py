@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from ._torch import catch_higher_order, higher_order_operators, tree_flatten
+from ._torch import catch_higher_order, higher_order_operators, tree_flatten, tree_map
 from ._torch_dynamo import higher_order_take
 from ._torch_sizes import has_hint
 from .errors import OperatorError
+from .global_values import check_global
 from .invariance import check_invariant, is_alike, note_alike
 from .layout import Layout
 from .local_sizes import written
@@ -240,7 +241,28 @@ def subgraph(operator: Any, function: Callable, identifier: Any, *operands: Any)
     return results.whole(operator(given.on_parts(function, results.parts), f"{identifier}_{layouts}", *given.parts))
 
 
+def flex_attention(operator: Any, query: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
+    """`flex_attention`, on whole tensors: what it is given to change scores by reads the places of batch and head."""
+    mesh = next(x.device_mesh for x in (query, key, value) if isinstance(x, DTensor))
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, DTensor):
+            return _in_layout(x, Layout.make(mesh.ndim, ((),) * x.dim(), ())).to_local()
+        if isinstance(x, torch.Tensor):
+            check_global("flex_attention", "operand", x, mesh)
+        return x
+
+    def wrapped(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        layout = Layout.make(mesh.ndim, ((),) * x.dim(), ())
+        return FromLocal.apply(x, mesh, layout, tuple(x.shape), tuple(x.stride()), layout)
+
+    return tree_map(wrapped, operator(*tree_map(whole, (query, key, value, *more)), **tree_map(whole, named)))
+
+
 CAUGHT = {
+    "flex_attention": flex_attention,
     "cond": cond,
     "while_loop": while_loop,
     "scan": scan,

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from dtensor import AgreementError, DTensor, MixedTensorError, Shard, distribute_model, init_device_mesh
@@ -307,3 +308,26 @@ def test_derivatives_inside(rank, how):
     found.square().sum().backward(), expected.square().sum().backward()
     for p, q in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+class Flexible(nn.Module):
+    """Attention whose scores a function changes, by places and by a table of heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.slopes = nn.Linear(8, 24), torch.tensor([0.1, 0.3])
+
+    def forward(self, x):
+        q, k, v = self.up(x).view(2, 4, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        return flex_attention(q, k, v, score_mod=lambda score, b, h, i, j: score + (i - j) * self.slopes[h])
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@with_ranks(2)
+def test_flex_attention(rank, how):
+    """Forward only: torch has no backward of it on the CPU."""
+    torch.manual_seed(0)
+    plain = Flexible().requires_grad_(False)
+    model = distributed(plain, {"up.*": {"tp": Shard(0)}})
+    x = torch.sin(torch.arange(64.0)).view(2, 4, 8)
+    torch.testing.assert_close(runner(model, how)(x), plain(x))
