@@ -366,7 +366,9 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
             elif isinstance(item, torch.Tensor):
                 plain.append((name, item))
     for name, item in plain:
-        drawn = None if is_alike(item) else draws_of_torch(item)
+        if is_alike(item):
+            continue
+        drawn = draws_of_torch(item)
         if drawn:
             take_from_source(item, operands[0].mesh, 0)
         elif drawn is None:

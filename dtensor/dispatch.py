@@ -24,7 +24,7 @@ from .global_values import may_be_written
 from .invariance import mark_alike, mark_local
 from .layout import Layout
 from .redistribute import redistribute_local
-from .rules.call import replaced
+from .rules.call import is_in_place, replaced
 from .spec import Spec
 
 MOST_DECISIONS = 1 << 16
@@ -113,7 +113,7 @@ def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
     if has_out(func):
         return KINDS["out"](func, args, kwargs)
     out = dispatch(func, *with_plain_wrapped(func, args, kwargs))
-    if func._schema.name.endswith("_") and not isinstance(args[0], DTensorType):
+    if is_in_place(func) and not isinstance(args[0], DTensorType):
         mark_alike(args[0], written=True)
         return args[0]
     return out
@@ -200,7 +200,7 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     check_operands(func, args, kwargs, operands)
     mesh = operands[0].mesh
     first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-    if func._schema.name.endswith("_") and not isinstance(first, DTensorType) and not may_be_written(first):
+    if is_in_place(func) and not isinstance(first, DTensorType) and not may_be_written(first):
         raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
 
     def replicated(a):

@@ -13,7 +13,7 @@ import torch
 
 from ._torch import tree_map
 from ._torch_sizes import hint, known_equal
-from .spec import Spec
+from .spec import Spec, contiguous_stride
 
 IN_MEMORY = frozenset(
     f"aten::{name}"
@@ -62,11 +62,8 @@ def _order(spec: Spec) -> tuple[int, ...] | None:
 
 def _strides(shape: Sequence[Any], dims: tuple[int, ...]) -> list[Any]:
     """Strides without gaps."""
-    stride: list[Any] = [0] * len(dims)
-    size: Any = 1
-    for dim in reversed(dims):
-        stride[dim], size = size, size if isinstance(shape[dim], int) and shape[dim] == 0 else size * shape[dim]
-    return stride
+    found = dict(zip(dims, contiguous_stride([shape[dim] for dim in dims])))
+    return [found[dim] for dim in range(len(dims))]
 
 
 def ordered(x: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:

@@ -91,12 +91,14 @@ def is_alike(x: torch.Tensor) -> bool:
 
 
 _FOLDER = Path(torch.__file__).parent
-IN_PYTHON = {
+IN_PYTHON: dict[Any, bool] = {
     str(_FOLDER / "_lowrank.py"): True,
-    str(_FOLDER / "nn" / "functional.py"): True,
     str(_FOLDER / "masked" / "_ops.py"): False,
+    torch.nn.functional.fractional_max_pool2d_with_indices.__code__: True,
+    torch.nn.functional.fractional_max_pool3d_with_indices.__code__: True,
 }
-"""Files of functions that torch writes in Python, with plain tensors of their own -> whether they draw them."""
+"""Functions that torch writes in Python, with plain tensors of their own, by their file or their code -> whether they
+draw these."""
 
 
 def draws_of_torch(x: torch.Tensor) -> bool | None:
@@ -106,8 +108,8 @@ def draws_of_torch(x: torch.Tensor) -> bool | None:
     is None, and has what was drawn in its place.)
     """
     frame, entry = sys._getframe(1), None
-    while frame is not None and (entry is None or frame.f_code.co_filename in IN_PYTHON):
-        entry = frame if frame.f_code.co_filename in IN_PYTHON else None
+    while frame is not None and (entry is None or _in_python(frame) is not None):
+        entry = frame if _in_python(frame) is not None else None
         frame = frame.f_back
     if entry is None or (is_being_compiled() and graph_node(x) is None):
         return None
@@ -115,7 +117,12 @@ def draws_of_torch(x: torch.Tensor) -> bool | None:
     given = tree_leaves([known.get(name) for name in (*names, more, keywords) if name and name != "_random_samples"])
     if any(type(t) in PLAIN for t in given):
         return None
-    return IN_PYTHON[entry.f_code.co_filename]
+    return _in_python(entry)
+
+
+def _in_python(frame: Any) -> bool | None:
+    code = frame.f_code
+    return IN_PYTHON.get(code.co_filename, IN_PYTHON.get(code))
 
 
 def note_alike(x: torch.Tensor) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
@@ -376,7 +377,7 @@ def _mapped(f: Callable[[torch.Tensor, str], torch.Tensor], x: Any, name: str) -
     if isinstance(x, dict):
         # An output of transformers is both, and leaves out what is None.
         items = {key: _mapped(f, item, f"{name}[{key!r}]") for key, item in x.items()}
-        return type(x)(**items) if is_dataclass(x) else items
+        return type(x)(**items) if is_dataclass(x) else OrderedDict(items) if isinstance(x, OrderedDict) else items
     if is_dataclass(x) and not isinstance(x, type):
         items = {d.name: _mapped(f, getattr(x, d.name), f"{name}.{d.name}") for d in fields(x) if d.init}
         return type(x)(**items)

@@ -2,6 +2,7 @@
 caches that the forward writes to; and modules that are called by themselves."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -214,6 +215,28 @@ def test_gradients_through_what_is_written(rank, how):
             for p, q in zip(model.parameters(), plain.parameters()):
                 if q.grad is not None:
                     torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=f"{write.__name__}: {{}}".format)
+
+
+class Shifted(nn.Module):
+    """Operators of a plain tensor and a DTensor whose names end as those of operators in place do."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("numbers", torch.arange(1, 9))
+        self.bits = torch.arange(8)
+
+    def forward(self, x):
+        y = self.numbers + x
+        return OrderedDict(left=self.bits << y % 4, right=self.bits >> y % 3, both=self.bits & y, either=self.bits | y)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+@with_ranks(2)
+def test_what_only_looks_in_place(rank, how):
+    plain, x = Shifted(), torch.arange(8)
+    found, expected = runner(distributed(plain, {"numbers": {"tp": Shard(0)}}), how)(x), plain(x)
+    assert type(found) is OrderedDict
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 
 from dtensor import MisfitError, ShardingError
 from dtensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -98,7 +98,7 @@ def test_errors_that_are_not_of_the_plan_stay_as_they_are(fake_mesh):
         function(torch.ones(8))
 
 
-@torch.library.custom_op("misfit::untraced", mutates_args=())
+@library.custom_op("misfit::untraced", mutates_args=())
 def untraced(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
