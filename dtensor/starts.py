@@ -82,7 +82,7 @@ def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str) -> torch.Tensor:
     rank = resolve_process_group(group).rank()
     y = x.new_empty((sum(output_splits), *x.shape[1:]))
-    into, sent = y.split(output_splits), x.split(input_splits)
+    into, sent = y.split(output_splits), x.contiguous().split(input_splits)  # a trace may have had other strides
     into[rank].copy_(sent[rank])
     return _started(y, into, sent, group)
 

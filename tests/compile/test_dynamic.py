@@ -1,15 +1,17 @@
 """Symbolic sizes: a view keeps its shard under a guard on divisibility, and one graph serves all sizes that pass it."""
 
+import copy
 import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
-from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Partial, Replicate, Shard, distribute_model, distribute_tensor, init_device_mesh
 from dtensor._torch_sizes import binary_products
 from dtensor.caches import clear_caches
 from dtensor.compile import statistics
@@ -140,6 +142,28 @@ def test_a_view_that_is_cut_comes_in(rank, computed):
         base = base * 1 if computed else base
         expected = F.linear(x.transpose(0, 1), w.full_tensor())
         torch.testing.assert_close(run(base.transpose(0, 1)).full_tensor(), expected)
+
+
+@with_ranks(2)
+def test_images_whose_channels_lie_last(rank):
+    """Norms of groups of channels, forward and backward, of any number of images, which one graph serves."""
+    torch.manual_seed(0)
+    first, norm, then = nn.Conv2d(3, 12, 3, padding=1), nn.GroupNorm(4, 12), nn.Conv2d(12, 6, 3, stride=2)
+    plain = (
+        nn.Sequential(first, norm, nn.SiLU(), then, nn.GroupNorm(3, 6)).double().to(memory_format=torch.channels_last)
+    )
+    plan = {"[01].*": {"tp": Shard(0)}, "3.weight": {"tp": Shard(1)}}
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = distribute_model(copy.deepcopy(plain), mesh, plan, outputs={})
+    run = torch.compile(model, backend="dtensor", dynamic=True, options={"inner": "aot_eager"})
+    for n, size in ((4, 9), (3, 7), (5, 8)):
+        x = torch.sin(torch.arange(n * 3 * size**2).double()).view(n, 3, size, size)
+        x = x.contiguous(memory_format=torch.channels_last)
+        found, expected = run(x), plain(x)
+        torch.testing.assert_close(found, expected)
+        found.sin().sum().backward(), expected.sin().sum().backward()
+    for p, q in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
 @pytest.mark.nightly
