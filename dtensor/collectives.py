@@ -31,7 +31,7 @@ from ._torch_sizes import known_equal
 from .groups import chunk_length, group_rank, group_ranks, group_size
 from .job import explain
 from .local_sizes import divides, local_length
-from .starts import library, starts
+from .starts import ANY_ORDER, library, starts
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
 library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> Tensor")
@@ -325,10 +325,10 @@ def fit(x: torch.Tensor, dim: int, length) -> torch.Tensor:
     missing = length - x.shape[dim]
     if missing <= 0:
         return x.narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
-    return _with_zeros(x, dim, missing)
+    return _with_zeros(x, dim, missing).contiguous()  # padding keeps channels last
 
 
-library.define("fit(Tensor x, int dim, SymInt length) -> Tensor")
+library.define("fit(Tensor x, int dim, SymInt length) -> Tensor", tags=ANY_ORDER)
 library.impl("fit", fit, "CompositeExplicitAutograd")
 torch.library.register_fake("dtensor::fit", lambda x, dim, length: _resized(x, dim, length), lib=library)
 library.impl("hold", hold, "CompositeExplicitAutograd")

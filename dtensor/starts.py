@@ -25,8 +25,14 @@ from ._torch import OpOverload, backend_of, c10d, register_work, resolve_process
 from .groups import calls_on
 
 library = torch.library.Library("dtensor", "DEF")
-library.define("all_gather_start(Tensor x, int size, str group) -> Tensor")
-library.define("all_to_all_start(Tensor x, SymInt[] output_splits, SymInt[] input_splits, str group) -> Tensor")
+
+ANY_ORDER = (torch.Tag.flexible_layout,)
+"""The kernels take operands in any order in memory, so that a compiler need not ask, in symbols, which one theirs is."""
+
+library.define("all_gather_start(Tensor x, int size, str group) -> Tensor", tags=ANY_ORDER)
+library.define(
+    "all_to_all_start(Tensor x, SymInt[] output_splits, SymInt[] input_splits, str group) -> Tensor", tags=ANY_ORDER
+)
 
 OURS = 0x40000000
 """The bit of our tags that those of a program's own messages will hardly have; tags have 31."""
@@ -135,4 +141,4 @@ EXCHANGED = FUNCTIONAL._replace(reduce_scatter=None)
 OVER_GLOO = Starts(torch.ops.dtensor.all_gather_start.default, torch.ops.dtensor.all_to_all_start.default, None)
 """Ours. Gloo's reduce_scatter is left out: it reduces the whole tensor on every rank, and so sends twice the bytes."""
 
-__all__ = ["EXCHANGED", "FUNCTIONAL", "OVER_GLOO", "Starts", "library", "meet", "starts"]
+__all__ = ["ANY_ORDER", "EXCHANGED", "FUNCTIONAL", "OVER_GLOO", "Starts", "library", "meet", "starts"]

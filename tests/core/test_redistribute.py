@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.collectives import start
+from dtensor.collectives import fit, start
 from dtensor.cost import Network
 from dtensor.layout import Layout
 from dtensor.pending import Pending
@@ -282,6 +282,15 @@ def test_layouts_that_do_not_fit_are_refused():
         plan(Layout.parse("R", 1), Layout.parse("S(0)", 1), (4, 4), (2,), 4)
     with pytest.raises(ValueError, match=r"prefer is 'time' or 'memory'; got 'speed'"):
         plan(Layout.parse("R", 1), Layout.parse("S(0)", 1), (4,), (2,), 4, "speed")
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+def test_what_is_fitted_lies_in_memory_as_a_trace_takes_it_to(length):
+    """Padding alone would keep channels last."""
+    x = torch.arange(120.0).view(3, 2, 4, 5).contiguous(memory_format=torch.channels_last)
+    found = fit(x, 0, length)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, torch.cat([x, torch.zeros_like(x)])[:length])
 
 
 @with_threads(4)
