@@ -27,7 +27,7 @@ from .groups import calls_on
 library = torch.library.Library("dtensor", "DEF")
 
 ANY_ORDER = (torch.Tag.flexible_layout,)
-"""The kernels take operands in any order in memory, so that a compiler need not ask, in symbols, which one theirs is."""
+"""The kernels take operands in any order in memory, so that a compiler need not ask in symbols which one it is."""
 
 library.define("all_gather_start(Tensor x, int size, str group) -> Tensor", tags=ANY_ORDER)
 library.define(
