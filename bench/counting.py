@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import _create_work_from_future  # pyright: igno
 from torch._dynamo import trace_rules
 from torch.futures import Future
 
-from dtensor._torch import fake_store
-from dtensor.cost import wire_bytes
+from dtensor.layout.cost import wire_bytes
+from dtensor.torch_private.core import fake_store
 
 BACKEND, OVER_GLOO = "counting", "counting-gloo"
 GLOO = dist.ProcessGroup.BackendType.GLOO

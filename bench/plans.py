@@ -17,7 +17,7 @@ from torch.distributed.tensor import parallel as their_styles
 from torch.nn.parallel import DistributedDataParallel
 
 from dtensor import parallel as our_styles
-from dtensor.demo_plan import PLANS, TENSOR
+from dtensor.tools.demo_plans import PLANS, TENSOR
 
 RANKS = {"tp": 2, "sp": 2, "ddp": 2, "fsdp": 2, "hsdp": 4, "2d": 4}
 """Plans that are compared -> the ranks each takes at least."""

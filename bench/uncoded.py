@@ -13,7 +13,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 
-from dtensor._torch_compile import boxed
+from dtensor.torch_private.compiling import boxed
 
 from .record import OURS
 from .sides import HALVES, SWITCHES, Wrap

@@ -6,12 +6,12 @@ Dynamo -> AOTAutograd -> forward and backward graph -> `dtensor.passes` -> Induc
 if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder compile/ was imported as {__name__!r}; write: import dtensor.compile")
 
-from .backend import backend
-from .inductor import STAGES, Partition, source_hash, trace_key
-from .options import Options
-from .report import Report, report
-from .statistics import GraphRecord, Statistics, statistics
-from .watch import dump
+from .backends.backend import backend
+from .backends.inductor import STAGES, Partition, source_hash, trace_key
+from .backends.options import Options
+from .recording.statistics import GraphRecord, Statistics, statistics
+from .recording.watch import dump
+from .reports.report import Report, report
 
 __all__ = [
     "STAGES",

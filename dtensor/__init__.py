@@ -2,16 +2,11 @@
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import composite as composite  # registers what is caught whole
-from . import control_flow as control_flow  # registers branches and loops
-from . import hooks as hooks  # registers the backend and the passes
 from . import interop as interop
-from . import linear_loss as linear_loss  # registers the loss of a linear layer
-from . import random as random
-from . import scaling as scaling  # registers what GradScaler does to gradients
-from ._torch import optim_foreach_types, utils_foreach_types
-from .api import distribute_module, distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, zeros
-from .checkpoints import Checkpoints
+from .dispatch.fallback import fallbacks
+from .dispatch.invariance import implicit_replication
+from .dispatch.registration import register_sharding
+from .dispatch.strictness import strict
 from .errors import (
     AgreementError,
     CheckpointError,
@@ -25,19 +20,25 @@ from .errors import (
     ShardingError,
     StrictError,
 )
-from .explanation import explain
-from .exporting import export
-from .fallback import fallbacks
-from .invariance import implicit_replication
-from .local_functions import local_map
-from .mesh import init_device_mesh, prepare
-from .notation import Rule
-from .parallel.global_view import distribute_model
-from .placements import Partial, Placement, Replicate, Shard
-from .registration import register_sharding
-from .strictness import strict
-from .tensor import DTensor
-from .torch_checkpoints import load_torch_checkpoint
+from .interop.export import export
+from .layout.placements import Partial, Placement, Replicate, Shard
+from .mesh.mesh import init_device_mesh, prepare
+from .parallel.modules.distribute_module import distribute_module
+from .parallel.training import grad_scaler as grad_scaler  # registers what GradScaler does to gradients
+from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the loss of a linear layer
+from .parallel.whole_model.distribute_model import distribute_model
+from .rules.notation import Rule
+from .state.checkpoints import Checkpoints
+from .state.torch_checkpoints import load_torch_checkpoint
+from .tensor import compile_hooks as hooks  # registers the backend and the passes
+from .tensor import composite as composite  # registers what is caught whole
+from .tensor import control_flow as control_flow  # registers branches and loops
+from .tensor import random as random
+from .tensor.explain import explain
+from .tensor.factories import distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, zeros
+from .tensor.local_map import local_map
+from .tensor.tensor import DTensor
+from .torch_private.core import optim_foreach_types, utils_foreach_types
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """`python -m dtensor`, the same as the `dtensor` command."""
 
-from .cli import main
+from .tools.cli import main
 
 if __name__ == "__main__":
     main(prog_name="dtensor")

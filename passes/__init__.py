@@ -8,35 +8,35 @@ world: no process group is created, no file read, and nothing is decided on what
 if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder passes/ was imported as {__name__!r}; write: import dtensor.passes")
 
-from .alike import Alike
-from .all_reduce import AllReduce
-from .bucket import Bucket
-from .common_subexpressions import CommonSubexpressions
-from .compare import Simulation, equivalent
-from .count import CollectiveInfo, collectives, count, wire_bytes
-from .dead_code import DeadCode
-from .gather_later import GatherLater
-from .gather_once import GatherOnce
-from .gather_shard import GatherShard
-from .groups import MeshGroups
-from .ir import Collective
-from .lower import Lower
-from .merge_groups import MergeGroups
-from .narrow_moves import NarrowMoves
+from .algebra.all_reduce_to_reduce_scatter import ReduceScatter
+from .algebra.cancel_gather_shard import GatherShard
+from .algebra.common_subexpressions import CommonSubexpressions
+from .algebra.compute_before_gather import GatherLater
+from .algebra.dead_code import DeadCode
+from .algebra.localize_replicated import Alike
+from .algebra.merge_axes import MergeGroups
+from .algebra.narrow_collectives import NarrowMoves
+from .algebra.reduce_scatter_to_all_reduce import AllReduce
+from .algebra.reuse_gather import GatherOnce
+from .algebra.scatter_first import ScatterPart
+from .algebra.shard_before_collective import ShardFirst
+from .algebra.sink_below_scales import Scale
+from .algebra.sink_below_views import Sink
+from .algebra.sum_before_reducing import SumOfAllReduces
+from .functional.lower import Lower
+from .functional.raise_ import Raise
+from .graph.compare import Simulation, equivalent
+from .graph.count import CollectiveInfo, collectives, count, wire_bytes
+from .graph.groups import MeshGroups
+from .graph.ir import Collective
+from .graph.simulate import mesh_groups, simulate
+from .graph.text import text
+from .graph.verify import verify
+from .overlap.bucket import Bucket
+from .overlap.regather import Regather
+from .overlap.schedule import Schedule
+from .overlap.split_batch import SplitBatch
 from .pipeline import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, Pass, PassRecord, run, select
-from .raise_ import Raise
-from .reduce_scatter import ReduceScatter
-from .regather import Regather
-from .scale import Scale
-from .scatter_part import ScatterPart
-from .schedule import Schedule
-from .shard_first import ShardFirst
-from .simulate import mesh_groups, simulate
-from .sink import Sink
-from .split_batch import SplitBatch
-from .sum_of_all_reduces import SumOfAllReduces
-from .text import text
-from .verify import verify
 
 __all__ = [
     "EXACTNESS",

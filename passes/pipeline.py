@@ -11,32 +11,32 @@ from torch import fx
 
 from dtensor.errors import InvalidInputError, PassError
 
-from .alike import Alike
-from .all_reduce import AllReduce
-from .bucket import Bucket
-from .common_subexpressions import CommonSubexpressions
-from .compare import Simulation
-from .count import count
-from .dead_code import DeadCode
-from .gather_later import GatherLater
-from .gather_once import GatherOnce
-from .gather_shard import GatherShard
-from .groups import MeshGroups, known
-from .lower import Lower
-from .merge_groups import MergeGroups
-from .narrow_moves import NarrowMoves
-from .raise_ import Raise
-from .reduce_scatter import ReduceScatter
-from .regather import Regather
-from .scale import Scale
-from .scatter_part import ScatterPart
-from .schedule import Schedule
-from .shard_first import ShardFirst
-from .sink import Sink
-from .sizes import settle
-from .sum_of_all_reduces import SumOfAllReduces
-from .verify import Seen
-from .verify import verify as verify_graph
+from .algebra.all_reduce_to_reduce_scatter import ReduceScatter
+from .algebra.cancel_gather_shard import GatherShard
+from .algebra.common_subexpressions import CommonSubexpressions
+from .algebra.compute_before_gather import GatherLater
+from .algebra.dead_code import DeadCode
+from .algebra.localize_replicated import Alike
+from .algebra.merge_axes import MergeGroups
+from .algebra.narrow_collectives import NarrowMoves
+from .algebra.reduce_scatter_to_all_reduce import AllReduce
+from .algebra.reuse_gather import GatherOnce
+from .algebra.scatter_first import ScatterPart
+from .algebra.shard_before_collective import ShardFirst
+from .algebra.sink_below_scales import Scale
+from .algebra.sink_below_views import Sink
+from .algebra.sum_before_reducing import SumOfAllReduces
+from .functional.lower import Lower
+from .functional.raise_ import Raise
+from .graph.compare import Simulation
+from .graph.count import count
+from .graph.groups import MeshGroups, known
+from .graph.sizes import settle
+from .graph.verify import Seen
+from .graph.verify import verify as verify_graph
+from .overlap.bucket import Bucket
+from .overlap.regather import Regather
+from .overlap.schedule import Schedule
 
 EXACTNESS = ("bitwise", "reassociates", "casts")
 """What a pass may do to the numbers: nothing, add in another order, compute in another precision. By rising freedom."""

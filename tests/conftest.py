@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dtensor import init_device_mesh
-from dtensor._torch_compile import leave_guards_untimed
 from dtensor.testing import fake_ranks, kept_ranks
 from dtensor.testing.renewal import collect_seldom
+from dtensor.torch_private.compiling import leave_guards_untimed
 
 leave_guards_untimed()
 os.environ["DTENSOR_LINKS"] = ""  # what was measured on the machine that tests is not to change plans

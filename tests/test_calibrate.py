@@ -9,12 +9,13 @@ import pytest
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from dtensor import calibration, cli, init_device_mesh
-from dtensor.calibration import Fit, Options, Outcome, Timing, fit
-from dtensor.cost import WORK, Link, seconds
-from dtensor.links import machine_key, read_links
-from dtensor.mesh import facts
+from dtensor import init_device_mesh
+from dtensor.layout.cost import WORK, Link, seconds
+from dtensor.mesh.links import machine_key, read_links
+from dtensor.mesh.mesh import facts
 from dtensor.testing import with_ranks
+from dtensor.tools import calibration, cli
+from dtensor.tools.calibration import Fit, Options, Outcome, Timing, fit
 
 LINK = Link(alpha=3e-5, bandwidth=1.5e9, memory=8e9, launch=2e-6, start=7e-5)
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shard")

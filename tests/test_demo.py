@@ -9,10 +9,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from dtensor import cli, init_device_mesh
-from dtensor.demo import Options, Outcome, Run, Traffic, default_text, largest_difference
-from dtensor.demo_plan import PLANS
+from dtensor import init_device_mesh
 from dtensor.testing import RankError, with_threads
+from dtensor.tools import cli
+from dtensor.tools.demo import Options, Outcome, Run, Traffic, default_text, largest_difference
+from dtensor.tools.demo_plans import PLANS
 
 
 def run(*arguments):

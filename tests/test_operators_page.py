@@ -7,8 +7,8 @@ import torch
 from click.testing import CliRunner
 from torch import ops
 
-from dtensor.cli import main
-from dtensor.testing.support import family_of
+from dtensor.testing.rules.operators_page import family_of
+from dtensor.tools.cli import main
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operators.md"
 

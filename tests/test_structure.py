@@ -11,65 +11,54 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = {"dtensor": ROOT / "dtensor", "dtensor.compile": ROOT / "compile", "dtensor.passes": ROOT / "passes"}
 LINKS = ("compile", "passes")
 
-LAYERS = [
-    [
-        "errors",
-        "_torch",
-        "_torch_sizes",
-        "_torch_compile",
-        "_torch_dynamo",
-        "_torch_fsdp",
-        "caches",
-        "environment",
-        "fallback",
-        "wrapping",
-        "ties",
+ROOMS = {
+    "dtensor": [
+        ["errors"],
+        ["torch_private"],
+        ["layout"],
+        ["mesh"],
+        ["comm"],
+        ["rules"],
+        ["dispatch"],
+        ["tensor"],
+        ["parallel"],
+        ["state", "interop"],
+        ["testing"],
+        ["tools"],
+        ["__main__"],
     ],
-    [
-        "placements",
-        "memory",
-        "cost",
-        "links",
-        "sequences",
-        "groups",
-        "job",
-        "starts",
-        "local_sizes",
-        "collectives",
-        "hooks",
-        "invariance",
-        "likeness",
-        "provenance",
+    "dtensor.parallel": [["modules"], ["checks"], ["fsdp"], ["styles", "whole_model", "training"]],
+    "dtensor.rules": [
+        ["call", "rule"],
+        ["choose", "local", "notation", "sampling"],
+        ["pattern"],
+        ["families"],
+        ["lookup"],
     ],
-    ["linear_lse", "layout", "mesh", "notation", "pending", "steps", "agreement", "global_values"],
-    ["spec", "plan", "declared"],
-    ["redistribute", "exchange", "aliasing", "checkpoint", "sampling", "rules"],
-    ["moves", "emptiness"],
-    ["strictness", "decision", "boundary", "in_memory"],
-    ["dispatch"],
-    ["detours", "out"],
-    ["tensor"],
-    ["composite", "control_flow", "api", "random", "registration", "explanation"],
-    [
-        "local_functions",
-        "linear_loss",
-        "exporting",
-        "foreign",
-        "scaling",
-        "checkpoints",
-        "checkpoint_files",
-        "checkpoint_index",
-        "torch_checkpoints",
-        "safetensors",
-    ],
-    ["parallel"],
-    ["interop"],
-    ["testing"],
-    ["demo_plan"],
-    ["demo", "calibration", "checkpoint_commands"],
-    ["cli", "__main__"],
-]
-"""Modules of dtensor/, lowest first; each imports from its own layer and those below. `__init__` is above `api`."""
+    "dtensor.passes": [["graph"], ["functional", "algebra", "overlap"], ["pipeline"]],
+    "dtensor.compile": [["estimates"], ["recording"], ["backends"], ["reports"]],
+}
+"""Package -> its rooms, lowest first: each imports from itself and from those below, never from one beside it."""
+
+ENTRIES = 16
+"""As many files and folders a folder may hold beside `__init__.py`, so that its listing is read at a glance."""
+
+FLAT = {"dtensor.rules.families": 24, "dtensor.passes.algebra": 16}
+"""Lists, of which each file is one of a kind."""
+
+PASSES_KNOW = (
+    "torch_private",
+    "errors",
+    "layout",
+    "mesh.groups",
+    "mesh.spec",
+    "mesh.provenance",
+    "comm.collectives",
+    "rules",
+)
+"""What the passes know of dtensor: a graph, the collectives and the rules; neither tensors nor a job."""
+
+PRIVATE = "dtensor.torch_private."
 
 
 def modules():
@@ -98,45 +87,69 @@ def imports(name, path, top_level_only=False):
 
 
 MODULES = dict(modules())
+NAMES = {f"dtensor.{name}" for name in ("__version__",)}
 
 
-def layer(name):
-    part = name.split(".")[1]
-    found = [i for i, names in enumerate(LAYERS) if part in names]
-    assert found, f"{name}: put its module into LAYERS"
-    return found[0]
+def is_other(package, name):
+    """Whether a name of dtensor is one of the packages that stand beside its rooms."""
+    return package == "dtensor" and name.split(".")[1] in LINKS
 
 
-@pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("dtensor.") and n.split(".")[1] not in LINKS])
-def test_core_imports_downwards_and_never_compile_or_passes(name):
-    for found in imports(name, MODULES[name], top_level_only=True):
-        if not found.startswith("dtensor.") or found.split(".")[1] in ("__version__",):
+def floor(package, name):
+    """The room of a module in a package, and the floor it is on."""
+    part = name.removeprefix(f"{package}.").split(".")[0]
+    found = [i for i, rooms in enumerate(ROOMS[package]) if part in rooms]
+    assert found, f"{name}: put its room into ROOMS"
+    return part, found[0]
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [(package, n) for package in ROOMS for n in MODULES if n.startswith(f"{package}.") and not is_other(package, n)],
+)
+def test_rooms_import_downwards(package, name):
+    """Not through a late import either; `compile` and `passes` are imported when something is compiled."""
+    room, here = floor(package, name)
+    for found in imports(name, MODULES[name]):
+        if not found.startswith(f"{package}.") or found in NAMES:
             continue
-        part = found.split(".")[1]
-        if name in ("dtensor.demo", "dtensor.cli") and part == "compile":
+        if is_other(package, found):
+            assert name in ("dtensor.tools.demo", "dtensor.tools.cli"), f"{name} imports {found}"
             continue
-        assert part not in LINKS, f"{name} imports {found}"
-        assert layer(found) <= layer(name), f"{name} imports {found}, which stands above it"
+        other, there = floor(package, found)
+        assert there < here or other == room, f"{name} imports {found}, which stands above or beside it"
+
+
+def test_no_two_modules_import_each_other():
+    """At their top, where it would fail or not by the order of imports."""
+    waiting = {n: {m for m in imports(n, p, top_level_only=True) if m in MODULES} - {n} for n, p in MODULES.items()}
+    packages = {n for n, p in MODULES.items() if p.name == "__init__.py"}
+    waiting = {n: found - packages for n, found in waiting.items() if n not in packages}
+    while waiting:
+        free = {n for n, found in waiting.items() if not found & waiting.keys()}
+        assert free, f"a circle among {sorted(waiting)}"
+        waiting = {n: found for n, found in waiting.items() if n not in free}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}))
+def test_a_listing_is_read_at_a_glance(folder):
+    entries = [p for p in folder.iterdir() if p.suffix != ".typed" and not p.name.startswith("__")]
+    name = next(n for n, p in MODULES.items() if p == folder / "__init__.py")
+    assert len(entries) <= FLAT.get(name, ENTRIES), f"{name} holds {len(entries)}"
+    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), f"{name} does not say what it is for"
 
 
 @pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("dtensor.passes")])
 def test_passes_know_the_graph_the_collectives_and_the_rules(name):
-    known = ("collectives", "cost", "errors", "_torch", "passes", "provenance", "layout", "spec", "rules")
-    allowed = tuple(f"dtensor.{m}" for m in known)
+    allowed = ("dtensor.passes", *[f"dtensor.{m}" for m in PASSES_KNOW])
     for found in imports(name, MODULES[name]):
         if found.startswith("dtensor."):
-            assert found.startswith(allowed), f"{name} imports {found}"
+            assert found.startswith(allowed) or any(m.startswith(found) for m in allowed), f"{name} imports {found}"
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_private_torch_stays_in_five_files(name):
-    if name in (
-        "dtensor._torch",
-        "dtensor._torch_sizes",
-        "dtensor._torch_compile",
-        "dtensor._torch_dynamo",
-        "dtensor._torch_fsdp",
-    ):
+def test_private_torch_stays_in_one_room(name):
+    if name.startswith(PRIVATE):
         return
     tree = ast.parse(MODULES[name].read_text())
     for node in ast.walk(tree):
@@ -149,7 +162,7 @@ def test_private_torch_stays_in_five_files(name):
     for found in imports(name, MODULES[name]):
         private = found.startswith("torch.") and any(p.startswith("_") and p != "__init__" for p in found.split("."))
         assert not private, f"{name} imports {found}"
-        if name != "dtensor.foreign" or found in imports(name, MODULES[name], top_level_only=True):
+        if name != "dtensor.tensor.torch_dtensor" or found in imports(name, MODULES[name], top_level_only=True):
             assert not found.startswith("torch.distributed.tensor"), f"{name} imports {found}"
 
 
@@ -161,7 +174,7 @@ def test_top_level_folders_cannot_be_imported_as_such():
 
 
 def test_torch_outside_the_range_is_one_clear_error():
-    from dtensor._torch import check_version
+    from dtensor.torch_private.core import check_version
 
     check_version("2.13.1+cpu")
     for version in ("2.12.0", "2.16.0.dev1", "3.0"):

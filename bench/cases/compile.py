@@ -23,9 +23,9 @@ from unittest.mock import patch
 import torch
 
 from dtensor import init_device_mesh
-from dtensor._torch_compile import without_compile_caches
 from dtensor.compile import Statistics, statistics
 from dtensor.testing import fake_ranks
+from dtensor.torch_private.compiling import without_compile_caches
 
 from .. import models
 from ..caches import cold_caches
@@ -41,9 +41,9 @@ PARTS = {
     "verify": "dtensor.passes.pipeline.verify_graph",
     "count": "dtensor.passes.pipeline.count",
     "list collectives": "dtensor.passes.collectives",
-    "seal agreement": "dtensor.compile.pipeline.seal",
-    "know meshes": "dtensor.compile.pipeline.mesh_groups",
-    "take down what is sent": "dtensor.compile.pipeline.finished",
+    "seal agreement": "dtensor.compile.backends.run_passes.seal",
+    "know meshes": "dtensor.compile.backends.run_passes.mesh_groups",
+    "take down what is sent": "dtensor.compile.backends.run_passes.finished",
 }
 """What is timed beside the passes -> the name under which it is called."""
 

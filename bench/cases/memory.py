@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtensor import init_device_mesh
 from dtensor.compile import report
-from dtensor.demo_plan import PLANS
+from dtensor.tools.demo_plans import PLANS
 
 from ..counting import counting_ranks
 from ..effort import Effort

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor as ours
 from dtensor.testing import run_threads
-from dtensor.testing.candidates import mapped, tensors
-from dtensor.testing.operators import Sample, drawn, operator_names, place, placements, samples
+from dtensor.testing.rules.candidates import mapped, tensors
+from dtensor.testing.rules.operators import Sample, drawn, operator_names, place, placements, samples
 
 from ..effort import Effort
 from ..record import Record, Setting

@@ -21,10 +21,10 @@ from torch.distributed import tensor as theirs
 from torch.distributed.device_mesh import init_device_mesh
 
 import dtensor as ours
-from dtensor import plan as planning
-from dtensor import steps
-from dtensor.layout import Layout
-from dtensor.mesh import facts
+from dtensor.layout import planner as planning
+from dtensor.layout import transitions as steps
+from dtensor.layout.layout import Layout
+from dtensor.mesh.mesh import facts
 from dtensor.testing import CountCollectives, fake_ranks
 
 from ..effort import Effort

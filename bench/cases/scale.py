@@ -16,11 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtensor import calibration, init_device_mesh, prepare
+from dtensor import init_device_mesh, prepare
 from dtensor.compile import report
-from dtensor.cost import Link
-from dtensor.demo_plan import PLANS
+from dtensor.layout.cost import Link
 from dtensor.testing import fake_ranks
+from dtensor.tools import calibration
+from dtensor.tools.demo_plans import PLANS
 
 from ..effort import Effort
 from ..models import Model, Sizes, named

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dtensor import init_device_mesh
-from dtensor.demo_plan import PLANS
+from dtensor.tools.demo_plans import PLANS
 
 from .. import namespaces
 from ..counting import counted, silent

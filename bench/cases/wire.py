@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dtensor import init_device_mesh
-from dtensor.demo_plan import PLANS
+from dtensor.tools.demo_plans import PLANS
 
 from ..counting import Counts, counted, counting_ranks
 from ..effort import Effort

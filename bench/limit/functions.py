@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor._torch_compile import lower_as_collective
-from dtensor.starts import FUNCTIONAL, OVER_GLOO, Starts, starts
+from dtensor.comm.starts import FUNCTIONAL, OVER_GLOO, Starts, starts
+from dtensor.torch_private.compiling import lower_as_collective
 
 c10d = torch.ops._c10d_functional
 wait = c10d.wait_tensor

@@ -1,20 +1,20 @@
 """Tensor parallelism by plan (`parallelize_module` and the styles it applies) and full sharding over data axes
 (`fully_shard`); losses and clipping on what they shard. Stands on `dtensor.api`."""
 
-from .api import parallelize_module
-from .clipping import clip_grad_norm_
-from .colwise import ColwiseParallel
-from .fsdp1 import DTensorExtensions, enable_fsdp1
-from .fully_shard import fully_shard
-from .input_reshard import input_reshard
-from .loss import linear_cross_entropy, loss_parallel
-from .materialize import materialize
-from .mixed_precision import MixedPrecisionPolicy
-from .prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
-from .rowwise import RowwiseParallel
-from .sequence import SequenceParallel
-from .sharded_module import FullyShardedModule
-from .style import ParallelStyle
+from .fsdp.fully_shard import fully_shard
+from .fsdp.materialize import materialize
+from .fsdp.mixed_precision import MixedPrecisionPolicy
+from .fsdp.sharded_module import FullyShardedModule
+from .fsdp.torch_fsdp1 import DTensorExtensions, enable_fsdp1
+from .styles.colwise import ColwiseParallel
+from .styles.parallelize_module import parallelize_module
+from .styles.prepare import PrepareModuleInput, PrepareModuleInputOutput, PrepareModuleOutput
+from .styles.rowwise import RowwiseParallel
+from .styles.sequence import SequenceParallel
+from .styles.style import ParallelStyle
+from .training.clip_grad_norm import clip_grad_norm_
+from .training.input_reshard import input_reshard
+from .training.loss import linear_cross_entropy, loss_parallel
 
 __all__ = [
     "ColwiseParallel",

@@ -1,6 +1,8 @@
 """The sharding rules of aten, as tables by family. `RULES` maps an operator's name to its rule function."""
 
-from . import (
+from .call import RULES, SHAPES, Call, LocalCall, Output, base_name, is_in_place
+from .choose import Choice, choose
+from .families import (
     advanced,
     along,
     attention,
@@ -23,13 +25,11 @@ from . import (
     views,
     weight_norm,
 )
-from .advanced import MASKS
-from .call import RULES, SHAPES, Call, LocalCall, Output, base_name, is_in_place
-from .choose import Choice, choose
+from .families.advanced import MASKS
+from .families.whole import WHOLE, needs_whole
 from .local import unless_empty
 from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
-from .whole import WHOLE, needs_whole
 
 FAMILIES = (
     advanced,

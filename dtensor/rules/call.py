@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..layout import Layout
-from ..spec import Spec
+from ..layout.layout import Layout
+from ..mesh.spec import Spec
 from .rule import Rule
 
 RuleFunction = Callable[["Call"], Rule]

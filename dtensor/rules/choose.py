@@ -7,11 +7,11 @@ first among equals, then those that always fit, then in the rule's order. Pure, 
 from dataclasses import dataclass
 from math import inf, prod
 
-from .._torch_sizes import hint
-from ..cost import Network, seconds
-from ..layout import Layout
-from ..mesh import facts
-from ..spec import Spec
+from ..layout.cost import Network, seconds
+from ..layout.layout import Layout
+from ..mesh.mesh import facts
+from ..mesh.spec import Spec
+from ..torch_private.sizes import hint
 from .rule import Candidate, Factor, Rule, candidates, shares_dim
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from ..collectives import emit
-from ..mesh import group_name, mesh_shape
-from ..spec import Spec
+from ..comm.collectives import emit
+from ..mesh.mesh import group_name, mesh_shape
+from ..mesh.spec import Spec
 from .call import LocalCall
 
 

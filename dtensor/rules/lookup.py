@@ -5,7 +5,7 @@ from functools import cache
 import torch
 
 from .call import RULES, RuleFunction, base_name
-from .pointwise import pointwise
+from .families.pointwise import pointwise
 
 
 def rule_of(func) -> RuleFunction | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from .._torch_sizes import same_size
+from ..torch_private.sizes import same_size
 from .call import Call, rule_for
 from .local import unless_empty
 from .rule import Dims, Rule

@@ -5,23 +5,14 @@ Public, for the tests of users' own models as well; the library itself does not 
 `dtensor.demo`.
 """
 
-from .candidates import Case, wrong_candidates
-from .converter import ShardingConverter
 from .counting import Collective, CountCollectives
 from .debug_mode import DebugMode
 from .fake import fake_ranks
-from .models import (
-    Attention,
-    FeedForward,
-    MLPModule,
-    MLPStacked,
-    ModelArgs,
-    RMSNorm,
-    Transformer,
-    TransformerBlock,
-)
+from .models import Attention, FeedForward, MLPModule, MLPStacked, ModelArgs, RMSNorm, Transformer, TransformerBlock
 from .processes import RankError, kept_ranks, run_ranks
 from .ranks import with_ranks, with_threads
+from .rules.candidates import Case, wrong_candidates
+from .rules.converter import ShardingConverter
 from .threads import run_threads
 
 __all__ = [

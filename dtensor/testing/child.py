@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch_compile import leave_guards_untimed
+from ..torch_private.compiling import leave_guards_untimed
 from .references import FunctionReference
 from .renewal import Beginning
 

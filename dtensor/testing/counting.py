@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from .._torch import TorchDispatchMode
-from ..collectives import group_size
-from ..cost import wire_bytes
-from ..tensor import DTensor
+from ..layout.cost import wire_bytes
+from ..mesh.groups import group_size
+from ..tensor.tensor import DTensor
+from ..torch_private.core import TorchDispatchMode
 
 OPERATORS = {
     "dtensor::all_gather": "all_gather",

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from .._torch import DebugOpCall, TorchDebugMode, tensor_debug_string, tree_map
-from ..tensor import DTensor
+from ..tensor.tensor import DTensor
+from ..torch_private.core import DebugOpCall, TorchDebugMode, tensor_debug_string, tree_map
 
 
 class DebugMode(TorchDebugMode):

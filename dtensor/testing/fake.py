@@ -4,7 +4,7 @@ import contextlib
 
 import torch.distributed as dist
 
-from .._torch import fake_store
+from ..torch_private.core import fake_store
 
 
 @contextlib.contextmanager

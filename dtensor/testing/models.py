@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
+from ..layout.placements import Replicate, Shard
 from ..parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,7 +23,6 @@ from ..parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from ..placements import Replicate, Shard
 
 
 class RMSNorm(nn.Module):

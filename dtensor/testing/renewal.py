@@ -17,10 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from .._torch_compile import compiler_settings, forget_compiled, set_compiler_settings
-from ..caches import clear_caches
-from ..fallback import fallbacks
-from ..job import leave
+from ..dispatch.fallback import fallbacks
+from ..mesh.caches import clear_caches
+from ..mesh.job import leave
+from ..torch_private.compiling import compiler_settings, forget_compiled, set_compiler_settings
 
 
 def _set_environment(variables: dict[str, str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .._torch import threaded_process_group
+from ..torch_private.core import threaded_process_group
 from .processes import TIMEOUT, RankError
 
 GRACE = 1.0

@@ -9,9 +9,9 @@ from bench.models import Sizes, named
 from bench.plans import RANKS
 from bench.sides import RATE, batch, made
 from dtensor import init_device_mesh
-from dtensor.demo_plan import PLANS
-from dtensor.starts import FUNCTIONAL
+from dtensor.comm.starts import FUNCTIONAL
 from dtensor.testing import run_threads
+from dtensor.tools.demo_plans import PLANS
 
 SIZES = Sizes(dim=16, seq=8, batch=4, vocab=32)
 STEPS = 3

@@ -11,11 +11,11 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import fresh_cache
 
-import dtensor.job
+import dtensor.mesh.job
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.agreement import dumps
+from dtensor.comm.agreement import dumps
+from dtensor.mesh.collective_order import alike, difference
 from dtensor.parallel import fully_shard
-from dtensor.sequences import alike, difference
 from dtensor.testing import fake_ranks, run_ranks, with_ranks
 from dtensor.testing.processes import TIMEOUT
 
@@ -161,14 +161,14 @@ def test_a_rank_that_comes_late_to_another_mesh_is_waited_for(rank):
         return x.redistribute(placements=[Replicate()] * 2) * 2
 
     f, g = compiled(gathered), compiled(lambda y: gathered(y))
-    before = dtensor.job.PATIENCE, dtensor.job.PULSE
-    dtensor.job.PATIENCE, dtensor.job.PULSE = 0.2, 0.1
+    before = dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE
+    dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = 0.2, 0.1
     try:
         f(x)
         time.sleep(4 if rank == 1 else 0)
         assert g(y).to_local().tolist() == [2.0] * 6
     finally:
-        dtensor.job.PATIENCE, dtensor.job.PULSE = before
+        dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = before
 
 
 def reduced_by(rank, folder, ops):
@@ -266,7 +266,7 @@ def test_a_gather_is_said_to_be_where_the_layer_is_called(monkeypatch):
         told.extend(where for entries in sequences.values() for _, where in entries)
         return dumps(sequences, untagged)
 
-    monkeypatch.setattr("dtensor.compile.agreement.dumps", noted)
+    monkeypatch.setattr("dtensor.compile.backends.insert_agreement.dumps", noted)
     with fake_ranks(2):
         model = fully_shard(Layers(), init_device_mesh("cpu", (2,)))
         options = {"inner": "aot_eager"}

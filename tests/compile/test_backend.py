@@ -8,10 +8,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from dtensor import DTensor, Replicate, Shard, dispatch, distribute_tensor, hooks
-from dtensor._torch import make_fx
-from dtensor._torch_compile import inductor_config
-from dtensor.compile import Options, pipeline, statistics
+from dtensor import DTensor, Replicate, Shard, distribute_tensor
+from dtensor.compile import Options, statistics
+from dtensor.compile.backends import run_passes as pipeline
+from dtensor.dispatch import dispatch
+from dtensor.tensor import compile_hooks as hooks
+from dtensor.torch_private.compiling import inductor_config
+from dtensor.torch_private.core import make_fx
 
 
 @pytest.fixture
@@ -169,7 +172,7 @@ def test_a_forward_is_traced_once_by_each_that_has_to(mesh):
         seen.append(str(func))
         return dispatch.dispatch(func, *args, **kwargs)
 
-    with patch("dtensor.tensor.dispatch", counting):
+    with patch("dtensor.tensor.tensor.dispatch", counting):
         out, *_ = torch.compile(function, backend="dtensor", options={"inner": "aot_eager"})(x, torch.ones(3))
         out.sum().backward()
     assert seen.count("aten.sin.default") == 3

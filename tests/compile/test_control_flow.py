@@ -10,7 +10,7 @@ from torch._higher_order_ops import map, scan, while_loop
 
 from dtensor import DTensor, OperatorError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
-from dtensor.compile.agreement import overheard
+from dtensor.compile.backends.insert_agreement import overheard
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import with_ranks
 

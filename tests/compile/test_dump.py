@@ -14,10 +14,11 @@ from torch._inductor.utils import fresh_cache
 
 import dtensor.compile
 from dtensor import Replicate, Shard, distribute_tensor
-from dtensor._torch_compile import dynamo_counters
-from dtensor.compile import bytecode, statistics
-from dtensor.compile.bytecode import decompiled
-from dtensor.compile.folder import write_whole
+from dtensor.compile import statistics
+from dtensor.compile.recording import bytecode
+from dtensor.compile.recording.bytecode import decompiled
+from dtensor.compile.recording.folder import write_whole
+from dtensor.torch_private.compiling import dynamo_counters
 
 R, S0 = Replicate(), Shard(0)
 ALWAYS = {"01_dynamo.txt", "bytecode.py", "guards.txt", "manifest.json", "trace.json"}

@@ -12,10 +12,10 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_model, distribute_tensor, init_device_mesh
-from dtensor._torch_sizes import binary_products
-from dtensor.caches import clear_caches
 from dtensor.compile import statistics
+from dtensor.mesh.caches import clear_caches
 from dtensor.testing import ModelArgs, Transformer, fake_ranks, with_ranks
+from dtensor.torch_private.sizes import binary_products
 
 
 @pytest.fixture

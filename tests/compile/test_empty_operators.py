@@ -15,8 +15,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor._torch import operator_database
 from dtensor.testing import fake_ranks
+from dtensor.torch_private.core import operator_database
 
 pytestmark = pytest.mark.nightly
 

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch._inductor.utils import fresh_cache
 
-from dtensor import Replicate, Shard, distribute_tensor, environment, hooks, strictness
+from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile import Options, statistics
+from dtensor.dispatch import strictness
+from dtensor.mesh import environment
+from dtensor.tensor import compile_hooks as hooks
 
 S0, S1 = Shard(0), Shard(1)
 
@@ -114,7 +117,7 @@ def test_verify_of_plain_compile(x, monkeypatch):
     monkeypatch.setenv("DTENSOR_VERIFY", "1")
     with pytest.MonkeyPatch.context() as patch:
         seen = []
-        patch.setattr("dtensor.compile.pipeline.simulation", lambda graph, where: seen.append(where))
+        patch.setattr("dtensor.compile.backends.run_passes.simulation", lambda graph, where: seen.append(where))
         assert collectives(x) == (1, [])
         assert seen == ["joint"]
     assert collectives(x) == (1, [])

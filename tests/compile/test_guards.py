@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.layout import Layout
+from dtensor.layout.layout import Layout
 from dtensor.testing import fake_ranks
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import dtensor
-from dtensor.cli import main
-from dtensor.compile.inspection import clear, imagined
-from dtensor.compile.reading import read
+from dtensor.compile.reports.inspection import clear, imagined
+from dtensor.compile.reports.reading import read
+from dtensor.tools.cli import main
 
 FOREIGN = """
     import sys

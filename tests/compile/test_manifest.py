@@ -7,18 +7,20 @@ import torch
 
 import dtensor.compile
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from dtensor._torch import c10d, make_fx
-from dtensor.collectives import ops
-from dtensor.compile import estimate, frames, lock
-from dtensor.compile.differences import differences
-from dtensor.compile.logs import LOG
-from dtensor.compile.reading import read
-from dtensor.compile.summary import changed, most_exposed, seconds, summary, what, who
-from dtensor.compile.timeline import timeline
-from dtensor.compile.traffic import sent, traffic
-from dtensor.cost import DEFAULT, terms
-from dtensor.mesh import facts
-from dtensor.passes.source import module, source
+from dtensor.comm.collectives import ops
+from dtensor.compile.estimates import estimate
+from dtensor.compile.estimates.timeline import timeline
+from dtensor.compile.estimates.traffic import sent, traffic
+from dtensor.compile.recording import frames
+from dtensor.compile.recording.logs import LOG
+from dtensor.compile.reports import lock
+from dtensor.compile.reports.differences import differences
+from dtensor.compile.reports.reading import read
+from dtensor.compile.reports.summary import changed, most_exposed, seconds, summary, what, who
+from dtensor.layout.cost import DEFAULT, terms
+from dtensor.mesh.mesh import facts
+from dtensor.passes.graph.source import module, source
+from dtensor.torch_private.core import c10d, make_fx
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 

@@ -6,15 +6,18 @@ import torch.distributed as dist
 from torch._inductor.utils import fresh_cache
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh, strictness
-from dtensor._torch import c10d, make_fx
-from dtensor.collectives import ops
-from dtensor.compile import Options, pipeline, replay, statistics
+from dtensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.comm.collectives import ops
+from dtensor.compile import Options, statistics
+from dtensor.compile.backends import replay
+from dtensor.compile.backends import run_passes as pipeline
+from dtensor.dispatch import strictness
 from dtensor.errors import PassError, StrictError, StrictTraceError
-from dtensor.mesh import facts, known_meshes
+from dtensor.mesh.mesh import facts, known_meshes
 from dtensor.passes import pipeline as passes_pipeline
-from dtensor.passes.simulate import _COLLECTIVES
+from dtensor.passes.graph.simulate import _COLLECTIVES
 from dtensor.testing import ModelArgs, Transformer, fake_ranks
+from dtensor.torch_private.core import c10d, make_fx
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 INNER = pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

@@ -8,8 +8,8 @@ import subprocess
 
 import pytest
 
-from dtensor.compile import page as pages
-from dtensor.compile.manifest import FORMAT, totals
+from dtensor.compile.recording.manifest import FORMAT, totals
+from dtensor.compile.reports import page as pages
 
 EVIL = "</script><img src=x onerror=document.title='broken'>"
 NODES = 10_000

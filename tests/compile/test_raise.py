@@ -12,11 +12,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed._tensor import common_dtensor as reference
 
-from dtensor._torch import functional_collectives as funcol
-from dtensor._torch_compile import aot_backend, boxed, min_cut_partition
 from dtensor.compile import statistics
 from dtensor.passes import Raise
 from dtensor.testing import fake_ranks, with_ranks
+from dtensor.torch_private.compiling import aot_backend, boxed, min_cut_partition
+from dtensor.torch_private.core import functional_collectives as funcol
 
 
 def compiled(f, inner="aot_eager", **options):

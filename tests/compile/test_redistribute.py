@@ -5,7 +5,7 @@ import torch
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
-from dtensor.mesh import facts
+from dtensor.mesh.mesh import facts
 from dtensor.testing import with_ranks
 
 

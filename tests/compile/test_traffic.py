@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 import dtensor.compile
-from dtensor import demo
-from dtensor.compile.folder import rank_folder
+from dtensor.compile.recording.folder import rank_folder
 from dtensor.testing import run_ranks
+from dtensor.tools import demo
 
 SENT: list[tuple[str, int]] = []
 """Collective and bytes that this rank handed over, in order."""

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from dtensor import Partial, Replicate, Shard, init_device_mesh
 from dtensor.testing import with_ranks
-from dtensor.testing.operators import Sample, disagreement
+from dtensor.testing.rules.operators import Sample, disagreement
 
 
 def t(*shape):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.aliasing import copies
+from dtensor.dispatch.view_copies import copies
 from dtensor.errors import OperatorError
 from dtensor.testing import CountCollectives, fake_ranks, run_threads, with_threads
 

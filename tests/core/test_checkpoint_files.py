@@ -28,9 +28,9 @@ from dtensor import (
     init_device_mesh,
     load_torch_checkpoint,
 )
-from dtensor.checkpoint_index import INDEX, verify
-from dtensor.cli import main
+from dtensor.state.index import INDEX, verify
 from dtensor.testing import with_ranks
+from dtensor.tools.cli import main
 
 VALUES = {
     "model": {"w": torch.arange(35.0).view(7, 5), "empty": torch.zeros(0, 3), "half": torch.ones(5).bfloat16()},

@@ -15,8 +15,8 @@ import torch.distributed.tensor as theirs
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dtensor import CheckpointError, Checkpoints, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
-from dtensor.checkpoint_files import Writer
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from dtensor.state.files import Writer
 from dtensor.testing import MLPModule, RankError, run_ranks, with_ranks
 
 FULL = {"w": torch.arange(35.0).view(7, 5), "b": torch.arange(6), "s": torch.tensor(3.0)}

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel.input_reshard import input_reshard
 
 from dtensor import DTensor, MeshError, init_device_mesh
 from dtensor.interop import convert_module
-from dtensor.layout import Layout
+from dtensor.layout.layout import Layout
 from dtensor.parallel import FullyShardedModule
 from dtensor.testing import MLPModule, with_ranks, with_threads
 

@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtensor
-from dtensor import Partial, Replicate, Shard, dispatch, distribute_tensor, explain, init_device_mesh, spec
-from dtensor._torch import _OF_LISTS, without_frame
-from dtensor.caches import clear_caches
+from dtensor import Partial, Replicate, Shard, distribute_tensor, explain, init_device_mesh
+from dtensor.dispatch import dispatch
+from dtensor.mesh import spec
+from dtensor.mesh.caches import clear_caches
 from dtensor.testing import CountCollectives, fake_ranks, with_threads
+from dtensor.torch_private.core import _OF_LISTS, without_frame
 
 aten = torch.ops.aten
 

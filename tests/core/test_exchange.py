@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dtensor
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.exchange import handed_over
-from dtensor.layout import Layout
+from dtensor.comm.between_meshes import handed_over
+from dtensor.layout.layout import Layout
 from dtensor.testing import CountCollectives, run_threads, with_ranks, with_threads
 
 RANKS = [

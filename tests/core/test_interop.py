@@ -9,7 +9,7 @@ from torch.distributed.tensor import parallel as their_parallel
 import dtensor
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.interop import convert_module, from_torch, to_torch
-from dtensor.layout import Layout
+from dtensor.layout.layout import Layout
 from dtensor.testing import MLPModule, with_ranks, with_threads
 
 X = torch.arange(28.0).view(7, 4)

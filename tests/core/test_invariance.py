@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dtensor
 from dtensor import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor._torch_compile import dynamo_counters
 from dtensor.testing import with_ranks, with_threads
+from dtensor.torch_private.compiling import dynamo_counters
 
 N = 5
 PLACEMENTS = [Replicate(), Shard(0), Shard(1)]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtensor import Partial, PlacementError, Replicate, Shard
-from dtensor.layout import Layout
-from dtensor.placements import as_placements, parsed, words
+from dtensor.layout.layout import Layout
+from dtensor.layout.placements import as_placements, parsed, words
 
 
 @st.composite

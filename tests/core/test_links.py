@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import dtensor
 from dtensor import Partial, Replicate, init_device_mesh
-from dtensor.cost import INTER, INTRA, Link
-from dtensor.layout import Layout
-from dtensor.links import Measured, links_here, links_path, machine_key, read_links, save_links
-from dtensor.mesh import facts
-from dtensor.plan import plan
+from dtensor.layout.cost import INTER, INTRA, Link
+from dtensor.layout.layout import Layout
+from dtensor.layout.planner import plan
+from dtensor.mesh.links import Measured, links_here, links_path, machine_key, read_links, save_links
+from dtensor.mesh.mesh import facts
 from dtensor.testing import with_ranks
 
 ONE = Link(alpha=1e-5, bandwidth=2e9, memory=3e9, launch=4e-6, start=5e-5)

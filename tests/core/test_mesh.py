@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh as unprepared
 
 import dtensor
 from dtensor import DTensor, MeshError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.collectives import group_ranks
-from dtensor.cost import INTER, INTRA, Link
-from dtensor.mesh import facts, group_between
+from dtensor.layout.cost import INTER, INTRA, Link
+from dtensor.mesh.groups import group_ranks
+from dtensor.mesh.mesh import facts, group_between
 from dtensor.testing import CountCollectives, with_threads
 
 

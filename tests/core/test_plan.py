@@ -9,9 +9,9 @@ from math import ceil, inf, log2, prod
 import pytest
 import sympy
 
-from dtensor.cost import INTER, INTRA, Link, Network, seconds, wire_bytes
-from dtensor.layout import Layout
-from dtensor.plan import plan
+from dtensor.layout.cost import INTER, INTRA, Link, Network, seconds, wire_bytes
+from dtensor.layout.layout import Layout
+from dtensor.layout.planner import plan
 
 
 def layouts(mesh_ndim, ndim, ops=("sum",)):

@@ -23,13 +23,13 @@ from dtensor import (
     init_device_mesh,
     rules,
 )
-from dtensor._torch_compile import inductor_config
-from dtensor.decision import decide
-from dtensor.layout import Layout
-from dtensor.placements import as_placements
-from dtensor.sampling import sample
-from dtensor.spec import Spec, contiguous_stride
+from dtensor.dispatch.decision import decide
+from dtensor.layout.layout import Layout
+from dtensor.layout.placements import as_placements
+from dtensor.mesh.spec import Spec, contiguous_stride
+from dtensor.rules.sampling import sample
 from dtensor.testing import run_threads, with_ranks
+from dtensor.torch_private.compiling import inductor_config
 
 aten = torch.ops.aten
 SHAPES = [(8, 4), (5, 3), (1, 7), (3, 1, 6)]

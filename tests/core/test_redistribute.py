@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.collectives import fit, start
-from dtensor.cost import Network
-from dtensor.layout import Layout
-from dtensor.pending import Pending
-from dtensor.plan import plan
-from dtensor.steps import senders
+from dtensor.comm.collectives import fit, start
+from dtensor.comm.pending import Pending
+from dtensor.layout.cost import Network
+from dtensor.layout.layout import Layout
+from dtensor.layout.planner import plan
+from dtensor.layout.transitions import senders
 from dtensor.testing import CountCollectives, run_ranks, run_threads, with_ranks, with_threads
 
 FOLD = {"sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum, "product": torch.mul}

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import dtensor
 from dtensor import DTensor, OperatorError, Partial, Replicate, Rule, Shard, distribute_tensor, init_device_mesh
-from dtensor._torch_compile import dynamo_counters
 from dtensor.rules import RULES
 from dtensor.testing import Case, CountCollectives, with_ranks, with_threads, wrong_candidates
+from dtensor.torch_private.compiling import dynamo_counters
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtensor.rules.rule import candidates
-from dtensor.testing.candidates import (
+from dtensor.testing.rules.candidates import (
     REDUCE,
     Case,
     OneAxis,
@@ -23,10 +23,10 @@ from dtensor.testing.candidates import (
     tensors,
     wrong_candidates,
 )
-from dtensor.testing.candidates import booleans as mask
-from dtensor.testing.candidates import case as c
-from dtensor.testing.candidates import floats as f
-from dtensor.testing.candidates import integers as ints
+from dtensor.testing.rules.candidates import booleans as mask
+from dtensor.testing.rules.candidates import case as c
+from dtensor.testing.rules.candidates import floats as f
+from dtensor.testing.rules.candidates import integers as ints
 
 aten = torch.ops.aten
 

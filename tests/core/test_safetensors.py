@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dtensor import CheckpointError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
-from dtensor.safetensors import DTYPES, export, load
-from dtensor.tensor import DTensor
+from dtensor.state.safetensors import DTYPES, export, load
+from dtensor.tensor.tensor import DTensor
 from dtensor.testing import with_ranks, with_threads
 
 FULL = {

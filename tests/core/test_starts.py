@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtensor._torch import c10d
-from dtensor.collectives import CARRIED
-from dtensor.starts import FUNCTIONAL, OVER_GLOO, starts
+from dtensor.comm.collectives import CARRIED
+from dtensor.comm.starts import FUNCTIONAL, OVER_GLOO, starts
 from dtensor.testing import run_ranks
+from dtensor.torch_private.core import c10d
 
 WAIT = c10d.wait_tensor.default
 

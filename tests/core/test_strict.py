@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dtensor
-from dtensor import DTensor, OperatorError, Partial, Replicate, Shard, StrictError, distribute_tensor, init_device_mesh
+from dtensor import (
+    DTensor,
+    OperatorError,
+    Partial,
+    Replicate,
+    Shard,
+    StrictError,
+    distribute_tensor,
+    init_device_mesh,
+)
 from dtensor.testing import CountCollectives, with_threads
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()

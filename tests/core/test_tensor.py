@@ -17,10 +17,10 @@ from dtensor import (
     Replicate,
     Shard,
     ShardingError,
-    dispatch,
     distribute_tensor,
     init_device_mesh,
 )
+from dtensor.dispatch import dispatch
 from dtensor.testing import with_threads
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor.rules.choose import _fits
+from dtensor.rules.families.views import _minor, groups, view_factors
 from dtensor.rules.rule import Rule, candidates
-from dtensor.rules.views import _minor, groups, view_factors
 
 PRIMES = st.lists(st.sampled_from([2, 2, 2, 3, 3, 5]), max_size=5)
 

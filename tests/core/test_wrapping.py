@@ -17,8 +17,8 @@ from dtensor.parallel import (
     fully_shard,
     parallelize_module,
 )
+from dtensor.parallel.modules.forward_wrapping import wrap_forward, wrapped_class
 from dtensor.testing import with_threads
-from dtensor.wrapping import wrap_forward, wrapped_class
 
 
 def takes(log, word):

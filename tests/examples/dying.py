@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from dtensor.checkpoint_files import Writer
+from dtensor.state.files import Writer
 
 
 def die_while_saving(step: int) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtensor import Checkpoints, DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-from dtensor.compile import pipeline
+from dtensor.compile.backends import run_passes as pipeline
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 STEPS = 4
@@ -149,7 +149,7 @@ def summed(x):
 
 
 def fault_while_saving() -> None:
-    from dtensor.checkpoint_files import Writer
+    from dtensor.state.files import Writer
 
     write = Writer.write_data
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import parallel as their_parallel
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.interop import to_torch
-from dtensor.layout import Layout
+from dtensor.layout.layout import Layout
 from dtensor.parallel import ColwiseParallel, DTensorExtensions, RowwiseParallel, enable_fsdp1, parallelize_module
 from dtensor.testing import MLPModule, with_ranks, with_threads
 

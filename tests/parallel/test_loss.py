@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from dtensor import DTensor, MixedTensorError, Replicate, Shard, distribute_tensor, init_device_mesh, strict
-from dtensor._torch import TorchDispatchMode, tree_leaves
 from dtensor.parallel import linear_cross_entropy, loss_parallel
 from dtensor.testing import CountCollectives, with_ranks, with_threads
+from dtensor.torch_private.core import TorchDispatchMode, tree_leaves
 
 N, V, D = 12, 10, 6
 

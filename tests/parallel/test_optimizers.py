@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, fallbacks, init_device_mesh
-from dtensor._torch_compile import dynamo_counters
 from dtensor.testing import CountCollectives, with_ranks, with_threads
+from dtensor.torch_private.compiling import dynamo_counters
 
 VALUES = [torch.sin(torch.arange(30.0)).view(6, 5), torch.cos(torch.arange(10.0)).view(5, 2), torch.linspace(-1, 1, 7)]
 PLACED = [[Shard(0)], [Shard(1)], [Shard(0)]]

@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor.errors import PlacementError
+from dtensor.layout.placements import Replicate, Shard
 from dtensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -18,8 +19,7 @@ from dtensor.parallel import (
     fully_shard,
     parallelize_module,
 )
-from dtensor.placements import Replicate, Shard
-from dtensor.tensor import DTensor
+from dtensor.tensor.tensor import DTensor
 from dtensor.testing import MLPStacked, ModelArgs, Transformer, with_threads
 from dtensor.testing.models import Tied
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor.api import distribute_tensor
+from dtensor.layout.placements import Replicate, Shard
 from dtensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -19,8 +19,8 @@ from dtensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from dtensor.placements import Replicate, Shard
-from dtensor.tensor import DTensor
+from dtensor.tensor.factories import distribute_tensor
+from dtensor.tensor.tensor import DTensor
 from dtensor.testing import MLPModule, MLPStacked, ModelArgs, RMSNorm, Transformer, with_ranks
 
 NPROC = 2

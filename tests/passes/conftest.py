@@ -10,14 +10,15 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor._torch import make_fx
-from dtensor.cost import Link, Network
-from dtensor.mesh import facts, prepare
-from dtensor.passes import MeshGroups, Simulation, groups, mesh_groups, text, verify
+from dtensor.comm.starts import FUNCTIONAL, OVER_GLOO
+from dtensor.layout.cost import Link, Network
+from dtensor.mesh.mesh import facts, prepare
+from dtensor.mesh.provenance import OPERATOR
+from dtensor.passes import MeshGroups, Simulation, mesh_groups, text, verify
+from dtensor.passes.graph import groups
 from dtensor.passes.pipeline import copy_graph
-from dtensor.provenance import OPERATOR
-from dtensor.starts import FUNCTIONAL, OVER_GLOO
 from dtensor.testing import fake_ranks
+from dtensor.torch_private.core import make_fx
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Bench:
 
     def exchanging(self, yes: bool = True):
         """Context in which collectives start as over gloo, where parts are exchanged to be reduced, or as elsewhere."""
-        return patch("dtensor.collectives.starts", lambda group, device: OVER_GLOO if yes else FUNCTIONAL)
+        return patch("dtensor.comm.collectives.starts", lambda group, device: OVER_GLOO if yes else FUNCTIONAL)
 
     def links(self, *links: Link):
         """Context in which the passes take the axes of the mesh to have these links."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from dtensor.collectives import ops
-from dtensor.passes import Alike, count, groups, run
+from dtensor.comm.collectives import ops
+from dtensor.passes import Alike, count, run
+from dtensor.passes.graph import groups
 
 
 def reducer(bench):

@@ -7,11 +7,12 @@ import torch
 from expecttest import assert_expected_inline
 from torch import fx
 
-from dtensor._torch import c10d
-from dtensor.collectives import ops
-from dtensor.cost import Link
-from dtensor.passes import Bucket, Lower, count, ir, run, wire_bytes
-from dtensor.passes.count import describe
+from dtensor.comm.collectives import ops
+from dtensor.layout.cost import Link
+from dtensor.passes import Bucket, Lower, count, run, wire_bytes
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.count import describe
+from dtensor.torch_private.core import c10d
 
 
 def lowered(bench, f, *shapes, **kwargs):

@@ -4,9 +4,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from dtensor._torch import c10d
-from dtensor.collectives import ops
+from dtensor.comm.collectives import ops
 from dtensor.passes import CommonSubexpressions, DeadCode, count
+from dtensor.torch_private.core import c10d
 
 
 def twice(f):

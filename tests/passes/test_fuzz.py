@@ -10,11 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from dtensor._torch import c10d
-from dtensor._torch import functional_collectives as funcol
-from dtensor.collectives import ops
+from dtensor.comm.collectives import ops
 from dtensor.passes import PIPELINE, Bucket, Schedule, SplitBatch, run, verify
 from dtensor.passes.pipeline import copy_graph
+from dtensor.torch_private.core import c10d
+from dtensor.torch_private.core import functional_collectives as funcol
 
 SIZE = {"dp": 2, "tp": 2, "world": 4}
 AXES = {"dp": {"dp"}, "tp": {"tp"}, "world": {"dp", "tp"}}

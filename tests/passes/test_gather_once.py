@@ -4,7 +4,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from dtensor.collectives import ops
+from dtensor.comm.collectives import ops
 from dtensor.passes import DeadCode, GatherLater, GatherOnce, count, wire_bytes
 
 

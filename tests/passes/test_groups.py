@@ -6,11 +6,12 @@ from torch.distributed import device_mesh
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.compile import statistics
-from dtensor.compile.inductor import trace_key
-from dtensor.compile.pipeline import mesh_groups
-from dtensor.cost import INTER, INTRA, Network
-from dtensor.mesh import facts, prepare
-from dtensor.passes import MeshGroups, groups
+from dtensor.compile.backends.inductor import trace_key
+from dtensor.compile.backends.run_passes import mesh_groups
+from dtensor.layout.cost import INTER, INTRA, Network
+from dtensor.mesh.mesh import facts, prepare
+from dtensor.passes import MeshGroups
+from dtensor.passes.graph import groups
 from dtensor.testing import fake_ranks, with_ranks
 
 CUBE = MeshGroups(

@@ -4,10 +4,12 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from dtensor._torch import c10d
-from dtensor.collectives import ops
-from dtensor.passes import CollectiveInfo, Lower, collectives, ir, lower, simulate, wire_bytes
-from dtensor.passes.lower import lowered
+from dtensor.comm.collectives import ops
+from dtensor.passes import CollectiveInfo, Lower, collectives, simulate, wire_bytes
+from dtensor.passes.functional import lower
+from dtensor.passes.functional.lower import lowered
+from dtensor.passes.graph import ir
+from dtensor.torch_private.core import c10d
 
 EVEN = {
     "all_gather 0": (lambda x, g: ops.all_gather(x, 0, 16, g), (4, 8)),

@@ -3,9 +3,10 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from dtensor.collectives import ops
-from dtensor.cost import INTER, INTRA
-from dtensor.passes import MergeGroups, groups, wire_bytes
+from dtensor.comm.collectives import ops
+from dtensor.layout.cost import INTER, INTRA
+from dtensor.passes import MergeGroups, wire_bytes
+from dtensor.passes.graph import groups
 
 
 def test_all_reduces(cube):

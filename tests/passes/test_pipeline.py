@@ -8,11 +8,12 @@ import torch
 from expecttest import assert_expected_inline
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dtensor._torch_sizes import stand_in, symbolic_mode
-from dtensor.collectives import ops
+from dtensor.comm.collectives import ops
 from dtensor.errors import PassError
-from dtensor.passes import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, count, ir, run, text
-from dtensor.passes.sizes import settle
+from dtensor.passes import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, count, run, text
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.sizes import settle
+from dtensor.torch_private.sizes import stand_in, symbolic_mode
 
 
 def program(bench):

@@ -7,10 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dtensor._torch import c10d
-from dtensor._torch import functional_collectives as funcol
-from dtensor.passes import GatherShard, Lower, Raise, collectives, count, ir, run, verify, wire_bytes
+from dtensor.passes import GatherShard, Lower, Raise, collectives, count, run, verify, wire_bytes
+from dtensor.passes.graph import ir
 from dtensor.passes.pipeline import copy_graph
+from dtensor.torch_private.core import c10d
+from dtensor.torch_private.core import functional_collectives as funcol
 
 SIZE = {"tp": 2, "world": 4}
 QUIET = settings(

@@ -3,7 +3,7 @@
 import pytest
 from expecttest import assert_expected_inline
 
-from dtensor.collectives import ops
+from dtensor.comm.collectives import ops
 from dtensor.passes import ReduceScatter
 
 

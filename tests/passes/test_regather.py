@@ -2,8 +2,9 @@
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dtensor.collectives import KEPT, ops
-from dtensor.passes import Regather, ir
+from dtensor.comm.collectives import KEPT, ops
+from dtensor.passes import Regather
+from dtensor.passes.graph import ir
 
 
 def joint(bench, f, *shapes, parameters=(), dtype=None):

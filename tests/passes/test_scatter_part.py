@@ -4,8 +4,9 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from dtensor.collectives import ops
-from dtensor.passes import ScatterPart, count, groups, run, wire_bytes
+from dtensor.comm.collectives import ops
+from dtensor.passes import ScatterPart, count, run, wire_bytes
+from dtensor.passes.graph import groups
 
 
 def test_fires(cube):

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 
-from dtensor.collectives import ops
-from dtensor.passes import Lower, Schedule, ir
-from dtensor.passes.order import dependencies, is_effect
+from dtensor.comm.collectives import ops
+from dtensor.passes import Lower, Schedule
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.order import dependencies, is_effect
 
 
 def lowered(bench, f, *shapes):

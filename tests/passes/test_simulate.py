@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dtensor._torch import c10d
-from dtensor.collectives import ops
+from dtensor.comm.collectives import ops
 from dtensor.errors import PassError
 from dtensor.passes import equivalent, mesh_groups, simulate
+from dtensor.torch_private.core import c10d
 
 
 def ranks(*shape):

@@ -4,9 +4,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from dtensor.collectives import ops
-from dtensor.passes import Bucket, Lower, Schedule, SplitBatch, collectives, ir, run
-from dtensor.passes.split_batch import FEWEST
+from dtensor.comm.collectives import ops
+from dtensor.passes import Bucket, Lower, Schedule, SplitBatch, collectives, run
+from dtensor.passes.graph import ir
+from dtensor.passes.overlap.split_batch import FEWEST
 
 aten = torch.ops.aten
 

@@ -8,11 +8,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor._torch import make_fx
-from dtensor.collectives import chunk_length, ops
-from dtensor.passes import Lower, Raise, ir, text, verify, wire_bytes
-from dtensor.starts import FUNCTIONAL, OVER_GLOO
+from dtensor.comm.collectives import ops
+from dtensor.comm.starts import FUNCTIONAL, OVER_GLOO
+from dtensor.layout.chunks import chunk_length
+from dtensor.passes import Lower, Raise, text, verify, wire_bytes
+from dtensor.passes.graph import ir
 from dtensor.testing import fake_ranks
+from dtensor.torch_private.core import make_fx
 
 RANKS = 4
 
@@ -64,7 +66,7 @@ def test_mirror_of_lower(me, name, shape, dims, by, transposed, dtype, exchange)
     ends = (local[-1], *local[1:-1], local[0]) if transposed and len(local) > 1 else local
     gm = trace(f, ends, dtype)
     before, sent = text(gm), wire_bytes(gm)
-    with patch("dtensor.collectives.starts", lambda group, device: OVER_GLOO if exchange else FUNCTIONAL):
+    with patch("dtensor.comm.collectives.starts", lambda group, device: OVER_GLOO if exchange else FUNCTIONAL):
         assert Lower()(gm.graph) == 1
         assert not any(ir.is_collective(node) for node in gm.graph.nodes)
         assert Raise()(gm.graph) == 1

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from dtensor._torch import c10d
-from dtensor.collectives import ops
+from dtensor.comm.collectives import ops
 from dtensor.errors import PassError
-from dtensor.passes import ir, verify
-from dtensor.passes.verify import Seen
+from dtensor.passes import verify
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.verify import Seen
+from dtensor.torch_private.core import c10d
 
 
 def find(gm, name):

@@ -22,7 +22,7 @@ import torch
 
 import dtensor
 from dtensor.testing import run_ranks
-from dtensor.testing.operators import (
+from dtensor.testing.rules.operators import (
     NotPlain,
     disagreement,
     operator_names,

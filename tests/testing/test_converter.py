@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor.placements import Partial, Replicate, Shard
-from dtensor.tensor import DTensor
+from dtensor.layout.placements import Partial, Replicate, Shard
+from dtensor.tensor.tensor import DTensor
 from dtensor.testing import ShardingConverter, with_threads
 
 

@@ -6,9 +6,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dtensor
-from dtensor.collectives import ops
-from dtensor.placements import Replicate, Shard
-from dtensor.tensor import DTensor
+from dtensor.comm.collectives import ops
+from dtensor.layout.placements import Replicate, Shard
+from dtensor.tensor.tensor import DTensor
 from dtensor.testing import CountCollectives, DebugMode, with_threads
 
 

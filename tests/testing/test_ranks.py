@@ -17,8 +17,8 @@ from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import Shard, distribute_tensor
-from dtensor.caches import _caches as caches
-from dtensor.collectives import ops
+from dtensor.comm.collectives import ops
+from dtensor.mesh.caches import _caches as caches
 from dtensor.testing import RankError, kept_ranks, run_ranks, run_threads, with_ranks, with_threads
 
 

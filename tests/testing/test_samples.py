@@ -6,8 +6,8 @@ import numpy
 import pytest
 import torch
 
-from dtensor._torch import operator_database, operator_samples
-from dtensor.testing.candidates import mapped
+from dtensor.testing.rules.candidates import mapped
+from dtensor.torch_private.core import operator_database, operator_samples
 
 
 @pytest.mark.parametrize("name", ["addmm", "nn.functional.dropout", "cdist", "unique", "linalg.svd"])

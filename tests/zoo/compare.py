@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from dtensor import fallbacks
-from dtensor._torch_compile import dynamo_counters
 from dtensor.compile import statistics
+from dtensor.torch_private.compiling import dynamo_counters
 
 from .models import EXAMPLES
 from .ways import HOW, WAYS

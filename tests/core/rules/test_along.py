@@ -6,11 +6,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.testing import with_threads
-from dtensor.testing.candidates import booleans as mask
-from dtensor.testing.candidates import case as c
-from dtensor.testing.candidates import floats as f
-from dtensor.testing.candidates import integers as ints
-from dtensor.testing.candidates import wrong_candidates
+from dtensor.testing.rules.candidates import booleans as mask
+from dtensor.testing.rules.candidates import case as c
+from dtensor.testing.rules.candidates import floats as f
+from dtensor.testing.rules.candidates import integers as ints
+from dtensor.testing.rules.candidates import wrong_candidates
 
 aten = torch.ops.aten
 

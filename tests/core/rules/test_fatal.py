@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dtensor import DTensor, Replicate
-from dtensor._torch import operator_database
-from dtensor.decision import call_of
+from dtensor.dispatch.decision import call_of
 from dtensor.rules import rule_of
+from dtensor.torch_private.core import operator_database
 
 PARTS = 8
 SAMPLES = 64

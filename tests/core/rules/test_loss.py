@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from dtensor.testing.candidates import case as c
-from dtensor.testing.candidates import floats as f
-from dtensor.testing.candidates import integers as ints
-from dtensor.testing.candidates import wrong_candidates
+from dtensor.testing.rules.candidates import case as c
+from dtensor.testing.rules.candidates import floats as f
+from dtensor.testing.rules.candidates import integers as ints
+from dtensor.testing.rules.candidates import wrong_candidates
 
 aten = torch.ops.aten
 

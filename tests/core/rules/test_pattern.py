@@ -5,9 +5,9 @@ import torch
 
 from dtensor.rules.pattern import Pattern, bind, words
 from dtensor.rules.rule import candidates
-from dtensor.testing.candidates import OneAxis, call_and_rule
-from dtensor.testing.candidates import case as c
-from dtensor.testing.candidates import floats as f
+from dtensor.testing.rules.candidates import OneAxis, call_and_rule
+from dtensor.testing.rules.candidates import case as c
+from dtensor.testing.rules.candidates import floats as f
 
 aten = torch.ops.aten
 

@@ -6,13 +6,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from dtensor.rules import rule_of
-from dtensor.rules.pointwise import FALLING, LINEAR, POINTWISE, RISING, pointwise
+from dtensor.rules.families.pointwise import FALLING, LINEAR, POINTWISE, RISING, pointwise
 from dtensor.testing import CountCollectives, with_threads
-from dtensor.testing.candidates import booleans as mask
-from dtensor.testing.candidates import case as c
-from dtensor.testing.candidates import floats as f
-from dtensor.testing.candidates import integers as ints
-from dtensor.testing.candidates import wrong_candidates
+from dtensor.testing.rules.candidates import booleans as mask
+from dtensor.testing.rules.candidates import case as c
+from dtensor.testing.rules.candidates import floats as f
+from dtensor.testing.rules.candidates import integers as ints
+from dtensor.testing.rules.candidates import wrong_candidates
 
 aten = torch.ops.aten
 

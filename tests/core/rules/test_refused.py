@@ -13,9 +13,9 @@ import torch
 
 from dtensor.rules import rule_of
 from dtensor.testing import run_ranks
-from dtensor.testing.candidates import case, tensors
-from dtensor.testing.recording import is_comparable, recorded
-from dtensor.testing.refusals import axis_sizes, is_tried, refused
+from dtensor.testing.rules.candidates import case, tensors
+from dtensor.testing.rules.recording import is_comparable, recorded
+from dtensor.testing.rules.refusals import axis_sizes, is_tried, refused
 
 aten = torch.ops.aten
 

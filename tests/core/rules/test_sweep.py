@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 
-from dtensor._torch import decompositions
 from dtensor.rules import WHOLE, base_name, is_in_place, rule_of
-from dtensor.testing.candidates import case, tensors, wrong_candidates
-from dtensor.testing.recording import UNINITIALISED, is_comparable, recorded
+from dtensor.testing.rules.candidates import case, tensors, wrong_candidates
+from dtensor.testing.rules.recording import UNINITIALISED, is_comparable, recorded
+from dtensor.torch_private.core import decompositions
 
 NO_RULE = {
     "_sparse_mm_reduce_impl": "sparse",

@@ -1,0 +1,182 @@
+"""The `dtensor` backend of torch.compile: AOTAutograd, the passes, then the inner compiler.
+
+The backward of what was compiled gives tangents the form in which they were traced: AOTAutograd cannot take a plain
+tensor, or the plain zeros of an output that no loss used, where it traced a DTensor.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from torch import fx
+
+from dtensor.dispatch.strictness import strict
+from dtensor.dispatch.view_copies import lose, root
+from dtensor.mesh.job import explain, failure_told
+from dtensor.tensor.compile_hooks import PARTITIONER, chained, others_partitioner
+from dtensor.tensor.tensor import DTensor, complete_tangents
+from dtensor.torch_private.compiling import (
+    RestartAnalysis,
+    SizesSettled,
+    aot_backend,
+    boxed,
+    check_results,
+    inductor_compile,
+    leave_missing,
+    min_cut_partition,
+    on_tangents,
+    traced_again_if_settled,
+)
+
+from ..recording.watch import dumped
+from .inductor import STAGES, Partition
+from .options import Options
+from .run_passes import branches, optimise, prepare_partition, simplify_joint
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Any,
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo's; what `torch.compile(model, backend="dtensor", options=...)` calls.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: its inputs.
+        options: see `dtensor.compile.Options`.
+        mode: not used; give options.
+
+    Raises:
+        ValueError, TypeError: unknown or wrong options.
+        StrictTraceError: with the option `strict`, an operator would communicate on its own account.
+        PassError: see the option `verify`.
+    """
+    chosen = Options.of(options)
+    if mode is not None:
+        raise ValueError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
+    if chosen.strict and chosen.inner == "eager":
+        return strict()(gm.forward)
+    with ExitStack() as stack:
+        if any(isinstance(x, DTensor) for x in example_inputs):
+            stack.enter_context(failure_told("compiled", unless=RestartAnalysis))
+        if chosen.strict:  # joint graph and all are traced in here
+            stack.enter_context(strict())
+        if chosen.dump is not None:
+            stack.enter_context(dumped(gm, chosen.dump))
+        return _compiled(gm, example_inputs, chosen)
+
+
+def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
+    if chosen.inner == "eager":
+        return gm.forward
+    try:
+        with traced_again_if_settled():
+            compiled = _traced(gm, example_inputs, chosen)
+    except SizesSettled:
+        compiled = _traced(gm, example_inputs, chosen)
+    return _noting_views(_taking_all_tangents(compiled), _views_returned(gm))
+
+
+def _traced(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
+    if chosen.inner == "inductor":
+        patches: dict[str, Any] = {stage: chained(stage, made(chosen)) for stage, made in STAGES.items()}
+        patches[PARTITIONER] = Partition(chosen, others_partitioner())
+        return inductor_compile(gm, example_inputs, patches)
+    return aot_backend(partial(_partition, chosen), *_interpreters(chosen))(gm, example_inputs)
+
+
+def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+    check_results(gm.graph, kwargs["num_fwd_outputs"])
+    for branch in branches(gm):
+        simplify_joint(branch.graph, options, within=True)
+        branch.recompile()
+    simplify_joint(gm.graph, options)
+    prepare_partition(gm.graph, options, kwargs.get("static_lifetime_input_indices") or ())
+    gm.recompile()
+    return min_cut_partition(gm, joint_inputs, **kwargs)
+
+
+def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """Compilers of forward, inference and backward graph that run the optimised graph operator by operator."""
+
+    def compiler(inference: bool) -> Callable[..., Any]:
+        def compile_graph(gm: fx.GraphModule, _: Any) -> Any:
+            for branch in branches(gm):
+                optimise(branch.graph, options, inference=inference, within=True)
+                branch.recompile()
+            optimise(gm.graph, options, inference=inference)
+            gm.recompile()
+            return boxed(gm.forward)
+
+        return compile_graph
+
+    return compiler(False), compiler(True), compiler(False)
+
+
+def _views_returned(gm: fx.GraphModule) -> list[tuple[list[int], list[int], list[int]]]:
+    """The results that are copies of what shares memory on one device: (copies, inputs, other results) by index."""
+
+    def roots(nodes: Iterable[Any]) -> list[tuple[int, bool] | None]:
+        values = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in nodes]
+        return [root(x) if isinstance(x, DTensor) else None for x in values]
+
+    (results,) = gm.graph.output_node().args
+    given, made = roots(gm.graph.find_nodes(op="placeholder")), roots(results)  # pyright: ignore
+    found = []
+    for memory in dict.fromkeys([r[0] for r in made if r is not None and r[1]]):
+        copies = [k for k, r in enumerate(made) if r == (memory, True)]
+        inputs = [k for k, r in enumerate(given) if r is not None and r[0] == memory]
+        others = [k for k, r in enumerate(made) if r == (memory, False)]
+        if len(copies) + len(inputs) + len(others) > 1:
+            found.append((copies, inputs, others))
+    return found
+
+
+def _noting_views(
+    compiled: Callable[..., Any], views: list[tuple[list[int], list[int], list[int]]]
+) -> Callable[..., Any]:
+    """`compiled`, whose results are known to be `views`; itself where there are none."""
+    if not views:
+        return compiled
+
+    def run(*args: Any) -> Any:
+        out = compiled(*args)
+        for copies, inputs, others in views:
+            lose([out[k] for k in copies], [*[args[k] for k in inputs], *[out[k] for k in others]])
+        return out
+
+    return run
+
+
+def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`compiled`, whose backward takes any tangents, and none, where it traced DTensors."""
+    own: list[int] = []  # those of the outputs that are DTensors with a history of their own; of all calls the same
+
+    def run(*args: Any) -> Any:
+        try:
+            out = compiled(*args)
+        except RuntimeError as error:
+            explain(error)
+            raise
+        if not own:
+            own.extend([k for k, x in enumerate(out) if isinstance(x, DTensor) and _is_computed(x)])
+            if not own:
+                return out
+            specs = {out[k].output_nr: out[k]._spec for k in own}
+            on_tangents(out[own[0]].grad_fn, partial(complete_tangents, specs))
+        leave_missing(out[own[0]].grad_fn)
+        return out
+
+    return run
+
+
+def _is_computed(x: DTensor) -> bool:
+    """Whether the compiled graph computed `x`; an alias of an input keeps the history that autograd gave it."""
+    return type(x.grad_fn).__name__ == "CompiledFunctionBackward"
+
+
+__all__ = ["backend"]

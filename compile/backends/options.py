@@ -1,0 +1,163 @@
+"""Options of `torch.compile(model, backend="dtensor", options={...})`: checked, frozen, part of the cache key.
+
+Plain `torch.compile` takes them from environment variables, one for each option (`dtensor.environment`).
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from dtensor.mesh import environment
+from dtensor.passes import PIPELINE, Raise
+
+INNER = ("inductor", "aot_eager", "eager")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the backend does. The verifier of graphs runs after every pass, whatever the options are.
+
+    Attributes:
+        inner: who runs the graph: "inductor" generates code, "aot_eager" runs the passes' graph operator by operator,
+            "eager" runs Dynamo's graph as it is, without AOTAutograd and passes.
+        passes: names of the passes to run, in order; None for all of `dtensor.passes.PIPELINE`.
+        disable: names of passes to leave out.
+        strict: compile as under `dtensor.strict()`: an implicit redistribution that communicates, in forward or
+            backward, fails the compilation. With inner="eager" the graph runs as under it.
+        dump: the folder to write all to that is made of a program: graphs as text, guards, the manifest
+            (`dtensor.compile.folder`); None for none. What is dumped is compiled anew, not taken from a cache.
+        verify: replay each graph before and after every pass on simulated ranks, with random inputs
+            (`dtensor.compile.replay`), and raise if it computes something else. Slow, and not taken from a cache.
+        memory_budget: bytes of gathered tensors that may be saved for the backward; what is over is gathered again.
+            None gathers parameters again and saves the others (`dtensor.passes.Regather`).
+        split_batch: into how many parts a batch is cut, so that one part computes while another communicates
+            (`dtensor.passes.SplitBatch`); 1 leaves it whole.
+        agreement: before a graph first runs, compare with the other ranks what it communicates (`dtensor.agreement`).
+    """
+
+    inner: str = "inductor"
+    passes: tuple[str, ...] | None = None
+    disable: tuple[str, ...] = ()
+    strict: bool = False
+    dump: str | None = None
+    verify: bool = False
+    memory_budget: int | None = None
+    split_batch: int = 1
+    agreement: bool = True
+
+    @property
+    def cacheable(self) -> bool:
+        """Whether compiled code may come from a cache: what is checked or written down is compiled for it."""
+        return self.dump is None and not self.verify
+
+    @staticmethod
+    def of(given: Mapping[str, Any] | None) -> "Options":
+        """Check the options of a `torch.compile` call.
+
+        Raises:
+            ValueError: an unknown option, pass or inner compiler; the message names the nearest known one.
+            TypeError: a value of the wrong type.
+        """
+        known = [f.name for f in fields(Options)]
+        if given is not None and not isinstance(given, Mapping):
+            raise TypeError(f"options of backend 'dtensor' are a dict; got {given!r}")
+        for name in given or {}:
+            if name not in known:
+                raise ValueError(f"unknown option {name!r} of backend 'dtensor'{_nearest(name, known)}")
+        return _checked(dict(given or {}), lambda name: f"option {name!r}")
+
+    @staticmethod
+    def of_environment() -> "Options":
+        """The options of plain `torch.compile`; functional collectives of others are left alone, unless "raise" is
+        among the passes asked for.
+
+        Raises:
+            ValueError: a variable holds what its option cannot be.
+        """
+        given = environment.options()
+        if "passes" not in given:
+            given["disable"] = (Raise.name, *given.get("disable", ()))
+        return _checked(given, lambda name: f"the environment variable {environment.VARIABLES[name]}")
+
+
+def _checked(given: dict[str, Any], called: Callable[[str], str]) -> Options:
+    """The options made of `given`; an error about one calls it as `called` says."""
+    for name, check in CHECKS.items():
+        if name in given:
+            given[name] = check(called(name), given[name])
+    return Options(**given)
+
+
+def _inner(option: str, given: Any) -> str:
+    if given not in INNER:
+        raise ValueError(f"unknown inner compiler {given!r}{_nearest(str(given), INNER)}")
+    return given
+
+
+def _names(option: str, given: Any) -> tuple[str, ...]:
+    if isinstance(given, str) or not isinstance(given, Iterable) or not all(isinstance(n, str) for n in given):
+        raise TypeError(f"{option} is a list of pass names, got {given!r}")
+    known = [p.name for p in PIPELINE]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"unknown pass {name!r} in {option}{_nearest(name, known)}")
+    return tuple(given)
+
+
+def _names_or_none(option: str, given: Any) -> tuple[str, ...] | None:
+    return None if given is None else _names(option, given)
+
+
+def _switch(option: str, given: Any) -> bool:
+    if not isinstance(given, bool):
+        raise TypeError(f"{option} is True or False, got {given!r}")
+    return given
+
+
+def _folder(option: str, given: Any) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise TypeError(f"{option} is the path of a folder or None, got {given!r}")
+    path = os.path.abspath(os.fspath(given))
+    if os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(f"{option} is the path of a folder, but {path} is a file; write another path")
+    return path
+
+
+def _bytes_or_none(option: str, given: Any) -> int | None:
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 0):
+        raise TypeError(f"{option} is a number of bytes or None, got {given!r}")
+    return given
+
+
+def _parts(option: str, given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise TypeError(f"{option} is a number of parts, got {given!r}")
+    if given < 1:
+        raise ValueError(f"{option} is a number of parts, got {given}; write 1 to leave a batch whole, or more")
+    return given
+
+
+def _nearest(name: str, known: Any) -> str:
+    found = get_close_matches(name, list(known), n=1)
+    listed = ", ".join(known)
+    return f"; did you mean {found[0]!r}? Known: {listed}" if found else f"; known: {listed}"
+
+
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "inner": _inner,
+    "passes": _names_or_none,
+    "disable": _names,
+    "strict": _switch,
+    "dump": _folder,
+    "verify": _switch,
+    "memory_budget": _bytes_or_none,
+    "split_batch": _parts,
+    "agreement": _switch,
+}
+"""Option -> what checks its value and gives it in the form that is kept."""
+
+__all__ = ["INNER", "Options"]

@@ -1,0 +1,174 @@
+"""The simulated ranks on which graphs are replayed before and after every pass: what the option `verify` asks for.
+
+A graph is what this rank runs. It is replayed as the graph of all ranks that communicate with this one over its groups,
+directly or by way of others. That needs the partition of the ranks that a group's name stands for, and one graph for
+all of them, of a size that one process can hold. Where it is not so nothing is replayed, and a warning says why:
+
+    a group of some ranks that belongs to no known mesh      the other ranks may mean others by its name
+    a collective on local tensors of uneven lengths          other ranks have another graph
+    sizes that only the data tell
+    more than `MAX_RANKS` ranks, or `MAX_BYTES` on all
+    the graph does not run on simulated ranks, as it came
+"""
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from dtensor.errors import PassError
+from dtensor.mesh.groups import group_ranks, group_size
+from dtensor.mesh.mesh import known_meshes, partitions
+from dtensor.passes import Simulation
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.simulate import Partition
+from dtensor.torch_private.core import disable_current_modes
+from dtensor.torch_private.sizes import has_hint, hint
+
+MAX_RANKS = 16
+"""So many ranks are simulated at most."""
+MAX_BYTES = 4 << 30
+"""So many bytes the tensors of a graph may take on all simulated ranks."""
+
+
+class NotReplayed(Exception):
+    """A graph cannot be replayed; the message is the reason."""
+
+
+def simulation(graph: fx.Graph, where: str) -> Simulation | None:
+    """The simulated ranks for the `where` graph (such as "forward"); None, and a warning, if it cannot be replayed."""
+    try:
+        with disable_current_modes():
+            return _simulation(graph)
+    except NotReplayed as reason:
+        warnings.warn(f"verify=True, but the {where} graph is not replayed on simulated ranks: {reason}", stacklevel=2)
+        return None
+
+
+def _simulation(graph: fx.Graph) -> Simulation:
+    _check_sizes(graph)
+    known = _known_partitions()
+    used = sorted({group for node in graph.nodes if (group := ir.group(node)) is not None})
+    ranks = _connected([_partition(name, known) for name in used])
+    if len(ranks) > MAX_RANKS:
+        raise NotReplayed(f"its groups join {len(ranks)} ranks, and at most {MAX_RANKS} are simulated")
+    groups = {name: rows for name in {*known, *used} if (rows := _within(_partition(name, known), ranks)) is not None}
+    for name in used:
+        if name not in groups:
+            raise NotReplayed(f"group {name!r} has no ranks among some of those that its other groups join: {ranks}")
+    _check_bytes(graph, len(ranks))
+    made = Simulation(len(ranks), groups)
+    try:
+        made.check(graph, graph, exact=False)
+    except PassError as error:
+        raise NotReplayed(f"it does not run there as it came: {error}") from error
+    return made
+
+
+def _known_partitions() -> dict[str, Partition]:
+    """Names of groups of the known meshes, of those that still stand for the same ranks, and their partitions."""
+    me = dist.get_rank()
+    found: dict[str, Partition] = {}
+    for facts in known_meshes():
+        for name, rows in _partitions(facts.mesh).items():
+            if _ranks(name) == next(row for row in rows if me in row):
+                found[name] = rows
+    return found
+
+
+def _partitions(mesh: Any) -> dict[str, Partition]:
+    """The partitions of a mesh; none if its groups were destroyed."""
+    try:
+        return partitions(mesh)
+    except (RuntimeError, ValueError, KeyError):  # torch's, for names that no group has
+        return {}
+
+
+def _ranks(name: str) -> tuple[int, ...] | None:
+    """The ranks of the group of that name; None if there is none, or no more."""
+    try:
+        return group_ranks(name)
+    except (RuntimeError, ValueError, KeyError):  # torch's, for a name that no group has
+        return None
+
+
+def _partition(name: str, known: dict[str, Partition]) -> Partition:
+    if name in known:
+        return known[name]
+    ranks = _ranks(name)
+    if ranks is None or len(ranks) < dist.get_world_size():
+        raise NotReplayed(
+            f"group {name!r} of ranks {list(ranks or ())} belongs to no known mesh, so which ranks other ranks mean by "
+            "it is not known; use groups of a mesh that a DTensor lives on"
+        )
+    return (ranks,)
+
+
+def _connected(groups: Iterable[Partition]) -> list[int]:
+    """This rank and those that rows of `groups` join it with, one after the other."""
+    rows = [set(row) for rows in groups for row in rows]
+    found = {dist.get_rank()}
+    while len(wider := found.union(*[row for row in rows if row & found])) > len(found):
+        found = wider
+    return sorted(found)
+
+
+def _within(rows: Partition, ranks: list[int]) -> Partition | None:
+    """The rows of `ranks`, which are numbered from 0; None if they do not make up all of them."""
+    place = {rank: k for k, rank in enumerate(ranks)}
+    inside = [tuple([place[r] for r in row]) for row in rows if all(r in place for r in row)]
+    return tuple(inside) if sum(map(len, inside)) == len(ranks) else None
+
+
+def _check_sizes(graph: fx.Graph) -> None:
+    """Whether all ranks that run this graph have local tensors of the same sizes, which are known."""
+    for node in graph.nodes:
+        sizes = [n for x in ir.tensors(node) for n in x.shape]
+        if not all(has_hint(n) for n in sizes):
+            raise NotReplayed(f"{node.format_node()} has sizes that only the data tell")
+    for node in graph.nodes:
+        if any(not even for even in _evenness(node)):
+            raise NotReplayed(
+                f"{node.format_node()} communicates uneven shards, so that other ranks have other local sizes and "
+                "another graph"
+            )
+
+
+def _evenness(node: fx.Node) -> list[bool]:
+    """Of each dimension that a collective cuts or joins: whether all ranks have the same part of it."""
+    c = ir.collective(node)
+    if c is not None:
+        n, shape, found = group_size(c.group), ir.value(c.x).shape, []
+        if c.gather_dim is not None:
+            size = ir.value(c.size) if isinstance(c.size, fx.Node) else c.size
+            found.append(hint(size) == n * hint(shape[c.gather_dim]))
+        if c.scatter_dim is not None:
+            found.append(hint(shape[c.scatter_dim]) % n == 0)
+        return found
+    if node.target in ir.ALL_TO_ALLS:
+        given: Any = node.args
+        splits = [hint(ir.value(s) if isinstance(s, fx.Node) else s) for s in (*given[1], *given[2])]
+        return [len(set(splits)) == 1]
+    return []
+
+
+def _check_bytes(graph: fx.Graph, world: int) -> None:
+    own = [node for node in graph.nodes if node.op != "output" and not ir.aliases(node)]
+    total = world * sum([_bytes(x) for node in own for x in ir.tensors(node)])
+    if total > MAX_BYTES:
+        raise NotReplayed(
+            f"its tensors take {total / 2**30:.1f} GiB on {world} ranks, and at most {MAX_BYTES / 2**30:.0f} are used"
+        )
+
+
+def _bytes(x: torch.Tensor) -> int:
+    count = x.element_size()
+    for n in x.shape:
+        count *= hint(n)
+    return count
+
+
+__all__ = ["MAX_BYTES", "MAX_RANKS", "simulation"]

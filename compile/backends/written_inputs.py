@@ -1,0 +1,50 @@
+"""What the backward reads of an input that the forward writes to: as it was before.
+
+Torch's partitioner (2.13) takes an input for saved, whether the graph writes to it or not: `(x * w * w).sum()` before
+`w.sin_()` has a gradient of the sine then, on one device, too. Here such an input is copied first, and the partitioner
+sees the copy alone.
+"""
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dtensor.passes.graph import ir
+
+aten = torch.ops.aten
+
+
+def copy_first(graph: fx.Graph) -> int:
+    """Have a joint graph read copies of the inputs that it writes to and whose values reach its backward, in place.
+
+    Returns:
+        How many were copied.
+    """
+    count = 0
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        given = write.args[0]
+        if given.op != "placeholder" or not _reaches_backward(given):
+            continue
+        first = next(node for node in graph.nodes if node.op != "placeholder")
+        copy = ir.insert(first, aten.clone.default, (given,), like=given)
+        copy.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        kept = (write, copy, graph.output_node())
+        for user in [user for user in given.users if user not in kept]:
+            user.replace_input_with(given, copy)
+        count += 1
+    return count
+
+
+def _reaches_backward(node: fx.Node) -> bool:
+    found, todo = {node}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if ir.in_backward(user):
+                return True
+            if user not in found:
+                found.add(user)
+                todo.append(user)
+    return False
+
+
+__all__ = ["copy_first"]

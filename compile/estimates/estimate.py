@@ -1,0 +1,120 @@
+"""How long a graph's local operators take, roughly: a roofline.
+
+    seconds = max(floating-point operations / peak, bytes moved / memory bandwidth) + launch
+
+What is counted in floating-point operations are the products that `torch.utils.flop_counter` knows. Bytes are those
+of a compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free. The numbers
+of `MACHINES` are orders of magnitude; what they are for is to tell which communication has enough work beside it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
+
+from dtensor.passes.graph import ir
+from dtensor.torch_private.core import OpOverload
+from dtensor.torch_private.sizes import hint
+
+from .traffic import bytes_of, called
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank computes with.
+
+    Attributes:
+        flops: floating-point operations per second in float32.
+        half: the same in float16 and bfloat16.
+        memory: bytes per second.
+        launch: seconds to start a kernel.
+    """
+
+    flops: float
+    half: float
+    memory: float
+    launch: float
+
+
+MACHINES = {
+    "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6),
+    "cuda": Machine(flops=60e12, half=500e12, memory=2.5e12, launch=3e-6),
+}
+"""Device type -> what one rank has: some cores of a server, and a current accelerator."""
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def seconds(node: fx.Node, machine: Machine) -> float:
+    """Estimated time of a local operator."""
+    if is_free(node):
+        return 0.0
+    moved, flops = _moved(node), _flops(node)
+    if not moved and not flops:
+        return 0.0
+    out = next(iter(ir.tensors(node)), None)
+    peak = machine.half if out is not None and out.dtype in _HALF else machine.flops
+    return max(flops / peak, moved / machine.memory) + machine.launch
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node does nothing when it runs, or only looks at what is there."""
+    if node.op != "call_function":
+        return True
+    return not ir.tensors(node) or (ir.aliases(node) and not ir.mutates(node))
+
+
+def machine_of(graph: fx.Graph) -> Machine:
+    """The machine of the device that most of a graph's values are on."""
+    kinds = [x.device.type for n in graph.nodes for x in ir.tensors(n)]
+    return MACHINES["cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu"]
+
+
+def _moved(node: fx.Node) -> int:
+    fused = is_pointwise(node)
+    read = [x for x in map(_base, node.all_input_nodes) if not (fused and is_pointwise(x))]
+    written = not fused or any(not is_pointwise(user) for user in node.users)
+    return sum(map(_bytes, dict.fromkeys(read))) + (_bytes(node) if written else 0)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether compilers fuse a node with its like."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """What a view is a view of."""
+    while node.op == "call_function" and is_free(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(map(bytes_of, ir.tensors(node)))
+
+
+def _flops(node: fx.Node) -> float:
+    target, args = called(node)
+    count: Any = flop_registry.get(getattr(target, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    given, named = map_arg((args, node.kwargs), lambda x: _plain(ir.value(x)))
+    try:
+        return float(count(*_plain(given), **named, out_val=_plain(ir.value(node))))
+    except (TypeError, ValueError, AssertionError, RuntimeError):  # a formula that does not know this call
+        return 0.0
+
+
+def _plain(val: Any) -> Any:
+    """A value as formulas take it, of tensors the shape: numbers only, for to compute with symbols would add guards."""
+    if isinstance(val, torch.Tensor):
+        return torch.Size([hint(n) for n in val.shape])
+    if isinstance(val, (tuple, list)) and not isinstance(val, torch.Size):
+        return [_plain(item) for item in val]
+    return hint(val) if isinstance(val, torch.SymInt) else val
+
+
+__all__ = ["MACHINES", "Machine", "is_free", "machine_of", "seconds"]

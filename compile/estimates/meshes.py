@@ -1,0 +1,33 @@
+"""What is known of the meshes that tensors live on, as the passes and estimates take it."""
+
+from dtensor.mesh.groups import group_ranks
+from dtensor.mesh.mesh import MeshFacts, known_meshes
+from dtensor.passes import MeshGroups
+from dtensor.torch_private.core import disable_current_modes
+
+
+def mesh_groups() -> tuple[MeshGroups, ...]:
+    """What is known of the meshes that tensors live on.
+
+    Facts outlive process groups, whose names are given again: a mesh of groups that were destroyed is left out.
+    """
+    with disable_current_modes():
+        facts = [f for f in known_meshes() if f.groups and _is_alive(f)]
+    return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network) for f in facts]))
+
+
+def _is_alive(facts: MeshFacts) -> bool:
+    """Whether the names of the mesh's groups stand for the ranks that the mesh has there."""
+    assert facts.coordinate is not None, "a mesh has groups on its own ranks only"
+    for axes, name in facts.groups.items():
+        place = tuple([slice(None) if a in axes else at for a, at in enumerate(facts.coordinate)])
+        try:
+            ranks = group_ranks(name)
+        except (RuntimeError, ValueError, KeyError):  # torch's, for a name that no group has
+            return False
+        if ranks != tuple(facts.mesh.mesh[place].flatten().tolist()):
+            return False
+    return True
+
+
+__all__ = ["mesh_groups"]

@@ -1,0 +1,190 @@
+"""When a graph computes and when it communicates: a simulation of its schedule on one rank, with estimated times.
+
+Nodes run in the order of the graph. Computation is one stream; communication is another, in which what was started
+first goes first. A wait holds computation until its collective has ended: that gap is the exposed part of the
+collective. One that is not split into start and wait is exposed as a whole.
+
+Times come from `dtensor.cost` with the links of the known meshes, and from `estimate` for local operators. Memory is
+what this rank holds: inputs that are given to the step stay, all else goes after its last use.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from dtensor.passes.graph import groups, ir
+from dtensor.passes.graph.text import target_name
+
+from . import estimate
+from .traffic import Sent, bytes_of, called, is_wait, sent
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work: what, and from when to when, in seconds from the start of the graph; `bytes` on the wire."""
+
+    name: str
+    communicates: bool
+    start: float
+    end: float
+    exposed: float = 0.0
+    number: int = -1
+
+
+@dataclass
+class Timeline:
+    """What runs when.
+
+    Attributes:
+        spans: computation and communication; a span of communication has the number of its collective, from 0.
+        memory: (time, bytes held) after each change.
+        seconds: when the graph has ended.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the rank only waits for others."""
+        return sum([s.exposed for s in self.spans])
+
+    @property
+    def computing(self) -> float:
+        """Seconds of computation."""
+        return sum([s.end - s.start for s in self.spans if not s.communicates])
+
+    @property
+    def communicating(self) -> float:
+        """Seconds of communication."""
+        return sum([s.end - s.start for s in self.spans if s.communicates])
+
+    @property
+    def peak(self) -> int:
+        """Most bytes held at once."""
+        return max([held for _, held in self.memory], default=0)
+
+
+def timeline(graph: fx.Graph) -> Timeline:
+    """Simulate the schedule of `graph`. Links are those of the meshes that `dtensor.passes.groups.known` names."""
+    return _Run(graph).done()
+
+
+def seconds_of(s: Sent) -> float:
+    """Estimated time of a collective."""
+    op = "all_gather" if s.op == "broadcast" else s.op
+    return groups.seconds(op, s.size, s.group) if s.ranks else 0.0
+
+
+@dataclass
+class _Flight:
+    """A collective that was started."""
+
+    name: str
+    start: float
+    end: float
+    number: int
+    exposed: float = 0.0
+
+
+class _Run:
+    def __init__(self, graph: fx.Graph):
+        self.graph, self.machine = graph, estimate.machine_of(graph)
+        self.now, self.free, self.count = 0.0, 0.0, 0
+        self.flights: dict[fx.Node, _Flight] = {}
+        self.made = Timeline()
+        self.memory = _Memory(graph)
+
+    def done(self) -> Timeline:
+        for node in self.graph.nodes:
+            self.step(node)
+            self.made.memory.append((self.now, self.memory.after(node)))
+        for f in self.flights.values():
+            self.made.spans.append(Span(f.name, True, f.start, f.end, f.exposed, f.number))
+        self.made.spans.sort(key=lambda s: (s.start, s.end))
+        self.made.seconds = max([self.now, *[f.end for f in self.flights.values()]])
+        return self.made
+
+    def step(self, node: fx.Node) -> None:
+        if node.op != "call_function":
+            return
+        found = sent(node)
+        if found is not None and len(found.ranks) != 1:
+            self.communicate(node, found)
+        elif is_wait(called(node)[0]):
+            self.wait(node)
+        else:
+            took = estimate.seconds(node, self.machine)
+            if took:
+                self.made.spans.append(Span(target_name(called(node)[0]), False, self.now, self.now + took))
+                self.now += took
+
+    def communicate(self, node: fx.Node, found: Sent) -> None:
+        begin = max(self.now, self.free)
+        flight = _Flight(found.op, begin, begin + seconds_of(found), self.count)
+        self.flights[node], self.free, self.count = flight, flight.end, self.count + 1
+        if not found.starts:
+            self.land(flight)
+
+    def wait(self, node: fx.Node) -> None:
+        todo = list(called(node)[1])
+        while todo:
+            x = todo.pop()
+            if isinstance(x, fx.Node):
+                if x in self.flights:
+                    self.land(self.flights[x])
+                    return
+                todo += x.all_input_nodes if ir.aliases(x) else []
+
+    def land(self, flight: _Flight) -> None:
+        late = max(0.0, flight.end - self.now)
+        flight.exposed += late
+        self.now += late
+
+
+class _Memory:
+    """Bytes held after each node, in the order of the graph."""
+
+    def __init__(self, graph: fx.Graph):
+        self.root: dict[fx.Node, fx.Node] = {}
+        self.dies: dict[fx.Node, list[fx.Node]] = {}
+        self.held = 0
+        last: dict[fx.Node, fx.Node] = {}
+        kept = set[fx.Node]()
+        is_backward = any(n.name.startswith("tangents") for n in graph.find_nodes(op="placeholder"))
+        for node in graph.nodes:
+            inputs = node.all_input_nodes
+            shares = node.op == "call_function" and ir.aliases(node) and inputs
+            self.root[node] = self.root[inputs[0]] if shares else node
+            for x in (*inputs, node):
+                last[self.root[x]] = node
+            if node.op == "output" or _stays(node, is_backward):
+                kept.update([self.root[x] for x in (*inputs, node)])
+        for root, node in last.items():
+            if root not in kept:
+                self.dies.setdefault(node, []).append(root)
+
+    def after(self, node: fx.Node) -> int:
+        """Bytes held when `node` has run, and before what it was the last to use goes."""
+        self.held += _bytes(node) if self.root[node] is node else 0
+        peak = self.held
+        self.held -= sum([_bytes(x) for x in self.dies.get(node, ())])
+        return peak
+
+
+def _stays(node: fx.Node, is_backward: bool) -> bool:
+    """Whether an input belongs to the caller; the backward gets tangents, and what was saved, to itself."""
+    if node.op == "placeholder" and is_backward:
+        return node.name.startswith("primals")
+    return node.op in ("placeholder", "get_attr")
+
+
+def _bytes(node: fx.Node) -> int:
+    """Bytes that a node makes; what the output hands over was made before."""
+    if node.op == "output":
+        return 0
+    return sum(map(bytes_of, ir.tensors(node)))
+
+
+__all__ = ["Span", "Timeline", "seconds_of", "timeline"]

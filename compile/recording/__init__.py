@@ -1,0 +1,1 @@
+"""What is noted while something is compiled: frames, graphs, collectives, files."""

@@ -1,0 +1,264 @@
+"""What is compiled: frames of Dynamo's, their graphs, and the story of each collective in them.
+
+    Frame                 a function that Dynamo compiled, once for each set of guards
+      Story               one of its graphs: joint, forward, backward or inference
+        Change            what a pass did to the collectives of it
+        Collective        what the graph sends when it runs
+
+A collective that the program asked for gets a number when it is first seen, in the joint graph or in the graph itself.
+The number goes wherever a pass hands on where a node came from, so that it can be told which passes changed a
+collective, which one removed it, and what that saved. Frames are kept here, the last `KEPT` of them, without their
+graphs: `dtensor.compile.report` and manifests are made from them.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from torch import fx
+
+from dtensor.mesh.provenance import MOVE, PASSES, TRACED, Moved
+from dtensor.passes import CollectiveInfo
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.count import describe
+from dtensor.passes.graph.source import FRAME, Source, module, source
+from dtensor.torch_private.compiling import compile_context
+
+from ..estimates.formula import Formula, formula
+from ..estimates.timeline import Timeline, timeline
+from ..estimates.traffic import Sent, traffic
+from .remark import asked
+
+KEPT = 256
+"""Frames that are remembered."""
+
+UNNAMED = "graph"
+"""Name of a frame where Dynamo was not asked."""
+
+DIRECTIONS = ("joint", "forward", "backward", "inference")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A collective as the program asked for it.
+
+    Attributes:
+        number: its number in the frame.
+        op, group, bytes: see `dtensor.passes.CollectiveInfo`.
+        how: "explicit", "implicit" or "unknown".
+        moved: the step of a redistribution that it is; None if unknown.
+        where: the line of the user's code; None if unknown.
+        module: path of the module; "" if unknown.
+        backward: whether it was traced in the backward.
+    """
+
+    number: int
+    op: str
+    group: str
+    bytes: int
+    how: str
+    moved: Moved | None
+    where: Source | None
+    module: str
+    backward: bool
+
+    @property
+    def move(self) -> str:
+        """The placements before and after, such as `P->S(0)`; "" if unknown."""
+        return str(self.moved or "")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective that a graph sends.
+
+    Attributes:
+        sent: the call.
+        asked: numbers of what it stands for.
+        passes: the passes that made it what it is, in order.
+        how, move, where, module: as of `Asked`, of the node itself.
+        start, end, exposed: estimated seconds, from the start of the graph.
+        formula: its bytes and seconds in sizes of axes and symbolic sizes; None if they do not follow from the plan.
+    """
+
+    sent: Sent
+    asked: tuple[int, ...]
+    passes: tuple[str, ...]
+    how: str
+    move: str
+    where: Source | None
+    module: str
+    start: float
+    end: float
+    exposed: float
+    formula: Formula | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one run of a pass did to the collectives of a graph; bytes are those on the wire, of all of them."""
+
+    name: str
+    direction: str
+    stage: int
+    made: int
+    gone: int
+    before: int
+    after: int
+    removed: tuple[int, ...]
+
+
+@dataclass
+class Story:
+    """One graph."""
+
+    direction: str
+    stages: list[str] = field(default_factory=list)
+    sent: list[Collective] = field(default_factory=list)
+    timeline: Timeline | None = None
+    nodes: int = 0
+
+
+@dataclass
+class Frame:
+    """A function that Dynamo compiled.
+
+    Attributes:
+        name, file, line: of the function, and a line in it; "graph" as long as that is not known.
+        compile_id: Dynamo's, such as "0/1" for the first recompilation of the first function.
+        stories: direction -> graph.
+        asked: number -> collective as the program asked for it.
+        changes: what the passes did, in order.
+        breaks, recompiled: graph breaks and reasons for a recompilation, in torch's words.
+    """
+
+    name: str = UNNAMED
+    file: str = ""
+    line: int = 0
+    compile_id: str = ""
+    stories: dict[str, Story] = field(default_factory=dict)
+    asked: dict[int, Asked] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
+    recompiled: list[str] = field(default_factory=list)
+    roots: list[Path] = field(default_factory=list)
+    folders: dict[Path, Path] = field(default_factory=dict)
+
+    def identify(self, graph: fx.Graph) -> None:
+        """Find out from a graph which function it is of."""
+        traces = [node.meta["stack_trace"] for node in graph.nodes if node.meta.get("stack_trace")]
+        m = FRAME.search(traces[0]) if traces and not self.file else None
+        if m is not None:
+            self.name, self.file, self.line = m["function"], m["file"], int(m["line"])
+
+    def story(self, direction: str) -> Story:
+        """The graph of that direction."""
+        return self.stories.setdefault(direction, Story(direction))
+
+    def finish(self, direction: str, graph: fx.Graph) -> None:
+        """Take down what `graph` sends when it runs, and when. Meshes are those that are known to the passes."""
+        story = self.story(direction)
+        story.timeline, story.nodes = timeline(graph), len(graph.nodes)
+        spans = {s.number: s for s in story.timeline.spans if s.communicates}
+        story.sent = [self._collective(node, s, spans[k]) for k, (node, s) in enumerate(traffic(graph))]
+
+    def _collective(self, node: fx.Node, s: Sent, span) -> Collective:
+        numbers = node.meta.get(TRACED, ())
+        origins = [self.asked[n] for n in numbers if n in self.asked]
+        hows = {a.how for a in origins} or {asked(node)}
+        how = hows.pop() if len(hows) == 1 else "explicit and implicit"
+        move = str(node.meta[MOVE]) if MOVE in node.meta else ""
+        found = formula(s, [a.moved for a in origins])
+        passes, where, path = tuple(dict.fromkeys(node.meta.get(PASSES, ()))), source(node), module(node)
+        return Collective(s, numbers, passes, how, move, where, path, span.start, span.end, span.exposed, found)
+
+    def number(self, node: fx.Node, info: CollectiveInfo) -> None:
+        """Give a collective a number, unless it or what it was made of has one."""
+        if TRACED in node.meta:
+            return
+        n = len(self.asked)
+        node.meta[TRACED] = (n,)
+        backward = bool(node.meta.get("autograd_backward")) or _is_backward(node)
+        how, moved = asked(node), node.meta.get(MOVE)
+        where, path = source(node), module(node)
+        self.asked[n] = Asked(n, info.op, info.group, info.bytes, how, moved, where, path, backward)
+
+
+class Follower:
+    """Follows the collectives of one graph through the passes; what `passes.run(observe=...)` calls."""
+
+    def __init__(self, frame: Frame, direction: str):
+        self.frame, self.direction = frame, direction
+        self.before: dict[fx.Node, CollectiveInfo] = {}
+
+    def __call__(self, stage: int, name: str, graph: fx.Graph) -> None:
+        self.frame.identify(graph)
+        if stage == 0:
+            tell_modules(graph)
+        now = _sent(graph)
+        new = [node for node in now if node not in self.before]
+        if stage:
+            for node in new:
+                node.meta[PASSES] = (*node.meta.get(PASSES, ()), name)
+            self.frame.changes.append(self._change(stage, name, now, new))
+        for node in new:
+            self.frame.number(node, now[node])
+        stages = self.frame.story(self.direction).stages
+        stages[stage:] = [name]
+        self.before = now
+
+    def resume(self, graph: fx.Graph) -> None:
+        """Go on with a graph that was followed before."""
+        self.before = _sent(graph)
+
+    def _change(self, stage: int, name: str, now: dict[fx.Node, CollectiveInfo], new: list[fx.Node]) -> Change:
+        gone = [node for node in self.before if node not in now]
+        left = {n for node in now for n in node.meta.get(TRACED, ())}
+        removed = [n for node in gone for n in node.meta.get(TRACED, ()) if n not in left]
+        before, after = (sum([i.bytes for i in infos.values()]) for infos in (self.before, now))
+        return Change(name, self.direction, stage, len(new), len(gone), before, after, tuple(dict.fromkeys(removed)))
+
+
+def _sent(graph: fx.Graph) -> dict[fx.Node, CollectiveInfo]:
+    return {
+        node: info for node in ir.communicating(graph) if (info := describe(node)) is not None and info.group_size > 1
+    }
+
+
+def tell_modules(graph: fx.Graph) -> None:
+    """Note on nodes of the backward the module of the forward node that they are the gradient of, where torch did not:
+    both have one number."""
+    forward = {node.meta.get("seq_nr"): node for node in graph.nodes if node.meta.get("nn_module_stack")}
+    for node in graph.nodes:
+        found = forward.get(node.meta.get("seq_nr", -1))
+        if found is not None and not node.meta.get("nn_module_stack"):
+            node.meta.setdefault("fwd_nn_module_stack", found.meta["nn_module_stack"])
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return str(node.meta.get("partitioner_tag")).endswith("backward")
+
+
+_frames: WeakKeyDictionary[object, Frame] = WeakKeyDictionary()
+_recent: deque[Frame] = deque(maxlen=KEPT)
+
+
+def current_frame() -> Frame:
+    """The frame that is being compiled in this thread; a new one where Dynamo compiles none."""
+    context = compile_context()
+    found = _frames.get(context) if context is not None else None
+    if found is None:
+        found = Frame(compile_id=str(getattr(context, "compile_id", None) or ""))
+        _recent.append(found)
+        if context is not None:
+            _frames[context] = found
+    return found
+
+
+def recent_frames() -> list[Frame]:
+    """The frames that were compiled last, the oldest first."""
+    return list(_recent)
+
+
+__all__ = ["Asked", "Change", "Collective", "Follower", "Frame", "Story", "current_frame", "recent_frames"]

@@ -1,0 +1,148 @@
+"""The manifest of a frame: all that it communicates, who asked for it, what the passes did, and what it may cost.
+
+One JSON file for each frame and rank. Bytes are those that this rank puts on the wire; `sent` those that it hands to
+the process group. Times are estimates (`dtensor.compile.timeline`), in seconds from the start of the graph.
+"""
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+from dtensor.passes.graph.source import Source
+
+from ..estimates.chrome import chrome_trace
+from .folder import is_wanted, write
+from .frames import Asked, Change, Collective, Frame, Story
+from .labels import labels
+
+FORMAT = "dtensor manifest 1"
+"""What the file says it is."""
+
+POINTS = 4000
+"""Most points of the curve of memory."""
+
+
+def write_manifest(frame: Frame) -> None:
+    """Write manifest.json and trace.json, where the frame is dumped."""
+    if is_wanted(frame):
+        made = manifest(frame)
+        write(frame, "manifest.json", json.dumps(made, indent=1))
+        write(frame, "trace.json", json.dumps(chrome_trace(made)))
+
+
+def manifest(frame: Frame) -> dict[str, Any]:
+    """The content of the file."""
+    names = labels()
+    ran = [story for story in frame.stories.values() if story.timeline is not None]
+    collectives = [_collective(k, c, story, names) for story in ran for k, c in enumerate(story.sent)]
+    return {
+        "format": FORMAT,
+        "frame": {"name": frame.name, "file": frame.file, "line": frame.line, "compile_id": frame.compile_id},
+        "graphs": {story.direction: _graph(story) for story in ran},
+        "collectives": collectives,
+        "removed": _removed(frame, names),
+        "passes": [_change(change) for change in frame.changes],
+        "graph_breaks": frame.breaks,
+        "recompiled": frame.recompiled,
+        "totals": totals(collectives),
+    }
+
+
+def totals(collectives: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts by direction and operator, bytes, and seconds."""
+    found: dict[str, Any] = {}
+    for direction in dict.fromkeys([c["direction"] for c in collectives]):
+        mine = [c for c in collectives if c["direction"] == direction]
+        found[direction] = {"count": dict(Counter([c["op"] for c in mine]))} | {
+            key: sum([c[key] for c in mine]) for key in ("bytes", "sent", "seconds", "exposed")
+        }
+    return found
+
+
+def _graph(story: Story) -> dict[str, Any]:
+    t = story.timeline
+    assert t is not None
+    return {
+        "nodes": story.nodes,
+        "stages": story.stages,
+        "seconds": t.seconds,
+        "computing": t.computing,
+        "communicating": t.communicating,
+        "exposed": t.exposed,
+        "peak_bytes": t.peak,
+        "memory": t.memory[:: max(1, len(t.memory) // POINTS)],
+        "spans": [asdict(span) for span in t.spans],
+    }
+
+
+def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> dict[str, Any]:
+    s = c.sent
+    return {
+        "number": k,
+        "direction": story.direction,
+        "op": s.op,
+        "carried": s.carried,
+        "reduce_op": s.reduce_op,
+        "axis": names.get(s.group, s.group),
+        "group": s.group,
+        "ranks": list(s.ranks),
+        "dtype": s.dtype,
+        "shapes": [list(shape) for shape in s.shapes],
+        "bytes": s.bytes,
+        "sent": s.buffer,
+        "how": c.how,
+        "move": c.move,
+        **_place(c.where, c.module),
+        "asked": list(c.asked),
+        "passes": list(c.passes),
+        "start": c.start,
+        "end": c.end,
+        "seconds": c.end - c.start,
+        "exposed": c.exposed,
+        "formula": None if c.formula is None else {"bytes": str(c.formula.bytes), "seconds": str(c.formula.seconds)},
+    }
+
+
+def _place(where: Source | None, module: str) -> dict[str, Any]:
+    if where is None:
+        return {"file": "", "line": 0, "code": "", "module": module}
+    return {"file": where.file, "line": where.line, "code": where.code, "module": module}
+
+
+def _removed(frame: Frame, names: dict[str, str]) -> list[dict[str, Any]]:
+    """What the program asked for and no graph sends."""
+    left = {n for story in frame.stories.values() for c in story.sent for n in c.asked}
+    by = {n: change for change in frame.changes for n in change.removed}
+    return [_gone(a, by.get(n), names) for n, a in frame.asked.items() if n not in left]
+
+
+def _gone(a: Asked, by: Change | None, names: dict[str, str]) -> dict[str, Any]:
+    return {
+        "asked": a.number,
+        "op": a.op,
+        "axis": names.get(a.group, a.group),
+        "bytes": a.bytes,
+        "how": a.how,
+        "move": a.move,
+        **_place(a.where, a.module),
+        "direction": "backward" if a.backward else "forward",
+        "pass": by.name if by is not None else "partition",
+    }
+
+
+def _change(c: Change) -> dict[str, Any]:
+    return {
+        "pass": c.name,
+        "direction": c.direction,
+        "stage": c.stage,
+        "made": c.made,
+        "gone": c.gone,
+        "removed": list(c.removed),
+        "bytes_before": c.before,
+        "bytes_after": c.after,
+        "bytes_saved": c.before - c.after,
+    }
+
+
+__all__ = ["FORMAT", "manifest", "totals", "write_manifest"]

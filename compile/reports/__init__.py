@@ -1,0 +1,1 @@
+"""What people read: commands, pages, summaries, differences."""

@@ -1,0 +1,194 @@
+"""The page of a dump: one self-contained index.html, for people.
+
+    overview        what is sent, how long it takes, what is most exposed
+    collectives     a table to sort and filter
+    timeline        computation against communication, with what is exposed; memory below it
+    graphs          each graph as it came, and what each pass changed
+    layers          what each module gives, in which placements, and what it sends
+    ranks           where other ranks differ from the first
+    compilation     graph breaks, recompilations
+
+`page.html` is the frame, which Jinja fills with escaping; `page.css` and `page.js` go into it. All that comes from the
+program travels as JSON and is shown as text, never as markup. Long graphs are shown by the lines that are in sight.
+"""
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from dtensor.passes.graph.text import REMARK
+
+from ..recording.folder import write_whole
+from .differences import collective_line
+from .reading import Dumped, read
+from .summary import MOST, changed, most_exposed, seconds, what, who
+
+LINE = re.compile(r"%(?P<name>\S+): (?P<kind>\S+) = (?P<call>[^(]+)")
+MODULE = re.compile(r" in (?P<module>\S+)$")
+STAGE = re.compile(r"(\d\d_\w+)\.(\d\d)_(\w+)\.txt")
+
+LONGEST = 20_000
+"""Graphs of more lines are compared by what is in one and not in the other, which takes no account of order."""
+
+
+def write_page(root: Path) -> Path:
+    """Write the page of a dump into its folder.
+
+    Raises:
+        ValueError: there is no dump.
+        OSError: it cannot be written.
+    """
+    path = root / "index.html"
+    write_whole(path, page(root))
+    return path
+
+
+def page(root: Path) -> str:
+    """The text of the page.
+
+    Raises:
+        ValueError: there is no dump.
+    """
+    frames = read(root)
+    first = min([f.rank for f in frames], default=0)
+    mine = [f for f in frames if f.rank == first and f.manifest]
+    found = [c for f in mine if f.manifest for c in f.manifest["collectives"]]
+    here = Path(__file__)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(here.with_name("page.html").read_text(encoding="utf-8")).render(
+        style=_inlined(here.with_name("page.css")),
+        script=_inlined(here.with_name("page.js")),
+        data=_as_json({"frames": [_frame(f) for f in mine]}),
+        root=root.resolve().name,
+        ranks=sorted({f.rank for f in frames}),
+        graphs=[_graph_row(f, d) for f in mine if f.manifest for d in f.manifest["graphs"]],
+        exposed=[{"what": what(c), "who": who(c), "changed": changed(c)} for c in most_exposed(found, MOST)],
+        saved=[p | {"frame": f.name} for f in mine if f.manifest for p in f.manifest["passes"] if _matters(p)],
+        differences=_rank_differences(frames, first),
+        compilations=[_compilation(f) for f in frames if f.rank == first],
+    )
+
+
+def _matters(p: dict[str, Any]) -> bool:
+    return bool(p["removed"] or p["bytes_saved"])
+
+
+def _inlined(path: Path) -> Any:
+    return Markup(path.read_text(encoding="utf-8"))
+
+
+def _as_json(data: Any) -> Any:
+    """JSON that may stand in a script element: no markup can end it."""
+    text = json.dumps(data, separators=(",", ":"))
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return Markup(text)
+
+
+def _graph_row(f: Dumped, direction: str) -> dict[str, Any]:
+    assert f.manifest is not None
+    g, t = f.manifest["graphs"][direction], f.manifest["totals"].get(direction, {})
+    counted = " + ".join([f"{n} {op}" for op, n in t.get("count", {}).items()]) or "none"
+    times = {key: seconds(g[key]) for key in ("seconds", "computing", "communicating", "exposed")}
+    return {
+        "frame": f.name,
+        "direction": direction,
+        "nodes": g["nodes"],
+        "count": counted,
+        "bytes": t.get("bytes", 0),
+        "peak": g["peak_bytes"],
+        "waits": g["exposed"] > 0,
+        **times,
+    }
+
+
+def _frame(f: Dumped) -> dict[str, Any]:
+    """What the script shows of a frame."""
+    assert f.manifest is not None
+    keep = ("collectives", "removed", "frame")
+    graphs = {
+        direction: {
+            "seconds": g["seconds"],
+            "memory": g["memory"],
+            "spans": [
+                [s["name"], int(s["communicates"]), s["start"], s["end"], s["exposed"], s["number"]] for s in g["spans"]
+            ],
+        }
+        for direction, g in f.manifest["graphs"].items()
+    }
+    return {key: f.manifest[key] for key in keep} | {
+        "name": f.name,
+        "graphs": graphs,
+        "stages": _stages(f.folder),
+        "layers": _layers(f.folder),
+    }
+
+
+def _stages(folder: Path) -> list[dict[str, Any]]:
+    """The texts of the graphs: each as it came, and what each pass changed."""
+    shown: list[dict[str, Any]] = []
+    before: dict[str, list[str]] = {}
+    for path in sorted([*folder.glob("0*.txt")]):
+        text = path.read_text(encoding="utf-8").splitlines()
+        graph = path.name.split(".")[0]
+        if graph in before:
+            shown.append({"title": path.stem, "lines": compared(before[graph], text), "diff": True})
+        else:
+            shown.append({"title": path.stem, "lines": text, "diff": False})
+        before[graph] = text
+    return shown
+
+
+def compared(a: list[str], b: list[str]) -> list[str]:
+    """A unified diff of two texts of graphs."""
+    if max(len(a), len(b)) > LONGEST:
+        left, new = set(b), set(a)
+        return [f"-{line}" for line in a if line not in left] + [f"+{line}" for line in b if line not in new]
+    return list(difflib.unified_diff(a, b, lineterm="", n=2))[2:] or ["(no difference)"]
+
+
+def _layers(folder: Path) -> list[dict[str, Any]]:
+    """For each module of the forward, in order: what it gives last, and how often it communicates."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted([*folder.glob("03_*.00_input.txt")]):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            head, _, words = line.partition(REMARK)
+            m, place = LINE.match(head), MODULE.search(words)
+            if m is None or place is None:
+                continue
+            row = found.setdefault(place["module"], {"module": place["module"], "gives": "", "sends": []})
+            if "{" in m["kind"]:
+                row["gives"] = f"{m['name']}: {m['kind']}"
+            if " bytes over " in words:
+                row["sends"].append(f"{m['call']}: {words.split(';')[0]}")
+    return list(found.values())
+
+
+def _rank_differences(frames: list[Dumped], first: int) -> list[dict[str, Any]]:
+    """Where what another rank sends differs from the first, frame by frame."""
+    mine = {f.name: f for f in frames if f.rank == first}
+    rows = []
+    for f in frames:
+        if f.rank == first:
+            continue
+        theirs = [collective_line(c) for c in f.manifest["collectives"]] if f.manifest else []
+        own = mine.get(f.name)
+        ours = [collective_line(c) for c in own.manifest["collectives"]] if own and own.manifest else []
+        found = list(difflib.unified_diff(ours, theirs, f"rank{first}", f"rank{f.rank}", lineterm="", n=0))
+        rows.append({"rank": f.rank, "frame": f.name, "lines": found})
+    return rows
+
+
+def _compilation(f: Dumped) -> dict[str, Any]:
+    texts = {name: f.folder / f"{name}.txt" for name in ("graph_breaks", "recompiled")}
+    read_texts = {name: p.read_text(encoding="utf-8") if p.exists() else "" for name, p in texts.items()}
+    where = f.manifest["frame"] if f.manifest else {"file": "", "line": 0}
+    return {"name": f.name, "where": f"{where['file']}:{where['line']}" if where["file"] else "", **read_texts}
+
+
+__all__ = ["compared", "page", "write_page"]

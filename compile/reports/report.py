@@ -1,0 +1,91 @@
+"""`dtensor.compile.report(model)`: after a compile, what it communicates, without a dump.
+
+    print(dtensor.compile.report(model))      a few lines: totals, what is most exposed, who asked for it
+    dtensor.compile.report(model).manifests   all of it, as `dtensor.compile.manifest` has it
+
+Frames that went through the passes are remembered, the last few hundred; code that came from Inductor's caches went
+through none. Frames of other libraries' graphs are remembered where they were dumped.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from torch import nn
+
+from ..recording.frames import Frame, recent_frames
+from ..recording.manifest import manifest
+from .reading import Dumped
+from .summary import MOST, described
+
+
+@dataclass(frozen=True)
+class Report:
+    """What some compiled functions communicate on this rank; prints as a summary.
+
+    Attributes:
+        names: of the functions, in the order in which they were compiled.
+        manifests: one for each (`dtensor.compile.manifest`).
+    """
+
+    names: tuple[str, ...]
+    manifests: tuple[dict[str, Any], ...]
+
+    @property
+    def collectives(self) -> list[dict[str, Any]]:
+        """All collectives, in order."""
+        return [c for m in self.manifests for c in m["collectives"]]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank puts on the wire in all of them."""
+        return sum([c["bytes"] for c in self.collectives])
+
+    def most_exposed(self, most: int = MOST) -> list[dict[str, Any]]:
+        """The collectives that a rank waits for longest, as estimated."""
+        return sorted(self.collectives, key=lambda c: -c["exposed"])[:most]
+
+    def __str__(self) -> str:
+        return described([Dumped(0, name, Path(), m) for name, m in zip(self.names, self.manifests, strict=True)])
+
+
+def report(model: nn.Module | Callable[..., Any] | None = None) -> Report:
+    """What was compiled of a model or a function, whichever is given to or comes from `torch.compile`; None for all.
+
+    Raises:
+        ValueError: nothing was; the message names what was.
+    """
+    frames = [f for f in recent_frames() if any(s.timeline is not None for s in f.stories.values())]
+    codes = None if model is None else _codes(model)
+    found = [f for f in frames if codes is None or any(_is_of(f, code) for code in codes)]
+    if not found:
+        known = ", ".join(sorted({f"{f.name} ({Path(f.file).name}:{f.line})" for f in frames})) or "nothing"
+        raise ValueError(
+            f"no graph of {_called(model)} went through the passes in this process; compiled were: {known}. Run it "
+            "once first, give the function that is compiled, or look at a dump: code from a cache goes through no pass"
+        )
+    return Report(tuple([f"{k:03}_{f.name}" for k, f in enumerate(found)]), tuple([manifest(f) for f in found]))
+
+
+def _codes(model: Any) -> set[CodeType]:
+    if isinstance(model, nn.Module):
+        return {type(m).forward.__code__ for m in model.modules() if hasattr(type(m).forward, "__code__")}
+    code = getattr(inspect.unwrap(model), "__code__", None)
+    return {code} if code is not None else set()
+
+
+def _is_of(frame: Frame, code: CodeType) -> bool:
+    """Whether a frame is a function, or what goes on in it after a graph break."""
+    lines = [line for _, _, line in code.co_lines() if line]
+    named = frame.name == code.co_name or f"resume_in_{code.co_name}_at" in frame.name
+    return named and frame.file == code.co_filename and min(lines) <= frame.line <= max(lines)
+
+
+def _called(model: Any) -> str:
+    return "any program" if model is None else getattr(model, "__qualname__", type(model).__name__)
+
+
+__all__ = ["Report", "report"]

@@ -1,0 +1,160 @@
+"""A dump in a few lines: how much it communicates, what is most exposed, who asked for it, what the passes did."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dtensor.passes.functional.lower import Lower
+
+from .reading import Dumped, communicating, read
+
+MOST = 5
+"""Collectives that are named."""
+
+ALIKE = ("op", "axis", "direction", "bytes", "move", "how", "file", "line")
+"""What is the same of collectives of alike layers."""
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def summary(root: Path, most: int = MOST) -> str:
+    """The text of a dump; see `described`.
+
+    Raises:
+        ValueError: there is no dump.
+    """
+    return described(read(root), most)
+
+
+def described(frames: list[Dumped], most: int = MOST) -> str:
+    """The text of some frames, as their first rank sees them."""
+    first = min([f.rank for f in frames], default=0)
+    mine = [f for f in frames if f.rank == first]
+    manifests = [f.manifest for f in mine if f.manifest]
+    graphs = [(f, d, g) for f in mine if f.manifest for d, g in f.manifest["graphs"].items()]
+    lines = [_head(frames, manifests), *_graphs(graphs), "", *exposed_lines(communicating(frames, first), most)]
+    return "\n".join([*lines, *_passes(manifests)])
+
+
+def exposed_lines(found: list[tuple[Dumped, dict[str, Any]]], most: int) -> list[str]:
+    """The most exposed collectives, with who asked for them and what changed them."""
+    if not found:
+        return ["Nothing is communicated."]
+    lines = ["Most exposed collectives (estimated time in which a rank only waits for it; alike layers together):"]
+    for k, c in enumerate(most_exposed([c for _, c in found], most), 1):
+        lines += [f"{k:>3}. {what(c)}", f"     {who(c)}", f"     {changed(c)}"]
+        lines += [f"     bytes = {c['formula']['bytes']}"] if c["formula"] else []
+    return lines
+
+
+def most_exposed(found: Iterable[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """The collectives that are exposed longest. Those that differ in nothing but the numbers of their modules, as those
+    of alike layers do, are one, with `times` of them, their times added up."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for c in found:
+        alike = *(c[key] for key in ALIKE), NUMBER.sub("*", c["module"]), tuple(c["passes"]), len(c["asked"])
+        groups.setdefault(alike, []).append(c)
+    merged = sorted([_merged(group) for group in groups.values()], key=lambda c: -c["exposed"])
+    return [c for k, c in enumerate(merged[:most]) if c["exposed"] or not k]
+
+
+def _merged(group: list[dict[str, Any]]) -> dict[str, Any]:
+    modules = {c["module"] for c in group}
+    module = group[0]["module"] if len(modules) == 1 else NUMBER.sub("*", group[0]["module"])
+    times = {key: sum([c[key] for c in group]) for key in ("exposed", "seconds")}
+    return group[0] | times | {"module": module, "times": len(group)}
+
+
+def what(c: dict[str, Any]) -> str:
+    """Such as `12 µs of 15 µs exposed: 2 all_reduce over tp in forward, 4,096 bytes each, P->R`."""
+    move, times = f", {c['move']}" if c["move"] else "", c.get("times", 1)
+    count, each = (f"{times} ", " each") if times > 1 else ("", "")
+    return (
+        f"{seconds(c['exposed'])} of {seconds(c['seconds'])} exposed: {count}{c['op']} over {c['axis']} in "
+        f"{c['direction']}, {c['bytes']:,} bytes{each}{move}"
+    )
+
+
+def who(c: dict[str, Any]) -> str:
+    """Who asked for a collective."""
+    said = {"explicit": "asked for", "implicit": "not asked for (implicit)"}.get(c["how"], c["how"])
+    where = f" at {c['file']}:{c['line']}" if c["file"] else ""
+    module = f" in module {c['module']}" if c["module"] else ""
+    return f"{said}{where}{module}" + (f": {c['code']}" if c["code"] else "")
+
+
+def changed(c: dict[str, Any]) -> str:
+    """What the passes made of it. (`lower` splits every collective into its start and the wait for it.)"""
+    number, by = len(c["asked"]), [name for name in c["passes"] if name != Lower.name]
+    stands = f" (stands for {number} that the program asked for)" if number > 1 else ""
+    split = "split into its start and the wait for it" if Lower.name in c["passes"] else ""
+    return "; ".join(filter(None, [f"changed by {', '.join(by)}{stands}" if by else "", split])) or "changed by no pass"
+
+
+def seconds(s: float) -> str:
+    """A time with a fitting unit, such as `12.3 µs`."""
+    unit, name = next(((u, n) for u, n in UNITS if s >= u), UNITS[-1])
+    return f"{s / unit:.3g} {name}"
+
+
+def step_line(root: Path, mesh: dict[str, int]) -> str:
+    """What one step takes on a mesh, as predicted: the graphs of each function's last compilation, one after the other.
+
+    Raises:
+        ValueError: there is no dump.
+    """
+    last = {f.name[4:]: f.manifest for f in read(root) if f.manifest}
+    graphs = [g for m in last.values() for g in m["graphs"].values()]
+    took, waited = (sum([g[key] for g in graphs]) for key in ("seconds", "exposed"))
+    peak = max([g["peak_bytes"] for g in graphs], default=0)
+    sizes = " x ".join([f"{name}={n}" for name, n in mesh.items()])
+    return (
+        f"\n\nOn {sizes} one step takes about {seconds(took)}, of which "
+        f"{seconds(waited)} are exposed communication; its graphs hold at most {peak:,} bytes on a rank "
+        "(optimizer state not counted)."
+    )
+
+
+def _head(frames: list[Dumped], manifests: list[dict[str, Any]]) -> str:
+    ranks, breaks = {f.rank for f in frames}, sum([len(m["graph_breaks"]) for m in manifests])
+    again = sum([bool(m["recompiled"]) for m in manifests])
+    return (
+        f"{len(ranks)} {_plural('rank', len(ranks))}, {len(manifests)} compiled {_plural('frame', len(manifests))}, "
+        f"{breaks} graph {_plural('break', breaks)}, {again} of the frames compiled again"
+    )
+
+
+def _plural(word: str, n: int) -> str:
+    return word if n == 1 else f"{word}s"
+
+
+def _graphs(graphs: list[tuple[Dumped, str, dict[str, Any]]]) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        ("", "collectives", "bytes", "step", "computing", "communicating", "exposed", "peak memory")
+    ]
+    for f, direction, g in graphs:
+        assert f.manifest is not None
+        t = f.manifest["totals"].get(direction, {"count": {}, "bytes": 0})
+        counted = " + ".join([f"{n} {op}" for op, n in Counter(t["count"]).most_common()]) or "none"
+        times = [seconds(g[key]) for key in ("seconds", "computing", "communicating", "exposed")]
+        rows.append((f"{f.name} {direction}", counted, f"{t['bytes']:,}", *times, f"{g['peak_bytes']:,}"))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join([cell.ljust(n) for cell, n in zip(row, widths)]).rstrip() for row in rows]
+
+
+def _passes(manifests: list[dict[str, Any]]) -> list[str]:
+    saved: dict[str, list[int]] = {}
+    for m in manifests:
+        for p in m["passes"]:
+            found = saved.setdefault(p["pass"], [0, 0])
+            found[0] += len(p["removed"])
+            found[1] += p["bytes_saved"]
+    lines = [f"  {name}: removed {n}, saved {b:,} bytes" for name, (n, b) in saved.items() if n or b]
+    return ["", "What the passes removed, of the joint graph and of its parts:", *lines] if lines else []
+
+
+__all__ = ["changed", "described", "exposed_lines", "most_exposed", "seconds", "step_line", "summary", "what", "who"]

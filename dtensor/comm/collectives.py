@@ -1,0 +1,361 @@
+"""The redistribution operators, `torch.ops.dtensor.*`: all that a compiled graph says about communication.
+
+    all_gather(x, dim, size, group)                        S(dim) -> R      `size`: length of `dim` afterwards
+    reduce_scatter(x, reduce_op, dim, group)               P -> S(dim)
+    all_reduce(x, reduce_op, group)                        P -> R
+    all_to_all(x, gather_dim, scatter_dim, size, group)    S(gather_dim) -> S(scatter_dim)
+    shard(x, dim, group)                                   R -> S(dim)      no communication
+    collective_permute(x, senders, group)                  same cuts, held by other ranks
+
+`x` is a local tensor, `group` the name of a process group. Shards are cut as `torch.chunk` cuts, so lengths that do
+not divide, and shards that are empty, are legal. `senders[r]` is the rank of the group whose tensor rank r holds
+afterwards; all ranks hold tensors of one shape. The rank is looked up when an operator runs, never when it is traced:
+where sizes divide, every rank traces the same graph. The kernels are written over what starts a collective (`starts`);
+the `lower` pass traces these same kernels to get start/wait pairs.
+
+A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
+be left for later (`start`). It starts one whatever the sizes: if tensors without elements were left out, the
+collectives of a rank would follow from what it holds.
+
+Where a backend has no reduce_scatter the ranks exchange the parts, and each adds up what it is sent.
+"""
+
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import torch
+
+from ..layout.chunks import chunk_length
+from ..mesh.groups import group_rank, group_size
+from ..mesh.job import explain
+from ..mesh.library import library
+from ..mesh.local_sizes import divides, local_length
+from ..torch_private.core import c10d, traced_into_backward
+from ..torch_private.sizes import known_equal
+from .starts import ANY_ORDER, starts
+
+library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
+library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> Tensor")
+library.define("all_reduce(Tensor x, str reduce_op, str group) -> Tensor")
+library.define("all_to_all(Tensor x, int gather_dim, int scatter_dim, SymInt size, str group) -> Tensor")
+library.define("shard(Tensor x, int dim, str group) -> Tensor")
+library.define("collective_permute(Tensor x, int[] senders, str group) -> Tensor")
+library.define("hold(Tensor x, Tensor[] others, str what) -> Tensor")
+
+ops = torch.ops.dtensor
+
+
+class _Emit:
+    """The operators as the tensor calls them.
+
+    While a joint graph is traced, a collective of the backward is pinned to the backward, even if it needs no tangent
+    (a saved operand that is gathered, say). The partitioner would else weigh it by its size, and with uneven shards
+    the ranks have other sizes: they would run their collectives in different orders, and hang.
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
+        operator = getattr(ops, name).default
+
+        @functools.wraps(KERNELS[name][0])
+        def call(*args: Any) -> torch.Tensor:
+            with traced_into_backward():
+                return operator(*args)
+
+        setattr(self, name, call)
+        return call
+
+
+emit = _Emit()
+
+
+def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+    """`x` with zeros appended along `dim` up to `length`."""
+    missing = length - x.shape[dim]
+    if isinstance(missing, torch.SymInt):
+        return x if known_equal(length, x.shape[dim]) else ops.fit(x, dim, length)
+    if missing == 0:
+        return x
+    return _with_zeros(x, dim, missing)
+
+
+def _with_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """`x` with `count` zeros appended along `dim`.
+
+    A graph may hold this when its operators are no longer decomposed: Inductor has code for it.
+    """
+    return torch.nn.functional.pad(x, [0] * (2 * (x.dim() - dim) - 1) + [count])
+
+
+def _cut(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+    """The first `length` elements of `x` along `dim`, contiguous."""
+    if isinstance(length, torch.SymInt) or isinstance(x.shape[dim], torch.SymInt):
+        return x if known_equal(length, x.shape[dim]) else ops.fit(x, dim, length)
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()
+
+
+def _split(x: torch.Tensor, dim: int, group: str) -> list[torch.Tensor]:
+    """`x` cut along `dim` into a chunk of equal length for each rank, the last ones padded with zeros."""
+    step, parts = local_length(x.shape[dim], group, first=True), group_size(group)
+    return list(torch.split(_padded(x, dim, step * parts), step, dim)) if step else [x] * parts
+
+
+def _is_outermost(x: torch.Tensor, dim: int) -> bool:
+    """Whether the dims before `dim` have length one: in memory, parts of `dim` then lie one after the other."""
+    return all(isinstance(n, int) and n == 1 for n in x.shape[:dim])
+
+
+def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
+    """Chunks of equal, padded length put together along `dim` and cut to `size`."""
+    x = torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0]
+    return _cut(x, dim, size)
+
+
+Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
+    n = group_size(group)
+    x = _padded(x, dim, local_length(size, group, first=True)).contiguous()
+    y = yield starts(group, x.device).all_gather(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
+    if _is_outermost(x, dim):
+        y = y.view(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :]) if dim else y
+        return _cut(y, dim, size)
+    return _joined(list(y.view(n, *x.shape).unbind(0)), dim, size)
+
+
+REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda rows: torch.sum(rows, 0, dtype=rows.dtype),
+    "max": lambda rows: torch.amax(rows, 0),
+    "min": lambda rows: torch.amin(rows, 0),
+    "product": lambda rows: torch.prod(rows, 0, dtype=rows.dtype),
+}
+"""Reduction -> what it makes of the ranks' parts, which lie along the first dim."""
+
+
+def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Kernel:
+    n, size = group_size(group), x.shape[dim]
+    even = divides(n, size)
+    ones = x.shape[:dim] if _is_outermost(x, dim) and even else ()
+    if ones:
+        x = x.contiguous().view(x.shape[dim:])
+    elif dim or not even:
+        x = torch.cat(_split(x, dim, group), 0)
+    op = "sum" if reduce_op == "avg" else reduce_op
+    x = x.contiguous()
+    if (start := starts(group, x.device)).reduce_scatter is None:
+        y = yield start.all_to_all(x.view(n, x.shape[0] // n, *x.shape[1:]), [1] * n, [1] * n, group)
+        y = REDUCTIONS[op](y)
+    else:
+        y = yield start.reduce_scatter(x, op, n, group)
+    y = y.view(*ones, *y.shape) if ones else y
+    y = y / n if reduce_op == "avg" else y
+    return y if even else _cut(y, dim, local_length(size, group))
+
+
+# "avg" is carried out as a sum and a division: gloo has no average, and the result is the same everywhere.
+def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
+    op = "sum" if reduce_op == "avg" else reduce_op
+    y = yield c10d.all_reduce(x.contiguous(), op, group)
+    return y / group_size(group) if reduce_op == "avg" else y
+
+
+def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group: str) -> Kernel:
+    n, length = group_size(group), x.shape[scatter_dim]
+    x = _padded(x, gather_dim, local_length(size, group, first=True))
+    chunks = _split(x, scatter_dim, group)
+    mine = local_length(length, group)
+    y = torch.cat([c.unsqueeze(0) for c in chunks])  # Inductor, which is given this kernel traced, has no stack
+    y = yield starts(group, x.device).all_to_all(y, [1] * n, [1] * n, group)
+    return _cut(_joined(list(y.unbind(0)), gather_dim, size), scatter_dim, mine)
+
+
+def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kernel:
+    n, rank = group_size(group), group_rank(group)
+    x = x.contiguous()
+    row = x.view(1, -1)
+    sent = [int(senders[r] == rank) for r in range(n)]
+    y = yield starts(group, x.device).all_to_all(row, [int(r == senders[rank]) for r in range(n)], sent, group)
+    return y.view(x.shape)
+
+
+def run(kernel: Kernel) -> torch.Tensor:
+    """The result of a kernel, waited for."""
+    try:
+        started = next(kernel)
+    except StopIteration as end:
+        return end.value
+    return _finished(kernel, started)
+
+
+def _finished(kernel: Kernel, started: torch.Tensor) -> torch.Tensor:
+    try:
+        kernel.send(c10d.wait_tensor(started))
+    except StopIteration as end:
+        return end.value
+    except RuntimeError as error:
+        explain(error)
+        raise
+    raise AssertionError("a kernel starts one collective")
+
+
+def start(name: str, *args: Any) -> Callable[[], torch.Tensor]:
+    """Start the communicating operator `name`; what is returned waits for it and gives the result, once."""
+    kernel = _GENERATORS[name](*args)
+    try:
+        started = next(kernel)
+    except StopIteration as end:
+        result = end.value
+        return lambda: result
+    return lambda: _finished(kernel, started)
+
+
+CARRIED = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+"""Dtypes that every backend takes."""
+
+
+def carried(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
+    """`kernel` for all dtypes: what backends do not take travels as another one.
+
+    Complex numbers travel as pairs of real ones. The rest travels as bytes where it is moved, and as int32 where
+    integers are reduced.
+    """
+
+    @functools.wraps(kernel)
+    def generator(x: torch.Tensor, *rest: Any) -> Kernel:
+        if x.dtype in CARRIED:
+            return (yield from kernel(x, *rest))
+        if x.dtype.is_complex:
+            if rest[0] == "product":
+                raise ValueError("a product of complex numbers cannot be reduced over ranks; gather them and multiply")
+            y = yield from kernel(torch.view_as_real(x.resolve_conj()), *rest)
+            return torch.view_as_complex(y.contiguous())
+        if kernel in (_all_reduce, _reduce_scatter):
+            y = yield from kernel(x.to(torch.int32), *rest)
+            return y.to(x.dtype)
+        y = yield from kernel(x.unsqueeze(-1).view(torch.uint8), *rest)
+        return y.contiguous().view(x.dtype).squeeze(-1)
+
+    return generator
+
+
+_GENERATORS: dict[str, Callable[..., Kernel]] = {
+    "all_gather": carried(_all_gather),
+    "reduce_scatter": carried(_reduce_scatter),
+    "all_reduce": carried(_all_reduce),
+    "all_to_all": carried(_all_to_all),
+    "collective_permute": carried(_collective_permute),
+}
+
+
+def _waited(name: str) -> Callable[..., torch.Tensor]:
+    @functools.wraps(_GENERATORS[name])
+    def kernel(*args: Any) -> torch.Tensor:
+        return run(_GENERATORS[name](*args))
+
+    return kernel
+
+
+def shard(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+    n, rank, size = group_size(group), group_rank(group), x.shape[dim]
+    start = min(rank * -(-size // n), size)
+    return x.narrow(dim, start, chunk_length(size, n, rank)).clone(memory_format=torch.contiguous_format)
+
+
+def _resized(x: torch.Tensor, dim: int, size) -> torch.Tensor:
+    shape = list(x.shape)
+    shape[dim] = size
+    return x.new_empty(shape)
+
+
+def _fake_all_gather(x, dim, size, group):
+    return _resized(x, dim, size)
+
+
+def _fake_reduce_scatter(x, reduce_op, dim, group):
+    return _fake_shard(x, dim, group)
+
+
+def _fake_all_reduce(x, reduce_op, group):
+    return x.new_empty(x.shape)
+
+
+def _fake_all_to_all(x, gather_dim, scatter_dim, size, group):
+    return _fake_shard(_resized(x, gather_dim, size), scatter_dim, group)
+
+
+def _fake_shard(x, dim, group):
+    return _resized(x, dim, local_length(x.shape[dim], group))
+
+
+def _fake_collective_permute(x, senders, group):
+    return x.new_empty(x.shape)
+
+
+KERNELS = {
+    "all_gather": (_waited("all_gather"), _fake_all_gather),
+    "reduce_scatter": (_waited("reduce_scatter"), _fake_reduce_scatter),
+    "all_reduce": (_waited("all_reduce"), _fake_all_reduce),
+    "all_to_all": (_waited("all_to_all"), _fake_all_to_all),
+    "shard": (shard, _fake_shard),
+    "collective_permute": (_waited("collective_permute"), _fake_collective_permute),
+}
+"""Name -> (kernel, fake kernel) of each operator."""
+
+
+def hold(x: torch.Tensor, others: list[torch.Tensor], what: str) -> torch.Tensor:
+    """`x`, which does not need `others`, as if it did: as if it were what `what` says, made of them.
+
+    A rank with an empty shard would drop the collectives that make `others` from its graph, and leave the ranks that
+    do need them waiting. Without `what` it would take `x` for any other `x` of its shape.
+    """
+    return x.clone()
+
+
+def fit(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+    """`x` cut, or padded with zeros, to `length` along `dim`: for lengths that a graph does not know."""
+    missing = length - x.shape[dim]
+    if missing <= 0:
+        return x.narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
+    return _with_zeros(x, dim, missing).contiguous()  # padding keeps channels last
+
+
+library.define("fit(Tensor x, int dim, SymInt length) -> Tensor", tags=ANY_ORDER)
+library.impl("fit", fit, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::fit", lambda x, dim, length: _resized(x, dim, length), lib=library)
+library.impl("hold", hold, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::hold", hold, lib=library)
+
+for _name, (_kernel, _fake) in KERNELS.items():
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dtensor::{_name}", _fake, lib=library)
+
+COMMUNICATING = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
+"""The operators that put bytes on the wire."""
+
+LOWERED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+"""Those whose kernel is the same on every rank, so that a graph may hold it; the others look up their rank."""
+
+KEPT = "dtensor_kept"
+"""The annotation (`torch.fx.traceback.annotate`) of gathers whose results are saved for the backward in any case."""
+
+__all__ = [
+    "CARRIED",
+    "COMMUNICATING",
+    "KEPT",
+    "KERNELS",
+    "LOWERED",
+    "emit",
+    "ops",
+    "start",
+]

@@ -1,0 +1,182 @@
+"""Where plain tensors meet the mesh: the current mesh, checks across ranks, scattering a tensor from one rank.
+
+The only part of the tensor's own code that talks to process groups directly; never runs while a graph is traced.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import MeshError, PlacementError, ShardingError
+from ..layout.placements import Placement
+from ..mesh.mesh import facts
+from ..mesh.provenance import note_alike
+from ..torch_private.core import FakeTensor, FunctionalTensor, current_device_mesh, has_tangent
+
+
+def current_mesh() -> Any:
+    """The mesh of the innermost `with mesh:` block.
+
+    Raises:
+        MeshError: there is none.
+    """
+    found = current_device_mesh()
+    if found is None:
+        raise MeshError("no device mesh was given and none is current; pass device_mesh, or write `with mesh:` around")
+    return found
+
+
+def mesh_of(device_mesh: Any) -> Any:
+    """The mesh that was given, or the current one for None.
+
+    Raises:
+        MeshError: it is no mesh, or none was given and none is current.
+    """
+    if device_mesh is None:
+        return current_mesh()
+    if not hasattr(device_mesh, "device_type"):
+        raise MeshError(
+            f"device_mesh is what dtensor.init_device_mesh(device_type, sizes) makes, got {device_mesh!r}; "
+            f'write for example init_device_mesh("cpu", ({dist.get_world_size() if dist.is_initialized() else 2},))'
+        )
+    return device_mesh
+
+
+def is_tracing(out) -> bool:
+    """Whether `out`, a DTensor or a sequence of them, holds fake or functional tensors."""
+    first = out[0] if isinstance(out, (tuple, list)) and out else out
+    local = getattr(first, "_local_tensor", None)
+    return isinstance(local, (FakeTensor, FunctionalTensor))
+
+
+def refuse_export() -> None:
+    """Raise where torch.export.export traces: it records operators before DTensors see them, and fails later, darkly.
+
+    Raises:
+        ShardingError: it does.
+    """
+    if torch.compiler.is_exporting():
+        raise ShardingError(
+            "torch.export.export cannot trace through DTensors: it records operators above the point where they are "
+            "taken apart; write dtensor.export(model, args), which gives the same kind of program"
+        )
+
+
+def refuse_tangent(x: torch.Tensor, name: str) -> None:
+    """Raise where forward-mode differentiation would lose the tangent of `x` in `name`.
+
+    Raises:
+        ShardingError: `x` carries one.
+    """
+    if has_tangent(x):
+        raise ShardingError(
+            f"forward-mode differentiation does not go through {name}, whose result would have no tangent; write "
+            "torch.autograd.functional.jvp or hvp, which differentiate backwards twice"
+        )
+
+
+def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
+    """What each rank of the mesh gave as `item`, picklable, in some order that is the same on all of them.
+
+    For checks: all ranks learn of all others before any raises; one that raised earlier would leave the rest waiting.
+    """
+    found = [item]
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, found, group=group)
+        found = [item for part in parts for item in part]
+    return found
+
+
+def check_replicas(
+    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool, wrong: str = ""
+) -> torch.Tensor:
+    """Compare shape (if `with_shape`) and dtype across the mesh, then broadcast replicas from their axis' first rank.
+
+    Args:
+        wrong: what this rank has found wrong by itself, if anything.
+
+    Raises:
+        PlacementError: on every rank of the mesh, if any two ranks differ, or one has found something wrong.
+    """
+    if mesh.get_coordinate() is None:
+        return local
+    shape = tuple(local.shape) if with_shape else None
+    everything = of_all_ranks((dist.get_rank(), wrong, shape, str(local.dtype)), mesh)
+    if refused := sorted((rank, why) for rank, why, *_ in everything if why):
+        raise PlacementError("from_local: " + "; ".join(f"rank {rank}: {why}" for rank, why in refused))
+    found = [(rank, *what) for rank, _, *what in everything]
+    if any(item[1:] != found[0][1:] for item in found):
+        ranks = {rank: what for rank, *what in sorted(found)}
+        raise PlacementError(
+            f"from_local: shape and dtype differ between the ranks of the mesh: {ranks}; "
+            "pass the global shape and stride for uneven shards"
+        )
+    local = local if local.requires_grad else local.clone()
+    for axis, p in enumerate(placements):
+        if p.is_replicate():
+            local = local.contiguous()
+            with torch.no_grad():
+                group = mesh.get_group(axis)
+                dist.broadcast(local.detach(), dist.get_global_rank(group, 0), group=group)
+    return local
+
+
+def check_source(mesh: Any, src_data_rank: int | None) -> None:
+    """Raise ValueError if some mesh axis has no such rank."""
+    if src_data_rank is not None and src_data_rank not in range(min(mesh.shape)):
+        raise ValueError(
+            f"src_data_rank is a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank!r}"
+        )
+
+
+def check_module(name: str, module: Any) -> None:
+    """Raise TypeError if what the function `name` was given as a module is none."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"{name} takes an nn.Module; got {module!r}")
+
+
+def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:
+    """The global tensor that rank `src_data_rank` (of each mesh axis) holds, on every rank of the mesh.
+
+    Raises:
+        ValueError: some mesh axis has no such rank.
+    """
+    check_source(mesh, src_data_rank)
+    data = tensor.detach().contiguous().clone()
+    take_from_source(data, mesh, src_data_rank)
+    return data
+
+
+def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
+    """Overwrite the memory of a tensor by what rank `src_data_rank` (of each mesh axis) holds there, on every rank of a
+    mesh; nothing on others. `x` may be any view of it. In a trace the graph does so."""
+    if mesh.get_coordinate() is None:
+        return
+    if isinstance(x, (FakeTensor, FunctionalTensor)):
+        for axis, group in enumerate(facts(mesh).by_axis):
+            of_all = torch.ops.dtensor.all_gather(x.unsqueeze(0), 0, mesh.size(axis), group)
+            x.copy_(of_all[src_data_rank])
+        note_alike(x)
+        return
+    data = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        dist.broadcast(data, dist.get_global_rank(group, src_data_rank), group=group)
+
+
+__all__ = [
+    "check_module",
+    "check_replicas",
+    "check_source",
+    "current_mesh",
+    "from_source",
+    "is_tracing",
+    "mesh_of",
+    "of_all_ranks",
+    "refuse_export",
+    "refuse_tangent",
+    "take_from_source",
+]

@@ -1,0 +1,101 @@
+"""Pending: a local tensor whose collective was started and is waited for on first use.
+
+`redistribute(async_op=True)` puts one into a DTensor. Every operator on it waits, but an alias (`to_local`) does not.
+Stands below autograd, as all local tensors of DTensors do.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..torch_private.core import functional_collectives, make_wrapper_subclass
+
+_ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
+
+
+class Pending(functional_collectives.AsyncCollectiveTensor):
+    """A contiguous tensor that is not there yet. `wait()` gives the tensor itself.
+
+    It is one of torch's class for this, which programs look for in what a redistribution gives; what torch's class has
+    at hand this one may first have to compute.
+    """
+
+    _result: "_Result"
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, shape: tuple[int, ...], finish: Callable[[], torch.Tensor]):
+        """A tensor of `shape`, with dtype and device of `like`, that `finish` waits for; it is called once."""
+        return cls._of(_Result(finish), shape, like.dtype, like.device)
+
+    @classmethod
+    def _of(cls, result: "_Result", shape: Any, dtype: torch.dtype, device: torch.device) -> "Pending":
+        self = make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self._result = result
+        return self
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, waited for."""
+        return self._result.value()
+
+    @property
+    def done(self) -> bool:
+        """Whether it was waited for."""
+        return self._result.finish is None
+
+    elem = property(wait)  # pyright: ignore[reportAssignmentType]
+    completed = done  # pyright: ignore[reportAssignmentType]
+    trigger_wait = wait
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func in _ALIASES or (func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
+            x = args[0]
+            return cls._of(x._result, x.shape, x.dtype, x.device)
+        return func(*_waited(args), **{k: _waited(a) for k, a in (kwargs or {}).items()})
+
+    def tolist(self):
+        return self.wait().tolist()
+
+    def numpy(self, *, force: bool = False):
+        return self.wait().numpy(force=force)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"Pending({self.wait()})"
+
+    def __reduce_ex__(self, protocol):
+        return self.wait().__reduce_ex__(protocol)
+
+
+class _Result:
+    """What is waited for, shared by a pending tensor and its aliases."""
+
+    __slots__ = ("finish", "found")
+
+    def __init__(self, finish: Callable[[], torch.Tensor]):
+        self.finish: Callable[[], torch.Tensor] | None = finish
+        self.found: torch.Tensor
+
+    def value(self) -> torch.Tensor:
+        if self.finish is not None:
+            with torch.no_grad():
+                # No view of what was padded: AOTAutograd (torch 2.15) takes it for the tensor that Dynamo has seen.
+                self.found = self.finish().data
+            self.finish = None
+        return self.found
+
+
+def _waited(a: Any) -> Any:
+    if isinstance(a, Pending):
+        return a.wait()
+    if isinstance(a, (list, tuple)):
+        return type(a)([_waited(item) for item in a])
+    return a
+
+
+def waited(x: torch.Tensor) -> torch.Tensor:
+    """`x`, waited for if it is pending."""
+    return x.wait() if isinstance(x, Pending) else x
+
+
+__all__ = ["Pending", "waited"]

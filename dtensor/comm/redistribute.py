@@ -1,0 +1,146 @@
+"""The executor: carries out a plan on this rank's local tensor by the `dtensor::*` operators.
+
+Runs alike in eager mode and while a graph is traced. Below autograd: gradients are `tensor`'s business.
+"""
+
+from typing import Any
+
+import torch
+
+from ..errors import PlacementError
+from ..layout.layout import Layout
+from ..layout.placements import Placement
+from ..layout.planner import Plan, Prefer, Step, plan
+from ..layout.transitions import senders
+from ..mesh.mesh import MeshFacts, facts
+from ..mesh.provenance import note_layout, note_move, note_shards
+from ..mesh.spec import Spec
+from ..torch_private.sizes import has_hint, hint
+from .collectives import COMMUNICATING, emit, start
+from .pending import Pending
+
+UNKNOWN = 8191
+"""Stands in plans for a size that is not known at all: a prime, so that nothing is planned that needs it to divide."""
+
+
+def plan_of(spec: Spec, dst: Layout, prefer: Prefer = "time") -> Plan:
+    """The plan that moves a tensor of `spec` to `dst`. Symbolic sizes choose by their hints."""
+    shape = spec.shape if spec.static else tuple([hint(n) if has_hint(n) else UNKNOWN for n in spec.shape])
+    return plan(spec.layout, dst, shape, facts(spec.mesh).network, spec.dtype.itemsize, prefer)
+
+
+def redistribute_local(
+    local: torch.Tensor,
+    spec: Spec,
+    dst: Layout,
+    *,
+    async_op: bool = False,
+    prefer: Prefer = "time",
+    asked: bool = False,
+) -> torch.Tensor:
+    """This rank's local tensor after moving a tensor of `spec` from its layout to `dst`.
+
+    With `async_op` the last collective is only started, and what is to be done after it is left for the first use of
+    the result: nothing is ever started later than here, so that all ranks start their collectives in one order.
+    `asked` says that the program asks for it in so many words; a traced graph keeps that with its collectives.
+    """
+    if spec.layout is dst or spec.coordinate is None:
+        return local
+    steps = plan_of(spec, dst, prefer).steps
+    if not async_op:
+        return _all_of(steps, local, spec, asked)
+    last = max([i for i, s in enumerate(steps) if s.op in COMMUNICATING], default=-1)
+    if last < 0:
+        return _all_of(steps, local, spec)
+    local = _all_of(steps[:last], local, spec)
+    finish = start(steps[last].op, local, *_arguments(steps[last], spec))
+    shape = spec.with_layout(dst).local_shape()
+    return Pending(local, shape, lambda: _all_of(steps[last + 1 :], finish(), spec))
+
+
+def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec, asked: bool = False) -> torch.Tensor:
+    for step in steps:
+        note_layout(local, step.src.text)
+        note_shards(local, spec.with_layout(step.src))
+        if step.op == "partial":
+            local = _partial(local, step, facts(spec.mesh))
+        else:
+            local = getattr(emit, step.op)(local, *_arguments(step, spec))
+        note_move(local, step, spec, asked)
+    return local
+
+
+def _arguments(step: Step, spec: Spec) -> tuple:
+    """What the operator of `step` takes after the tensor."""
+    known = facts(spec.mesh)
+    group = known.groups[step.axes]
+    if len(step.axes) > 1:
+        _check_divides(step, spec, known)
+    match step.op:
+        case "all_gather":
+            return step.dim, _length_after(spec, step), group
+        case "reduce_scatter":
+            return step.reduce_op, step.dim, group
+        case "all_reduce":
+            return step.reduce_op, group
+        case "all_to_all":
+            return step.dim, step.scatter_dim, _length_after(spec, step), group
+        case "shard":
+            return step.dim, group
+        case "collective_permute":
+            return list(senders(step.src.dims, step.dst.dims, step.axes, known.shape)), group
+    raise AssertionError(f"no such step: {step.op}")
+
+
+def _length_after(spec: Spec, step: Step):
+    assert step.dim is not None, f"{step.op} has no dimension to measure"
+    assert spec.coordinate is not None, "nothing is redistributed on a rank outside the mesh"
+    return spec.with_layout(step.dst).local_shape()[step.dim]
+
+
+def _check_divides(step: Step, spec: Spec, known: MeshFacts) -> None:
+    """Hold symbolic sizes to what the plan took from their hints: merged axes cut evenly. Guards in a traced graph."""
+    for dim, (before, after) in enumerate(zip(step.src.dims, step.dst.dims)):
+        if before != after:
+            for axes in (before, after):
+                n = known.network.size(axes)
+                assert spec.shape[dim] % n == 0, f"{step} needs dimension {dim} to divide by {n}"
+
+
+def _partial(local: torch.Tensor, step: Step, known: MeshFacts) -> torch.Tensor:
+    """R -> P: the value itself where reducing copies gives it back, else the first rank keeps it.
+
+    The others hold what the reduction ignores: zeros of a sum, ones of a product.
+    """
+    if step.reduce_op in ("avg", "max", "min"):
+        return local
+    n = known.network.size(step.axes)
+    index = emit.shard(torch.arange(n, device=local.device), 0, known.groups[step.axes])
+    ignored = local.new_zeros(()) if step.reduce_op == "sum" else local.new_ones(())
+    return torch.where(index.view([1] * local.dim() or []) == 0, local, ignored)
+
+
+def check_target(src: tuple[Placement, ...], dst: tuple[Placement, ...]) -> None:
+    """Refuse what users may not ask of `redistribute`: to make a value partial.
+
+    Raises:
+        PlacementError: an axis of `dst` is partial where `src` is not partial in the same way.
+    """
+    for axis, (a, b) in enumerate(zip(src, dst)):
+        if b.is_partial() and a != b:
+            raise PlacementError(
+                f"cannot redistribute mesh axis {axis} from {a} to {b}: a value does not become partial; "
+                "write Replicate() or Shard(dim), or DTensor.from_local(x, mesh, [Partial()]) for local parts of a sum"
+            )
+
+
+def check_dtypes(forward: Any, backward: Any) -> None:
+    """Raise TypeError unless values and gradients can be cast so."""
+    for name, given in (("forward_dtype", forward), ("backward_dtype", backward)):
+        if given is not None and not isinstance(given, torch.dtype):
+            raise TypeError(f"{name} is a torch.dtype or None; got {given!r}, write such as torch.bfloat16")
+    if backward is not None and not (backward.is_floating_point or backward.is_complex):
+        raise TypeError(f"backward_dtype is what a gradient can have; got {backward}, write such as torch.bfloat16")
+
+
+__all__ = ["check_dtypes", "check_target", "plan_of", "redistribute_local"]

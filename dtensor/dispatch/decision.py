@@ -1,0 +1,465 @@
+"""Decision: how one operator call runs, worked out from the operator's rule and the operands' specs.
+
+    call -> outputs on fake global tensors -> rule -> choice of layouts -> decision
+
+What an operator without a rule does instead is a kind of decision; `detours` carries those out.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..comm.from_plain import take_from_source
+from ..errors import MeshError
+from ..layout.layout import Layout
+from ..mesh.local_sizes import written as written_size
+from ..mesh.spec import Spec
+from ..rules import (
+    MASKS,
+    RULES,
+    SHAPES,
+    Call,
+    LocalCall,
+    Output,
+    choose,
+    is_in_place,
+    needs_whole,
+    rule_of,
+    unless_empty,
+)
+from ..rules.choose import Choice
+from ..rules.rule import Rule
+from ..torch_private.core import (
+    FakeTensorMode,
+    decompositions,
+    detect_fake_mode,
+    disable_current_modes,
+    is_in_graph,
+    tree_leaves,
+    tree_map,
+    without_frame,
+)
+from .empty_ranks import is_empty_somewhere, require_parts
+from .fallback import fell_back
+from .global_values import check_global
+from .invariance import draws_of_torch, is_alike
+from .memory_order import IN_MEMORY, put_in_memory
+
+COMPOSITES: dict[str, Callable[..., Any]] = {}
+"""Operators written in terms of others, on DTensors; `detours` and `composite` fill it."""
+
+FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
+"""How the names of operators begin that work on lists index by index."""
+
+_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one operator call runs.
+
+    Attributes:
+        moves: for each operand the layout it is redistributed to, None where it stays; empty if all stay.
+        outputs: spec of each output, None where it is not a tensor.
+        many: whether the operator returns a tuple or list.
+        replace: arguments (by name) whose global shape is replaced by a local one.
+        local: runs the local operator if the operator itself will not do.
+        returns_self: in-place: the result is the first argument.
+        writes: operands that are written to and were moved: they are moved back and copied into what was given.
+        written: all operands that are written to, moved or not.
+        kind: "" or a key of `dispatch.KINDS`, which run by other means.
+        fallback: whether operands are gathered because the operator has no rule.
+        homes: for each output that is put in another layout than it is made in its spec before, None where it stays;
+            empty if all stay.
+        simple: the operator, where it runs on the local tensors as it stands and makes nothing but new DTensors: then
+            dispatch has nothing else to look at.
+    """
+
+    moves: tuple[Layout | None, ...] = ()
+    outputs: tuple[Spec | None, ...] = ()
+    many: bool = False
+    replace: tuple[tuple[str, Any], ...] = ()
+    local: Callable[..., Any] | None = None
+    returns_self: bool = False
+    writes: tuple[int, ...] = ()
+    kind: str = ""
+    fallback: bool = False
+    homes: tuple[Spec | None, ...] = ()
+    simple: Callable[..., Any] | None = None
+    written: tuple[int, ...] = ()
+
+    def on(self, mesh: Any) -> "Decision":
+        """The same with results on `mesh`, the mesh of the decision or a stand-in for it."""
+        specs = [s for s in self.outputs if s is not None]
+        if not specs or specs[0].mesh is mesh:
+            return self
+        outputs, homes = (tuple([s and s.on(mesh) for s in some]) for some in (self.outputs, self.homes))
+        return dataclasses.replace(self, outputs=outputs, homes=homes)
+
+    def traced(self) -> "Decision":
+        """The same with sizes of results that the graph which is traced can compute."""
+        if all(s is None or s.static for s in self.outputs):
+            return self
+        shapes = tuple([(name, [written_size(n) for n in shape]) for name, shape in self.replace])
+        return dataclasses.replace(self, outputs=tuple([s and s.traced() for s in self.outputs]), replace=shapes)
+
+
+def is_dtensor(a: Any) -> bool:
+    """Whether an argument is a DTensor of ours: what carries a spec."""
+    return isinstance(getattr(a, "_spec", None), Spec)
+
+
+def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
+    name = func._schema.name
+    if name.startswith(FOREACH):
+        return Decision(kind="foreach")
+    if has_out(func):
+        return Decision(kind="out")
+    if name in COMPOSITES and str(func) not in RULES:
+        return Decision(kind="composite")
+    if torch.Tag.inplace_view in func.tags:
+        return Decision(kind="inplace_view")
+    in_place = is_in_place(func)
+    make = rule_of(func)
+    if make is not None and not _DYNAMIC.isdisjoint(func.tags) and _reads_mask(args):
+        return Decision(kind="dynamic")
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    if make is None and (kind := _without_rule(func, in_place, operands)):
+        return Decision(kind=kind)
+    call = call_of(func, args, kwargs, operands)
+    rule = make(call) if make is not None else replicated(call)
+    assert len(rule.inputs) == len(operands), f"the rule of {func} names {len(rule.inputs)} of {len(operands)} operands"
+    return decide_by(call, rule, in_place)
+
+
+def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
+    """The kind of decision for an operator that has no rule; "" if it runs on whole tensors."""
+    if not _DYNAMIC.isdisjoint(func.tags):
+        return "dynamic"
+    if not any(o.layout.partial or any(o.layout.dims) for o in operands):
+        return ""
+    if func._can_decompose():
+        return "implicit"
+    if in_place:
+        return "functional" if functional_of(func) is not None else ""
+    return "decompose" if func in decompositions and not func._schema.is_mutable else ""
+
+
+def has_out(func) -> bool:
+    """Whether an operator writes its results to out= arguments."""
+    return any(a.is_out for a in func._schema.arguments)
+
+
+_functional: dict[Any, Any] = {}
+
+
+def functional_of(func) -> Any:
+    """The overload that makes a new tensor where `func` writes to its first argument or to out=, or None."""
+    if func not in _functional:
+        _functional[func] = _find_functional(func)
+    return _functional[func]
+
+
+def _find_functional(func):
+    space, base = func._schema.name.split("::")
+    packet = getattr(getattr(torch.ops, space), base.removesuffix("_"), None)
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
+    for overload in packet.overloads() if packet is not None else ():
+        other = getattr(packet, overload)
+        found = [(a.name, str(a.type)) for a in other._schema.arguments]
+        if found == wanted and not other._schema.is_mutable:
+            return other
+    return None
+
+
+def _reads_mask(args: tuple) -> bool:
+    """Whether a list among the arguments holds a mask: what an index reads is then of a shape that depends on it."""
+    lists = [a for a in args if isinstance(a, (list, tuple))]
+    return any(getattr(item, "dtype", None) in MASKS for a in lists for item in a)
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a decision was made from: the call, its rule, the choice, and whether output 0 is operand 0."""
+
+    call: Call
+    rule: Rule
+    choice: Choice
+    in_place: bool
+
+
+class _Watch(threading.local):
+    seen: list[Decided] | None = None
+
+
+_watch = _Watch()
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[list[Decided]]:
+    """Context that gives the list of what is decided by a rule in this thread, from here on; the innermost one sees."""
+    before, _watch.seen = _watch.seen, []
+    try:
+        yield _watch.seen
+    finally:
+        _watch.seen = before
+
+
+def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
+    """The decision for `call` by `rule`."""
+    choice = choose(rule, call.operands, in_place)
+    if _watch.seen is not None:
+        _watch.seen.append(Decided(call, rule, choice, in_place))
+    return carry_out(call, rule, choice, in_place)
+
+
+def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decision:
+    """The decision that runs `call` in the layouts of `choice`."""
+    operands, mesh = call.operands, call.operands[0].mesh
+    specs = tuple(
+        None if o is None or layout is None else Spec.make(mesh, layout, o.shape, o.stride, o.dtype)
+        for o, layout in zip(call.outputs, choice.outputs)
+    )
+    moves = tuple(None if t is o.layout else t for t, o in zip(choice.inputs, operands))
+    replace: tuple[tuple[str, Any], ...] = ()
+    if rule.shape_arg is not None and specs[0] is not None:
+        replace = ((rule.shape_arg, list(specs[0].local_shape())),)
+    needed = rule.local is not None and _needs_local(rule, choice, operands)
+    if needed:
+        require_parts(call, rule, choice)
+    local = _local(call, rule, choice, mesh) if needed else _LOCAL.get(call.func._schema.name)
+    if call.func._schema.name in IN_MEMORY:
+        local = put_in_memory(local, operands)
+    if operands[0].coordinate is None:
+        local, replace = _outside(specs, call.many), ()
+    elif local is not None and any(map(is_empty_somewhere, operands, choice.inputs)):
+        local = _holding(local, in_place)
+    changed = tuple(sorted(rule.written.union(written(call))))
+    writes = tuple(i for i in changed if moves[i] is not None)
+    fallback = rule.local is _run_whole
+    moves = moves if any(moves) else ()
+    put = tuple(_put(s, operands[rule.home[i]]) if i in rule.home else s for i, s in enumerate(specs))
+    homes = () if put == specs else tuple(None if a is b else a for a, b in zip(specs, put))
+    stays = not (moves or replace or local or in_place or writes or homes)
+    simple = without_frame(call.func) if stays and _is_plain(call, specs) else None
+    return Decision(moves, put, call.many, replace, local, in_place, writes, "", fallback, homes, simple, changed)
+
+
+def _put(spec: Spec | None, home: Spec) -> Spec | None:
+    layout = home.layout.without_partial()
+    return spec if spec is None or spec.layout is layout else spec.with_layout(layout)
+
+
+def _is_plain(call: Call, outputs: tuple[Spec | None, ...]) -> bool:
+    """Whether the operator returns tensors, and has no lists or tensors among its keyword arguments."""
+    return (
+        (call.many or len(outputs) == 1)
+        and None not in outputs
+        and not any(isinstance(a, (Spec, list)) for a in call.kwargs.values())
+    )
+
+
+def written(call: Call) -> list[int]:
+    """Indices of the operands that the operator says it writes to."""
+    found: list[int] = []
+    count = 0
+    for a in call.func._schema.arguments:
+        given = call[a.name]
+        for item in given if isinstance(given, list) else [given]:
+            if isinstance(item, Spec):
+                if a.alias_info is not None and a.alias_info.is_write:
+                    found.append(count)
+                count += 1
+    return found
+
+
+def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
+    run = rule.local
+    assert run is not None
+    return lambda func, args, kwargs: run(LocalCall(func, args, kwargs, call, mesh, choice.axes, choice.outputs))
+
+
+def _needs_local(rule: Rule, choice: Choice, operands: list[Spec]) -> bool:
+    """Whether the rule's `local` does anything else than the operator itself, in the layouts of `choice`."""
+    if rule.local is unless_empty and all(o.static for o in operands):
+        return any(map(is_empty_somewhere, operands, choice.inputs))
+    return rule.across is None or any(choice.axes.get(f) for f in rule.across)
+
+
+def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
+    """`run`, whose results hold all operands in a graph, whether it reads them or not.
+
+    For operators that go another way on an empty shard: the rank would drop the collectives that make what it does not
+    read from its graph, and leave the other ranks waiting. So all ranks keep all of them. What is held says which
+    result of which call it is: zeros of one shape that stand for different results must not become one value there,
+    and the collectives that follow one collective.
+    """
+
+    def held(func, args, kwargs):
+        out = run(func, args, kwargs)
+        if not is_in_graph():
+            return out
+        flat = tree_leaves((args, kwargs))
+        given = [a for a in flat if isinstance(a, torch.Tensor)]
+        call = " ".join([str(func), *[str(a) for a in flat if not isinstance(a, torch.Tensor)]])
+        count = itertools.count()
+
+        def hold(x):
+            what = f"{call} {next(count)}"
+            return torch.ops.dtensor.hold(x, given, what) if isinstance(x, torch.Tensor) else x
+
+        if in_place:
+            args[0].copy_(hold(args[0]))
+            return out
+        return tree_map(hold, out)
+
+    return held
+
+
+def _reshape(func, args: tuple, kwargs: dict[str, Any]):
+    """A view of a shard that is no view locally (its strides differ from the global ones) copies."""
+    if args[1:] and isinstance(args[1], torch.dtype):
+        return func(*args, **kwargs)
+    return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
+
+
+def _resolved(func, args: tuple, kwargs: dict[str, Any]):
+    """A conjugate or negative is computed at once: a bit on the local tensor is nothing the DTensor would know of."""
+    return func(*args, **kwargs).resolve_conj().resolve_neg()
+
+
+_LOCAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape),
+    **dict.fromkeys(("aten::_conj", "aten::_neg_view"), _resolved),
+}
+
+
+def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
+    """On a rank outside the mesh nothing is computed: outputs are empty."""
+
+    def run(func, args, kwargs):
+        made = [None if s is None else torch.empty(0, dtype=s.dtype, device=s.mesh.device_type) for s in specs]
+        return made if many else made[0]
+
+    return run
+
+
+def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> None:
+    """Collect the operands' specs; refuse a second mesh, and plain tensors that may differ between ranks."""
+    names, plain = [a.name for a in func._schema.arguments], []
+    for name, value in [*zip(names, args), *kwargs.items()]:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if is_dtensor(item):
+                operands.append(item._spec)
+                if item._spec.mesh != operands[0].mesh:
+                    raise MeshError(
+                        f"{func}: argument '{name}' lives on {item._spec.mesh} but another one on {operands[0].mesh}; "
+                        "write x.redistribute(device_mesh, placements) to bring one of them to the other's mesh"
+                    )
+            elif isinstance(item, torch.Tensor):
+                plain.append((name, item))
+    for name, item in plain:
+        if is_alike(item):
+            continue
+        drawn = draws_of_torch(item)
+        if drawn:
+            take_from_source(item, operands[0].mesh, 0)
+        elif drawn is None:
+            check_global(func, name, item, operands[0].mesh)
+
+
+def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:
+    """The call as rules see it: arguments with specs in place of DTensors, on the mesh itself and no stand-in."""
+    specs = tuple([mapped(a, _real_spec) for a in args]), {k: mapped(v, _real_spec) for k, v in kwargs.items()}
+    outputs, many = _outputs(func, args, kwargs)
+    return Call(func, *specs, [o.real or o for o in operands], outputs, many)
+
+
+def _real_spec(x: Any) -> Spec:
+    return x._spec.real or x._spec
+
+
+def mapped(a, of: Callable[[Any], Any]):
+    if is_dtensor(a):
+        return of(a)
+    if isinstance(a, (list, tuple)):
+        return [mapped(item, of) for item in a]
+    return a
+
+
+class _Fake(threading.local):
+    """A fake mode per thread: one mode is not safe to enter from several, and ranks may be threads."""
+
+    def __init__(self):
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+_fake = _Fake()
+
+
+def _outputs(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Output | None, ...], bool]:
+    """Global shape, stride and dtype of the outputs, by running the operator on fake global tensors."""
+    locals_: list[torch.Tensor] = []
+    mapped([args, list(kwargs.values())], lambda t: locals_.append(t._local_tensor))
+    symbolic = not all(_is_static(a) for a in (*args, *kwargs.values()))
+    mode = detect_fake_mode(locals_) if symbolic else None
+
+    def fake(t) -> torch.Tensor:
+        s = t._spec
+        return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=t._local_tensor.device)
+
+    with disable_current_modes(), mode or _fake.mode, torch.no_grad():
+        given = mapped(args, fake), {k: mapped(v, fake) for k, v in kwargs.items()}
+        run: Any = SHAPES.get(func._schema.name, func)
+        made = run(*given[0], **given[1])
+    many = isinstance(made, (list, tuple))
+    results = made if many else (made,)
+    described = [Output(tuple(r.shape), r.stride(), r.dtype) if isinstance(r, torch.Tensor) else None for r in results]
+    return tuple(described), many
+
+
+def _is_static(a) -> bool:
+    if is_dtensor(a):
+        return a._spec.static
+    if isinstance(a, (list, tuple)):
+        return all(map(_is_static, a))
+    return not isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def replicated(call: Call) -> Rule:
+    """The rule of last resort: everything whole on every rank, counted where that is not the case anyway."""
+    outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
+    gathers = any(not o.layout.is_replicated for o in call.operands)
+    return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {}, local=_run_whole if gathers else None)
+
+
+def _run_whole(call: LocalCall):
+    if not needs_whole(call.func):
+        fell_back(call.func)
+    return call.run()
+
+
+__all__ = [
+    "COMPOSITES",
+    "FOREACH",
+    "Decided",
+    "Decision",
+    "call_of",
+    "carry_out",
+    "check_operands",
+    "decide",
+    "decide_by",
+    "functional_of",
+    "has_out",
+    "is_dtensor",
+    "mapped",
+    "replicated",
+    "watched",
+]

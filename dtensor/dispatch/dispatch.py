@@ -1,0 +1,320 @@
+"""Dispatch: runs one operator on DTensors.
+
+    operator call -> key -> decision (cached) -> redistribute operands -> local operator -> wrap
+
+A decision holds everything that follows from the operator, its plain arguments and the operands' specs; where all sizes
+are ints it is cached, so the hot path is one dictionary lookup.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.redistribute import redistribute_local
+from ..errors import MixedTensorError
+from ..layout.layout import Layout
+from ..mesh.caches import cache
+from ..mesh.spec import Spec
+from ..rules.call import is_in_place, replaced
+from ..torch_private.core import disable_proxy_modes_tracing
+from ..torch_private.sizes import is_traced
+from . import strictness
+from . import view_copies as aliasing
+from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
+from .global_values import may_be_written
+from .invariance import mark_alike, mark_local
+from .view_copies import copies, freshen, remember, wrote
+
+MOST_DECISIONS = 1 << 16
+"""Decisions kept; at one more all are dropped."""
+
+STAND_IN, SYMBOLIC, PLAIN = 1, 2, 4
+"""What may be found in an argument: a stand-in for a mesh, which results get, too; and what keeps a decision from being
+looked up."""
+
+ATOMS = frozenset((int, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+"""Types of arguments that hold no tensor and stand in a key as they are."""
+
+_cache: dict[tuple, Decision] = cache()
+
+KINDS: dict[str, Callable[..., Any]] = {}
+"""Kind of a decision -> what runs it in place of a local operator; `detours` fills it."""
+
+wrap: Callable[[torch.Tensor, Spec], torch.Tensor]
+"""Makes a DTensor of a local tensor and a spec; set by `tensor`."""
+DTensorType: type
+"""The DTensor class; set by `tensor`."""
+
+
+def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> None:
+    """Tell dispatch which class carries specs and how to build it."""
+    global wrap, DTensorType
+    DTensorType, wrap = cls, make
+    aliasing.install(make)
+
+
+def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run `func` on arguments some of which are DTensors.
+
+    Raises:
+        MixedTensorError: a plain tensor that may differ between ranks is among the arguments.
+        MeshError: the DTensors live on different meshes.
+        OperatorError: an in-place operator would have to change the layout of its tensor.
+        StrictError: under `strict()` an operand would be redistributed by a collective.
+    """
+    parts: list[Any] = [func]
+    local: list[Any] = []
+    found = _walk(args, parts, local)
+    if kwargs:
+        for name, a in kwargs.items():
+            kind = type(a)
+            if kind in ATOMS:
+                parts += (name, kind, a)
+            else:
+                parts.append(name)
+                found |= _walk((a,), parts, [])
+    if found > STAND_IN:
+        out = _uncached(found, func, args, kwargs)
+    else:
+        key = tuple(parts)
+        decision = _cache.get(key)
+        if decision is None:
+            if len(_cache) >= MOST_DECISIONS:
+                _cache.clear()
+            decision = _cache[key] = decide(func, args, kwargs)
+        if found:
+            out = run(decision.on(_mesh_of((args, kwargs))), func, args, kwargs)
+        elif decision.simple is None:
+            out = run(decision, func, args, kwargs)
+        else:
+            if copies:
+                freshen(decision.written, func, args, kwargs)
+            made = decision.simple(*local, **kwargs)
+            specs: Any = decision.outputs
+            out = _wrapped(made, specs) if decision.many else wrap(made, specs[0])
+            if decision.written and (copies or is_traced()):
+                wrote(decision.written, args, kwargs)
+            if type(made) is Tensor:
+                return out
+    mark_local(out, func, args, kwargs)
+    return out
+
+
+def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
+    """A call with plain tensors among its arguments, or with sizes that no key can hold."""
+    if not found & PLAIN:
+        with disable_proxy_modes_tracing():  # what is worked out of sizes on the way is no part of the graph
+            decision = decide(func, args, kwargs).on(_mesh_of((args, kwargs)))
+        return run(decision.traced(), func, args, kwargs)
+    if func._schema.name.startswith(FOREACH):
+        return KINDS["foreach"](func, args, kwargs)
+    if has_out(func):
+        return KINDS["out"](func, args, kwargs)
+    out = dispatch(func, *with_plain_wrapped(func, args, kwargs))
+    if is_in_place(func) and not isinstance(args[0], DTensorType):
+        mark_alike(args[0], written=True)
+        return args[0]
+    return out
+
+
+def _mesh_of(given: Any) -> Any:
+    """The mesh of the first DTensor among arguments, or the stand-in for it; None without DTensors."""
+    if isinstance(given, DTensorType):
+        return given._spec.mesh
+    items = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else ()
+    return next((mesh for item in items if (mesh := _mesh_of(item)) is not None), None)
+
+
+def forget() -> None:
+    """Drop all decisions: the rule of an operator has changed."""
+    _cache.clear()
+
+
+def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
+    """Append to `parts` what a decision depends on in arguments, and to `local` what the local operator is given.
+
+    Returns:
+        What was found in them: a STAND_IN, SYMBOLIC sizes, PLAIN tensors.
+    """
+    found = 0
+    for a in items:
+        kind = type(a)
+        if kind is DTensorType:
+            spec = a._spec
+            local.append(a._local_tensor)
+            if spec.real is None:
+                parts.append(spec)
+            else:
+                parts.append(spec.real)
+                found |= STAND_IN
+            if not spec.static:
+                found |= SYMBOLIC
+        elif kind is int:
+            parts.append(a)
+            local.append(a)
+        elif kind in ATOMS:
+            parts.append(kind)
+            parts.append(a)
+            local.append(a)
+        elif kind is float:
+            # A decision depends on a float only by its being zero; optimizers pass another one in every step.
+            parts += (kind, a == 0)
+            local.append(a)
+        elif kind is list or isinstance(a, (list, tuple)):
+            parts.append(kind)
+            parts.append(len(a))
+            inner: list[Any] = []
+            found |= _walk(a, parts, inner)
+            local.append(inner)
+        else:
+            found |= _other(a, parts, local)
+    return found
+
+
+def _other(a: Any, parts: list[Any], local: list[Any]) -> int:
+    """As `_walk`, of an argument that is none of the usual."""
+    parts.append(type(a))
+    if isinstance(a, DTensorType):
+        spec = a._spec
+        parts.append(spec.real or spec)
+        local.append(a._local_tensor)
+        return (0 if spec.real is None else STAND_IN) | (0 if spec.static else SYMBOLIC)
+    local.append(a)
+    if isinstance(a, torch.Tensor):
+        return PLAIN
+    if isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
+        return SYMBOLIC
+    parts.append(a)
+    return 0
+
+
+def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The call with plain tensors that are alike on all ranks as replicated DTensors.
+
+    Raises:
+        MixedTensorError: a plain tensor may differ between ranks, or is to be written to.
+    """
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    mesh = operands[0].mesh
+    first = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+    if is_in_place(func) and not isinstance(first, DTensorType) and not may_be_written(first):
+        raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
+
+    def replicated(a):
+        if isinstance(a, (list, tuple)):
+            return [replicated(item) for item in a]
+        if isinstance(a, torch.Tensor) and not isinstance(a, DTensorType):
+            layout = Layout.make(mesh.ndim, ((),) * a.dim(), ())
+            return wrap(a, Spec.make(mesh, layout, a.shape, a.stride(), a.dtype))
+        return a
+
+    return tuple(map(replicated, args)), {k: replicated(a) for k, a in kwargs.items()}
+
+
+def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Carry out any decision."""
+    if copies:
+        freshen(decision.written, func, args, kwargs)
+    out = _run(decision, func, args, kwargs)
+    if func.is_view:
+        remember(func, args, kwargs, out, moved=bool(decision.moves), taken_apart=bool(decision.kind))
+    elif decision.written and (copies or is_traced()):
+        wrote(decision.written, args, kwargs)
+    return out
+
+
+def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if decision.kind:
+        return KINDS[decision.kind](func, args, kwargs)
+    if decision.writes:
+        return _run_and_write_back(decision, func, args, kwargs)
+    if decision.moves:
+        if strictness.active():
+            strictness.check(decision, func, args, kwargs)
+        moves = iter(decision.moves)
+        local_args = [_localized(a, moves) for a in args]
+        local_kwargs = {k: _localized(a, moves) for k, a in kwargs.items()}
+    else:
+        local_args = [_local_of(a) for a in args]
+        local_kwargs = {k: _local_of(a) for k, a in kwargs.items()}
+    if decision.replace:
+        changed, local_kwargs = replaced(func, local_args, local_kwargs, decision.replace)
+        local_args = list(changed)
+    if decision.local is not None:
+        result = decision.local(func, tuple(local_args), local_kwargs)
+    else:
+        result = func(*local_args, **local_kwargs)
+    if decision.returns_self:
+        return args[0]
+    if decision.homes:
+        result = _homed(result, decision)
+    if decision.many:
+        return _wrapped(result, decision.outputs)
+    spec = decision.outputs[0] if decision.outputs else None
+    return result if spec is None else wrap(result, spec)
+
+
+def _homed(results, decision: Decision) -> Any:
+    """Several results, each in the layout that it is put in. `strict` allows that: they are gradients of parameters."""
+    places = zip(results, decision.homes, decision.outputs)
+    return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
+
+
+def _wrapped(results, specs: tuple[Spec | None, ...]) -> Any:
+    """Several results, as DTensors of their specs."""
+    wrapped = [r if s is None else wrap(r, s) for r, s in zip(results, specs)]
+    return wrapped if isinstance(results, list) else tuple(wrapped)
+
+
+def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
+    """Operands that are written to in another layout than their own: run on the moved ones, then move those back."""
+    if strictness.active():
+        strictness.check(decision, func, args, kwargs)
+    operands: list[Any] = []
+    mapped([args, list(kwargs.values())], operands.append)
+    supply = iter([_moved(x, target) for x, target in zip(operands, decision.moves)])
+    moved_args, moved_kwargs = [], {}
+    at_hand: list[Any] = []
+
+    def take(_):
+        at_hand.append(next(supply))
+        return at_hand[-1]
+
+    moved_args = [mapped(a, take) for a in args]
+    moved_kwargs = {k: mapped(a, take) for k, a in kwargs.items()}
+    out = _run(replace(decision, moves=(), writes=()), func, tuple(moved_args), moved_kwargs)
+    for i in decision.writes:
+        back = redistribute_local(at_hand[i]._local_tensor, at_hand[i]._spec, operands[i]._spec.layout)
+        operands[i]._local_tensor.copy_(back)
+    return args[0] if decision.returns_self else out
+
+
+def _moved(x, target: Layout | None):
+    if target is None:
+        return x
+    return wrap(redistribute_local(x._local_tensor, x._spec, target), x._spec.with_layout(target))
+
+
+def _local_of(a):
+    if isinstance(a, DTensorType):
+        return a._local_tensor
+    if isinstance(a, (list, tuple)):
+        return [_local_of(item) for item in a]
+    return a
+
+
+def _localized(a, moves):
+    if isinstance(a, DTensorType):
+        target = next(moves, None)
+        local = a._local_tensor
+        return local if target is None else redistribute_local(local, a._spec, target)
+    if isinstance(a, (list, tuple)):
+        return [_localized(item, moves) for item in a]
+    return a
+
+
+__all__ = ["KINDS", "dispatch", "forget", "install", "run", "with_plain_wrapped"]

@@ -1,0 +1,222 @@
+"""Detours: operators that do not run as one local operator.
+
+Lists of tensors (foreach), operators written in terms of others, decompositions, views in place, and results whose
+shape depends on values. Registers itself with `dispatch`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..comm.redistribute import redistribute_local
+from ..errors import OperatorError, ShardingError, StrictReason
+from ..layout.layout import Layout
+from ..mesh.spec import Spec
+from ..rules import Output, needs_whole, rule_of
+from ..torch_private.core import decompositions, return_and_correct_aliasing
+from . import dispatch, strictness
+from .decision import COMPOSITES, call_of, check_operands, decide_by, functional_of, is_dtensor, mapped, replicated
+from .dispatch import KINDS, run, with_plain_wrapped
+from .fallback import fell_back
+from .implicit_moves import moves_of, named_operands
+from .invariance import region_of_torch
+
+
+def _foreach(func, args: tuple, kwargs: dict[str, Any]):
+    """A foreach operator runs list index by list index; an index that holds only plain tensors runs as it is."""
+    names = [a.name for a in func._schema.arguments]
+    lists = {n: v for n, v in [*zip(names, args), *kwargs.items()] if isinstance(v, (list, tuple))}
+    length = max(len(v) for v in lists.values())
+    results = []
+    for i in range(length):
+        given = [_number(_at(i, a)) if n in NUMBERS else _at(i, a) for n, a in [*zip(names, args), *kwargs.items()]]
+        named = dict(zip(kwargs, given[len(args) :]))
+        results.append(_one_of_foreach(func, tuple(given[: len(args)]), named))
+    if not func._schema.returns or all(r is None for r in results):
+        return None
+    if isinstance(results[0], tuple):
+        return tuple([r[0] for r in rs] for rs in zip(*results))
+    return [r[0] for r in results]
+
+
+NUMBERS = ("lr", "state_steps")
+"""Arguments of fused optimizers that are numbers on every rank, in tensors of whatever shape, and on whatever mesh."""
+
+
+def _number(a):
+    """A replicated tensor of one element as a plain one without dimensions; a list of it likewise."""
+    if isinstance(a, list):
+        return [_number(x) for x in a]
+    if is_dtensor(a) and a._spec.layout.is_replicated:
+        a = a._local_tensor
+    return a.reshape(()) if isinstance(a, torch.Tensor) and not is_dtensor(a) and a.numel() == 1 else a
+
+
+def _at(i: int, a):
+    """The list of what a list has at index `i`; an empty list, an optional argument not given, stays empty."""
+    return list(a[i : i + 1]) if isinstance(a, (list, tuple)) else a
+
+
+def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
+    tensors: list[Any] = []
+    _tensors([args, list(kwargs.values())], tensors)
+    if not any(is_dtensor(t) for t in tensors):
+        return func(*args, **kwargs)
+    if not all(is_dtensor(t) for t in tensors):
+        args, kwargs = with_plain_wrapped(func, args, kwargs)
+    base = func._schema.name.removeprefix("aten::_foreach_")
+    if base.rstrip("_") in FOREACH_COMPOSITES:
+        single = [a[0] if isinstance(a, list) else a for a in args]
+        return [_blamed(lambda *_: FOREACH_COMPOSITES[base](*single, **kwargs))(func, args, kwargs)]
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    call = call_of(func, args, kwargs, operands)
+    in_place = base.endswith("_")
+    make = rule_of(func)
+    if (in_place and not call.outputs) or call.outputs == (None,):
+        first = operands[0]
+        call.outputs, call.many = (Output(first.shape, first.stride, first.dtype),), True
+    rule = make(call) if make is not None else replicated(call)
+    return run(decide_by(call, rule, in_place).on(operands[0].mesh).traced(), func, args, kwargs)
+
+
+def _tensors(a, found: list[Any]) -> None:
+    if isinstance(a, torch.Tensor):
+        found.append(a)
+    elif isinstance(a, (list, tuple)):
+        for item in a:
+            _tensors(item, found)
+
+
+def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, whose strict errors speak of the operator that was called and not only of those it runs as."""
+
+    def named(func, args: tuple, kwargs: dict[str, Any]):
+        try:
+            return run(func, args, kwargs)
+        except StrictReason as error:
+            raise strictness.within(func, named_operands(func, args, kwargs), error) from error
+
+    return named
+
+
+@_blamed
+def _decompose(func, args: tuple, kwargs: dict[str, Any]):
+    with region_of_torch():
+        made = decompositions[func](*args, **kwargs)
+    return _whole(func, args, kwargs) if made is NotImplemented else made
+
+
+def _whole(func, args: tuple, kwargs: dict[str, Any]):
+    """Everything gathered, the operator on every rank."""
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    call = call_of(func, args, kwargs, operands)
+    return run(decide_by(call, replicated(call), False).on(operands[0].mesh).traced(), func, args, kwargs)
+
+
+@_blamed
+def _functional(func, args: tuple, kwargs: dict[str, Any]):
+    """An in-place operator by the one that makes a new tensor."""
+    return args[0].copy_(functional_of(func)(*args, **kwargs))
+
+
+@_blamed
+def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator that changes the shape of its tensor: that becomes what the view is."""
+    functional = functional_of(func)
+    if functional is None:
+        raise OperatorError(f"{func} is not possible on a DTensor; make a new tensor instead")
+    x = args[0]
+    made = functional(*args, **kwargs)
+    x._local_tensor, x._spec = made._local_tensor, made._spec
+    return return_and_correct_aliasing(func, args, kwargs, x)
+
+
+def _set(x, *_):
+    """`set_`, and what a graph makes of an assignment to `data`.
+
+    Raises:
+        ShardingError: always.
+    """
+    raise ShardingError(
+        f"a DTensor of shape {list(x.shape)} is to take the memory of another tensor, by set_ or by an assignment to "
+        "its data in a compiled function; write x.data = y outside of compiled code, or x.copy_(y)"
+    )
+
+
+@_blamed
+def _implicit(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
+    with region_of_torch():
+        return func.decompose(*args, **kwargs)
+
+
+def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
+    """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
+    operands: list[Spec] = []
+    check_operands(func, args, kwargs, operands)
+    mesh = operands[0].mesh
+    targets = [Layout.make(mesh.ndim, ((),) * spec.ndim, ()) for spec in operands]
+    moves = moves_of(named_operands(func, args, kwargs), targets)
+    if strictness.active():
+        strictness.check_moves(func, moves)
+    if moves and not needs_whole(func):
+        fell_back(func)
+    supply = iter(targets)
+
+    def whole(x):
+        return redistribute_local(x._local_tensor, x._spec, next(supply))
+
+    def wrapped(t):
+        if not isinstance(t, torch.Tensor):
+            return t
+        layout = Layout.make(mesh.ndim, ((),) * t.dim(), ())
+        return dispatch.wrap(t, Spec.make(mesh, layout, t.shape, t.stride(), t.dtype))
+
+    made = func(*mapped(args, whole), **{k: mapped(v, whole) for k, v in kwargs.items()})
+    return type(made)(map(wrapped, made)) if isinstance(made, (list, tuple)) else wrapped(made)
+
+
+@_blamed
+def _composite(func, args: tuple, kwargs: dict[str, Any]):
+    return COMPOSITES[func._schema.name](*args, **kwargs)
+
+
+def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    """`linalg_vector_norm` by operators that have rules, so that only the reduced value is communicated."""
+    x = x.to(dtype) if dtype is not None else x
+    over = list(range(x.dim())) if dim is None else dim
+    if ord == float("inf"):
+        return x.abs().amax(over, keepdim)
+    if ord == float("-inf"):
+        return x.abs().amin(over, keepdim)
+    if ord == 0:
+        return (x != 0).to(x.dtype).sum(over, keepdim)
+    if ord == 2:
+        return (x * x).sum(over, keepdim).sqrt()
+    return x.abs().pow(ord).sum(over, keepdim).pow(1 / ord)
+
+
+def _size(x) -> list[int]:
+    """The sizes as numbers, for kernels of torch that know no symbols: what is traced is then for these."""
+    return [int(n) for n in x.shape]
+
+
+COMPOSITES["aten::size"] = _size
+COMPOSITES["aten::linalg_vector_norm"] = vector_norm
+COMPOSITES["aten::set"] = COMPOSITES["aten::shallow_copy_data_"] = _set  # the latter since torch 2.15
+FOREACH_COMPOSITES: dict[str, Callable[..., Any]] = {"norm": vector_norm}
+
+KINDS.update(
+    foreach=_foreach,
+    composite=_composite,
+    decompose=_decompose,
+    implicit=_implicit,
+    dynamic=_dynamic,
+    functional=_functional,
+    inplace_view=_inplace_view,
+)
+
+__all__ = ["vector_norm"]

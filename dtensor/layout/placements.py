@@ -1,0 +1,198 @@
+"""Placements: how a tensor lies along one mesh axis.
+
+Plain frozen data. What they mean for redistribution is decided in `plan`, what they mean for an operator in `rules`.
+Registered with torch as opaque value types, so that Dynamo builds, compares and passes them inside a traced function.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import PlacementError
+from ..torch_private.core import register_value_type
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Base of `Shard`, `Replicate` and `Partial`; compared by value."""
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        """Whether this is `Shard` (of `dim`, if given)."""
+        return isinstance(self, Shard) and (dim is None or self.dim == dim)
+
+    def is_replicate(self) -> bool:
+        """Whether this is `Replicate`."""
+        return isinstance(self, Replicate)
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        """Whether this is `Partial` (with `reduce_op`, if given)."""
+        return isinstance(self, Partial) and (reduce_op is None or self.reduce_op == reduce_op)
+
+
+@dataclass(frozen=True)
+class Shard(Placement):
+    """The ranks of the axis hold consecutive chunks of tensor dimension `dim`, cut as `torch.chunk` cuts.
+
+    Ranks past the last chunk hold an empty one. A negative `dim` counts from the end of the tensor it is applied to.
+
+    Axes that share a dimension cut it one after the other, in mesh order. Where an operator leaves them in another one,
+    `cut` says which cut of the dimension is this axis's, 0 being the outermost.
+    """
+
+    dim: int
+    cut: int | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise TypeError(f"Shard takes a tensor dimension, an int such as Shard(0); got {self.dim!r}")
+        if self.cut is not None and (not isinstance(self.cut, int) or self.cut < 0):
+            raise TypeError(f"Shard takes as cut which cut of the dimension this is, 0 the outermost; got {self.cut!r}")
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.cut is None else f"S({self.dim})#{self.cut}"
+
+    def __repr__(self) -> str:
+        return f"Shard(dim={self.dim})" if self.cut is None else f"Shard(dim={self.dim}, cut={self.cut})"
+
+    def __fx_repr__(self):
+        return f"Shard({self.dim})" if self.cut is None else f"Shard({self.dim}, cut={self.cut})", {"Shard": Shard}
+
+
+@dataclass(frozen=True)
+class Replicate(Placement):
+    """Every rank of the axis holds the same values."""
+
+    def __str__(self) -> str:
+        return "R"
+
+    def __fx_repr__(self):
+        return "Replicate()", {"Replicate": Replicate}
+
+
+@dataclass(frozen=True)
+class Partial(Placement):
+    """The value is the reduction, by `reduce_op`, of what the ranks of the axis hold.
+
+    `reduce_op` is one of "sum", "avg", "max", "min", "product".
+    """
+
+    reduce_op: str = "sum"
+
+    def __post_init__(self):
+        if self.reduce_op not in REDUCE_OPS:
+            raise ValueError(f"Partial takes one of {', '.join(REDUCE_OPS)}; got {self.reduce_op!r}")
+
+    def __str__(self) -> str:
+        return "P" if self.reduce_op == "sum" else f"P({self.reduce_op})"
+
+    def __fx_repr__(self):
+        return f"Partial({self.reduce_op!r})", {"Partial": Partial}
+
+
+_COMMON = ("is_shard", "is_replicate", "is_partial", "__eq__", "__hash__", "__str__", "__repr__")
+register_value_type(Shard, ("dim", "cut", *_COMMON))
+register_value_type(Replicate, _COMMON)
+register_value_type(Partial, ("reduce_op", *_COMMON))
+
+
+def as_placement(given) -> Placement:
+    """Our placement for `given`, which may be ours or one of torch.distributed.tensor's."""
+    if isinstance(given, Placement):
+        return given
+    kind = type(given).__name__
+    if type(given).__module__.startswith("torch.distributed"):
+        if kind == "Shard":
+            return Shard(given.dim)
+        if kind == "Replicate":
+            return Replicate()
+        if kind == "Partial":
+            return Partial(given.reduce_op)
+    raise PlacementError(f"a placement is Shard(dim), Replicate() or Partial(); got {given!r}")
+
+
+def as_placements(given: Sequence | Placement | None, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
+    """Check `given` against a mesh of `mesh_ndim` axes and a tensor of `ndim` dimensions.
+
+    Returns one placement per mesh axis, with dims counted from the front; None means Replicate on every axis.
+
+    Raises:
+        PlacementError: wrong number of placements, something that is no placement, or a dim out of range.
+    """
+    if given is None:
+        return (Replicate(),) * mesh_ndim
+    if isinstance(given, Placement) or not isinstance(given, (tuple, list)):
+        raise _not_a_sequence(given)
+    if len(given) != mesh_ndim:
+        raise PlacementError(
+            f"the mesh has {mesh_ndim} axes but {len(given)} placements were given: {list(given)}; "
+            "write one placement per mesh axis, Replicate() where nothing is sharded"
+        )
+    checked = tuple([_from_front(as_placement(p), ndim) for p in given])
+    _check_cuts(checked)
+    return checked
+
+
+def _check_cuts(placements: tuple[Placement, ...]) -> None:
+    shards = [p for p in placements if isinstance(p, Shard)]
+    for p in shards:
+        cuts = [q.cut for q in shards if q.dim == p.dim]
+        if p.cut is not None and (None in cuts or len({*cuts}) < len(cuts)):
+            raise PlacementError(
+                f"{list(placements)} does not say in which order axes cut dimension {p.dim}; give each of those that "
+                "do another cut, or none of them one"
+            )
+
+
+def words(given: Sequence | None) -> str:
+    """Placements as text, such as `S(-1)R`, which `parsed` reads; None is "". Does little, for Dynamo traces it.
+
+    Raises:
+        PlacementError: something that is no placement, or one by itself.
+    """
+    if given is None:
+        return ""
+    if not isinstance(given, (tuple, list)):
+        raise _not_a_sequence(given)
+    return "".join([str(as_placement(p)) for p in given])
+
+
+def parsed(text: str) -> tuple[Placement, ...]:
+    """The placements that `words` wrote."""
+    found = [m.groups() for m in _WORD.finditer(text)]
+    return tuple(
+        [
+            Shard(int(dim), int(cut) if cut else None) if dim else Replicate() if r else Partial(op or "sum")
+            for dim, cut, r, op in found
+        ]
+    )
+
+
+_WORD = re.compile(r"S\((-?\d+)\)(?:#(\d+))?|(R)|P(?:\((\w+)\))?")
+
+
+def _not_a_sequence(given) -> PlacementError:
+    return PlacementError(f"placements is a sequence with one placement per mesh axis, write [{given!r}]")
+
+
+def _from_front(p: Placement, ndim: int) -> Placement:
+    if not isinstance(p, Shard):
+        return p
+    if not -ndim <= p.dim < ndim:
+        fix = f"dims run from {-ndim} to {ndim - 1}" if ndim else "a 0-dim tensor takes Replicate() or Partial()"
+        raise PlacementError(f"Shard({p.dim}) does not fit a tensor of {ndim} dimensions; {fix}")
+    return p if p.dim >= 0 else Shard(p.dim + ndim, p.cut)
+
+
+__all__ = [
+    "REDUCE_OPS",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "as_placement",
+    "as_placements",
+    "parsed",
+    "words",
+]

@@ -1,0 +1,7 @@
+"""The namespace of our operators, `torch.ops.dtensor.*`."""
+
+import torch
+
+library = torch.library.Library("dtensor", "DEF")
+
+__all__ = ["library"]

@@ -1,0 +1,149 @@
+"""The file of measured links: what `dtensor calibrate` found out on a machine, and `dtensor.prepare` plans with.
+
+One JSON file per user, $XDG_CACHE_HOME/dtensor/links.json or ~/.cache/dtensor/links.json; the environment variable
+DTENSOR_LINKS names another, and set to nothing turns the file off. It holds, for each machine, backend and device
+type, the constants of the link within a host and of the link between hosts, as far as they were measured. The file of
+one rank speaks for all: `mesh.prepare` hands on what the first rank of a mesh reads here, and nothing else reads it.
+"""
+
+import json
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from ..layout.cost import INTER, INTRA, Link
+
+SWITCH = "DTENSOR_LINKS"
+"""The environment variable that names the file; set to nothing, there is none."""
+
+FORMAT = "dtensor links 1"
+"""What the file says it is."""
+
+UNITS = {
+    "start": "seconds per collective",
+    "alpha": "seconds per round",
+    "bandwidth": "bytes per second",
+    "launch": "seconds per local copy",
+    "memory": "bytes per second",
+}
+"""The constants of a `Link` and their units."""
+
+KINDS = ("inter", "intra")
+"""The links of a machine: between hosts, and within one."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The links that were measured, None where none was."""
+
+    inter: Link | None = None
+    intra: Link | None = None
+
+    @property
+    def links(self) -> tuple[Link, Link]:
+        """The links between hosts and within one, to plan with.
+
+        Of two links of which only that within a host was measured, that between hosts is in nothing better.
+        """
+        inter = self.inter or (self.intra.and_(INTER) if self.intra else INTER)
+        return inter, self.intra or INTRA
+
+
+def links_path() -> Path | None:
+    """Where the file is, or would be; None where it is turned off."""
+    given = os.environ.get(SWITCH)
+    if given is not None:
+        return Path(given) if given else None
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "dtensor" / "links.json"
+
+
+def machine_key(backend: str, device_type: str) -> str:
+    """The entry of this machine."""
+    return f"{platform.node()} {backend} {device_type}"
+
+
+def read_links(path: Path) -> dict[str, Measured]:
+    """The entries of a file; none if there is no file.
+
+    Raises:
+        ValueError: it is damaged, or some other file; the message names it.
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        return {}
+    try:
+        content = json.loads(text)
+        if content["format"] != FORMAT:
+            raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
+        return {key: Measured(**{k: _link(v) for k, v in kinds.items()}) for key, kinds in content["links"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not a file of measured links ({error}); remove it and run `dtensor calibrate`, "
+            f"or name another in {SWITCH}"
+        ) from error
+
+
+def _link(constants: Mapping[str, Any]) -> Link:
+    numbers = {name: float(constants[name]) for name in UNITS}
+    for name, value in numbers.items():
+        if not (isfinite(value) and value >= 0) or (name in ("bandwidth", "memory") and value == 0):
+            raise ValueError(f"{name} cannot be {value} {UNITS[name]}")
+    return Link(**numbers)
+
+
+def save_links(path: Path, key: str, measured: Measured) -> None:
+    """Put what was measured into the file, beside what it holds; readers see the old file or the new one.
+
+    Raises:
+        ValueError: the file is damaged, or some other file, and is left as it is.
+        OSError: it cannot be written.
+    """
+    entries = read_links(path)
+    old = entries.get(key, Measured())
+    entries[key] = Measured(measured.inter or old.inter, measured.intra or old.intra)
+    links = {k: {kind: c for kind, c in asdict(m).items() if c is not None} for k, m in sorted(entries.items())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with open(handle, "w") as file:
+            json.dump({"format": FORMAT, "units": UNITS, "links": links}, file, indent=2)
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def links_here(backend: str, device_type: str) -> Measured:
+    """What the file says of this machine, for plans; nothing, and a warning, where it cannot be read."""
+    path = links_path()
+    if path is None:
+        return Measured()
+    try:
+        if os.environ.get(SWITCH) and not path.exists():
+            raise ValueError(f"{SWITCH} names {path}, which does not exist; write it with `dtensor calibrate`")
+        return read_links(path).get(machine_key(backend, device_type), Measured())
+    except (ValueError, OSError) as error:
+        warnings.warn(f"plans use default links: {error}", stacklevel=2)
+        return Measured()
+
+
+__all__ = [
+    "KINDS",
+    "SWITCH",
+    "UNITS",
+    "Measured",
+    "links_here",
+    "links_path",
+    "machine_key",
+    "read_links",
+    "save_links",
+]

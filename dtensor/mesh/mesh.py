@@ -1,0 +1,381 @@
+"""What the library asks of a DeviceMesh: looked up once per mesh object, and the process groups made for it.
+
+Facts are keyed by the object, not by its value: after the process groups were destroyed and made anew, an equal mesh
+has other groups.
+
+A mesh comes with one process group for each of its axes. One collective over two axes at once needs a group over both,
+and such groups are made here, by `prepare`, and nowhere else: making a group is collective over all ranks of the
+default group, in one order, which only a call that every rank makes on purpose can promise. `init_device_mesh` is such
+a call already and prepares the mesh; a mesh made by other means is prepared by the user or works one axis at a time.
+So no group is ever made in a redistribution, in a pass or while a graph is traced, and whether plans may merge axes is
+the same on all ranks, in eager mode and at trace time. Slices of a prepared mesh use its groups.
+
+What links cost, plans must know alike on all ranks, too. `prepare` has the first rank of the mesh read what was
+measured on its machine (`links`) and tell all others: hosts are taken to be alike, and their files are not read.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from numbers import Integral
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
+
+from ..errors import MeshError
+from ..layout.cost import Link, Network
+from ..torch_private.core import disable_current_modes, real_object, root_mesh
+from .caches import cache, clear_caches
+from .job import all_here, job
+from .links import Measured, links_here
+
+PREPARED = "_dtensor_prepared"
+"""The attribute of a mesh under which `prepare` leaves what it made: it lives as long as the mesh."""
+MANY_AXES = 4
+"""Up to so many axes every set of them gets a group; of more axes, neighbouring ones."""
+RANKS_PER_HOST = "LOCAL_WORLD_SIZE"
+"""The environment variable, set by torchrun on all ranks alike, by which axes within a host are known."""
+
+
+@dataclass
+class Prepared:
+    """What was made for a mesh.
+
+    Attributes:
+        groups: axes -> name of this rank's group over them, None outside.
+        unions: union of ranks -> name of this rank's group over it, None outside.
+        links: the links that were given.
+        measured: those that were measured, as the ranks agreed on.
+        slices: names of axes -> the mesh of these axes.
+    """
+
+    groups: dict[tuple[int, ...], str | None] = field(default_factory=dict)
+    unions: dict[tuple[int, ...], str | None] = field(default_factory=dict)
+    links: tuple[Link, ...] | None = None
+    measured: Measured = field(default_factory=Measured)
+    slices: dict[tuple[str, ...], Any] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo) -> "Prepared":
+        return self
+
+    def __reduce__(self):
+        # Names of groups mean nothing in another process.
+        return Prepared, ()
+
+
+torch.serialization.add_safe_globals([DeviceMesh, Prepared])  # what a pickled mesh is made of, for torch.load
+
+
+@dataclass(frozen=True)
+class MeshFacts:
+    """What is known of a mesh.
+
+    Attributes:
+        mesh: the mesh.
+        shape: sizes of its axes.
+        coordinate: this rank's index along each axis, None outside the mesh.
+        groups: ascending axes -> name of this rank's group over them; none outside the mesh.
+        network: what plans know of the mesh.
+    """
+
+    mesh: Any
+    shape: tuple[int, ...]
+    coordinate: tuple[int, ...] | None
+    groups: dict[tuple[int, ...], str]
+    network: Network
+
+    @property
+    def by_axis(self) -> list[str]:
+        """This rank's groups over one axis each."""
+        return [group for axes, group in self.groups.items() if len(axes) == 1]
+
+
+_facts: dict[int, MeshFacts] = cache()
+
+
+def facts(mesh: Any) -> MeshFacts:
+    """The facts of `mesh`.
+
+    Raises:
+        MeshError: the ranks descend along an axis, which groups do not, and the mesh was not prepared.
+    """
+    found = _facts.get(id(mesh))
+    if found is None:
+        real = real_object(mesh)
+        if real is not mesh:
+            return facts(real)
+        with disable_current_modes():
+            found = _facts[id(mesh)] = _look_up(mesh)
+    return found
+
+
+def _look_up(mesh: Any) -> MeshFacts:
+    root = root_mesh(mesh)
+    prepared: Prepared = vars(root).get(PREPARED) or Prepared()
+    in_root = _axes_in_root(mesh, root)
+    made = {}
+    for axes, name in prepared.groups.items():
+        if all(a in in_root for a in axes):
+            mine = tuple([in_root.index(a) for a in axes])
+            if list(mine) == sorted(mine):
+                made[mine] = name
+    at = mesh.get_coordinate()
+    groups = {}
+    for axis in range(mesh.ndim):
+        if (axis,) not in made and not _ascending(_rows(mesh.mesh, (axis,))):
+            raise MeshError(
+                f"along axis {axis} of {mesh} the ranks do not ascend, but ranks of a process group do; "
+                "write dtensor.prepare(mesh) on every rank after making the mesh, or list its ranks in ascending order"
+            )
+        if at is not None:
+            groups[(axis,)] = made.get((axis,)) or mesh.get_group(axis).group_name
+    merged = [axes for axes in made if len(axes) > 1]
+    if at is not None:
+        groups.update({axes: made[axes] for axes in merged})
+    own, links = (_links_by_host(m.mesh, prepared.measured) for m in (mesh, root))
+    links = prepared.links or links
+    mine = tuple([links[a] if a is not None else own[i] for i, a in enumerate(in_root)])
+    network = Network.of(tuple(mesh.shape), mine, merged)
+    return MeshFacts(mesh, tuple(mesh.shape), None if at is None else tuple(at), groups, network)
+
+
+def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Names of this rank's groups over the axes of `mesh` -> the ranks of all groups over these axes.
+
+    Of a sliced mesh, the groups of the mesh that it was sliced from: of all its slices, each rank has its own.
+    """
+    with disable_current_modes():
+        root = root_mesh(mesh)
+        found = {}
+        for whole in {id(m): m for m in (mesh, root)}.values():
+            for axes, name in _look_up(whole).groups.items():
+                found[name] = tuple([tuple(row) for row in _rows(whole.mesh, axes)])
+        return found
+
+
+def _axes_in_root(mesh: Any, root: Any) -> list[int | None]:
+    """For each axis of `mesh` the axis of `root` it is; None where it is none, as of a flattened mesh."""
+    if mesh is root:
+        return list(range(mesh.ndim))
+    names = list(root.mesh_dim_names or ())
+    return [names.index(n) if n in names else None for n in mesh.mesh_dim_names or ()]
+
+
+def _rows(ranks: torch.Tensor, axes: tuple[int, ...]) -> list[list[int]]:
+    """The ranks of each group over `axes`, the last axis fastest."""
+    size = 1
+    for a in axes:
+        size *= ranks.shape[a]
+    return ranks.movedim(axes, tuple(range(-len(axes), 0))).reshape(-1, size).tolist()
+
+
+def _ascending(rows: list[list[int]]) -> bool:
+    return all(row == sorted(row) for row in rows)
+
+
+def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
+    """For each axis the link between hosts if some of its groups span hosts, else the link within one."""
+    per_host = int(os.environ.get(RANKS_PER_HOST, "0"))
+    inter, intra = measured.links
+
+    def link(axis: int) -> Link:
+        rows = _rows(ranks, (axis,))
+        return inter if per_host and any(r // per_host != row[0] // per_host for row in rows for r in row) else intra
+
+    return tuple([link(axis) for axis in range(ranks.dim())])
+
+
+def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], **options: Any) -> Any:
+    """As `torch.distributed.device_mesh.init_device_mesh`, and prepared: see `prepare`."""
+    _check_shape(device_type, mesh_shape)
+    all_here()
+    mesh = torch_init_device_mesh(device_type, tuple(map(int, mesh_shape)), **options)
+    prepare(mesh)
+    return mesh
+
+
+def _check_shape(device_type: Any, mesh_shape: Any) -> None:
+    sizes = mesh_shape if isinstance(mesh_shape, (tuple, list)) else ()
+    if not sizes or not all(isinstance(n, Integral) and int(n) > 0 for n in sizes):
+        raise ValueError(
+            "mesh_shape is a tuple with the number of ranks along each axis, such as (4,) or (2, 2), and an axis has "
+            f"at least one rank; got {mesh_shape!r}"
+        )
+    try:
+        torch.device(device_type)
+    except (RuntimeError, TypeError):
+        raise ValueError(f'device_type is "cpu", "cuda" or another that torch knows; got {device_type!r}') from None
+
+
+def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
+    """Make the process groups by which redistributions take several axes of a mesh in one collective.
+
+    With several meshes also a group over the ranks of all of them, by which tensors go from one to another; where the
+    meshes or one of them cover all ranks, that needs no preparation. Collective: every rank of the default process
+    group calls it, also those outside the meshes, in the same order among all that makes groups. A slice of a mesh
+    prepares the whole mesh.
+
+    Args:
+        meshes: the meshes.
+        links: for plans, what each axis of the one mesh costs (`dtensor.cost`); by default the link between hosts where
+            a group of the axis spans hosts, by torchrun's LOCAL_WORLD_SIZE, and the link within a host elsewhere. Both
+            are those that `dtensor calibrate` measured on the machine of the mesh's first rank, and `INTER` and
+            `INTRA` where it did not.
+
+    Raises:
+        ValueError: no mesh is given, or links together with several, or not one link for each axis.
+        MeshError, TypeError: a mesh is none, or a link.
+    """
+    if not meshes or (links is not None and len(meshes) > 1):
+        raise ValueError(
+            f"prepare takes one mesh, with links if need be, or several without; got {len(meshes)} and links={links}"
+        )
+    for mesh in meshes:
+        if not hasattr(mesh, "device_type"):
+            raise MeshError(f"prepare takes meshes, as init_device_mesh makes them; got {mesh!r}")
+    for link in links or ():
+        if not isinstance(link, Link):
+            raise TypeError(f"links holds a dtensor.cost.Link for each axis of the mesh; got {link!r}")
+    job()  # from here on the ranks know whether the others are alive
+    roots = [root_mesh(mesh) for mesh in meshes]
+    if links is not None and len(links) != roots[0].ndim:
+        raise ValueError(f"{roots[0]} has {roots[0].ndim} axes but {len(links)} links were given; write one for each")
+    for root in roots:
+        prepared = vars(root).setdefault(PREPARED, Prepared())
+        for axes in _worth_merging(root.mesh):
+            if axes not in prepared.groups:
+                prepared.groups[axes] = _new_groups(_rows(root.mesh, axes))
+        prepared.links = tuple(links) if links is not None else prepared.links
+        prepared.measured = _agreed_links(root)
+    union = _union(*roots)
+    if len(roots) > 1 and len(union) < dist.get_world_size():
+        name = _new_groups([list(union)])
+        for root in roots:
+            vars(root)[PREPARED].unions[union] = name
+    clear_caches()  # decisions hold plans made without these groups and links
+
+
+def one_object(mesh: Any) -> Any:
+    """`mesh`, or an equal slice of the same mesh that was given before.
+
+    Slicing makes a new object each time, and what is known of a mesh is kept by the object.
+    """
+    prepared: Prepared = vars(root_mesh(mesh)).setdefault(PREPARED, Prepared())
+    known = prepared.slices.setdefault(tuple(mesh.mesh_dim_names or ()), mesh)
+    return known if known == mesh else mesh
+
+
+def backend_of(mesh: Any) -> str:
+    """Name of the backend that carries tensors of the mesh's device type."""
+    backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
+    return backends.get(mesh.device_type, "")
+
+
+def _agreed_links(mesh: Any) -> Measured:
+    """The measured links of the machine of the mesh's first rank, on every rank of the default group."""
+    first, backend = int(mesh.mesh.flatten()[0]), backend_of(mesh)
+    alone = backend == "fake" or dist.get_world_size() == 1
+    said = [links_here(backend, mesh.device_type) if alone or dist.get_rank() == first else Measured()]
+    if not alone:
+        with disable_current_modes():
+            dist.broadcast_object_list(said, src=first)
+    return said[0]
+
+
+def _worth_merging(ranks: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """The sets of axes that get a group: two or more of more than one rank, and single ones whose ranks descend."""
+    yield from ((a,) for a in range(ranks.dim()) if not _ascending(_rows(ranks, (a,))))
+    axes = [a for a in range(ranks.dim()) if ranks.shape[a] > 1]
+    for k in range(2, len(axes) + 1):
+        if len(axes) <= MANY_AXES:
+            yield from combinations(axes, k)
+        else:
+            yield from (tuple(axes[i : i + k]) for i in range(len(axes) - k + 1))
+
+
+def _new_groups(rows: list[list[int]]) -> str | None:
+    """Groups over each of `rows`, ranks numbered as they are listed; the name of the one this rank is in."""
+    if rows == [list(range(dist.get_world_size()))]:
+        return default_group()
+    mine = None
+    for row in rows:
+        group: Any = dist.new_group(row, sort_ranks=False) if row != sorted(row) else dist.new_group(row)
+        if dist.get_rank() in row:
+            mine = group.group_name
+    return mine
+
+
+def default_group() -> str:
+    """Name of the default process group."""
+    group: Any = dist.group.WORLD
+    return group.group_name
+
+
+def _union(*meshes: Any) -> tuple[int, ...]:
+    return tuple(sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}))
+
+
+def group_between(one: Any, other: Any) -> str | None:
+    """Name of a process group over the ranks of both meshes; None on a rank outside it.
+
+    Raises:
+        MeshError: there is none.
+    """
+    union = _union(one, other)
+    if len(union) == dist.get_world_size():
+        return default_group()
+    for mesh in (one, other):
+        if _union(mesh) == union:
+            real = tuple([a for a, n in enumerate(mesh.shape) if n > 1]) or (0,)
+            if len(real) == 1 or real in facts(mesh).network.merged:
+                return facts(mesh).groups.get(real)
+        prepared: Prepared = vars(root_mesh(mesh)).get(PREPARED) or Prepared()
+        if union in prepared.unions:
+            return prepared.unions[union]
+    raise MeshError(
+        f"there is no process group over the ranks {list(union)} of {one} and {other}; "
+        "write dtensor.prepare(mesh, other_mesh) on every rank after making the meshes"
+    )
+
+
+def known_meshes() -> list[MeshFacts]:
+    """The facts of all meshes that were looked up: those that tensors live on. Some may outlive their groups."""
+    return list(_facts.values())
+
+
+def world_of(mesh: Any) -> str:
+    """All that a traced graph may depend on of `mesh`, for caches of compiled code: equal only where that is equal."""
+    known = facts(mesh)
+    n = known.network
+    return repr(
+        (known.shape, known.coordinate, sorted(known.groups.items()), n.links, sorted(n.merged), mesh.device_type)
+    )
+
+
+def mesh_shape(mesh: Any) -> tuple[int, ...]:
+    """Sizes of the mesh axes."""
+    return facts(mesh).shape
+
+
+def group_name(mesh: Any, axis: int) -> str:
+    """Name of this rank's process group along a mesh axis."""
+    return facts(mesh).groups[(axis,)]
+
+
+__all__ = [
+    "MeshFacts",
+    "facts",
+    "group_between",
+    "group_name",
+    "init_device_mesh",
+    "known_meshes",
+    "mesh_shape",
+    "one_object",
+    "partitions",
+    "prepare",
+    "world_of",
+]

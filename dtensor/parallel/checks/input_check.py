@@ -1,0 +1,133 @@
+"""Whether ranks give a model the same inputs, in two ways.
+
+`distribute_model` knows all inputs, and compares them in each call, eager and compiled: one small all_reduce of
+checksums. Along axes that cut an input its parts have one shape; along the others it has the same values. All ranks of
+the mesh learn of a difference, wherever it is, so that all raise and none waits. It is computed where the inputs lie,
+and on a GPU nothing waits for the answer.
+
+A style knows what it takes as Replicate(), which in eager mode it looks at now and then (`likeness`); in compiled code
+the graph does.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ...comm.from_plain import of_all_ranks
+from ...comm.replication_check import BY_STYLE, compare, is_due
+from ...mesh.mesh import facts
+from ...torch_private.core import assert_async, is_in_graph, never_traced
+from .misfit import PLANNED
+
+DIFFERS = (
+    "distribute_model: ranks do not give argument {name} of forward alike; give all the same values, or write "
+    "inputs={{axis: Shard(dim)}} where each gives its part, all of one shape"
+)
+
+Given: TypeAlias = tuple[str, torch.Tensor, bool]
+"""The name of an argument, this rank's tensor, and whether that is a part."""
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class InputCheck:
+    """The comparison over a mesh of inputs that some of its axes may cut."""
+
+    def __init__(self, mesh: Any, cut: Iterable[int]) -> None:
+        self.mesh, known, cut = mesh, facts(mesh), set(cut)
+        axes = [a for a in range(mesh.ndim) if known.shape[a] > 1 and known.coordinate is not None]
+        one_by_one = [known.groups[(a,)] for a in axes]
+        self.along = [known.groups[(a,)] for a in axes if a not in cut]
+        """Groups over which parts are the same."""
+        whole = known.groups.get(tuple(axes))
+        self.everyone = [whole] if axes and whole is not None else one_by_one
+        """Groups that make up the mesh: reduced over one after the other."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "InputCheck":
+        return self
+
+    @never_traced
+    def __call__(self, given: Sequence[Given]) -> None:
+        """Compare tensors.
+
+        Raises:
+            RuntimeError: on all ranks of the mesh, if some differ.
+        """
+        if not given or not self.everyone:
+            return
+        device = given[0][1].device
+        values = torch.stack([_checksum(x.detach()).to(device) for _, x, _ in given])
+        shapes = torch.stack([_number_of_shape(x).to(device) for _, x, _ in given])
+        part = torch.tensor([is_part for *_, is_part in given], device=device)
+        differs = torch.zeros_like(values)
+        if any(is_part for *_, is_part in given):
+            differs = _spread(values, self.along) * part
+        told = torch.where(part, shapes, shapes + values)
+        most = _reduced(torch.stack([told, -told, differs]), self.everyone)
+        alike = (most[0] == -most[1]) & (most[2] == 0)
+        if not torch.compiler.is_compiling() and device.type == "cpu" and not is_in_graph():
+            self._raise_unless(alike.tolist(), given, values.tolist())
+            return
+        for (name, *_), same in zip(given, alike.unbind()):
+            assert_async(same, DIFFERS.format(name=name))
+
+    def _raise_unless(
+        self, alike: list[bool], given: Sequence[tuple[str, torch.Tensor, bool]], sums: list[int]
+    ) -> None:
+        """Where nothing has to be waited for: say what ranks gave, too. All know of the same arguments that differ."""
+        for (name, x, _), same, checksum in zip(given, alike, sums):
+            if not same:
+                mine = f"a {x.dtype} {list(x.shape)} of checksum {checksum & 0xFFFFFF:06x}"
+                told: dict[str, list[int]] = {}
+                for rank, what in sorted(of_all_ranks((dist.get_rank(), mine), self.mesh)):
+                    told.setdefault(what, []).append(rank)
+                said = "; ".join(f"{what} on ranks {ranks}" for what, ranks in told.items())
+                raise RuntimeError(f"{DIFFERS.format(name=name)}. They gave {said}")
+
+
+def _spread(x: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
+    """1 where ranks of the groups have other numbers, 0 where they have the same."""
+    most = _reduced(torch.stack([x, -x]), groups)
+    return (most[0] != -most[1]).to(torch.int64)
+
+
+def _reduced(x: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
+    for group in groups:
+        x = torch.ops.dtensor.all_reduce(x, "max", group)
+    return x
+
+
+def _number_of_shape(x: torch.Tensor) -> torch.Tensor:
+    number: Any = x.dim()
+    for n in x.shape[:6]:
+        number = number * 1009 + n
+    return torch.full((), number, dtype=torch.int64, device=x.device)
+
+
+def _checksum(x: torch.Tensor) -> torch.Tensor:
+    """A number that other values, or the same ones in another order, hardly ever have: a sum weighed by place."""
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
+    return (bits * (torch.arange(bits.shape[0], device=x.device) * 2654435761 + 1)).sum()
+
+
+USES = "_dtensor_uses"
+"""The attribute of a module that a style prepares: how often it was called in eager mode."""
+
+
+def compare_input(x: torch.Tensor, mesh: Any, module: Any) -> None:
+    """Compare a plain input of `module` that a style takes as the same on all ranks of a mesh of one axis.
+
+    Inputs of the model and what is computed under no_grad are; of what has a history the gradients are compared.
+
+    Raises:
+        AgreementError: other ranks were given other values, here or on another rank.
+    """
+    uses = vars(module)[USES] = vars(module).get(USES, -1) + 1
+    name = vars(module)[PLANNED].name if PLANNED in vars(module) else ""
+    compare(BY_STYLE.format(name or type(module).__name__), x, facts(mesh).groups[(0,)], is_due(uses))
+
+
+__all__ = ["InputCheck", "compare_input"]

@@ -1,0 +1,117 @@
+"""Plans that do not fit a model: what an operator says of sizes, told in terms of the plan.
+
+Under a plan the code of a module meets this rank's parts: a view by three heads of a projection of which each rank has
+half, a column-wise layer behind another one. The operator that fails knows nothing of that. In eager mode the module
+that was given to `parallelize_module` takes its error and finds, in the frames that it went through, whose code ran;
+while Dynamo traces, its own frames tell.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dis import opmap
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...errors import MisfitError
+from ...tensor.tensor import DTensor
+from ...torch_private.core import traced_with_caller
+from ...torch_private.dynamo import explain_traced_errors
+from ..modules.forward_wrapping import CALL, wrap_call
+
+PLANNED = "_dtensor_planned"
+"""The attribute of a module that an entry of a plan is for: its `Planned`."""
+
+
+MOST = 4
+"""How many entries an error lists."""
+
+
+class Planned(NamedTuple):
+    """The name of a module in what was parallelized, and the entry of the plan."""
+
+    name: str
+    pattern: str
+    style: str
+
+
+def tell_of_misfits(root: nn.Module, planned: Iterable[tuple[nn.Module, Planned]]) -> None:
+    """Have errors of operators in the forward of `root` name the entries of the plan that they come from."""
+    for module, entry in planned:
+        vars(module)[PLANNED] = entry
+    if CALL not in vars(root):
+        wrap_call(root, _told)
+    explain_traced_errors(_explained)
+
+
+@traced_with_caller
+def _told(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return forward(*args, **kwargs)
+    try:
+        return forward(*args, **kwargs)
+    except RuntimeError as error:
+        found = None if _is_of_its_own(error) else _explained(_modules(error.__traceback__), str(error))
+        if found is None:
+            raise
+        raise MisfitError(found) from error
+
+
+def _is_of_its_own(error: RuntimeError) -> bool:
+    """Whether an error says already what is wrong: it is of a class of its own, or the model's code raises it."""
+    if type(error) is not RuntimeError:
+        return True
+    *_, last = _chain(error.__traceback__)
+    raises = last.tb_frame.f_code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
+    return raises and not Path(last.tb_frame.f_code.co_filename).is_relative_to(Path(torch.__file__).parent)
+
+
+def _chain(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _modules(traceback: TracebackType | None) -> list[nn.Module]:
+    """The modules whose code an error went through, innermost first."""
+    frames = [t.tb_frame for t in _chain(traceback)]
+    found = [f.f_locals.get(name) for f in reversed(frames) for name in f.f_code.co_varnames[:1]]
+    return [m for m in found if isinstance(m, nn.Module)]
+
+
+def _explained(modules: Iterable[nn.Module], what: str) -> str | None:
+    """What is wrong, given the modules whose code ran, innermost first; None if no plan is for any of them."""
+    concerned = [(m, inside) for m in modules if (inside := _planned(m))]
+    if not concerned:
+        return None
+    # Of a module that has an entry itself, it is the code around it that matters.
+    around = [found for found in concerned if PLANNED not in vars(found[0])]
+    module, inside = around[0] if around else concerned[-1]
+    path, first = inside[0]
+    name = vars(first)[PLANNED].name.removesuffix(path).rstrip(".")
+    where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+    return (
+        f"the plan of parallelize_module does not fit {where}: {what.rstrip('.')}. Its code meets parts of this rank: "
+        f"{'; '.join(_entry(m) for _, m in inside[:MOST])}. Let a row-wise layer take what a column-wise one gives, "
+        "and the sizes in the code between them be those of a part (of heads, those of one rank); or shard the model "
+        "by distribute_model, in which every size is that of the whole"
+    )
+
+
+def _planned(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(path, m) for path, m in module.named_modules() if PLANNED in vars(m)]
+
+
+def _entry(module: nn.Module) -> str:
+    planned: Planned = vars(module)[PLANNED]
+    told = f"{planned.name or 'the module itself'} is {planned.style}"
+    told += f" by {planned.pattern!r}" if planned.pattern != planned.name else ""
+    for name, p in module.named_parameters(recurse=False):
+        if isinstance(p, DTensor):
+            return f"{told}, with {list(p._local_tensor.shape)} of a {name} {list(p.shape)}"
+    return told
+
+
+__all__ = ["Planned", "tell_of_misfits"]

@@ -1,0 +1,235 @@
+"""`fully_shard`: the parameters of a module live sharded over the data axis and are gathered for their use.
+
+After Rajbhandari et al., "ZeRO", 2020, and PyTorch's FSDP2 in what it is called and means: activations are each rank's
+part of the batch, gradients are averaged. There are no hooks and no buffers of its own: `sharded_module` makes reading
+a parameter a gather, `sharding` cuts it, and what is gathered when and what travels together is left to the passes.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from ...comm.from_plain import check_source
+from ...errors import MeshError
+from ...layout.placements import Shard, as_placements
+from ...mesh.mesh import one_object
+from .mixed_precision import MixedPrecisionPolicy
+from .sharded_module import join, plain_class, sharded_class
+from .sharding import SHARDED_AS, planned, sharded
+from .unit import MEMBER, Member, Unit, members
+from .unshard import Unshard
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+def fully_shard(
+    module: nn.Module | Sequence[nn.Module],
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+    activations: Literal["local", "global"] = "local",
+    src_data_rank: int | None = 0,
+) -> Any:
+    """Shard the parameters of `module`, in place, over a data axis.
+
+    Parameters become DTensors; names in `named_parameters` and `state_dict` stay. While a forward runs, a parameter
+    that is read is gathered; gradients are averaged over the data axes and arrive as the parameters are sharded. Parts
+    of a model that get a call of their own have a policy of their own, whether that comes before or after the call on
+    the module around them. Parameters that tensor parallel styles have sharded over other axes of the same mesh are
+    sharded further; styles may also come after. If it raises, `module` is as it was.
+
+    Args:
+        module: the module, or several that make one unit.
+        mesh: a mesh of one axis; or of two, (replicate, shard): then parameters are sharded over the second and
+            replicated over the first (hybrid sharding); with one rank in the second this is data parallel.
+        reshard_after_forward: gather again in the backward. False keeps what the forward gathered. Compiled graphs do
+            so; eager autograd keeps what it saves in either case.
+        mp_policy: dtypes of what is gathered, computed and reduced; torch's policies of FSDP2 are taken, too.
+        shard_placement_fn: parameter -> the `Shard(dim)` that says along which dimension it is cut, None for dim 0.
+            Sizes need not divide. A parameter without dimensions is replicated.
+        ignored_params: parameters that stay as they are; nothing reduces their gradients.
+        activations: "local" where each rank computes with its own part of the batch as plain tensors (or as DTensors
+            on the other axes): the loss is the rank's, and gradients are averaged. "global" where activations are
+            DTensors on `mesh`: gradients are those of the loss, as it is.
+        src_data_rank: rank of each data axis whose parameter values all take; None takes each rank's own, without
+            communication.
+
+    Returns:
+        `module`, whose class is now also a `FullyShardedModule`.
+
+    Raises:
+        TypeError: an argument of the wrong kind, or a scripted module.
+        ValueError: a mesh of more than two axes, a module that is fully sharded already or has no forward of its own, a
+            parameter without a shape yet, an option that comes too late for parameters sharded already, no such
+            `src_data_rank`.
+        MeshError: this rank is not in the mesh, or a parameter is on a mesh that does not go with it.
+        PlacementError: `shard_placement_fn` gives a dimension that is not there.
+    """
+    modules = list(module) if isinstance(module, Iterable) and not isinstance(module, nn.Module) else [module]
+    _check_modules(modules)
+    _check_mesh(mesh)
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(
+            f"reshard_after_forward is True or False; got {reshard_after_forward!r}. To gather from fewer ranks, shard "
+            "over fewer: give a mesh (replicate, shard)"
+        )
+    if activations not in ("local", "global"):
+        raise ValueError(f"activations is 'local' or 'global'; got {activations!r}")
+    check_source(mesh, src_data_rank)
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(f"shard_placement_fn is a function of a parameter; got {shard_placement_fn!r}")
+    ignored = {id(p) for p in _parameters(ignored_params)}
+    unit = Unit(one_object(mesh), policy_of(mp_policy), not reshard_after_forward, activations == "local")
+    parts = _Parts(modules, unit, ignored, shard_placement_fn)
+    parts.shard(src_data_rank)
+    return module
+
+
+class _Parts:
+    """What `fully_shard` is to do, found out and checked before anything is changed.
+
+    Attributes:
+        new: for each module that joins the unit, its parameters that are sharded now, and how.
+        moved: what was sharded before, by a call on a module around these.
+    """
+
+    def __init__(self, modules: list[nn.Module], unit: Unit, ignored: set[int], placement_fn: PlacementFn | None):
+        self.modules, self.unit, self.ignored, self.placement_fn = modules, unit, ignored, placement_fn
+        self.planned: dict[int, Unshard] = {}
+        self.new: dict[nn.Module, dict[str, Unshard]] = {}
+        for module in modules:
+            for name, part in module.named_modules():
+                self._add(part, name)
+        own = {id(member.unit) for module in modules for _, member in members(module) if member.given}
+        self.moved = [found for module in modules for found in members(module) if id(found[1].unit) not in own]
+        for part, member in self.moved:
+            self._check_moved(part, member)
+
+    def shard(self, src_data_rank: int | None) -> None:
+        """Shard what is planned, and put modules into the unit."""
+        for _, member in self.moved:
+            member.unit = self.unit
+        for part, how in self.new.items():
+            for name in how:
+                parameter: Any = part._parameters[name]
+                if SHARDED_AS not in vars(parameter):
+                    sharded(parameter, how[name], src_data_rank)
+                made, how[name], _ = vars(parameter)[SHARDED_AS]
+                part._parameters[name] = parameter if made is None else made
+            join(part, self.unit, how, any(part is module for module in self.modules))
+
+    def _add(self, part: nn.Module, prefix: str) -> None:
+        done = vars(part)[MEMBER].how if MEMBER in vars(part) else {}
+        found = {
+            name: self._planned(parameter, f"{prefix}.{name}".lstrip("."))
+            for name, parameter in part._parameters.items()
+            if parameter is not None and name not in done and id(parameter) not in self.ignored
+        }
+        if found or any(part is module for module in self.modules):
+            if isinstance(part, torch.jit.ScriptModule):
+                raise TypeError(
+                    f"{prefix or 'the module itself'} is a scripted module, which reads its parameters by itself; give "
+                    "fully_shard the module it was made from, or these parameters as ignored_params"
+                )
+            sharded_class(plain_class(part), tuple(sorted({*done, *found})))
+            self.new[part] = found
+
+    def _planned(self, parameter: nn.Parameter, name: str) -> Unshard:
+        if is_lazy(parameter):
+            raise ValueError(
+                f"parameter {name} has no shape yet (a lazy module); run the module once before fully_shard"
+            )
+        _, how, before = vars(parameter).get(SHARDED_AS, (None, None, self.unit.mesh))
+        if before != self.unit.mesh:
+            raise MeshError(
+                f"parameter {name} is shared with a module that was fully sharded over {before}; give this module the "
+                f"same mesh, not {self.unit.mesh}"
+            )
+        if how is not None:
+            return how
+        if id(parameter) not in self.planned:
+            self.planned[id(parameter)] = planned(parameter, self.unit.mesh, _dim(parameter, name, self.placement_fn))
+        return self.planned[id(parameter)]
+
+    def _check_moved(self, part: nn.Module, member: Member) -> None:
+        kind = type(part).__name__.removeprefix("FullySharded")
+        if member.unit.mesh != self.unit.mesh:
+            raise MeshError(
+                f"the parameters of this {kind} are fully sharded over {member.unit.mesh} already, by a call on a "
+                f"module around it; give the same mesh, not {self.unit.mesh}, or call fully_shard on this module first"
+            )
+        ignored = [name for name, p in part._parameters.items() if id(p) in self.ignored and name in member.how]
+        if self.placement_fn is not None or ignored:
+            given = "shard_placement_fn" if self.placement_fn is not None else f"ignored_params ({ignored[0]})"
+            raise ValueError(
+                f"{given} comes too late: the parameters of this {kind} are sharded already, by a call on a module "
+                "around it; call fully_shard on this module first"
+            )
+
+
+def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -> int | None:
+    if parameter.dim() == 0:
+        return None
+    placement = None if placement_fn is None else placement_fn(parameter)
+    (checked,) = as_placements([Shard(0) if placement is None else placement], 1, parameter.dim())
+    if not isinstance(checked, Shard):
+        raise TypeError(f"shard_placement_fn gives Shard(dim) or None; it gave {placement!r} for parameter {name}")
+    return checked.dim
+
+
+def _parameters(ignored: Any) -> list[torch.Tensor]:
+    found = list(ignored) if isinstance(ignored, Iterable) and not isinstance(ignored, torch.Tensor) else [ignored]
+    for p in found:
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"ignored_params holds parameters, such as those of model.head.parameters(); got {p!r}")
+    return found
+
+
+def _check_modules(modules: list[Any]) -> None:
+    if not modules:
+        raise ValueError("fully_shard was given an empty list; give it the modules that are gathered together")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard takes an nn.Module, or a list of them; got {type(module).__name__}")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"{type(module).__name__} has no forward, during which its parameters would be gathered; give "
+                "fully_shard the modules inside, or the one around it"
+            )
+        if any(found is module and member.given for found, member in members(module)):
+            raise ValueError(f"this {type(module).__name__} is fully sharded already; call fully_shard once on each")
+
+
+def _check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard takes a DeviceMesh; got {type(mesh).__name__}, write init_device_mesh(...)")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"fully_shard takes a mesh of one axis, or of two (replicate, shard); this one has {mesh.ndim}; slice the "
+            'data axes out, such as mesh["dp"] or mesh["replicate", "shard"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"this rank is not in {mesh}; call fully_shard on the ranks of the mesh only")
+
+
+def policy_of(given: Any) -> MixedPrecisionPolicy:
+    """Our policy for `given`: ours, that of FSDP2, or None."""
+    if given is None:
+        return MixedPrecisionPolicy()
+    if isinstance(given, MixedPrecisionPolicy):
+        return given
+    if type(given).__name__ == "MixedPrecisionPolicy" and type(given).__module__.startswith("torch.distributed"):
+        before_2_15 = not hasattr(given, "param_dtype_override_fn")
+        reduce_dtype = given.reduce_dtype or (given.param_dtype if before_2_15 else None)
+        return MixedPrecisionPolicy(given.param_dtype, reduce_dtype, given.output_dtype, given.cast_forward_inputs)
+    raise TypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {given!r}")
+
+
+__all__ = ["fully_shard", "policy_of"]

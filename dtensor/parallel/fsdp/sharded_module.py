@@ -1,0 +1,163 @@
+"""What becomes of a module whose parameters are fully sharded: its class gets a property for each of them.
+
+The module stays what it was to everyone else: the same names in `named_parameters` and `state_dict`, the same methods,
+an instance of its own class. Inside a forward, reading a parameter gives it unsharded; outside, where optimizers and
+initialisation read it, it is the sharded DTensor. Dynamo traces the properties as any code, so that what they gather
+and reduce is in the graph.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+from ...comm.from_plain import refuse_export
+from ...tensor.tensor import DTensor
+from ...torch_private.core import never_traced, traced_with_caller, tree_map
+from ..modules.forward_wrapping import made_class, with_own_code, without
+from .accumulation import set_reduced
+from .sharding import SHARDED_AS, sharded_otherwise
+from .unit import MEMBER, Member, Unit, members
+from .unshard import Unshard, unsharded
+
+
+class FullyShardedModule(nn.Module):
+    """What `fully_shard` adds to the class of a module.
+
+    The methods apply to all fully sharded modules inside, and with `recurse=False` to those of this one's own unit.
+    """
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the data axes, to accumulate them over several backwards without.
+
+        Unreduced gradients are whole on each rank: DTensors that are Partial("avg") over the data axes. Turned on
+        again, the next backward reduces them together with its own, once.
+        """
+        _check_flag("requires_gradient_sync", requires_gradient_sync)
+        self._set_reduced("all" if requires_gradient_sync else "none", recurse)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward also reduces over the axis that replicates, of a mesh (replicate, shard).
+
+        Gradients that are only scattered are Partial("avg") over that axis. Turned on again, the next backward reduces
+        them together with its own, once.
+        """
+        _check_flag("requires_all_reduce", requires_all_reduce)
+        self._set_reduced("all" if requires_all_reduce else "scatter", recurse)
+
+    def _set_reduced(self, reduce: str, recurse: bool) -> None:
+        own = vars(self)[MEMBER].unit
+        set_reduced([found for found in members(self) if recurse or found[1].unit is own], reduce)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `nn.Module.register_parameter`; what takes the place of a sharded parameter is sharded too.
+
+        Raises:
+            ValueError: it is not.
+        """
+        how = vars(self)[MEMBER].how
+        if name in how and param is not None:
+            _, found, _ = vars(param).get(SHARDED_AS, (None, how[name], None))
+            lies = (param._spec.layout, param.device_mesh) if isinstance(param, DTensor) else None
+            if lies != (found.layout, found.mesh):
+                raise ValueError(
+                    f"{name} of a fully sharded module is a DTensor {list(how[name].layout.placements)} on "
+                    f"{how[name].mesh}; write module.{name}.copy_(values) under torch.no_grad() for other values, or "
+                    "replace it before fully_shard"
+                )
+            how[name] = found
+        super().register_parameter(name, param)
+
+    def redistribute_parameter(self, name: str, distribute: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Have `distribute` put a parameter on axes that are not the data's; it stays sharded over these."""
+        how, parameter = vars(self)[MEMBER].how, self._parameters[name]
+        assert parameter is not None, f"{type(self).__name__} has no parameter {name}"
+        self._parameters[name], how[name] = sharded_otherwise(parameter, how[name], distribute)
+
+
+def _check_flag(name: str, given: Any) -> None:
+    if not isinstance(given, (bool, numpy.bool_)):
+        raise TypeError(f"{name} is True or False; got {given!r}")
+
+
+def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) -> None:
+    """Make `module` one of a unit, with parameters that are sharded already."""
+    member = vars(module).setdefault(MEMBER, Member(unit))
+    member.how.update(how)
+    member.given = member.given or given
+    module.__class__ = sharded_class(plain_class(module), tuple(sorted(member.how)))
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module without what is fully sharded."""
+    return without(type(module), sharded_class)
+
+
+@functools.cache
+def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The class of modules of class `cls` whose parameters `names` are sharded."""
+    inner = cls.forward  # Dynamo does not look into a class that is marked with allow_in_graph
+
+    @with_own_code
+    @functools.wraps(inner)
+    def forward(self, *args, **kwargs):
+        return _run(self, inner, args, kwargs)
+
+    inside = {"forward": forward, **{name: _property(name) for name in names}}
+    return made_class(sharded_class, cls, names, bases=(FullyShardedModule,), prefix="FullySharded", **inside)
+
+
+def _property(name: str) -> property:
+    return property(never_traced(lambda self: _read(self, name)))
+
+
+def _read(module: nn.Module, name: str) -> torch.Tensor | None:
+    """Parameter `name` as it is at this moment: unsharded where a forward runs."""
+    parameter = module._parameters.get(name)
+    member: Member = getattr(module, MEMBER)
+    unit, how = member.unit, member.how[name]
+    # A forward that is traced is not counted: activation checkpointing allows no change of state.
+    if not isinstance(parameter, DTensor) or not (torch.compiler.is_compiling() or unit.running):
+        return parameter
+    dtype = unit.policy.param_dtype if parameter.is_floating_point() else None
+    return unsharded(
+        parameter,
+        how,
+        dtype=dtype,
+        reduce_dtype=unit.policy.reduce_dtype or (parameter.dtype if dtype else None),
+        local=unit.local,
+        keep=unit.keep,
+        reduce=unit.reduce,
+    )
+
+
+@traced_with_caller
+def _run(module: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The forward of a fully sharded module."""
+    refuse_export()
+    member: Member = getattr(module, MEMBER)
+    unit, policy = member.unit, member.unit.policy
+    if member.given and policy.cast_forward_inputs and policy.param_dtype is not None:
+        args, kwargs = _cast((args, kwargs), policy.param_dtype)
+    if torch.compiler.is_compiling():
+        out = forward(module, *args, **kwargs)
+    else:
+        unit.running += 1
+        try:
+            out = forward(module, *args, **kwargs)
+        finally:
+            unit.running -= 1
+    return _cast(out, policy.output_dtype) if member.given and policy.output_dtype is not None else out
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def cast(x: Any) -> Any:
+        return x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    return tree_map(cast, values)
+
+
+__all__ = ["FullyShardedModule", "join", "plain_class", "sharded_class"]

@@ -1,0 +1,67 @@
+"""Modules that torch's FSDP2 has sharded become fully sharded modules of ours, on the tensors that they have."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...layout.placements import as_placements
+from ...mesh.mesh import one_object
+from ...tensor.tensor import DTensor
+from ...tensor.torch_dtensor import is_torch_dtensor
+from ...torch_private.fsdp import FSDP2Parameter, FSDP2Unit
+from .fully_shard import policy_of
+from .sharded_module import join
+from .sharding import of_part, planned
+from .unit import Unit
+from .unshard import Unshard
+
+Taken = list[tuple[nn.Parameter, Unshard]]
+"""The parameters of a unit, as those that take their place, and how these are unsharded."""
+
+
+def taken_over(units: list[FSDP2Unit]) -> list[Taken]:
+    """What takes the place of the parameters of `units`, on the same memory; nothing is sent or changed.
+
+    Raises:
+        MeshError: a parameter is on a mesh that does not go with the data mesh.
+    """
+    return [[_taken_over(p, unit) for p in unit.parameters] for unit in units]
+
+
+def take_over(units: list[FSDP2Unit], taken: list[Taken]) -> None:
+    """Have the modules of `units`, which FSDP2 has left, be what `fully_shard` would have made of them."""
+    meshes = [one_object(unit.mesh) for unit in units if unit.mesh is not None]
+    for unit, parameters in zip(units, taken):
+        mesh = one_object(unit.mesh) if unit.mesh is not None else next(iter(meshes), None)
+        ours = Unit(mesh, policy_of(unit.policy), not unit.reshard, True, unit.reduce)
+        hows: dict[nn.Module, dict[str, Unshard]] = {module: {} for module in unit.modules}
+        for given, (made, how) in zip(unit.parameters, parameters):
+            for module, name in given.places:
+                hows.setdefault(module, {})[name] = how
+                module._parameters[name] = made
+        for module, how in hows.items():
+            join(module, ours, how, module in unit.modules)
+
+
+def _taken_over(given: FSDP2Parameter, unit: FSDP2Unit) -> tuple[nn.Parameter, Unshard]:
+    theirs = given.parameter
+    gathered = theirs.detach()
+    if given.inner is not None:
+        mesh, placements = given.inner
+        placed = as_placements(placements, mesh.ndim, theirs.dim())
+        nothing = torch.empty(0, dtype=theirs.dtype, device="meta")
+        gathered = DTensor(nothing, mesh, placed, tuple(theirs.shape), tuple(theirs.stride()))
+    how = planned(gathered, one_object(unit.mesh), given.dim)
+    made = of_part(theirs, _local(theirs), how)
+    if is_torch_dtensor(theirs.grad):
+        grad = _local(theirs.grad)
+        made.grad = DTensor(grad, how.mesh, how.layout, tuple(theirs.shape), tuple(theirs.stride()))
+    return made, how
+
+
+def _local(x: Any) -> torch.Tensor:
+    return x.detach().to_local()
+
+
+__all__ = ["take_over", "taken_over"]

@@ -1,0 +1,177 @@
+"""Unsharding: what a fully sharded parameter is in the forward, and where its gradient goes.
+
+A sharded parameter is a DTensor that the data axes cut last, and beside them perhaps axes of other styles (of a tensor
+parallel plan). `Unshard` says how to get from it to what the forward computes with, and back; `unsharded` does it, in
+one autograd function:
+
+    forward    cast, gather over the data axes, leave them: a plain tensor, or a DTensor on the other axes
+    backward   enter them as a part of a mean, cast, reduce (scattered where the parameter is), cast
+
+Everything is traced as it stands: the gather and the reduction are operators of the graph. The gradient can be
+differentiated again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx.traceback import annotate
+
+from ...comm.collectives import KEPT
+from ...dispatch.decision import COMPOSITES
+from ...layout.layout import Layout
+from ...mesh.library import library
+from ...tensor.tensor import DTensor
+from ...torch_private.core import never_traced
+
+
+@dataclass(frozen=True, eq=False)
+class Unshard:
+    """How one parameter is unsharded.
+
+    Attributes:
+        mesh: the mesh of the parameter: the data axes, and others if it was sharded before.
+        data_mesh: the mesh of its data axes alone.
+        dim: the dimension that the last data axis cuts; None where it replicates.
+        layout: the parameter's.
+        whole: the layout when all data axes are gathered.
+        unreduced: the layout of a gradient that is not reduced over any data axis.
+        scattered: the layout of a gradient that is reduced over the axis that shards, not over the one that replicates.
+        inner_mesh: the mesh of what the forward gets; None where that is a plain tensor.
+        inner: its layout there.
+    """
+
+    mesh: Any
+    data_mesh: Any
+    dim: int | None
+    layout: Layout
+    whole: Layout
+    unreduced: Layout
+    scattered: Layout
+    inner_mesh: Any = None
+    inner: Layout | None = None
+
+    def __deepcopy__(self, memo) -> "Unshard":
+        return self
+
+
+class _Unsharded(torch.autograd.Function):
+    """The parameter as the forward gets it; `target` is the layout in which its gradient arrives."""
+
+    @staticmethod
+    @never_traced
+    def forward(ctx, parameter, mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype):
+        ctx.set_materialize_grads(False)
+        ctx.given = mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
+        ctx.dtype, ctx.sizes = parameter.dtype, (tuple(parameter.shape), tuple(parameter.stride()))
+        x = parameter if dtype is None else parameter.to(dtype)
+        x = torch.ops.dtensor.redistribute(x, whole.text, False)
+        if entering is None:
+            return x
+        local = x.to_local()
+        return local if inner_mesh is None else _wrapped(local, inner_mesh, inner, ctx.sizes)
+
+    @staticmethod
+    @never_traced
+    def backward(ctx, grad):
+        if grad is None:
+            made = None
+        elif torch.is_grad_enabled() and grad.requires_grad:
+            made = _Reduced.apply(grad, ctx.dtype, ctx.sizes, *ctx.given)
+        else:
+            made = _reduced(grad, ctx.dtype, ctx.sizes, *ctx.given)
+        return made, *(None,) * len(ctx.given)
+
+
+class _Reduced(torch.autograd.Function):
+    """The gradient of an unsharded parameter, to be differentiated again: its own gradient is unsharded in turn.
+
+    The losses of the ranks of the data axes count as their mean, and each rank differentiates its own. So what one rank
+    gives to the mean has the whole gradient of the mean, and not a part of it.
+    """
+
+    @staticmethod
+    def forward(ctx, grad, dtype, sizes, *given):
+        ctx.set_materialize_grads(False)
+        ctx.given, ctx.dtype = given, grad.dtype
+        return _reduced(grad, dtype, sizes, *given)
+
+    @staticmethod
+    def backward(ctx, grad):
+        mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype = ctx.given
+        given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype)
+        made = None if grad is None else _Unsharded.apply(grad, *given)
+        return made, None, None, *(None,) * len(ctx.given)
+
+
+def _reduced(grad, dtype, sizes, mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype) -> torch.Tensor:
+    if inner_mesh is not None:
+        grad = torch.ops.dtensor.redistribute(grad, inner.text, False).to_local()
+    if entering is not None:
+        grad = _wrapped(grad, mesh, entering, sizes)
+    if reduce_dtype is not None:
+        grad = grad.to(reduce_dtype)
+    if target is not None:
+        grad = torch.ops.dtensor.redistribute(grad, target.text, False)
+    return grad.to(dtype)
+
+
+def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple) -> DTensor:
+    return DTensor(local.view_as(local), mesh, layout, sizes[0], sizes[1])
+
+
+# What Dynamo puts into its graph: an autograd function it traces twice over, and its backward without a graph.
+library.define(
+    "unshard(Tensor x, torch.distributed.device_mesh.DeviceMesh mesh, str whole, str entering, str target, "
+    "torch.distributed.device_mesh.DeviceMesh inner_mesh, str inner, ScalarType? dtype, ScalarType? reduce_dtype)"
+    " -> Tensor"
+)
+
+
+def _unshard_operator(x: DTensor, mesh, whole: str, *given) -> torch.Tensor:
+    """`dtensor::unshard`: taken apart at once, on any tensor and by any mode. What is empty was not given."""
+    entering, target, inner_mesh, inner, dtype, reduce_dtype = given
+    layouts = [Layout.parse(text, x.dim()) if text else None for text in (whole, entering, target, inner)]
+    return _Unsharded.apply(x, mesh, *layouts[:3], inner_mesh if inner else None, layouts[3], dtype, reduce_dtype)
+
+
+library.impl("unshard", _unshard_operator, "CompositeImplicitAutograd")
+COMPOSITES["dtensor::unshard"] = _unshard_operator
+
+
+def unsharded(
+    parameter: DTensor,
+    how: Unshard,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    local: bool = True,
+    keep: bool = False,
+    reduce: str = "all",
+) -> torch.Tensor:
+    """`parameter` as the forward gets it; differentiable.
+
+    Args:
+        parameter: the DTensor that `how` was made for.
+        how: what to do.
+        dtype: to which it is cast before it is gathered; None leaves it.
+        reduce_dtype: in which its gradient is reduced; None leaves the dtype of the gradient.
+        local: leave the data axes; gradients are then averaged over them. Otherwise a DTensor on all axes.
+        keep: annotate the gather as one that is not done again in the backward.
+        reduce: over which data axes the gradient is reduced: "all", "scatter" (the one that shards), or "none".
+    """
+    target = {"all": how.layout, "scatter": how.scattered, "none": None}[reduce]
+    entering, inner_mesh, inner = (how.unreduced, how.inner_mesh, how.inner) if local else (None, None, None)
+    if not torch.compiler.is_dynamo_compiling():
+        return _Unsharded.apply(
+            parameter, how.mesh, how.whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
+        )
+    texts = ["" if layout is None else layout.text for layout in (how.whole, entering, target, inner)]
+    given = (how.mesh, *texts[:3], inner_mesh or how.mesh, texts[3], dtype, reduce_dtype)
+    if keep:
+        with annotate({KEPT: True}):
+            return torch.ops.dtensor.unshard(parameter, *given)
+    return torch.ops.dtensor.unshard(parameter, *given)
+
+
+__all__ = ["Unshard", "unsharded"]

@@ -1,0 +1,1 @@
+"""What is done to modules: their parameters are replaced, their forwards wrapped."""

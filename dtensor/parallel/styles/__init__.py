@@ -1,0 +1,1 @@
+"""Tensor parallelism by a plan: module name -> style."""

@@ -1,0 +1,159 @@
+"""`parallelize_module`: applies a plan, module name -> style, to a model.
+
+A plan is resolved as a whole before anything is sharded, so that a wrong one leaves the model as it was.
+Stands on `style`; what a style does to a module is its own business.
+"""
+
+import difflib
+import warnings
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...comm.from_plain import check_module, mesh_of
+from ...torch_private.core import mesh_resources
+from ..checks.misfit import Planned, tell_of_misfits
+from ..checks.variance import watch
+from ..modules.ties import Ties
+from .style import ParallelStyle
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: ParallelStyle | dict[str, ParallelStyle] | None = None,
+    *,
+    check_inputs: bool = True,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Parallelize `module`, in place, over a mesh of one axis.
+
+    Parameters that the plan leaves plain are to be trained alike by all ranks. Optimizers compare their gradients over
+    the axis before their first two steps, and before every hundredth: ShardingError says which one differs, and what to
+    write.
+
+    Args:
+        module: the module.
+        device_mesh: a mesh of one axis, such as `mesh["tp"]`; None takes that of the surrounding `with
+            mesh:`.
+        parallelize_plan: a style for `module` itself, or a dict from names of modules inside to styles. A
+            name such as "layers.*.attention.wq" is matched segment by segment, each with the wildcards of
+            `fnmatch` (`*`, `?`, `[0-3]`), and applies to every module that matches; "" is `module` itself.
+            Entries apply in the dict's order.
+        check_inputs: compare, on first use and once in a hundred later ones, what ranks give a module where its style
+            takes a plain tensor as Replicate(); compiled, the inputs of the graph that it is computed from. Where ranks
+            differ, all raise AgreementError.
+        src_data_rank: the rank of the axis whose parameter values all ranks take; None keeps each rank's own.
+
+    Returns:
+        `module`.
+
+    Raises:
+        ValueError: no mesh, a mesh of several axes, a name that matches no module, or no entry for a module that shares
+            a parameter with one whose entry shards it.
+        PlacementError: entries give a parameter that modules share different placements.
+        TypeError: a plan that is neither a style nor a dict from names to styles.
+
+    Where an operator in the model's code later fails on the sizes of this rank's parts, the error (MisfitError in eager
+    mode) names the module, the entries of the plan and what to write instead.
+    """
+    mesh = _one_axis_mesh(device_mesh)
+    if parallelize_plan is None:
+        warnings.warn(
+            "parallelize_module was given no parallelize_plan and does nothing; "
+            "write a ParallelStyle or a dict from module names to styles",
+            stacklevel=2,
+        )
+        return module
+    targets, ties = _resolved(module, parallelize_plan), Ties(module)
+    _check_ties(module, ties, [(target, style) for target, _, style in targets])
+    for target, _, style in targets:
+        style.src_data_rank, style.check_inputs = src_data_rank, check_inputs
+        style.apply(target, mesh)
+    ties.restore()  # a style of the user's own may shard what it did not say
+    watch(module, mesh)
+    tell_of_misfits(module, [(target, planned) for target, planned, _ in targets])
+    return module
+
+
+def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
+    mesh = device_mesh
+    if mesh is None:
+        try:
+            mesh = mesh_resources.get_current_mesh()
+        except RuntimeError:
+            raise ValueError(
+                "parallelize_module was given no device_mesh and is not called within one; "
+                "write device_mesh=..., or call it inside `with mesh:`"
+            ) from None
+    mesh = mesh_of(mesh)
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        fix = (
+            f"slice one axis out, such as mesh[{names[-1]!r}] (the axes are {', '.join(map(repr, names))})"
+            if names
+            else 'name the axes, init_device_mesh(..., mesh_dim_names=("dp", "tp")), and slice one out: mesh["tp"]'
+        )
+        raise ValueError(f"parallelize_module works over a mesh of one axis, but this one has {mesh.ndim}; {fix}")
+    return mesh
+
+
+def _resolved(
+    module: nn.Module, plan: ParallelStyle | dict[str, ParallelStyle]
+) -> list[tuple[nn.Module, Planned, ParallelStyle]]:
+    """Which style is applied to which module by which entry, in order."""
+    check_module("parallelize_module", module)
+    if isinstance(plan, ParallelStyle):
+        return [(module, Planned("", "", type(plan).__name__), plan)]
+    if not isinstance(plan, dict):
+        raise TypeError(
+            f"parallelize_plan is a ParallelStyle or a dict from module names to styles; got {type(plan).__name__}"
+        )
+    targets = []
+    modules = dict(module.named_modules(remove_duplicate=False))
+    for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'")
+        if not isinstance(style, ParallelStyle):
+            raise TypeError(f"parallelize_plan[{pattern!r}] is no ParallelStyle but {style!r}")
+        targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in _matching(modules, pattern)]
+    return targets
+
+
+def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, ParallelStyle]]) -> None:
+    """Refuse a plan that shards a parameter in one module that holds it and not in the others."""
+    sharded = [target for target, style in targets if style.shards_parameters]
+    names = {found: name for name, found in module.named_modules()}
+    for _, holders in ties.shared:
+        told = [m for m, _ in holders if m in sharded]
+        rest = [m for m, _ in holders if m not in sharded]
+        if told and rest:
+            raise ValueError(
+                f"parallelize_plan shards {names[told[0]]!r}, which shares a parameter with {names[rest[0]]!r}, and "
+                f"says nothing of that; add an entry for {names[rest[0]]!r} (ColwiseParallel for an nn.Linear goes "
+                "with RowwiseParallel for the nn.Embedding tied to it)"
+            )
+
+
+def _matching(modules: dict[str, nn.Module], pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules whose name matches `pattern`, with it, each once even if it goes by several names."""
+    found = {m: name for name, m in reversed(modules.items()) if _matches(name, pattern)}
+    if not found:
+        named = [name for name in modules if name]
+        near = difflib.get_close_matches(pattern, named, n=5, cutoff=0.3) or named[:5]
+        hint = f"the nearest names are: {', '.join(near)}" if near else "it has no modules inside; write ''"
+        raise ValueError(
+            f"parallelize_plan names {pattern!r}, but no module of {type(modules['']).__name__} matches; {hint}"
+        )
+    return [(name, m) for m, name in reversed(found.items())]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if not name or not pattern:
+        return name == pattern
+    names, patterns = name.split("."), pattern.split(".")
+    return len(names) == len(patterns) and all(map(fnmatchcase, names, patterns))
+
+
+__all__ = ["parallelize_module"]

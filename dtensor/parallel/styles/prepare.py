@@ -1,0 +1,280 @@
+"""PrepareModuleInput, PrepareModuleOutput and both in one: the layouts in which a module takes and gives its
+values.
+
+They shard nothing: plain tensors become DTensors of a declared layout, which are redistributed to the desired
+one. They go on modules whose parts are sharded by other styles.
+"""
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...layout.placements import Placement
+from ..modules.forward_wrapping import wrap_forward
+from .style import ParallelStyle, as_layout, to_layout
+
+Layouts: TypeAlias = Placement | Sequence[Placement | None] | None
+"""One placement, or one for each value with None for values to be left alone."""
+
+KwargLayouts: TypeAlias = dict[str, Placement] | None
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Bring the inputs of a module to desired layouts.
+
+    Args:
+        input_layouts: for each positional input the layout of a plain tensor that arrives there; None for an
+            input to be left alone. One placement stands for a single input. Without it positional inputs are
+            left alone.
+        desired_input_layouts: for each of them the layout it is redistributed to; None leaves it as it is.
+        input_kwarg_layouts: keyword -> layout of a plain tensor that arrives there; other keywords are left
+            alone.
+        desired_input_kwarg_layouts: the same keywords -> the layout it is redistributed to.
+        use_local_output: whether the module gets plain local tensors rather than DTensors.
+
+    Raises:
+        ValueError: layouts that do not match each other, the signature of the module, or (when called) its
+            inputs.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: KwargLayouts = None,
+        desired_input_kwarg_layouts: KwargLayouts = None,
+        use_local_output: bool = False,
+    ):
+        self.input_layouts, self.desired_input_layouts = _paired(
+            "input_layouts", input_layouts, "desired_input_layouts", desired_input_layouts
+        )
+        self.kwarg_layouts = _paired_by_name(input_kwarg_layouts, desired_input_kwarg_layouts)
+        self.use_local_output = use_local_output
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _check_keywords(module, self.kwarg_layouts)
+
+        def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            compared_for = module if self.check_inputs else None
+            return self._positional(args, device_mesh, compared_for), self._named(kwargs, device_mesh, compared_for)
+
+        wrap_forward(module, take=take)
+        return module
+
+    def _positional(self, inputs: tuple[Any, ...], mesh: DeviceMesh, compared_for: nn.Module | None) -> tuple[Any, ...]:
+        if self.input_layouts is None:
+            return inputs
+        return _all_to_layout(
+            inputs,
+            mesh,
+            "input_layouts",
+            self.input_layouts,
+            self.desired_input_layouts,
+            self.use_local_output,
+            compared_for,
+        )
+
+    def _named(self, kwargs: dict[str, Any], mesh: DeviceMesh, compared_for: nn.Module | None) -> dict[str, Any]:
+        if not self.kwarg_layouts:
+            return kwargs
+        prepared = dict(kwargs)
+        for name, (given, desired) in self.kwarg_layouts.items():
+            if name in kwargs:
+                prepared[name] = _one_to_layout(kwargs[name], mesh, given, desired, self.use_local_output, compared_for)
+        return prepared
+
+    def __repr__(self) -> str:
+        given = {name: layouts[0] for name, layouts in self.kwarg_layouts.items()}
+        desired = {name: layouts[1] for name, layouts in self.kwarg_layouts.items()}
+        return (
+            f"PrepareModuleInput(input_layouts={self.input_layouts}, "
+            f"desired_input_layouts={self.desired_input_layouts}, input_kwarg_layouts={given}, "
+            f"desired_input_kwarg_layouts={desired}, use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Bring the outputs of a module to desired layouts.
+
+    Args:
+        output_layouts: for each output the layout of a plain tensor that leaves there; None for an output to
+            be left alone. One placement stands for a single output.
+        desired_output_layouts: for each of them the layout it is redistributed to; None leaves it as it is.
+        use_local_output: whether the outputs leave as plain local tensors rather than as DTensors.
+
+    Raises:
+        ValueError: layouts that do not match each other or (when called) the outputs.
+    """
+
+    def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True):
+        self.output_layouts, self.desired_output_layouts = _paired(
+            "output_layouts", output_layouts, "desired_output_layouts", desired_output_layouts
+        )
+        if self.output_layouts is None:
+            raise ValueError("PrepareModuleOutput needs output_layouts; write a placement, or a tuple of one for each")
+        self.use_local_output = use_local_output
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def give(module: nn.Module, args: tuple, outputs: Any) -> Any:
+            return self._prepared(outputs, device_mesh)
+
+        wrap_forward(module, give=give)
+        return module
+
+    def _prepared(self, outputs: Any, mesh: DeviceMesh) -> Any:
+        several = isinstance(outputs, (tuple, list))
+        prepared = _all_to_layout(
+            tuple(outputs) if several else (outputs,),
+            mesh,
+            "output_layouts",
+            self.output_layouts,
+            self.desired_output_layouts,
+            self.use_local_output,
+        )
+        return prepared if several else prepared[0]
+
+    def __repr__(self) -> str:
+        return (
+            f"PrepareModuleOutput(output_layouts={self.output_layouts}, "
+            f"desired_output_layouts={self.desired_output_layouts}, use_local_output={self.use_local_output})"
+        )
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` on one module; `use_local_input` is the former's
+    use_local_output."""
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts = None,
+        desired_input_layouts: Layouts = None,
+        input_kwarg_layouts: KwargLayouts = None,
+        desired_input_kwarg_layouts: KwargLayouts = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ):
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self.prepare_module_input.apply(module, device_mesh)
+        return self.prepare_module_output.apply(module, device_mesh)
+
+    def __repr__(self) -> str:
+        return f"PrepareModuleInputOutput({self.prepare_module_input!r}, {self.prepare_module_output!r})"
+
+
+def _as_layouts(argument: str, given: Layouts) -> tuple[Placement | None, ...] | None:
+    if given is None:
+        return None
+    layouts = given if isinstance(given, (tuple, list)) else (given,)
+    return tuple(as_layout(f"{argument}[{index}]", layout) for index, layout in enumerate(layouts))
+
+
+def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layouts) -> tuple:
+    """Both arguments as tuples of one length, or both None."""
+    layouts, desired_layouts = _as_layouts(argument, given), _as_layouts(desired_argument, desired)
+    if layouts is None and desired_layouts is not None:
+        raise ValueError(
+            f"{desired_argument}={desired!r} is given without {argument}; write {argument} too, "
+            "to say in which layout plain tensors arrive"
+        )
+    if layouts is not None and desired_layouts is None:
+        raise ValueError(
+            f"{argument}={given!r} is given without {desired_argument}; write {desired_argument} too, "
+            f"the same as {argument} if nothing is to be redistributed"
+        )
+    if layouts is not None and desired_layouts is not None and len(layouts) != len(desired_layouts):
+        raise ValueError(
+            f"{argument} has {len(layouts)} layouts but {desired_argument} has {len(desired_layouts)}: {given!r}, "
+            f"{desired!r}; write one for each value in both, None for a value to be left alone"
+        )
+    return layouts, desired_layouts
+
+
+def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tuple]:
+    """Keyword -> (layout, desired layout)."""
+    given, desired = given or {}, desired or {}
+    for name, layouts in (("input_kwarg_layouts", given), ("desired_input_kwarg_layouts", desired)):
+        if not isinstance(layouts, Mapping):
+            raise TypeError(f"{name} is a dict from keyword to placement; got {layouts!r}")
+    if given.keys() != desired.keys():
+        odd = ", ".join(sorted(given.keys() ^ desired.keys()))
+        raise ValueError(
+            "input_kwarg_layouts and desired_input_kwarg_layouts name different keywords; "
+            f"write a layout in both for: {odd}"
+        )
+    return {
+        name: (
+            as_layout(f"input_kwarg_layouts[{name!r}]", given[name]),
+            as_layout(f"desired_input_kwarg_layouts[{name!r}]", desired[name]),
+        )
+        for name in given
+    }
+
+
+def _check_keywords(module: nn.Module, layouts: dict[str, tuple]) -> None:
+    """Refuse a layout for a keyword that the module's forward does not take."""
+    parameters = inspect.signature(module.forward).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    for name in layouts:
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters) or list(parameters)
+            raise ValueError(
+                f"input_kwarg_layouts names {name!r}, which {type(module).__name__}.forward does not take; "
+                f"write one of: {', '.join(near)}"
+            )
+
+
+def _one_to_layout(
+    value: Any,
+    mesh: DeviceMesh,
+    given: Placement | None,
+    desired: Placement | None,
+    local: bool,
+    compared_for: nn.Module | None,
+) -> Any:
+    if given is None:
+        return value
+    value = to_layout(value, mesh, given, desired, compared_for)
+    return value.to_local() if local else value
+
+
+def _all_to_layout(
+    values: tuple[Any, ...],
+    mesh: DeviceMesh,
+    argument: str,
+    given: tuple[Placement | None, ...],
+    desired: tuple[Placement | None, ...],
+    local: bool,
+    compared_for: nn.Module | None = None,
+) -> tuple[torch.Tensor | Any, ...]:
+    if len(values) != len(given):
+        raise ValueError(
+            f"{argument} has {len(given)} layouts, but the module was met with {len(values)} values; "
+            "write one layout for each, None for a value to be left alone"
+        )
+    return tuple([_one_to_layout(v, mesh, g, d, local, compared_for) for v, g, d in zip(values, given, desired)])
+
+
+__all__ = ["PrepareModuleInput", "PrepareModuleInputOutput", "PrepareModuleOutput"]

@@ -1,0 +1,1 @@
+"""What a training step does with sharded parameters beside the model: losses, clipping, scaling, saved activations."""

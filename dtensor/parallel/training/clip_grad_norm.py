@@ -1,0 +1,149 @@
+"""`clip_grad_norm_`: the norm of gradients that lie on one mesh or several, with one reduction.
+
+Every rank adds up what it holds, each element by the share that is its own where several ranks hold it; one all_reduce
+over the mesh puts the norm together. Tensors on slices of a mesh that others span are counted along with these.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import inf, prod
+from numbers import Real
+from typing import Any
+
+import torch
+
+from ...layout.placements import Partial, Replicate
+from ...tensor.tensor import DTensor
+from ...torch_private.core import root_mesh
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, for parameters that may be DTensors, on different meshes, and plain ones.
+
+    One all_reduce of one number for all gradients on a mesh and on slices of it. A DTensor on a slice counts as the
+    same tensor all over that mesh; a plain gradient as the same on all ranks. Gradients that are sums over ranks
+    (Partial) are reduced first, and stay so.
+
+    Args:
+        parameters: one parameter or several; those without a gradient are left out.
+        max_norm: the norm that the gradients have at most afterwards.
+        norm_type: p of the p-norm, positive; inf for the largest absolute value.
+        error_if_nonfinite: raise if the norm is nan or infinite.
+        foreach: taken for torch's sake; gradients are scaled together in any case.
+
+    Returns:
+        The norm before clipping: a plain tensor without dimensions, the same on all ranks of a mesh.
+
+    Raises:
+        TypeError: `parameters` are no tensors, or a norm is no number.
+        ValueError: `norm_type` is not positive.
+        RuntimeError: the norm is nan or infinite and `error_if_nonfinite` is set.
+    """
+    given: list[Any] = (
+        list(parameters) if isinstance(parameters, Iterable) and not _is_tensor(parameters) else [parameters]
+    )
+    for x in given:
+        if not _is_tensor(x):
+            raise TypeError(f"parameters are tensors, such as model.parameters(); got {x!r}")
+    for name, norm in (("max_norm", max_norm), ("norm_type", norm_type)):
+        if not isinstance(norm, (Real, torch.Tensor)):
+            raise TypeError(f"{name} is a number; got {norm!r}")
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(f"norm_type is positive, or inf; got {norm_type}")
+    grads = [_settled(x) for x in given if x.grad is not None]
+    total = _total(grads, p)
+    if error_if_nonfinite and not torch.isfinite(total):
+        raise RuntimeError(
+            f"the norm of order {p} of the gradients is {total.item()}, so it cannot be clipped; write "
+            "error_if_nonfinite=False to scale by it anyway"
+        )
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.device, grad.dtype))
+    return total
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _settled(parameter: Any) -> torch.Tensor:
+    """The gradient of a parameter as a final value, which it then is."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and any(q.is_partial() for q in grad.placements):
+        target = [Replicate() if q.is_partial() else q for q in grad.placements]
+        grad = parameter.grad = grad.redistribute(placements=target)
+    return grad
+
+
+def _total(grads: Sequence[torch.Tensor], p: float) -> torch.Tensor:
+    """The p-norm of all gradients."""
+    if not grads:
+        return torch.tensor(0.0)
+    meshes: list[Any] = []
+    for g in grads:
+        if isinstance(g, DTensor) and all(g.device_mesh is not m for m in meshes):
+            meshes.append(g.device_mesh)
+    homes = [_home(m, meshes) for m in meshes]
+    plain = [_power(g, p) for g in grads if not isinstance(g, DTensor)]
+    parts = [_joined(plain, p)] if plain else []
+    done: list[Any] = []
+    for home in homes:
+        if any(home is other for other in done):
+            continue
+        done.append(home)
+        inside = [m for m, h in zip(meshes, homes) if h is home]
+        parts.append(_over_mesh([g for g in grads if _lives_on(g, inside)], home, p))
+    device = parts[0].device
+    total = _joined([part.to(device) for part in parts], p)
+    return total if p == inf else total.pow(1 / p)
+
+
+def _lives_on(g: Any, meshes: list[Any]) -> bool:
+    return isinstance(g, DTensor) and any(g.device_mesh is m for m in meshes)
+
+
+def _over_mesh(grads: list[Any], mesh: Any, p: float) -> torch.Tensor:
+    """The sum of p-th powers, or the maximum, of all elements of gradients on `mesh` and on slices of it."""
+    mine = []
+    for g in grads:
+        power = _power(g.to_local(), p)
+        axes = range(g.device_mesh.ndim)
+        parts = prod([g.device_mesh.size(a) for a in axes if g.placements[a].is_shard()])
+        mine.append(power if p == inf else power * (parts / mesh.size()))
+    own = DTensor.from_local(_joined(mine, p), mesh, [Partial("max" if p == inf else "sum")] * mesh.ndim)
+    return own.full_tensor()
+
+
+def _power(x: torch.Tensor, p: float) -> torch.Tensor:
+    """The sum of p-th powers of the elements of a plain tensor, or the largest absolute value; of none 0."""
+    x = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    if p == inf:
+        return x.abs().amax() if x.numel() else x.new_zeros(())
+    return (x * x).sum() if p == 2 else x.abs().pow(p).sum()
+
+
+def _joined(parts: list[torch.Tensor], p: float) -> torch.Tensor:
+    both = torch.stack(parts)
+    return both.amax() if p == inf else both.sum()
+
+
+def _home(mesh: Any, meshes: list[Any]) -> Any:
+    """The mesh over which what lies on `mesh` is reduced: the largest of `meshes` that it is a slice of."""
+    if torch.compiler.is_compiling() or mesh.mesh_dim_names is None:
+        return mesh
+    root, names = root_mesh(mesh), {*mesh.mesh_dim_names}
+    around = [m for m in meshes if m.mesh_dim_names and root_mesh(m) is root and names <= {*m.mesh_dim_names}]
+    if len(meshes) > 1 and {name for m in meshes for name in m.mesh_dim_names or ()} == {*(root.mesh_dim_names or ())}:
+        return root
+    return max(around, key=lambda m: m.ndim, default=mesh)
+
+
+__all__ = ["clip_grad_norm_"]

@@ -1,0 +1,128 @@
+"""Cross entropy of a linear layer's output without the logits: classes may be sharded, samples go by in chunks.
+
+`dtensor::linear_lse` gives logsumexp and picked logit of each sample; the loss is ordinary arithmetic on these. torch's
+own `linear_cross_entropy` with options, which writes to plain buffers, comes here too when it is given a DTensor.
+"""
+
+import torch
+
+from ...comm.from_plain import refuse_tangent
+from ...layout.placements import Replicate
+from ...tensor.tensor import DTensor
+from ...torch_private.core import intercept
+
+CHUNK = 1024
+"""Samples whose logits are made at once."""
+
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def linear_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """`F.cross_entropy(F.linear(x, weight, bias), target, …)` without the logits; on DTensors or on plain tensors.
+
+    With a weight sharded on classes no rank holds logits of others' classes, or of more than `chunk` samples of its
+    own. Forward: two all_reduces, of one and of two numbers a sample; the logits are computed twice.
+
+    Args:
+        x: (..., d), the last layer's input; samples may be sharded.
+        weight: (classes, d); classes may be sharded.
+        target: (...), the class of each sample.
+        bias: (classes,).
+        class_weight: (classes,), the weight of each class in the loss.
+        ignore_index, reduction, label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        chunk: samples of this rank whose logits are in memory at once.
+
+    Returns:
+        The loss, in x's dtype; of the target's shape for reduction="none".
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown reduction.
+        RuntimeError: a target that is no class.
+    """
+    _check(x, weight, target, bias, reduction)
+    for given in (x, weight, bias):
+        if given is not None:
+            refuse_tangent(given, "linear_cross_entropy")
+    valid = target != ignore_index
+    lse, picked = torch.ops.dtensor.linear_lse(x, weight, bias, target, ignore_index, chunk)
+    share = valid.to(lse.dtype)
+    if class_weight is not None:
+        share = share * class_weight.to(lse.dtype).index_select(0, (target * valid).reshape(-1)).reshape(target.shape)
+    loss = (lse - picked) * share
+    if label_smoothing:
+        smooth = _smooth(x, weight, bias, class_weight, lse) * valid
+        loss = loss * (1 - label_smoothing) + smooth * (label_smoothing / weight.shape[0])
+    if reduction == "none":
+        return loss.to(x.dtype)
+    loss = loss.sum()
+    return (loss / _settled(share.sum()) if reduction == "mean" else loss).to(x.dtype)
+
+
+def _check(x, weight, target, bias, reduction: str) -> None:
+    if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or x.shape[:-1] != target.shape:
+        raise ValueError(
+            "linear_cross_entropy takes x (..., d), weight (classes, d) and target (...); got shapes "
+            f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
+        )
+    if target.is_floating_point():
+        raise ValueError(
+            f"linear_cross_entropy takes the class of each sample, not probabilities; target is of dtype {target.dtype}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"the bias has one number for each of {weight.shape[0]} classes; got {tuple(bias.shape)}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}")
+
+
+def _smooth(x, weight, bias, class_weight, lse):
+    """The loss with all classes as targets: linear in the logits, so that their weighted sum needs none of them."""
+    shares = torch.ones_like(weight[:, 0]) if class_weight is None else class_weight.to(weight.dtype)
+    logits = (x @ _settled(shares @ weight)).to(lse.dtype)
+    if bias is not None:
+        logits = logits + _settled((shares * bias).sum())
+    return lse * _settled(shares.sum()) - logits
+
+
+def _settled(x: torch.Tensor) -> torch.Tensor:
+    """`x` as a final value: parts of a sum are reduced, which what follows needs anyhow."""
+    if not isinstance(x, DTensor):
+        return x
+    return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
+
+
+def _chunked(x, weight, target, bias, class_weight, ignore_index, chunk, *accumulation):
+    return linear_cross_entropy(
+        x, weight, target, bias, class_weight, ignore_index=ignore_index, reduction="none", chunk=chunk
+    )
+
+
+def _chunked_and_reduced(x, weight, target, bias, class_weight, reduction, ignore_index, label_smoothing, chunk, *rest):
+    loss = linear_cross_entropy(
+        x,
+        weight,
+        target,
+        bias,
+        class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        chunk=chunk,
+    )
+    return (loss, *[loss.detach() for _ in range(3)])
+
+
+intercept("torch_nn::_linear_cross_entropy_batch_chunked_no_reduction", _chunked)
+intercept("torch_nn::_linear_cross_entropy_batch_chunked", _chunked_and_reduced)
+
+__all__ = ["linear_cross_entropy"]

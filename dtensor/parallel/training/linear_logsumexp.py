@@ -1,0 +1,126 @@
+"""The logsumexp of logits that are never whole: `dtensor::linear_lse` and its backward, on one rank.
+
+    linear_lse(x, weight, bias, row, none, chunk) -> (lse, picked)
+    linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk)
+        -> (grad_x, grad_weight, grad_bias)
+
+x is (..., d), weight (v, d), bias (v) or none; row (...) is the class picked of each sample, where it is not the number
+`none`. lse and picked (...) are the logsumexp over the classes of `x @ weight.T + bias` and the logit of the picked
+class, or 0. Logits live for `chunk` samples at a time; the backward makes them again. A gradient that is to be
+differentiated again (create_graph=True) takes all logits at once. Numbers of half precision are widened. What ranks
+that hold some of the classes each do together is the rule's business (`rules/linear_lse.py`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from ...mesh.library import library
+
+library.define(
+    "linear_lse(Tensor x, Tensor weight, Tensor? bias, Tensor row, int none, int chunk) -> (Tensor lse, Tensor picked)",
+)
+library.define(
+    "linear_lse_backward(Tensor grad_lse, Tensor grad_picked, Tensor x, Tensor weight, Tensor? bias, Tensor row, "
+    "int none, Tensor lse, int chunk) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+)
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def accumulated(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits are exponentiated and summed."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def _chunks(x: torch.Tensor, row: torch.Tensor, chunk: int) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    flat, rows = x.reshape(-1, x.shape[-1]), row.reshape(-1)
+    for begin in range(0, flat.shape[0], chunk):
+        part = slice(begin, begin + chunk)
+        yield part, flat[part], rows[part]
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
+
+
+def linear_lse(x, weight, bias, row, none: int, chunk: int):
+    if chunk < 1:
+        raise ValueError(f"chunk is a number of samples, at least 1; got {chunk}")
+    lse = x.new_full((row.numel(),), -torch.inf, dtype=accumulated(x.dtype))
+    picked = torch.zeros_like(lse)
+    if weight.shape[0]:
+        for part, rows, classes in _chunks(x, row, chunk):
+            logits = _logits(rows, weight, bias)
+            lse[part] = logits.logsumexp(-1)
+            counts = classes != none
+            found = logits.gather(-1, (classes * counts).unsqueeze(-1)).squeeze(-1)
+            picked[part] = torch.where(counts, found, torch.zeros_like(found))
+    else:
+        picked.new_zeros(1).index_select(0, (row != none).reshape(-1).int())  # refuses to pick what there is none of
+    return lse.view(row.shape), picked.view(row.shape)
+
+
+def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none: int, lse, chunk: int):
+    wide = accumulated(x.dtype)
+    grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    grad_weight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
+    grad_bias = torch.zeros(0 if bias is None else bias.shape[0], dtype=wide, device=x.device)
+    into, of_lse, of_picked, sums = (t.reshape(-1, *t.shape[row.dim() :]) for t in (grad_x, grad_lse, grad_picked, lse))
+    if weight.shape[0]:
+        for part, rows, classes in _chunks(x, row, chunk):
+            grad = (_logits(rows, weight, bias) - sums[part].unsqueeze(-1)).exp() * of_lse[part].unsqueeze(-1)
+            counts = classes != none
+            mine = torch.where(counts, of_picked[part], torch.zeros_like(of_picked[part]))
+            grad.scatter_add_(-1, (classes * counts).unsqueeze(-1), mine.unsqueeze(-1))
+            into[part] = grad.to(x.dtype) @ weight
+            grad_weight += (grad.to(x.dtype).t() @ rows).to(wide)
+            if bias is not None:
+                grad_bias += grad.sum(0)
+    return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
+
+
+def _fake(x, weight, bias, row, none, chunk):
+    made = x.new_empty(row.shape, dtype=accumulated(x.dtype))
+    return made, torch.empty_like(made)
+
+
+def _fake_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape[0])
+
+
+def _save(ctx, inputs, output) -> None:
+    x, weight, bias, row, none, chunk = inputs
+    ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
+    ctx.save_for_backward(x, weight, bias, row, output[0])
+    ctx.none, ctx.chunk = none, chunk
+
+
+def _backward(ctx, grad_lse, grad_picked):
+    x, weight, bias, row, lse = ctx.saved_tensors
+    grad_lse, grad_picked = (torch.zeros_like(lse) if g is None else g for g in (grad_lse, grad_picked))
+    if torch.is_grad_enabled():
+        return *_recorded(grad_lse, grad_picked, x, weight, bias, row, ctx.none), None, None, None
+    operands = (grad_lse, grad_picked, x, weight, bias, row)
+    grads = torch.ops.dtensor.linear_lse_backward(*operands, ctx.none, lse, ctx.chunk)
+    return grads[0], grads[1], None if bias is None else grads[2], None, None, None
+
+
+def _recorded(grad_lse, grad_picked, x, weight, bias, row, none) -> list[torch.Tensor | None]:
+    """The gradients, to be differentiated again: by operators that have derivatives, on whole logits."""
+    logits = torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
+    left_out = row == none
+    found = logits.gather(-1, row.masked_fill(left_out, 0).unsqueeze(-1)).squeeze(-1)
+    made = logits.logsumexp(-1), found.masked_fill(left_out, 0)
+    given = [t for t in (x, weight, bias) if t is not None and t.requires_grad]
+    supply = iter(torch.autograd.grad(made, given, (grad_lse, grad_picked), create_graph=True))
+    return [next(supply) if t is not None and t.requires_grad else None for t in (x, weight, bias)]
+
+
+library.impl("linear_lse", linear_lse, "CompositeExplicitAutograd")
+library.impl("linear_lse_backward", linear_lse_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("dtensor::linear_lse", _fake, lib=library)
+torch.library.register_fake("dtensor::linear_lse_backward", _fake_backward, lib=library)
+torch.library.register_autograd("dtensor::linear_lse", _backward, setup_context=_save, lib=library)
+
+__all__ = ["accumulated", "linear_lse", "linear_lse_backward"]

@@ -1,0 +1,93 @@
+"""The tensor parallel plan that a model of transformers brings along, as placements of its parameters.
+
+Its styles say what a module does with local tensors; in a global view, what of them counts is how parameters lie. The
+names are those of transformers' `ALL_PARALLEL_STYLES`.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import PlacementError
+from ...layout.placements import Placement, Replicate, Shard
+
+
+def _columns(x: torch.Tensor, name: str) -> Placement:
+    return Shard(max(x.dim() - 2, 0))
+
+
+def _rows(x: torch.Tensor, name: str) -> Placement:
+    return Replicate() if name == "bias" else Shard(x.dim() - 1)
+
+
+def _packed_rows(x: torch.Tensor, name: str) -> Placement:
+    return Replicate() if x.dim() == 1 else Shard(x.dim() - 1)
+
+
+def _whole(x: torch.Tensor, name: str) -> Placement:
+    return Replicate()
+
+
+STYLES: dict[str, Callable[[torch.Tensor, str], Placement]] = {
+    **dict.fromkeys(("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"), _columns),
+    **dict.fromkeys(("rowwise", "rowwise_rep", "rowwise_split_input"), _rows),
+    "packed_rowwise": _packed_rows,
+    "embedding_rowwise": lambda x, name: Shard(0),
+    "embedding_colwise": lambda x, name: Shard(1),
+    **dict.fromkeys(("sequence_parallel", "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"), _whole),
+    **dict.fromkeys(("all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params"), _whole),
+}
+"""Style -> where a parameter lies that is called so in its module."""
+
+
+def placements_of_plan(model: nn.Module, mesh: Any) -> dict[str, list[Placement]]:
+    """Names of parameters -> placements, as the model's own `tp_plan` says.
+
+    Raises:
+        PlacementError: the model has no plan; a style is not known; the mesh has several axes and none is called "tp".
+    """
+    plan: Any = getattr(model, "tp_plan", None)
+    if not isinstance(plan, Mapping) or not plan:
+        raise PlacementError(
+            f"{type(model).__name__} has no tp_plan of its own; write a dict from patterns of parameter names to "
+            'placements, such as {"*.q_proj.weight": {"tp": Shard(0)}}'
+        )
+    for key, style in plan.items():
+        if style not in STYLES:
+            raise PlacementError(
+                f"the tp_plan of {type(model).__name__} gives {key!r} the style {style!r}, which is none of "
+                f"{', '.join(sorted(STYLES))}; write placements for its parameters instead of 'model'"
+            )
+    axis = _axis(mesh)
+    return {name: _at(axis, mesh.ndim, p) for name, p in _placed(model, plan)}
+
+
+def _placed(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Placement]]:
+    entries = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
+    for name, x in model.named_parameters(remove_duplicate=False):
+        module, _, last = name.rpartition(".")
+        # An entry for the parameter says more than one for its module.
+        for at in (name, module):
+            found = [style for key, style in entries if key.fullmatch(at)]
+            if found:
+                yield name, STYLES[found[-1]](x, last)
+                break
+
+
+def _axis(mesh: Any) -> int:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "tp" not in names:
+        raise PlacementError(
+            f"placements='model' cuts over the axis 'tp', and the mesh has axes {list(names)}; name one of them so"
+        )
+    return names.index("tp") if mesh.ndim > 1 else 0
+
+
+def _at(axis: int, ndim: int, placement: Placement) -> list[Placement]:
+    return [placement if a == axis else Replicate() for a in range(ndim)]
+
+
+__all__ = ["placements_of_plan"]

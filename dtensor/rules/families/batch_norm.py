@@ -1,0 +1,192 @@
+"""Batch normalisation: channels, batch and space may be sharded, with the statistics of the whole batch.
+
+In training the mean and variance are over batch and space. Where those are sharded, the sums behind them are reduced
+over the ranks inside the operator (two vectors in forward, one in backward), so that the numbers, the running
+statistics too, are those of one device. In evaluation every element stands for itself.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+
+from ..call import Call, LocalCall, rule_for
+from ..local import all_reduce, empty_outputs, has_empty_shard, unless_empty
+from ..rule import Dims, Rule
+
+TRAINING = {
+    "native_batch_norm": "training",
+    "_native_batch_norm_legit": "training",
+    "_native_batch_norm_legit_functional": "training",
+    "_native_batch_norm_legit_no_training": False,
+    "_batch_norm_with_update": True,
+    "_batch_norm_with_update_functional": True,
+    "_batch_norm_no_update": False,
+    "cudnn_batch_norm": "training",
+    "miopen_batch_norm": "training",
+    "native_batch_norm_backward": "train",
+    "batch_norm_backward": "update",
+    "cudnn_batch_norm_backward": True,
+    "miopen_batch_norm_backward": True,
+}
+"""Operator -> whether it normalises by the batch's own statistics, or the argument that says so."""
+
+UPDATES = (
+    "native_batch_norm",
+    "_native_batch_norm_legit",
+    "_batch_norm_with_update",
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+)
+"""Operators that write the running statistics in place."""
+
+NAMES = {
+    "exponential_average_factor": "momentum",
+    "epsilon": "eps",
+    "grad_output": "grad_out",
+    "save_var": "save_invstd",
+}
+"""What some of the operators call an argument -> what the others do."""
+
+
+def _trains(call: Call) -> bool:
+    by = TRAINING[call.name]
+    return bool(call[by]) if isinstance(by, str) else by
+
+
+def _get(call: Call | LocalCall, name: str) -> Any:
+    """The argument `name` in whatever way the operator calls it; None if it has none."""
+    schema = call.func._schema.arguments
+    return next((call[a.name] for a in schema if NAMES.get(a.name, a.name) == name), None)
+
+
+def _factors(ndim: int, shape) -> tuple[Dims, dict]:
+    """Factors of the input, (n, c, …), and their sizes."""
+    names = ["n", "c", *(f"s{i}" for i in range(2, ndim))]
+    return tuple((f,) for f in names), dict(zip(names, shape))
+
+
+def _of_channels(o) -> Dims:
+    """A vector with one element for each channel; the reserved space and statistics that are not kept are empty."""
+    return (("c",),) if o.ndim == 1 and o.shape != (0,) else ((),) * o.ndim
+
+
+@rule_for(*(name for name in TRAINING if not name.endswith("backward")))
+def batch_norm(call: Call) -> Rule:
+    full, sizes = _factors(call.operands[0].ndim, call.operands[0].shape)
+    ins = (full, *(_of_channels(o) for o in call.operands[1:]))
+    outs = (full, *(_of_channels(o) for o in call.outputs[1:] if o is not None))
+    statistics = [i for i, name in enumerate(_tensors(call)) if name in ("running_mean", "running_var")]
+    trains = _trains(call)
+    # The channels go first: a batch that is sharded costs a collective inside.
+    ordered = {"c": sizes.pop("c"), **sizes}
+    return Rule(
+        ins,
+        outs,
+        ordered,
+        whole=frozenset(range(1, len(outs))),
+        written=frozenset(statistics) if trains and call.name in UPDATES else frozenset(),
+        local=_local_forward if trains else _local_evaluation,
+    )
+
+
+def _tensors(call: Call) -> list[str]:
+    """Names of the arguments that are operands."""
+    return [a.name for a in call.func._schema.arguments if hasattr(call[a.name], "layout")]
+
+
+def _over_batch(call: LocalCall) -> bool:
+    return any(axes for f, axes in call.axes.items() if f != "c")
+
+
+def _reduced(x: torch.Tensor, call: LocalCall) -> torch.Tensor:
+    return all_reduce(x, "sum", call, [f for f in call.axes if f != "c"])
+
+
+def _local_evaluation(call: LocalCall):
+    """The kernels divide by the number of elements, so that a rank without any must not run them."""
+    if not has_empty_shard(call):
+        return call.run()
+    made = empty_outputs(call)
+    running = (call["running_mean"], call["running_var"])
+    return (*made[:-2], *(t.clone() for t in running)) if call.call.name in _FUNCTIONAL else made
+
+
+def _local_forward(call: LocalCall):
+    """The statistics by two passes: the mean, then the squares of what differs from it."""
+    x = call["input"]
+    if not _over_batch(call) and x.numel():
+        return call.run()
+    outputs = call.call.outputs
+    assert outputs[1] is not None
+    over = [d for d in range(x.dim()) if d != 1]
+    column = [-1 if d == 1 else 1 for d in range(x.dim())]
+    count = prod(call.call["input"].shape[d] for d in over)
+    wide = x.to(outputs[1].dtype)
+    mean = _reduced(wide.sum(over), call) / count
+    centred = wide - mean.reshape(column)
+    variance = _reduced((centred * centred).sum(over), call) / count
+    rstd = (variance + _get(call, "eps")).rsqrt()
+    weight, bias = call["weight"], call["bias"]
+    out = centred * (rstd if weight is None else rstd * weight).reshape(column)
+    out = out if bias is None else out + bias.reshape(column)
+    running = _updated(call, mean, variance * (count / max(count - 1, 1)))
+    reserved = [torch.empty(0, dtype=o.dtype, device=x.device) for o in outputs[3:] if o and o.dtype == torch.uint8]
+    return (out.to(x.dtype), mean, rstd, *reserved, *running)
+
+
+_FUNCTIONAL = ("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional")
+
+
+def _updated(call: LocalCall, mean: torch.Tensor, variance: torch.Tensor) -> list[torch.Tensor]:
+    """The running statistics after this batch: in place, or as results of the functional operators."""
+    momentum = _get(call, "momentum")
+    made = []
+    for old, new in ((_get(call, "running_mean"), mean), (_get(call, "running_var"), variance)):
+        if old is None:
+            continue
+        moved = torch.lerp(old, new.to(old.dtype), momentum)
+        if call.call.name in _FUNCTIONAL:
+            made.append(moved)
+        else:
+            old.copy_(moved)
+    return made
+
+
+@rule_for(*(name for name in TRAINING if name.endswith("backward")))
+def batch_norm_backward(call: Call) -> Rule:
+    """In training the gradients of weight and bias are among the sums that are reduced; else they come out Partial."""
+    data = ("grad_out", "grad_output", "input")
+    full, sizes = _factors(call["input"].ndim, call["input"].shape)
+    tensors = _tensors(call)
+    ins = tuple(full if name in data else _of_channels(o) for name, o in zip(tensors, call.operands))
+    outs = tuple(None if o is None else full if i == 0 else _of_channels(o) for i, o in enumerate(call.wanted))
+    linear = (frozenset(i for i, name in enumerate(tensors) if name in data[:2]),)
+    ordered = {"c": sizes.pop("c"), **sizes}
+    divisors = frozenset(ordered)  # the kernels divide by the number of elements
+    if not _trains(call):
+        reduce = dict.fromkeys(sizes, "sum")
+        return Rule(ins, outs, ordered, reduce=reduce, linear=linear, local=unless_empty, refuses_empty=divisors)
+    whole = frozenset({1, 2})
+    return Rule(ins, outs, ordered, whole=whole, linear=linear, local=_local_backward, refuses_empty=divisors)
+
+
+def _local_backward(call: LocalCall):
+    """Ioffe and Szegedy (2015), section 3, with both sums over the whole batch in one collective."""
+    x, grad = call["input"], _get(call, "grad_out")
+    if not _over_batch(call) and x.numel():
+        return call.run()
+    outputs = call.call.wanted
+    over = [d for d in range(x.dim()) if d != 1]
+    column = [-1 if d == 1 else 1 for d in range(x.dim())]
+    count = prod(call.call["input"].shape[d] for d in over)
+    mean, rstd, weight = call["save_mean"], _get(call, "save_invstd"), call["weight"]
+    wide = grad.to(mean.dtype)
+    scaled = (x.to(mean.dtype) - mean.reshape(column)) * rstd.reshape(column)
+    shift, scale = _reduced(torch.stack([wide.sum(over), (wide * scaled).sum(over)]), call)
+    inner = wide - (shift.reshape(column) + scaled * scale.reshape(column)) / count
+    made = (inner * (rstd if weight is None else rstd * weight).reshape(column), scale, shift)
+    return tuple(None if o is None else t.to(o.dtype) for t, o in zip(made, outputs))
+
+
+__all__ = ["TRAINING", "UPDATES"]

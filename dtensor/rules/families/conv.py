@@ -1,0 +1,80 @@
+"""Convolution: batch and channels may be sharded, space not: a kernel reaches into its neighbours' shards.
+
+Input channels are contracted, so the result is Partial(sum) where they are sharded, and the bias with it. With groups
+the channels are a (group, channel) pair of factors of which only the group can be sharded.
+"""
+
+from typing import Any
+
+from ..call import Call, LocalCall, rule_for
+from ..local import empty_outputs, has_empty_shard, is_sharded, parts
+from ..pattern import Pattern, bind
+from ..rule import Rule
+
+WEIGHT = {False: "(go)i~", True: "(gi)o~"}
+"""Factors of the kernels of a convolution and of a transposed one."""
+
+
+def _is_batched(call: Call) -> bool:
+    return call["input"].ndim == call["weight"].ndim
+
+
+@rule_for("convolution", "_convolution", "convolution_overrideable")
+def convolution(call: Call) -> Rule:
+    weight = WEIGHT[call["transposed"]]
+    batch = "n" if _is_batched(call) else ""
+    pattern = Pattern(
+        f"{batch}(gi)~, {weight}, (go) -> {batch}(go)~",
+        linear=({0, 2}, {1, 2}),
+        reduce={"i": "sum"},
+        sizes={"g": "groups"},
+        addends=(2,),
+        local=_local_convolution,
+    )
+    return bind(pattern, call)
+
+
+def _local_convolution(call: LocalCall):
+    if not is_sharded(call):
+        return call.run()
+    x, weight, bias = call["input"], call["weight"], call["bias"]
+    if x.numel() and weight.numel():
+        return call.run(groups=_groups(call))
+    # Without input channels of its own a rank still adds its part of the bias.
+    made = empty_outputs(call)
+    return made if bias is None else made + bias.reshape(-1, *[1] * (weight.dim() - 2))
+
+
+def _groups(call: LocalCall) -> Any:
+    return call.call["groups"] // parts(call, "g")
+
+
+@rule_for("convolution_backward", "convolution_backward_overrideable")
+def convolution_backward(call: Call) -> Rule:
+    """The gradient of the bias does not depend on the input channels: where those are sharded every rank has it."""
+    weight = WEIGHT[call["transposed"]]
+    batch = "n" if _is_batched(call) else ""
+    pattern = Pattern(
+        f"{batch}(go)~, {batch}(gi)~, {weight} -> {batch}(gi)~, {weight}, (go)",
+        linear=({0},),
+        reduce={"o": "sum", "n": "sum"},
+        sizes={"g": "groups"},
+        whole=((2, "i"),),
+        local=_local_backward,
+    )
+    return bind(pattern, call)
+
+
+def _local_backward(call: LocalCall):
+    if not is_sharded(call):
+        return call.run()
+    grad, weight = call["grad_output"], call["weight"]
+    channel = grad.dim() - weight.dim() + 1
+    if has_empty_shard(call):
+        made = list(empty_outputs(call))
+        made[2] = None if made[2] is None else grad.sum([d for d in range(grad.dim()) if d != channel])
+        return tuple(made)
+    return call.run(groups=_groups(call), bias_sizes=None if call["bias_sizes"] is None else [grad.shape[channel]])
+
+
+__all__ = ["WEIGHT"]

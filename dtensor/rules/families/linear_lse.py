@@ -1,0 +1,79 @@
+"""The logsumexp of linear logits, never whole: samples and classes may be sharded.
+
+Where classes are, each rank sums up its own; two all_reduces of one and two numbers a sample put the sums together, and
+the backward communicates nothing of its own.
+"""
+
+import torch
+
+from ..call import RULES, Call, LocalCall
+from ..local import all_reduce, axes_of
+from ..rule import Dims, Rule
+from .own_rows import bounds, own_rows
+
+
+def _factors(call: Call) -> tuple[Dims, Dims, Dims, list[Dims], dict]:
+    """Factors of samples, x, weight and bias (none or one); sizes."""
+    x, weight, row = call["x"], call["weight"], call["row"]
+    samples: Dims = tuple((f"n{i}",) for i in range(row.ndim))
+    sizes = {**{f"n{i}": n for i, n in enumerate(row.shape)}, "v": weight.shape[0], "d": x.shape[-1]}
+    bias: list[Dims] = [] if call["bias"] is None else [(("v",),)]
+    return samples, (*samples, ("d",)), (("v",), ("d",)), bias, sizes
+
+
+def linear_lse(call: Call) -> Rule:
+    samples, x, weight, bias, sizes = _factors(call)
+    return Rule(
+        (x, weight, *bias, samples),
+        (samples, samples),
+        sizes,
+        reduce={"v": "sum"},
+        blocked=frozenset({"d"}),
+        whole=frozenset({(0, "v"), (1, "v")}),
+        local=_local,
+    )
+
+
+NONE = -1
+"""What stands for no class where classes are counted from a rank's first."""
+
+
+def _run(call: LocalCall):
+    """The operator, with the picked classes as indices into this rank's and `NONE` for the others'."""
+    row, none, axes = call["row"], call["none"], call.axes.get("v", ())
+    size, changed = call.call["weight"].shape[0], {}
+    if axes:
+        counts, own = row != none, max(call["weight"].shape[0], 1)
+        near, mine = own_rows(row * counts, size, own, axes, call.mesh)
+        changed = {"row": torch.where(counts & (mine | (near >= own)), near, NONE), "none": NONE}
+    with bounds(row, size, 0, error=RuntimeError, what="Target", ignored=none):
+        return call.run(**changed)
+
+
+def _local(call: LocalCall):
+    lse, picked = _run(call)
+    if not axes_of(call, {"v"}):
+        return lse, picked
+    largest = all_reduce(lse, "max", call, {"v"})
+    both = all_reduce(torch.cat([(lse - largest).exp().unsqueeze(0), picked.unsqueeze(0)]), "sum", call, {"v"})
+    total, picked = both.unbind(0)
+    return largest + total.log(), picked
+
+
+def linear_lse_backward(call: Call) -> Rule:
+    samples, x, weight, bias, sizes = _factors(call)
+    return Rule(
+        (samples, samples, x, weight, *bias, samples, samples),
+        (x, weight, (("v",),) if bias else ((),)),
+        sizes,
+        reduce=dict.fromkeys(sizes, "sum"),
+        linear=(frozenset({0, 1}),),
+        blocked=frozenset({"d"}),
+        local=_run,
+    )
+
+
+RULES["dtensor::linear_lse"] = linear_lse
+RULES["dtensor::linear_lse_backward"] = linear_lse_backward
+
+__all__ = ["linear_lse", "linear_lse_backward"]

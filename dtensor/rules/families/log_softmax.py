@@ -1,0 +1,72 @@
+"""Log softmax: any dimension may be sharded, the one it runs along too.
+
+Over the ranks of that one go the maximum and the sum of exponentials of each row, which is little beside the rows: of
+logits whose classes are sharded nothing is gathered. Numbers of half precision are widened on the way, as torch does.
+"""
+
+import torch
+
+from ..call import Call, LocalCall, rule_for
+from ..local import all_reduce
+from ..rule import Rule
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def _rule(call: Call, local, linear=(), refuses=False) -> Rule:
+    shape = call.operands[0].shape
+    over = call["dim"] % max(len(shape), 1)
+    order = sorted(range(len(shape)), key=lambda i: i == over)
+    full = tuple((f"d{i}",) for i in range(len(shape)))
+    sizes = {f"d{i}": shape[i] for i in order}
+    along = frozenset({f"d{over}"})
+    return Rule(
+        (full,) * len(call.operands),
+        (full,),
+        sizes,
+        linear=linear,
+        local=local,
+        across=along,
+        refuses_empty=along if refuses else frozenset(),
+    )
+
+
+@rule_for("_log_softmax")
+def log_softmax(call: Call) -> Rule:
+    return _rule(call, _local_log_softmax, refuses=True)
+
+
+def _along(call: LocalCall) -> tuple[int, str]:
+    """The dimension run along, and its factor."""
+    dim = call["dim"] % max(len(call.call.operands[0].shape), 1)
+    return dim, f"d{dim}"
+
+
+def _local_log_softmax(call: LocalCall):
+    dim, factor = _along(call)
+    x = _wide(call["self"])
+    lowest = x.new_full([1 if i == dim else n for i, n in enumerate(x.shape)], -torch.inf)
+    largest = all_reduce(x.amax(dim, keepdim=True) if x.shape[dim] else lowest, "max", call, {factor})
+    shifted = x - largest
+    total = all_reduce(shifted.exp().sum(dim, keepdim=True), "sum", call, {factor})
+    out = shifted - total.log()
+    return out if call["half_to_float"] else out.to(call["self"].dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float32) if x.dtype in HALF else x
+
+
+@rule_for("_log_softmax_backward_data")
+def log_softmax_backward(call: Call) -> Rule:
+    return _rule(call, _local_backward, (frozenset({0}),))
+
+
+def _local_backward(call: LocalCall):
+    dim, factor = _along(call)
+    grad, output = _wide(call["grad_output"]), _wide(call["output"])
+    total = all_reduce(grad.sum(dim, keepdim=True), "sum", call, {factor})
+    return (grad - output.exp() * total).to(call["input_dtype"])
+
+
+__all__ = ["log_softmax", "log_softmax_backward"]

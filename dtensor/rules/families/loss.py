@@ -1,0 +1,100 @@
+"""Losses that are a sum or mean over elements, which may be sharded; a mean divides by the count of the whole."""
+
+from math import prod
+
+from ..call import Call, LocalCall, rule_for
+from ..local import guarded, is_sharded
+from ..pattern import Pattern, bind
+from ..rule import Rule
+from .pointwise import broadcast
+
+MEAN, SUM = 1, 2
+
+ELEMENTWISE = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "soft_margin_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+)
+"""Losses that are a sum or mean over all elements."""
+
+
+@rule_for(*ELEMENTWISE)
+def elementwise_loss(call: Call) -> Rule:
+    shapes = [o.shape for o in call.operands]
+    ins, sizes = broadcast(shapes, _full(call))
+    full = tuple((f,) for f in sizes)
+    if call["reduction"] not in (MEAN, SUM):
+        return Rule(ins, (full,), sizes)
+    reduce = dict.fromkeys(sizes, "sum")
+    return Rule(ins, ((),), sizes, reduce=reduce, local=_local_elementwise, across=_across_mean(call, sizes))
+
+
+def _full(call: Call) -> tuple:
+    """The shape that input, target and weights broadcast to."""
+    operands = [o for o in call.operands if o is not call.operands[0] or not call.has("grad_output")]
+    ndim = max(o.ndim for o in operands)
+    full: list = [1] * ndim
+    for o in operands:
+        for i, s in enumerate(o.shape, ndim - o.ndim):
+            full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
+    return tuple(full)
+
+
+def _across_mean(call: Call, sizes: dict) -> frozenset[str]:
+    """The factors that a mean runs over."""
+    return frozenset(sizes if call["reduction"] == MEAN else ())
+
+
+def _local_elementwise(call: LocalCall):
+    return _mean_by(call, prod(_full(call.call)))
+
+
+def _mean_by(call: LocalCall, count):
+    """The operator, or where a factor of a mean is sharded the local sum over the global count."""
+    if call["reduction"] != MEAN or not is_sharded(call):
+        return call.run()
+    made = call.run(reduction=SUM)
+    return (made[0] / count, *made[1:]) if isinstance(made, tuple) else made / count
+
+
+@rule_for(*(f"{name}_backward" for name in ELEMENTWISE))
+def elementwise_loss_backward(call: Call) -> Rule:
+    """The gradient of a mean divides by the local count, which a shard has to correct."""
+    # What flows back to a mean or a sum is one number; but where this is differentiated again, one for each element.
+    (grad, full, *rest), sizes = broadcast([o.shape for o in call.operands], call["self"].shape)
+    linear = (frozenset({0}), frozenset({1, 2})) if call.name == "mse_loss_backward" else (frozenset({0}),)
+    across = _across_mean(call, sizes)
+    return Rule((grad, full, *rest), (full,), sizes, linear=linear, local=_local_elementwise_backward, across=across)
+
+
+def _local_elementwise_backward(call: LocalCall):
+    return _mean_by(call, prod(call.call["self"].shape))
+
+
+MARGIN = {
+    "multi_margin_loss": ("n_, n, _ -> n", "n_, n, _ ->"),
+    "multi_margin_loss_backward": ("n, n_, n, _ -> n_", "~, n_, n, _ -> n_"),
+    "multilabel_margin_loss_forward": ("n_, n_ -> n, n_", "n_, n_ -> , n_"),
+    "multilabel_margin_loss_backward": ("n, n_, n_, n_ -> n_", "~, n_, n_, n_ -> n_"),
+}
+"""Losses over the classes of each sample -> the pattern without and with a reduction."""
+
+
+@rule_for(*MARGIN)
+def margin_loss(call: Call) -> Rule:
+    reduced = call["reduction"] in (MEAN, SUM)
+    linear = ({0},) if call.has("grad_output") else ()
+    reduce = {"n": "sum"} if reduced and not linear else {}
+    return bind(Pattern(MARGIN[call.name][reduced], linear=linear, reduce=reduce, local=_local_margin), call)
+
+
+@guarded
+def _local_margin(call: LocalCall):
+    return _mean_by(call, call.call["self"].shape[0])
+
+
+__all__ = ["ELEMENTWISE", "MARGIN"]

@@ -1,0 +1,135 @@
+"""The matmul family: einsums whose contracted factor reduces to Partial(sum)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from ..call import Call, LocalCall, rule_for, shape_for
+from ..local import empty_outputs, has_empty_shard
+from ..pattern import Pattern, bind
+from ..rule import Rule, dims
+
+EINSUMS = {
+    "mm": ("mk", "kn", "mn"),
+    "bmm": ("bmk", "bkn", "bmn"),
+    "mv": ("mk", "k", "m"),
+    "dot": ("k", "k", ""),
+    "vdot": ("k", "k", ""),
+    "ger": ("m", "n", "mn"),
+    "addbmm": ("bmk", "bkn", "mn"),
+    "_int_mm": ("mk", "kn", "mn"),
+}
+"""Operator -> factors of both operands and of the result."""
+
+ADDED = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addbmm": "addbmm", "addr": "ger"}
+"""Operator -> the product it adds its first operand to."""
+
+
+@rule_for(*(name for name in EINSUMS if name not in ADDED))
+def product(call: Call) -> Rule:
+    a, b, out = EINSUMS[call.name]
+    x, y = call.operands
+    sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
+    return Rule((dims(a), dims(b)), (dims(out),), sizes, reduce={"k": "sum"}, linear=(frozenset({0}), frozenset({1})))
+
+
+@rule_for(*ADDED)
+def added_product(call: Call) -> Rule:
+    """`beta * input + alpha * (a @ b)`: where the contracted factor is sharded the input must be partial too."""
+    a, b, out = EINSUMS[ADDED[call.name]]
+    bias, x, y = call.operands
+    sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
+    full = [sizes[f] for f in out]
+    own = [
+        "1" if isinstance(s, int) and s == 1 and not (isinstance(o, int) and o == 1) else f
+        for f, s, o in zip(out[len(out) - bias.ndim :], bias.shape, full[len(out) - bias.ndim :])
+    ]
+    return Rule(
+        (dims(own), dims(a), dims(b)),
+        (dims(out),),
+        sizes,
+        reduce={f: "sum" for f in a + b if f not in out},
+        linear=(frozenset({0, 1}), frozenset({0, 2})),
+        addends=frozenset({0}),
+        local=_no_rows_is_empty if call.name == "addmv" and tuple(bias.shape) != tuple(full) else None,
+    )
+
+
+def _no_rows_is_empty(call: LocalCall):
+    """For a matrix without rows the kernel returns the input as it is, not broadcast."""
+    return call.run() if call["mat"].shape[0] else empty_outputs(call)
+
+
+@rule_for("_scaled_mm")
+def scaled_mm(call: Call) -> Rule:
+    """`mm` of 8-bit numbers with a scale for each tensor, or for each row of the first and column of the second.
+
+    The contracted factor is whole: parts would each be rounded to the few bits of the result.
+    """
+    text = "m_, _n, ~, ~, ~, ~ -> mn"
+    if call["scale_a"].shape and call["scale_a"].shape[0] == call["self"].shape[0]:
+        text = "m_, _n, m_, _n, n, ~ -> mn"
+    return bind(Pattern(text), call)
+
+
+def _of_groups(call: LocalCall):
+    """The kernel takes rows of a multiple of 16 bytes, which those of a shard need not be."""
+    if has_empty_shard(call):
+        return empty_outputs(call)
+    return call.run(self=_with_long_rows(call["self"]), mat2=_with_long_rows(call["mat2"]))
+
+
+def _with_long_rows(x: torch.Tensor) -> torch.Tensor:
+    """The same matrices in memory in which each row, or each column of what is transposed, begins 16 bytes apart."""
+    if x.stride(-1) != 1:
+        return _with_long_rows(x.mT).mT if x.stride(-2) == 1 else _with_long_rows(x.contiguous())
+    short = -x.shape[-1] % (16 // x.itemsize)
+    steps = (*x.stride()[:-1], x.storage_offset())
+    if all(isinstance(n, int) and n * x.itemsize % 16 == 0 for n in steps):
+        return x
+    return F.pad(x, (0, short))[..., : x.shape[-1]]
+
+
+def _groups(text: str, reduce: str = "") -> Pattern:
+    return Pattern(text, linear=({0}, {1}), reduce=dict.fromkeys(reduce, "sum"), local=_of_groups)
+
+
+_GROUPS_OF = {
+    (2, 3): _groups("_k, _kn, ~, ~ -> _n", "k"),
+    (3, 2): _groups("_mk, k_, ~, ~ -> m_", "k"),
+    (2, 2): _groups("m_, _n, ~, ~ -> _mn"),
+    (3, 3): _groups("gmk, gkn, ~, ~ -> gmn", "k"),
+}
+"""Dimensions of both operands -> the rule: offsets count along a dimension that is not cut. (3, 3) has none."""
+
+
+@rule_for("_grouped_mm")
+def grouped_product(call: Call) -> Rule:
+    """Products of groups, of rows (2, 3), of columns (3, 2), of what is contracted (2, 2), or one for each matrix."""
+    return bind(_GROUPS_OF[(call["self"].ndim, call["mat2"].ndim)], call)
+
+
+@shape_for("_grouped_mm")
+def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None):
+    """Torch's own takes bfloat16 alone; the kernel of CPUs takes others, too."""
+    if x.dtype == torch.bfloat16:
+        return torch.ops.aten._grouped_mm.default(x, y, offs, bias, out_dtype)
+    rows, columns = (x.shape[0],) if x.dim() == 2 else tuple(x.shape[:2]), (y.shape[-1],)
+    if x.dim() == 2 and y.dim() == 2:
+        return x.new_empty((offs.shape[0], *rows, *columns))
+    return x.new_empty((*rows[int(y.dim() == 2) :], *columns))
+
+
+@rule_for("transformers::grouped_mm_fallback")
+def grouped_product_of_transformers(call: Call) -> Rule:
+    """What transformers has in the place of `_grouped_mm` in compiled code."""
+    return bind(Pattern("_k, _kn, ~ -> _n", linear=({0}, {1}), reduce={"k": "sum"}), call)
+
+
+@rule_for("transformers::grouped_mm_fallback_backward")
+def grouped_product_of_transformers_backward(call: Call) -> Rule:
+    return bind(Pattern("_k, _kn, ~, _n -> _k, _kn", linear=({3},), reduce={"n": "sum"}), call)
+
+
+__all__ = ["EINSUMS"]

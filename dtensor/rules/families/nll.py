@@ -1,0 +1,115 @@
+"""Negative log likelihood: samples and classes may be sharded, so that a loss on sharded logits gathers nothing.
+
+A rank that holds some of the classes adds what the targets among these contribute, and the loss is a sum over the
+ranks. The mean divides by the weight of all targets, so that weight is reduced over the ranks first. A target that is
+no class at all is refused as on one device.
+"""
+
+import torch
+
+from ..call import Call, LocalCall, rule_for
+from ..local import all_reduce
+from ..rule import Dims, Rule
+from .own_rows import bounds, own_rows, with_a_row
+
+MEAN, SUM = 1, 2
+_SPACE = ("y", "x")
+
+
+def _factors(call: Call, scores) -> tuple[Dims, Dims, dict]:
+    """Factors of the scores and of the target; sizes."""
+    if scores.ndim == 1:
+        return (("c",),), ((),) * call["target"].ndim, {"c": scores.shape[0]}
+    space = tuple((f,) for f in _SPACE[: scores.ndim - 2])
+    names = ("n", "c", *_SPACE)
+    sizes = dict(sorted(zip(names, scores.shape), key=lambda item: item[0] == "c"))
+    return (("n",), ("c",), *space), (("n",), *space), sizes
+
+
+@rule_for("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss(call: Call) -> Rule:
+    full, batch, sizes = _factors(call, call.operands[0])
+    ins = (full, batch, *([(("c",),)] * (len(call.operands) - 2)))
+    if call["reduction"] not in (MEAN, SUM) and batch:
+        own = frozenset("c")
+        return Rule(ins, (batch, ()), sizes, reduce={"c": "sum"}, whole=frozenset({1}), local=_local_loss, across=own)
+    mean = call["reduction"] == MEAN
+    whole, across = (frozenset({1}), frozenset(sizes)) if mean else (frozenset(), frozenset("c"))
+    reduce = dict.fromkeys(sizes, "sum")
+    return Rule(ins, ((), ()), sizes, reduce=reduce, whole=whole, local=_local_loss, across=across)
+
+
+def _local_loss(call: LocalCall):
+    mean = call["reduction"] == MEAN
+    if call.axes.get("c"):
+        total, weight = _of_own_classes(call)
+    else:
+        total, weight = call.run(reduction=SUM)
+    if not mean:
+        return total, weight
+    weight = all_reduce(weight, "sum", call)
+    return total / weight, weight
+
+
+def _of_own_classes(call: LocalCall):
+    """The loss of the targets that are among this rank's classes, summed unless nothing is to be; their weight."""
+    scores = call["self"]
+    dim = _class_dim(scores)
+    row, weight = _own_targets(call)
+    with _bounds(call):
+        picked = with_a_row(scores, dim).gather(dim, row.unsqueeze(dim)).squeeze(dim)
+    each = torch.where(weight == 0, weight, -picked * weight)
+    if call["reduction"] in (MEAN, SUM) or not each.dim():
+        return each.sum(), weight.sum()
+    return each, scores.new_zeros(())
+
+
+def _class_dim(scores) -> int:
+    return 0 if scores.dim() == 1 else 1
+
+
+def _bounds(call: LocalCall) -> bounds:
+    scores, target = call.call["self"], call["target"]
+    dim = _class_dim(call["self"])
+    return bounds(target, scores.shape[dim], dim, error=IndexError, what="Target", ignored=call["ignore_index"])
+
+
+def _own_targets(call: LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each target the index among this rank's classes, and its weight: 0 for those of others and ignored ones."""
+    scores, target, weight = call["self"], call["target"], call["weight"]
+    dim = _class_dim(scores)
+    own = scores.shape[dim]
+    counts = target != call["ignore_index"]
+    row, mine = own_rows(target * counts, call.call["self"].shape[dim], max(own, 1), call.axes["c"], call.mesh)
+    mine = mine & counts
+    with _bounds(call):
+        each = scores.new_ones(()) if weight is None or own == 0 else weight[row]
+    return row, torch.where(mine, each, torch.zeros_like(each))
+
+
+@rule_for("nll_loss_backward", "nll_loss2d_backward")
+def nll_loss_backward(call: Call) -> Rule:
+    scores = call["self"]
+    full, batch, sizes = _factors(call, scores)
+    grad = batch if call["reduction"] not in (MEAN, SUM) and scores.ndim > 1 else ()
+    weight = [(("c",),)] if call["weight"] is not None else []
+    ins = (grad, full, batch, *weight, ())
+    unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})
+    linear, own = (frozenset({0}),), frozenset("c")
+    ways = {"local": _local_backward, "across": own, "refuses_empty": own}  # the kernel writes to a class all the same
+    return Rule(ins, (full,), sizes, linear=linear, unread=unread, **ways)
+
+
+def _local_backward(call: LocalCall):
+    scores, grad = call["self"], call["grad_output"]
+    dim = _class_dim(scores)
+    zeros = torch.zeros_like(scores)
+    if not scores.shape[dim]:
+        return zeros
+    row, weight = _own_targets(call)
+    scale = grad / call["total_weight"] if call["reduction"] == MEAN else grad
+    each = torch.where(weight == 0, weight, -weight * scale)
+    return zeros.scatter(dim, row.unsqueeze(dim), each.unsqueeze(dim))
+
+
+__all__ = ["MEAN", "SUM"]

@@ -1,0 +1,30 @@
+"""Fused optimizer steps: pointwise in the parameter, its gradient and its moments.
+
+The operators take lists; they come here index by index, as foreach operators do. The parameter and its state keep their
+layouts, the gradient is brought to it.
+"""
+
+from ..call import Call, rule_for
+from ..rule import Rule
+from .pointwise import broadcast
+
+FUSED = {
+    "_fused_adam": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
+    "_fused_adamw": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
+    "_fused_sgd": ("momentum_buffer_list",),
+    "_fused_adagrad": ("state_sums",),
+}
+"""Operator -> the arguments with the parameter's state, which it writes."""
+
+
+@rule_for(*FUSED)
+def fused_step(call: Call) -> Rule:
+    (parameter,) = call["self"]
+    shapes = [o.shape for o in call.operands]
+    ins, sizes = broadcast(shapes, parameter.shape)
+    names = [a.name for a in call.func._schema.arguments]
+    state = call.operands_at(names.index(n) for n in FUSED[call.name] if call[n])
+    return Rule(ins, (ins[0],), sizes, written=state or frozenset())
+
+
+__all__ = ["FUSED"]

@@ -1,0 +1,177 @@
+"""Parts of a tensor, select, slice, split, diagonal, windows, and the operators that put a part back.
+
+A dimension of which a part is taken is whole on every rank, the others keep their shards.
+"""
+
+from functools import partial
+
+import torch
+
+from ...errors import OperatorError
+from ...torch_private.sizes import same_size
+from ..call import Call, LocalCall, rule_for
+from ..rule import Dims, Rule
+from .views import LINEAR, follow
+
+
+@rule_for("select", "unbind")
+def select(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    gone = call["dim"] % ndim
+    return follow(call, [i for i in range(ndim) if i != gone])
+
+
+CUTS = (
+    "slice",
+    "narrow",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "tensor_split",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+)
+
+
+@rule_for(*CUTS)
+def cut(call: Call) -> Rule:
+    """The cut dimension is whole on every rank, unless nothing is cut off."""
+    shape = call.operands[0].shape
+    order: list[int | None] = list(range(len(shape)))
+    dim = call["dim"] % len(shape)
+    out = call.outputs[0]
+    if call.has("end") and out is not None and same_size(out.shape[dim], shape[dim]):
+        return follow(call, order)
+    order[dim] = None
+    return follow(call, order)
+
+
+@rule_for("diagonal")
+def diagonal(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    gone = (call["dim1"] % ndim, call["dim2"] % ndim)
+    return follow(call, [*(i for i in range(ndim) if i not in gone), None])
+
+
+@rule_for("trace")
+def trace(call: Call) -> Rule:
+    return follow(call, [])
+
+
+@rule_for("diag_embed")
+def diag_embed(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    new = (call["dim1"] % out.ndim, call["dim2"] % out.ndim)
+    rest = iter(range(call.operands[0].ndim - 1))
+    return follow(call, [None if i in new else next(rest) for i in range(out.ndim)])
+
+
+@rule_for("unfold")
+def unfold(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    over = call["dimension"] % max(ndim, 1)
+    return follow(call, [*(None if i == over else i for i in range(ndim)), None])
+
+
+def _all_but(dims: set[int], shape: tuple) -> tuple[Dims, dict]:
+    """A factor for each dimension but `dims`; sizes."""
+    names = [() if i in dims else (f"d{i}",) for i in range(len(shape))]
+    return tuple(names), {f"d{i}": s for i, s in enumerate(shape) if i not in dims}
+
+
+def _part(call: Call, shape: tuple) -> tuple[set[int], Dims]:
+    """The dimensions of a tensor of `shape` of which a part is written, and the factors of that part."""
+    name = call.name.rpartition("_")[0]
+    ndim = len(shape)
+    if name == "unfold":
+        over = {call["dim"] % ndim}
+        return over, (*_all_but(over, shape)[0], ())
+    if name == "diagonal":
+        over = {call["dim1"] % ndim, call["dim2"] % ndim}
+        return over, (*(d for i, d in enumerate(_all_but(over, shape)[0]) if i not in over), ())
+    dim = call["dim"] % ndim
+    if name == "select":
+        full = _all_but({dim}, shape)[0]
+        return {dim}, full[:dim] + full[dim + 1 :]
+    over = set() if same_size(call.operands[-1].shape[dim], shape[dim]) else {dim}
+    return over, _all_but(over, shape)[0]
+
+
+@rule_for("slice_backward", "select_backward", "diagonal_backward", "unfold_backward")
+def put_back(call: Call) -> Rule:
+    """The gradient of a part: zeros but for what was taken."""
+    (out,) = call.outputs
+    assert out is not None
+    if not out.ndim:
+        return Rule((((),) * call.operands[0].ndim,), ((),), {}, linear=LINEAR)
+    over, part = _part(call, out.shape)
+    full, sizes = _all_but(over, out.shape)
+    return Rule((part,), (full,), sizes, linear=LINEAR, shape_arg="input_sizes")
+
+
+@rule_for("slice_scatter", "select_scatter", "diagonal_scatter")
+def put_into(call: Call) -> Rule:
+    """A copy of a tensor with a part of it replaced."""
+    shape = call.operands[0].shape
+    over, part = _part(call, shape)
+    full, sizes = _all_but(over, shape)
+    return Rule((full, part), (full,), sizes, linear=(frozenset({0, 1}),))
+
+
+@rule_for("as_strided", "as_strided_scatter")
+def as_strided(call: Call) -> Rule:
+    """Strides say nothing about dimensions: everything is whole. But not for a tensor as it lies, with or without
+    dimensions of one, which is what autograd asks for around what was written to a view.
+
+    They count in memory, of which a tensor that is put together has its own.
+
+    Raises:
+        OperatorError: the tensor is sharded and not contiguous.
+    """
+    given = call.operands[0]
+    kept = _as_it_lies(call)
+    if kept is not None:
+        names = [() if n == 1 else (f"d{dim}",) for dim, n in enumerate(given.shape)]
+        out = tuple(() if dim is None else names[dim] for dim in kept)
+        sizes = {f"d{dim}": n for dim, n in enumerate(given.shape)}
+        return Rule((tuple(names),), (out,), sizes, linear=LINEAR, local=partial(_with_ones, kept))
+    if given.static and given.unusual_stride is not None and not given.layout.is_replicated:
+        raise OperatorError(
+            f"{call.func} of a tensor of shape {list(given.shape)} and strides {list(given.stride)}, sharded as "
+            f"{given.layout}: no rank has the memory that strides are counted in; write x.contiguous().as_strided(…), "
+            "or select, slice, transpose or unfold it"
+        )
+    nothing = tuple(((),) * o.ndim for o in call.operands)
+    outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
+    return Rule(nothing, outs, {}, linear=(frozenset(range(len(nothing))),))
+
+
+def _as_it_lies(call: Call) -> tuple[int | None, ...] | None:
+    """For each dimension of an as_strided result that of the tensor which it is, None for a new one of length one; None
+    if it is anything but the tensor itself with other such dimensions."""
+    given = call.operands[0]
+    if call.name != "as_strided" or not given.static or call["storage_offset"] not in (None, 0):
+        return None
+    asked = list(zip(call["size"], call["stride"]))
+    if not all(isinstance(n, int) for pair in asked for n in pair) or 0 in given.shape:
+        return None
+    there = [dim for dim, n in enumerate(given.shape) if n != 1]
+    if [pair for pair in asked if pair[0] != 1] != [(given.shape[dim], given.stride[dim]) for dim in there]:
+        return None
+    left = iter(there)
+    return tuple(None if n == 1 else next(left) for n, _ in asked)
+
+
+def _with_ones(kept: tuple[int | None, ...], call: LocalCall) -> torch.Tensor:
+    x = call["self"]
+    gone = [dim for dim in range(x.dim()) if dim not in kept]
+    if not gone and None not in kept:
+        return torch.ops.aten.alias.default(x)
+    x = x.squeeze(gone)
+    for place, dim in enumerate(kept):
+        x = x.unsqueeze(place) if dim is None else x
+    return x
+
+
+__all__ = ["CUTS"]

@@ -1,0 +1,151 @@
+"""Random operators: the same global numbers on every placement as on one device.
+
+The numbers of the global tensor are drawn from the generator, which must be in the same state on all ranks, and each
+rank keeps its shard: the global tensor is held for the moment of the draw, and its time is spent on every rank. Only
+fills of large CPU tensors whose numbers follow each other in memory are drawn block by block (`sampling`).
+
+A fill of a Partial tensor in place leaves it Partial, with the numbers in its sum; the operators that make a new
+tensor give it replicated. Operators that read values (probabilities, means) gather them first.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+
+from ...comm.collectives import emit
+from ...comm.redistribute import redistribute_local
+from ...layout.layout import Layout
+from ...mesh.mesh import group_name
+from ...mesh.spec import Spec, contiguous_stride
+from ..call import Call, LocalCall, rule_for
+from ..rule import Dims, Rule
+from ..sampling import BLOCK, sample
+from .pointwise import broadcast
+
+
+def keep_shard(x: torch.Tensor, layout, mesh) -> torch.Tensor:
+    """This rank's shard of the global tensor `x`."""
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            x = emit.shard(x, dim, group_name(mesh, axis))
+    return x
+
+
+SEQUENTIAL = ("uniform_", "normal_", "random_", "log_normal_", "cauchy_", "geometric_", "rand_like", "randn_like")
+"""Fills whose CPU kernels draw one number after the other, so that a tensor may be drawn in blocks."""
+
+FILLS = (
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "random_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_",
+)
+LIKE = ("rand_like", "randn_like", "randint_like", "normal_functional")
+
+READS = ("aten.bernoulli.default", "aten.bernoulli.out", "aten.normal.Tensor_float", "aten.normal.float_Tensor")
+"""Operators with one operand that do read it."""
+
+
+@rule_for(*(n.removesuffix("_") for n in FILLS), *LIKE)
+def random(call: Call) -> Rule:
+    """The operand gives shape and dtype only, unless it holds the probabilities: then it is put together first."""
+    out = next(o for o in call.outputs if o is not None)
+    ins, sizes = broadcast([o.shape for o in call.operands], out.shape)
+    full = tuple((f,) for f in sizes)
+    if call.func._schema.name.endswith("_") or (len(call.operands) == 1 and str(call.func) not in READS):
+        # In place a second operand is read, whole, and the first one is not.
+        rest = tuple(_never(o) for o in call.operands[1:])
+        return Rule((full, *rest), (full,), sizes, unread=frozenset({0}), local=_draw)
+    return Rule(ins, (full,), sizes, blocked=frozenset(sizes))
+
+
+def _never(tensor: Any) -> Dims:
+    """Dims of a tensor none of which is sharded."""
+    return ((),) * tensor.ndim
+
+
+def _draw(call: LocalCall):
+    layout, made, spec, template = call.layouts[0], call.call.outputs[0], call.call.operands[0], call.args[0]
+    assert layout is not None
+    assert made is not None
+    if not any(layout.dims) and template.stride() == spec.stride:
+        return call.run()
+    name = call.func._schema.name.removeprefix("aten::")
+    rest: tuple[Any, ...] = call.args[1:]
+    if name in SEQUENTIAL and _in_blocks(template, spec):
+
+        def draw(size, **_: Any) -> torch.Tensor:
+            return call.func(template.new_empty(size), *rest, **call.kwargs)
+
+        mine = sample(draw, Spec.make(call.mesh, layout, spec.shape, spec.stride, made.dtype), BLOCK)
+    else:
+        # Samplers fill memory in order, so the strides decide which element gets which number.
+        whole = template.new_empty_strided(spec.shape, spec.stride)
+        mine = keep_shard(call.func(whole, *rest, **call.kwargs), layout, call.mesh)
+    return template.copy_(mine) if name.endswith("_") else mine
+
+
+def _in_blocks(template: torch.Tensor, spec: Spec) -> bool:
+    """Whether a fill is drawn block by block: real CPU memory, in the order of the generator, and much of it."""
+    if type(template) is not torch.Tensor or not template.is_cpu:
+        return False
+    return spec.stride == contiguous_stride(spec.shape) and prod(spec.shape) > BLOCK
+
+
+@rule_for("native_dropout")
+def native_dropout(call: Call) -> Rule:
+    (ins,), sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
+    return Rule((ins,), (ins, ins), sizes, local=_local_dropout)
+
+
+def _local_dropout(call: LocalCall):
+    x, p, layout, spec = call["input"], call["p"], call.layouts[0], call.call.operands[0]
+    made = call.call.outputs[1]
+    assert layout is not None
+    assert made is not None
+    if not any(layout.dims) or call["train"] is False:
+        out, mask = call.run()
+        # Of an empty tensor torch makes a mask of the input's dtype.
+        return out, mask.to(made.dtype)
+    whole = x.new_empty_strided(spec.shape, spec.stride).fill_(1)
+    mask = keep_shard(torch.ops.aten.native_dropout.default(whole, p, True)[1], layout, call.mesh)
+    # As the kernel does: the scale is rounded to the dtype first.
+    return x * (mask.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), mask
+
+
+@rule_for("rrelu_with_noise", "rrelu_with_noise_functional")
+def rrelu(call: Call) -> Rule:
+    """Draws a number for each negative element: the operand is put together; the noise, written to, is a shard."""
+    full, sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
+    outs: tuple[Dims | None, ...] = (full[0],) * len(call.outputs)
+    if not call["training"]:
+        return Rule((full[0], full[0]), outs, sizes)
+    if call.func._schema.name.endswith("_"):
+        return Rule((full[0], full[0]), outs, sizes, unread=frozenset({0, 1}), local=_local_rrelu)
+    return Rule((_never(call.operands[0]), full[0]), outs, sizes, unread=frozenset({1}), local=_local_rrelu)
+
+
+def _local_rrelu(call: LocalCall):
+    x, noise, layout = call["self"], call["noise"], call.layouts[0]
+    assert layout is not None
+    if not any(layout.dims):
+        return call.run()
+    spec, in_place = call.call.operands[0], call.func._schema.name.endswith("_")
+    everywhere = Layout.make(layout.mesh_ndim, ((),) * spec.ndim, ())
+    # In place the operand lies as the result does.
+    whole = redistribute_local(x, spec.with_layout(layout), everywhere).clone() if in_place else x
+    drawn = noise.new_empty_strided(spec.shape, spec.stride)
+    made = call.run(self=whole, noise=drawn)
+    if isinstance(made, tuple):
+        return tuple(keep_shard(t, layout, call.mesh) for t in made)
+    noise.copy_(keep_shard(drawn, layout, call.mesh))
+    mine = keep_shard(made, layout, call.mesh)
+    return x.copy_(mine) if in_place else mine
+
+
+__all__ = ["keep_shard"]

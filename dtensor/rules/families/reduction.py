@@ -1,0 +1,191 @@
+"""Reductions.
+
+A reduced factor may be sharded where the reduction is associative over ranks; what the operator returns is then
+Partial. Where it is not (variance, logsumexp) or where no collective has it (any, all) a small reduction over the ranks
+within the operator does.
+"""
+
+from collections.abc import Callable
+from math import inf, prod
+from typing import Any
+
+import torch
+
+from ..call import Call, LocalCall, rule_for
+from ..local import all_reduce, has_empty_shard
+from ..rule import Dims, Rule
+from .pointwise import broadcast
+
+REDUCTIONS: dict[str, str | None] = {
+    "sum": "sum",
+    "nansum": "sum",
+    "mean": "sum",
+    "amax": "max",
+    "amin": "min",
+    "max": "max",
+    "min": "min",
+    "prod": "product",
+    "all": None,
+    "any": None,
+    "argmax": None,
+    "argmin": None,
+    "logsumexp": None,
+    "var": None,
+    "std": None,
+    "var_mean": None,
+    "std_mean": None,
+    "linalg_vector_norm": None,
+    "median": None,
+    "nanmedian": None,
+    "mode": None,
+    "kthvalue": None,
+    "count_nonzero": "sum",
+}
+"""Operator -> the reduce op of its parts; None where a collective cannot put parts together (but see `WITHIN`)."""
+
+LINEAR_REDUCTIONS = ("sum", "mean")
+
+
+def reduced_dims(call: Call) -> tuple[list[int], bool]:
+    """The reduced dimensions, counted from the front, and whether they are kept with length 1."""
+    ndim = call.operands[0].ndim
+    given = call["dim"] if call.has("dim") else None
+    keep = bool(call["keepdim"]) if call.has("keepdim") else False
+    if given is None or (isinstance(given, (list, tuple)) and not given):
+        return list(range(ndim)), keep
+    given = given if isinstance(given, (list, tuple)) else [given]
+    return [d % ndim if ndim else 0 for d in given], keep
+
+
+@rule_for(*REDUCTIONS)
+def reduction(call: Call) -> Rule:
+    name = call.name
+    shape = call.operands[0].shape
+    if len(call.operands) == 2:
+        return elementwise_extremum(call)
+    (ins,), sizes = broadcast([shape], shape)
+    over, keep = reduced_dims(call)
+    op = REDUCTIONS[name]
+    factors = [f"d{i}" for i in over] if shape else []
+    indices = name in ("max", "min") and len(call.outputs) == 2
+    out: Dims = tuple(() if i in over else (f"d{i}",) for i in range(len(shape)) if keep or i not in over)
+    if name in WITHIN and not call.operands[0].dtype.is_complex:
+        whole = frozenset(range(len(call.outputs)))
+        local, across = WITHIN[name], frozenset(factors)
+        refuses = across if local is _logsumexp else frozenset()
+        return Rule(
+            (ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across, refuses_empty=refuses
+        )
+    if op is None or indices or (op != "sum" and call.operands[0].dtype == torch.bool):
+        return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
+    linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()
+    reduce = dict.fromkeys(factors, op)
+    local = _mean if name == "mean" else _extremum if op in ("max", "min") else None
+    return Rule((ins,), (out,), sizes, reduce=reduce, linear=linear, local=local, across=frozenset(factors))
+
+
+def elementwise_extremum(call: Call) -> Rule:
+    """`max(a, b)` and `min(a, b)`: pointwise in two operands."""
+    (out,) = call.outputs
+    assert out is not None
+    ins, sizes = broadcast([o.shape for o in call.operands], out.shape)
+    return Rule(ins, (tuple((f,) for f in sizes),), sizes)
+
+
+def _mean(call: LocalCall):
+    """The local sum over the global count, so that uneven parts weigh right."""
+    over, keep = reduced_dims(call.call)
+    shape = call.call.operands[0].shape
+    dtype = call.call["dtype"]
+    total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=dtype)
+    return total / prod(shape[i] for i in over)
+
+
+def _extremum(call: LocalCall):
+    """An empty shard gives the value that loses against every other."""
+    if not has_empty_shard(call):
+        return call.run()
+    x = call["self"][0] if call.call.many else call["self"]
+    over, keep = reduced_dims(call.call)
+    wants_max = REDUCTIONS[call.call.name] == "max"
+    if x.dtype.is_floating_point:
+        worst = -inf if wants_max else inf
+    else:
+        worst = torch.iinfo(x.dtype).min if wants_max else torch.iinfo(x.dtype).max
+    shape = [1 if i in over else s for i, s in enumerate(x.shape) if keep or i not in over]
+    made = x.new_full(shape, worst)
+    return [made] if call.call.many else made
+
+
+def _truth(call: LocalCall):
+    """`any` is the largest truth value of all ranks, `all` the smallest."""
+    made = call.run()
+    op = "max" if call.call.name == "any" else "min"
+    return all_reduce(made.to(torch.uint8), op, call, _reduced_factors(call)).to(made.dtype)
+
+
+def _reduced_factors(call: LocalCall) -> set[str]:
+    return {f"d{i}" for i in reduced_dims(call.call)[0]}
+
+
+def _logsumexp(call: LocalCall):
+    """The largest value of all ranks is taken out first, so that no exponential overflows."""
+    (o,) = call.call.outputs
+    assert o is not None
+    over, keep = reduced_dims(call.call)
+    factors = _reduced_factors(call)
+    x = call["self"].to(o.dtype)
+    shape = [1 if i in over else s for i, s in enumerate(x.shape)]
+    top = x.amax(over, keepdim=True) if x.numel() else x.new_full(shape, -inf)
+    top = all_reduce(top, "max", call, factors)
+    top = torch.where(top.abs() == inf, torch.zeros_like(top), top)
+    total = all_reduce((x - top).exp().sum(over, keepdim=True), "sum", call, factors)
+    made = total.log() + top
+    return made if keep else made.reshape([s for i, s in enumerate(made.shape) if i not in over])
+
+
+def _variance(call: LocalCall):
+    """By two passes: the mean, then the squares of what differs from it."""
+    name, x = call.call.name, call["self"]
+    over, keep = reduced_dims(call.call)
+    factors = _reduced_factors(call)
+    count = prod(call.call["self"].shape[i] for i in over)
+    mean = all_reduce(x.sum(over, keepdim=True), "sum", call, factors) / count
+    centred = x - mean
+    squares = all_reduce((centred * centred).sum(over, keepdim=True), "sum", call, factors)
+    made = squares / max(count - _correction(call), 0)
+    made = made.sqrt() if name.startswith("std") else made
+    if not keep:
+        kept = [s for i, s in enumerate(made.shape) if i not in over]
+        made, mean = made.reshape(kept), mean.reshape(kept)
+    return (made, mean) if name.endswith("_mean") else made
+
+
+def _correction(call: LocalCall):
+    if call.call.has("unbiased"):
+        return int(call["unbiased"])
+    return 1 if call["correction"] is None else call["correction"]
+
+
+WITHIN: dict[str, Callable[[LocalCall], Any]] = {
+    "any": _truth,
+    "all": _truth,
+    "logsumexp": _logsumexp,
+    "var": _variance,
+    "std": _variance,
+    "var_mean": _variance,
+    "std_mean": _variance,
+}
+"""Operator whose parts no collective puts together -> what reduces over the ranks within it. Results are Replicate."""
+
+
+@rule_for("histc")
+def histogram(call: Call) -> Rule:
+    """Counts add up, if the range is given and not to be found first."""
+    shape = call.operands[0].shape
+    (ins,), sizes = broadcast([shape], shape)
+    blocked = frozenset(sizes) if call["min"] == call["max"] else frozenset()
+    return Rule((ins,), (((),),), sizes, reduce=dict.fromkeys(sizes, "sum"), blocked=blocked)
+
+
+__all__ = ["REDUCTIONS", "WITHIN"]

@@ -1,0 +1,230 @@
+"""Views and data movement: which output dimension holds which factor of the input.
+
+A view is a list of groups: input dimensions whose product is that of some output dimensions. Merging and splitting keep
+the shard of the major factor only, and only if it divides evenly; what is kept is proved in the tests by comparing
+index maps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import gcd, prod
+
+import torch
+
+from ...torch_private.sizes import same_size
+from ..call import Call, LocalCall, rule_for
+from ..rule import Dim, Dims, Rule
+from .pointwise import broadcast
+
+LINEAR = (frozenset({0}),)
+
+
+def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
+    """Cut two shapes of equal product into the smallest groups of consecutive dimensions of equal product.
+
+    Dimensions of length 1 are in no group.
+    """
+    ins = [i for i, s in enumerate(before) if not same_size(s, 1)]
+    outs = [i for i, s in enumerate(after) if not same_size(s, 1)]
+    found, i, o = [], 0, 0
+    while i < len(ins) and o < len(outs):
+        a, b = [ins[i]], [outs[o]]
+        x, y = before[ins[i]], after[outs[o]]
+        i, o = i + 1, o + 1
+        while x != y:
+            if (x < y and i < len(ins)) or o == len(outs):
+                if i == len(ins):
+                    return []
+                a.append(ins[i])
+                x, i = x * before[ins[i]], i + 1
+            else:
+                b.append(outs[o])
+                y, o = y * after[outs[o]], o + 1
+        found.append((a, b))
+    return found
+
+
+def view_factors(before: tuple, after: tuple) -> tuple[Dims, Dims, dict]:
+    """Factors of a tensor of shape `before` and of its view as `after`, and the factors' sizes."""
+    ins: list[Dim] = [()] * len(before)
+    outs: list[Dim] = [()] * len(after)
+    sizes: dict = {}
+    if any(isinstance(s, int) and s == 0 for s in before):
+        return tuple(ins), tuple(outs), sizes
+    for a, b in groups(before, after):
+        if len(a) > 1 and len(b) > 1:
+            _share_major(a, b, before, after, ins, outs, sizes)
+            continue
+        finer, shape = (a, before) if len(a) >= len(b) else (b, after)
+        names = tuple(f"d{a[0]}.{k}" for k in range(len(finer)))
+        sizes.update(zip(names, [shape[i] for i in finer]))
+        for side, index in ((ins, a), (outs, b)):
+            if len(index) == 1:
+                side[index[0]] = names
+            else:
+                for name, i in zip(names, index):
+                    side[i] = (name,)
+    return tuple(ins), tuple(outs), sizes
+
+
+def _common(x, y):
+    """The greatest common divisor; of symbolic sizes only if one divides the other, else 1."""
+    if isinstance(x, int) and isinstance(y, int):
+        return gcd(x, y)
+    return x if y % x == 0 else y if x % y == 0 else 1
+
+
+def _share_major(a, b, before, after, ins, outs, sizes) -> None:
+    """Many dimensions to many others: only a major factor common to both first dimensions can be followed."""
+    x, y = before[a[0]], after[b[0]]
+    small = _common(x, y)
+    if same_size(small, 1):
+        return
+    major, rest = f"d{a[0]}.0", f"d{a[0]}.1"
+    sizes[major], sizes[rest] = small, prod(before[i] for i in a) // small
+    ins[a[0]], outs[b[0]] = (major, rest), (major, rest)
+
+
+@rule_for("view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy", "_reshape_alias")
+def view(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    if call.has("dtype"):
+        return _reinterpreted(call, out)
+    ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
+    # The minor rest of a many-to-many group stands for no dimension of its own and is never a candidate.
+    blocked = frozenset(f for d in ins for f in d[1:])
+    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg=_size(call))
+
+
+def _size(call: Call) -> str:
+    return "size" if call.has("size") else "shape"
+
+
+def _reinterpreted(call: Call, out) -> Rule:
+    """`x.view(dtype)`: not linear, and the last dimension changes its length where the element size does."""
+    shape = call.operands[0].shape
+    rule = follow(call, list(range(out.ndim)))
+    resized = out.dtype.itemsize != call.operands[0].dtype.itemsize
+    return replace(rule, linear=(), blocked=frozenset({f"d{len(shape) - 1}"}) if resized else frozenset())
+
+
+def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
+    leading = {d[0] for t in (ins, outs) for d in t if d}
+    return frozenset(f for t in (ins, outs) for d in t for f in d if f not in leading)
+
+
+def follow(call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg=None) -> Rule:
+    """Output dimension i is input dimension `source[i]`, or a new one (None)."""
+    shape = call.operands[0].shape
+    (ins,), sizes = broadcast([shape], shape)
+    out: Dims = tuple(() if s is None else ins[s] for s in source)
+    outs = tuple(out if o is not None else None for o in call.outputs)
+    kept = {f for d in out for f in d}
+    blocked = blocked | (frozenset(sizes) - kept)
+    out_blocked = tuple(tuple(() if d and d[0] in blocked else d for d in o) if o is not None else None for o in outs)
+    return Rule((ins,), out_blocked, sizes, linear=LINEAR, blocked=blocked, shape_arg=shape_arg)
+
+
+@rule_for("t")
+def t(call: Call) -> Rule:
+    return follow(call, list(range(call.operands[0].ndim))[::-1])
+
+
+@rule_for("transpose", "swapaxes")
+def transpose(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    order: list[int | None] = list(range(ndim))
+    a, b = (call["dim0"] % ndim, call["dim1"] % ndim) if ndim else (0, 0)
+    if ndim:
+        order[a], order[b] = order[b], order[a]
+    return follow(call, order)
+
+
+@rule_for("permute")
+def permute(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    return follow(call, [d % ndim for d in call["dims"]])
+
+
+@rule_for("unsqueeze")
+def unsqueeze(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    order: list[int | None] = list(range(ndim))
+    order.insert(call["dim"] % (ndim + 1), None)
+    return follow(call, order)
+
+
+@rule_for("squeeze")
+def squeeze(call: Call) -> Rule:
+    shape = call.operands[0].shape
+    given = call["dim"] if call.has("dim") else list(range(len(shape)))
+    given = given if isinstance(given, (list, tuple)) else [given]
+    gone = {d % len(shape) for d in given if same_size(shape[d], 1)} if shape else set()
+
+    def local(call: LocalCall):
+        # By dimension: a shard may have length 1 where the whole has not, and 0 where the whole has 1.
+        x = call.args[0]
+        if all(same_size(x.shape[d], 1) for d in gone):
+            return torch.ops.aten.squeeze.dims(x, sorted(gone))
+        return x.reshape([s for i, s in enumerate(x.shape) if i not in gone])
+
+    return replace(follow(call, [i for i in range(len(shape)) if i not in gone]), local=local)
+
+
+@rule_for("expand")
+def expand(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    shape = call.operands[0].shape
+    new = out.ndim - len(shape)
+    source = [None if i < new or (same_size(shape[i - new], 1) and not same_size(s, 1)) else i - new
+              for i, s in enumerate(out.shape)]  # fmt: skip
+    rule = follow(call, list(source), shape_arg="size")
+    return rule
+
+
+@rule_for("constant_pad_nd")
+def pad(call: Call) -> Rule:
+    """Padded dimensions are whole on every rank; padding with zeros is linear."""
+    ndim, given = call.operands[0].ndim, call["pad"]
+    padded = {f"d{ndim - 1 - i // 2}" for i, p in enumerate(given) if not (isinstance(p, int) and p == 0)}
+    rule = follow(call, list(range(ndim)), blocked=frozenset(padded))
+    return rule if call["value"] == 0 else replace(rule, linear=())
+
+
+@rule_for("cat", "stack", "_stack")
+def cat(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    dim = call["dim"] % out.ndim
+    stacked = call.name.endswith("stack")
+    names = [f"d{i}" for i in range(out.ndim)]
+    full: Dims = tuple(() if i == dim else (f,) for i, f in enumerate(names))
+    one = full[:dim] + full[dim + 1 :] if stacked else full
+    # Legacy: cat skips 1-D empty tensors whatever the shape of the others.
+    ins = tuple(one if o.ndim == len(one) else ((),) * o.ndim for o in call.operands)
+    sizes = {f: s for i, (f, s) in enumerate(zip(names, out.shape)) if i != dim}
+    return Rule(ins, (full,), sizes, linear=(frozenset(range(len(ins))),))
+
+
+@rule_for("repeat")
+def repeat(call: Call) -> Rule:
+    """A dimension that is repeated is whole on every rank."""
+    shape, repeats = call.operands[0].shape, call["repeats"]
+    new = len(repeats) - len(shape)
+    source = [i - new if i >= new and same_size(r, 1) else None for i, r in enumerate(repeats)]
+    return follow(call, source)
+
+
+@rule_for("view_as_real")
+def view_as_real(call: Call) -> Rule:
+    return follow(call, [*range(call.operands[0].ndim), None])
+
+
+@rule_for("view_as_complex")
+def view_as_complex(call: Call) -> Rule:
+    return follow(call, list(range(call.operands[0].ndim - 1)))
+
+
+__all__ = ["follow", "groups", "view_factors"]

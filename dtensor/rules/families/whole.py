@@ -1,0 +1,72 @@
+"""Whole: operators that have no rule, and why. They run replicated."""
+
+from ..call import base_name
+
+VALUES = "its result is a number, or of a shape, that depends on all values"
+ORDER = "it counts through the tensor as one sequence"
+DRAWS = "the numbers it draws depend on all probabilities"
+RAGGED = "segments of different lengths cross any cut"
+ALGORITHM = "the algorithm runs over all of its data"
+
+WHOLE: dict[str, str] = {
+    **dict.fromkeys(
+        [
+            "_local_scalar_dense",
+            "allclose",
+            "bincount",
+            "equal",
+            "index",
+            "is_nonzero",
+            "item",
+            "masked_select",
+            "nonzero",
+            "nonzero_static",
+            "repeat_interleave",
+            "unique_consecutive",
+            "unique_dim",
+            "unique_dim_consecutive",
+            "_unique",
+            "_unique2",
+        ],
+        VALUES,
+    ),
+    **dict.fromkeys(["hash_tensor", "nonzero_numpy", "_pdist_forward", "_pdist_backward"], ORDER),
+    **dict.fromkeys(["binomial", "multinomial", "poisson", "_sample_dirichlet", "_standard_gamma"], DRAWS),
+    **dict.fromkeys(
+        [
+            "segment_reduce",
+            "_segment_reduce_backward",
+            "_ctc_loss",
+            "_ctc_loss_backward",
+            "_embedding_bag",
+            "_embedding_bag_backward",
+            "_embedding_bag_dense_backward",
+            "_embedding_bag_forward_only",
+            "_embedding_bag_per_sample_weights_backward",
+        ],
+        RAGGED,
+    ),
+    **dict.fromkeys(
+        [
+            "histogram",
+            "_histogramdd_bin_edges",
+            "_histogramdd_from_bin_cts",
+            "_histogramdd_from_bin_tensors",
+            "linalg_lstsq",
+            "_trilinear",
+        ],
+        ALGORITHM,
+    ),
+}
+"""Operator -> why it has no sharding rule."""
+
+BY_MEANING = (VALUES, ORDER, DRAWS)
+"""Reasons that no rule could do away with: gathering the arguments is what the user asked for, and no fallback."""
+
+
+def needs_whole(func) -> bool:
+    """Whether an operator needs whole tensors by its meaning, so that running it on them is worth no warning."""
+    return WHOLE.get(base_name(func).removeprefix("aten::")) in BY_MEANING
+
+
+__all__ = ["WHOLE", "needs_whole"]

@@ -1,0 +1,53 @@
+"""Sampling: this rank's shard of what one device would draw, without holding the global tensor.
+
+The generator's sequence is walked in blocks, and each block's overlap with the shard is kept. Blocks are a multiple of
+16 elements, the unit in which torch's CPU normal sampler turns uniforms into normals, and the last one is never
+shorter than that, so the numbers are those of one call.
+"""
+
+from collections.abc import Callable
+from math import prod
+
+import torch
+
+from ..mesh.spec import Spec, chunk
+
+BLOCK = 1 << 20
+
+
+def sample(draw: Callable[..., torch.Tensor], spec: Spec, block: int = BLOCK) -> torch.Tensor:
+    """The local shard of `draw(spec.shape)`; advances the default generator alike on every rank.
+
+    Args:
+        draw: `torch.rand` or `torch.randn`.
+        spec: mesh, layout, global shape and dtype.
+        block: elements held at a time, a multiple of 16.
+    """
+    total, device = prod(spec.shape), spec.mesh.device_type
+    sizes, offsets = chunk(spec)
+    local = torch.empty(sizes, dtype=spec.dtype, device=device)
+    if device != "cpu" or total <= block:
+        drawn = draw(spec.shape, dtype=spec.dtype, device=device)
+        if spec.coordinate is None:
+            return drawn.new_empty(0)
+        return drawn[tuple(slice(o, o + s) for o, s in zip(offsets, sizes))].clone()
+    wanted = _positions(sizes, offsets, spec.shape)
+    flat, start = local.view(-1), 0
+    while start < total:
+        end = total if total - start < 2 * block else start + block
+        drawn = draw(end - start, dtype=spec.dtype, device=device)
+        first, last = torch.searchsorted(wanted, torch.tensor([start, end])).tolist()
+        flat[first:last] = drawn[wanted[first:last] - start]
+        start = end
+    return local if spec.coordinate is not None else local.new_empty(0)
+
+
+def _positions(sizes, offsets, shape) -> torch.Tensor:
+    """Flat global positions of the shard's elements, ascending."""
+    found = torch.zeros(1, dtype=torch.int64)
+    for size, offset, length in zip(sizes, offsets, shape):
+        found = (found.unsqueeze(-1) * length + torch.arange(offset, offset + size)).view(-1)
+    return found
+
+
+__all__ = ["sample"]

@@ -1,0 +1,288 @@
+"""How torch.distributed.checkpoint writes and reads the files of a checkpoint, so that all ranks fail together.
+
+Which rank writes which part of which tensor is torch's business (`checkpoint` tells it), what lies where that of
+`checkpoint_index`. Nothing that a checkpoint holds is run: values that are no tensors are read by torch's loader for
+weights, which makes numbers, texts, containers and tensors, and refuses all else; and so does a save. Torch tells all
+ranks what goes wrong on one while it plans, writes and reads; `tried` does for all that is done before and after.
+"""
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..errors import CheckpointError
+from .index import DamagedError, Index, Part, read_index, write_index
+from .safetensors import raw_bytes
+
+
+class Writer(StorageWriter):
+    """Writes what this rank has of a checkpoint to a file in `folder`; the first rank writes the index, last of all."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.file = f"rank-{kwargs.get('rank', 0):05d}.bin"
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
+        results, begin = [], 0
+        # Checksums are computed beside the writing.
+        with open(self.folder / self.file, "wb") as file, ThreadPoolExecutor(1) as beside:
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                is_value = item.type == WriteItemType.BYTE_IO
+                raw = data.getbuffer() if is_value else raw_bytes(data)
+                crc32 = beside.submit(zlib.crc32, raw)
+                file.write(raw)
+                sizes = () if is_value else tuple(item.tensor_data.chunk.sizes)
+                part = Part(self.file, begin, len(raw), crc32.result(), sizes)
+                begin += len(raw)
+                results.append(WriteResult(item.index, part.length, part))
+            file.flush()
+            os.fsync(file.fileno())
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = [result for of_rank in results for result in of_rank]
+        tensors: dict[str, Any] = {}
+        values: dict[str, Part] = {}
+        for name, kind in metadata.state_dict_metadata.items():
+            if isinstance(kind, TensorStorageMetadata):
+                tensors[name] = kind.properties.dtype, kind.size, {}
+        for result in written:
+            name, part = result.index.fqn, result.storage_data
+            if name in tensors:
+                tensors[name][2][torch.Size(result.index.offset or ())] = part
+            else:
+                values[name] = part
+        names = sorted({result.storage_data.file for result in written})
+        files = {name: (self.folder / name).stat().st_size for name in names}
+        write_index(self.folder, Index(files, metadata.planner_data or {}, tensors, values))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class Reader(StorageReader):
+    """Reads what this rank needs of the checkpoint in `folder`, whose index it reads at once.
+
+    Raises:
+        DamagedError: see `read_index`.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder, self.index = folder, read_index(folder)
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        kinds: dict[str, Any] = {name: BytesStorageMetadata() for name in self.index.values}
+        where = {MetadataIndex(name): part for name, part in self.index.values.items()}
+        for name, (dtype, shape, parts) in self.index.tensors.items():
+            chunks = [ChunkStorageMetadata(offsets=at, sizes=torch.Size(p.sizes)) for at, p in parts.items()]
+            kinds[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
+            where |= {MetadataIndex(name, at): part for at, part in parts.items()}
+        return Metadata(kinds, planner_data=dict(self.index.paths), storage_data=where, storage_meta=StorageMeta())
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.where = metadata.storage_data
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    def read_data(self, plan: Any, planner: Any) -> Future[None]:
+        wanted: dict[Part, list[Any]] = {}
+        for item in plan.items:
+            wanted.setdefault(self.where[item.storage_index], []).append(item)
+        for part in sorted(wanted, key=lambda p: (p.file, p.begin)):
+            data = part.read(self.folder)
+            raw: Any = data.numpy()
+            for item in wanted[part]:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, io.BytesIO(raw))
+                    continue
+                dtype = self.index.tensors[item.storage_index.fqn][0]
+                found = data.view(dtype).view(part.sizes)
+                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                    found = found.narrow(dim, offset, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(found)
+                planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class SafeSavePlanner(DefaultSavePlanner):
+    """Torch's plan of a save, which refuses values that could not be read without running their code."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        if write_item.type != WriteItemType.BYTE_IO:
+            return super().transform_object(write_item, object)
+        try:
+            data = super().transform_object(write_item, object)
+            torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
+        except Exception as error:  # what pickling raises depends on the object
+            raise CheckpointError(
+                f"{write_item.index.fqn!r} has an object of class {type(object).__name__}, and a checkpoint holds "
+                "tensors, numbers, texts and containers of these; save what it is made of, its state_dict() say"
+            ) from error
+        return data
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """Torch's plan of a load, which runs nothing that it reads."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            found = torch.load(value, weights_only=True)
+        except Exception as error:  # bytes that are no pickle can raise anything
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"{name!r} is not read, as it is no tensor, number, text or container: {reason}"
+            ) from error
+        owner: Any = self.original_state_dict
+        *path, last = self.mappings[name] if self.flatten_state_dict else (name,)
+        for key in path:
+            owner = owner[key]
+        owner[last] = found
+
+
+def save_from(state: dict[str, Any], folder: Path, group: Any) -> None:
+    """Write what the ranks of `group` have in `state`, which holds no objects with states of their own.
+
+    Raises:
+        CheckpointException: torch's, on all ranks, with what went wrong on which.
+    """
+    dcp.save(state, storage_writer=Writer(folder), planner=SafeSavePlanner(), process_group=group)
+
+
+def read_into(state: dict[str, Any], reader: Any, group: Any) -> tuple[str, bool]:
+    """Read into `state`, and objects in it that have states of their own.
+
+    Returns:
+        What went wrong, "" for nothing, and whether that is damage; the same on all ranks.
+    """
+    given, wrong = tried(lambda: without_objects(state), group)
+    if wrong:
+        return wrong, False
+    try:
+        dcp.load(given, storage_reader=reader, planner=SafeLoadPlanner(), process_group=group)
+    except CheckpointException as error:
+        return said(error), any(isinstance(found, DamagedError) for found, _ in error.failures.values())
+
+    def give_back() -> None:
+        for key, x in state.items():
+            if isinstance(x, Stateful):
+                x.load_state_dict(given[key])
+        state.update({key: x for key, x in given.items() if not isinstance(state[key], Stateful)})
+
+    return tried(give_back, group)[1], False
+
+
+def without_objects(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict with the states of those of its objects that have one."""
+    return {key: x.state_dict() if isinstance(x, Stateful) else x for key, x in state.items()}
+
+
+def gathered(mine: Any, group: Any) -> list[Any]:
+    """What each rank has; this one alone if there is no group."""
+    if group is None:
+        return [mine]
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
+
+
+def attempted(act: Callable[[], Any]) -> tuple[Any, str]:
+    """What `act` gives, and what is said of its error, "" if there is none."""
+    try:
+        return act(), ""
+    except Exception as error:
+        return None, line(error)
+
+
+def tried(act: Callable[[], Any], group: Any) -> tuple[Any, str]:
+    """What `act` gives on this rank, and what is said of its errors on all ranks, "" if there are none."""
+    made, wrong = attempted(act)
+    return made, of_ranks(gathered(wrong, group))
+
+
+def said(error: BaseException) -> str:
+    """What went wrong, in a line; torch shows the stacks of all ranks."""
+    if not isinstance(error, CheckpointException):
+        return line(error)
+    told = [error.failures.get(rank) for rank in range(max(error.failures) + 1)]
+    return of_ranks(["" if failure is None else line(failure[0]) for failure in told])
+
+
+def line(error: BaseException) -> str:
+    """An error in a line; those of this library say by themselves what they are."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def of_ranks(texts: Sequence[str]) -> str:
+    """What each rank says, if it says anything; each text once, with its ranks."""
+    lines: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        if text:
+            lines.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in lines.items())
+
+
+__all__ = [
+    "Reader",
+    "Writer",
+    "attempted",
+    "gathered",
+    "line",
+    "of_ranks",
+    "read_into",
+    "said",
+    "save_from",
+    "tried",
+    "without_objects",
+]

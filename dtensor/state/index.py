@@ -1,0 +1,215 @@
+"""The index of a checkpoint: what is where in its files, with a checksum for each part, and one of its own.
+
+    checkpoint.json     what the checkpoint holds: names, dtypes, shapes; of each part where it lies, and its CRC-32
+    rank-00003.bin      the parts that rank 3 wrote, one after the other, as they lie in memory
+
+The index is JSON, and what it says is believed only where it can be: files are files of its folder, parts lie within
+them and are as long as their shapes say. A changed byte, of a part or of the index, is noticed.
+"""
+
+import errno
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+
+INDEX = "checkpoint.json"
+"""The file of a checkpoint that says what is in the others."""
+
+FORMAT = 1
+"""What the index calls this format."""
+
+DTYPES = {name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
+"""Name -> dtype."""
+
+_FILE = re.compile(r"rank-\d{5,}\.bin")
+
+
+class DamagedError(CheckpointError):
+    """The bytes of a checkpoint are not those that were written."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where the bytes of a value lie, or of a part of a tensor.
+
+    Attributes:
+        file: name of the file.
+        begin: the first byte in the file.
+        length: number of bytes.
+        crc32: their checksum.
+        sizes: of a part of a tensor its shape.
+    """
+
+    file: str
+    begin: int
+    length: int
+    crc32: int
+    sizes: tuple[int, ...] = ()
+
+    def read(self, folder: Path) -> torch.Tensor:
+        """The bytes.
+
+        Raises:
+            DamagedError: they are not there, or not those that were written.
+        """
+        data = torch.empty(self.length, dtype=torch.uint8)
+        raw: Any = data.numpy()
+        buffer = memoryview(raw)
+        try:
+            with open(folder / self.file, "rb") as file:
+                file.seek(self.begin)
+                count = file.readinto(buffer)
+        except OSError as error:
+            raise DamagedError(f"{self.file} cannot be read: {error.strerror or error}") from error
+        if count != self.length or zlib.crc32(buffer) != self.crc32:
+            end = self.begin + self.length
+            raise DamagedError(f"bytes {self.begin:,} to {end:,} of {self.file} are not what was written")
+        return data
+
+
+@dataclass(frozen=True)
+class Index:
+    """What an index says.
+
+    Attributes:
+        files: name -> bytes.
+        paths: name -> the keys that lead to it in the nested state dict.
+        tensors: name -> dtype, shape, and offsets -> part.
+        values: name -> where it lies.
+    """
+
+    files: dict[str, int]
+    paths: dict[str, tuple[str | int, ...]]
+    tensors: dict[str, tuple[torch.dtype, torch.Size, dict[torch.Size, Part]]]
+    values: dict[str, Part]
+
+    def parts(self) -> Iterable[Part]:
+        """All that lies in the files."""
+        yield from self.values.values()
+        for _, _, parts in self.tensors.values():
+            yield from parts.values()
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write the index of what lies in a checkpoint's files; it is on the disk when this returns."""
+    tensors = {
+        name: {
+            "dtype": str(dtype).removeprefix("torch."),
+            "shape": shape,
+            "parts": [{"offsets": at, **asdict(part)} for at, part in parts.items()],
+        }
+        for name, (dtype, shape, parts) in index.tensors.items()
+    }
+    values = {name: asdict(part) for name, part in index.values.items()}
+    content = {"format": FORMAT, "files": index.files, "paths": index.paths, "tensors": tensors, "values": values}
+    body = json.dumps(content, separators=(",", ":"))
+    with open(folder / INDEX, "w") as file:
+        file.write(_head(zlib.crc32(body.encode())) + body + "}")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _head(crc32: int) -> str:
+    """What stands in an index before its content."""
+    return f'{{"crc32":{crc32},"content":'
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a checkpoint, and files that are as long as it says.
+
+    Raises:
+        DamagedError: the index is missing, is none, or was changed; a file is missing, or longer or shorter.
+    """
+    try:
+        text = content_of(folder / INDEX).decode()
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{INDEX} is missing or is no text") from error
+    try:
+        index = _parsed(text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{INDEX} is not as it was written") from error
+    for name, size in index.files.items():
+        found = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if found is None:
+            raise DamagedError(f"{name} is missing")
+        if found != size:
+            raise DamagedError(f"{name} has {found:,} bytes of {size:,}")
+    return index
+
+
+def content_of(path: Path) -> bytes:
+    """What a file holds; a pipe, say, for which a reader would wait, is none."""
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    return path.read_bytes()
+
+
+def _parsed(text: str) -> Index:
+    whole = json.loads(text)
+    head, content = _head(whole["crc32"]), whole["content"]
+    body = text[len(head) : -1]
+    _checked(text, text == head + body + "}" and zlib.crc32(body.encode()) == whole["crc32"])
+    if content["format"] != FORMAT:
+        raise CheckpointError(f"{INDEX} is of format {content['format']}; this version reads {FORMAT}")
+    files = {_checked(name, bool(_FILE.fullmatch(name))): _natural(size) for name, size in content["files"].items()}
+    tensors = {}
+    for name, entry in content["tensors"].items():
+        dtype, shape = DTYPES[entry["dtype"]], torch.Size(map(_natural, entry["shape"]))
+        parts = {torch.Size(map(_natural, e["offsets"])): _part(e, files) for e in entry["parts"]}
+        for part in parts.values():
+            _checked(part, part.length == torch.Size(part.sizes).numel() * dtype.itemsize)
+        _checked(parts, sum(torch.Size(p.sizes).numel() for p in parts.values()) == shape.numel())
+        tensors[name] = dtype, shape, parts
+    values = {name: _part(entry, files) for name, entry in content["values"].items()}
+    paths = {name: tuple(_checked(k, isinstance(k, str | int)) for k in p) for name, p in content["paths"].items()}
+    return Index(files, paths, tensors, values)
+
+
+def _part(entry: Mapping[str, Any], files: Mapping[str, int]) -> Part:
+    begin, length = _natural(entry["begin"]), _natural(entry["length"])
+    _checked(entry, begin + length <= files[entry["file"]])
+    return Part(entry["file"], begin, length, _natural(entry["crc32"]), tuple(map(_natural, entry["sizes"])))
+
+
+def _natural(n: Any) -> int:
+    return _checked(n, type(n) is int and n >= 0)
+
+
+def _checked(x: Any, fits: bool) -> Any:
+    if not fits:
+        raise ValueError(f"{x!r} cannot be")
+    return x
+
+
+def verify(
+    folder: Path,
+    share: tuple[int, int] = (0, 1),
+    shown: Callable[[list[Part]], Iterable[Part]] = iter,
+) -> str:
+    """What is wrong with a checkpoint, "" if nothing is: every byte is read.
+
+    Args:
+        folder: the checkpoint's.
+        share: (k, n) reads the k-th of n shares of the parts.
+        shown: goes through the parts one by one, and may show how far it is.
+    """
+    k, n = share
+    try:
+        parts = sorted(read_index(folder).parts(), key=lambda p: (p.file, p.begin))
+        for part in shown(parts[k::n]):
+            part.read(folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+__all__ = ["INDEX", "DamagedError", "Index", "Part", "content_of", "read_index", "verify", "write_index"]

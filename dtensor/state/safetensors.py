@@ -1,0 +1,263 @@
+"""Whole models as safetensors files: written tensor by tensor, read by each rank as far as it needs.
+
+The format (github.com/huggingface/safetensors): eight bytes with the length of a header, the header in JSON, which
+gives for each tensor dtype, shape and where its bytes begin and end, then the bytes. It needs nothing but torch.
+"""
+
+import json
+import math
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CheckpointError
+from ..mesh.spec import chunk
+from ..tensor.tensor import DTensor
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+"""What the format calls a dtype."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+"""The file that says which tensor is in which of several files."""
+
+
+def export(
+    state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write the tensors of a state dict to one safetensors file, whole, as one device would have them.
+
+    Collective over the ranks of the tensors. One tensor at a time is put together; the first rank writes. The file has
+    its name only when it is complete.
+
+    Args:
+        state: name -> DTensor or plain tensor.
+        path: the file, which is replaced if it exists.
+        metadata: texts for the header.
+
+    Raises:
+        TypeError: `state` is no dict, or has something that is no tensor or no text for a name; metadata are no texts.
+        ValueError: a tensor of a dtype that the format does not have.
+        CheckpointError: on all ranks, if the first could not write.
+    """
+    _check_state(state)
+    header = _header(state, metadata)
+    writer = _Writer(Path(path)) if not dist.is_initialized() or dist.get_rank() == 0 else None
+    if writer is not None:
+        writer.write(header)
+    for x in state.values():
+        kept: Any = x.detach()
+        whole = kept.full_tensor() if isinstance(x, DTensor) else kept
+        if writer is not None:
+            writer.write(raw_bytes(whole))
+    said = [None if writer is None else writer.close()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(said, src=0)
+    if said[0] is not None:
+        raise CheckpointError(f"{path} could not be written: {said[0]}")
+
+
+class _Writer:
+    """A file that has its name when it is closed. What goes wrong is told then: the other ranks go on till the end."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.partial = path.with_name(path.name + ".partial")
+        self.error: OSError | None = None
+        self.file: Any = None
+        self._try(lambda: setattr(self, "file", open(self.partial, "wb")))  # noqa: SIM115
+
+    def _try(self, act: Any) -> None:
+        try:
+            if self.error is None:
+                act()
+        except OSError as error:
+            self.error = error
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._try(lambda: self.file.write(data))
+
+    def close(self) -> OSError | None:
+        self._try(self._finish)
+        if self.file is not None:
+            self.file.close()
+        if self.error is not None:
+            self.partial.unlink(missing_ok=True)
+        return self.error
+
+    def _finish(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+        self.partial.replace(self.path)
+
+
+def _is_text(given: Any) -> bool:
+    return isinstance(given, Mapping) and all(isinstance(x, str) for pair in given.items() for x in pair)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"the state is a dict from names to tensors; got {type(state).__name__}")
+
+
+def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
+    if metadata is not None and not _is_text(metadata):
+        raise TypeError(f"metadata is a dict from texts to texts; got {metadata!r}")
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    end = 0
+    for name, x in state.items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors in a safetensors file have texts for names; got {name!r}")
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"a safetensors file holds tensors; {name!r} is {type(x).__name__}, leave it out")
+        if x.dtype not in NAMES:
+            raise ValueError(f"a safetensors file cannot hold {x.dtype}, which {name!r} is of; write x.to(float32)")
+        begin, end = end, end + x.numel() * x.element_size()
+        entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def raw_bytes(x: torch.Tensor) -> memoryview:
+    """The bytes of a tensor as they lie in memory when it is contiguous, on the host."""
+    flat = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(raw)
+
+
+def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, strict: bool = True) -> list[str]:
+    """Read a safetensors file into the tensors of a state dict, in place; each rank reads its shards, and no more.
+
+    Args:
+        state: name -> DTensor or plain tensor, of the shape in the file; values are cast to its dtype.
+        path: a file, or a folder with one `*.safetensors` or with an index of several, as transformers write them.
+        strict: raise if the names in `state` and in the file are not the same.
+
+    Returns:
+        The names in `state` that are not in the file.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or cut short, or names (if strict) or shapes do not fit.
+        TypeError: `state` is no dict.
+    """
+    _check_state(state)
+    found = {name: (file, entry) for file in _files(Path(path)) for name, entry in _entries(file).items()}
+    missing = [name for name in state if name not in found]
+    extra = [name for name in found if name not in state]
+    if strict and (missing or extra):
+        raise CheckpointError(
+            f"{path} does not hold what the state does: it lacks {missing or 'nothing'}, and has {extra or 'nothing'} "
+            "beside; write strict=False to read what is common"
+        )
+    for name, x in state.items():
+        if name in found:
+            _read(x, name, *found[name])
+    return missing
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / INDEX).is_file():
+        try:
+            names = set(json.loads((path / INDEX).read_text())["weight_map"].values())
+            return [path / name for name in sorted(names)]
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path / INDEX} is no index of safetensors files ({error!r}); copy it again"
+            ) from error
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        raise CheckpointError(f"{path} is no safetensors file, and no folder with one file or {INDEX}")
+    return found
+
+
+def _entries(file: Path) -> dict[str, Any]:
+    """Name -> dtype, shape and where the bytes are in the file."""
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing; copy it again")
+    size = file.stat().st_size
+    with open(file, "rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise CheckpointError(f"{file} has {size:,} bytes, less than its header; copy it again")
+        text = opened.read(length)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        wrong = [name for name, entry in entries.items() if not _is_entry(**entry)]
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged, or no safetensors file ({error!r}); copy it again") from error
+    if wrong:
+        raise CheckpointError(f"{file} says of {wrong} what cannot be, {entries[wrong[0]]}; write or copy it again")
+    needed = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
+    if size != needed:
+        raise CheckpointError(f"{file} has {size:,} bytes of {needed:,}: it was cut short; copy or write it again")
+    return {name: {**e, "data_offsets": [8 + length + n for n in e["data_offsets"]]} for name, e in entries.items()}
+
+
+def _is_entry(*, dtype: str, shape: list[int], data_offsets: list[int]) -> bool:
+    """Whether the bytes are as many as a tensor of this shape and dtype, if it is one of torch's, has."""
+    begin, end = data_offsets
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin)):
+        return False
+    return dtype not in DTYPES or end - begin == math.prod(shape) * DTYPES[dtype].itemsize
+
+
+@torch.no_grad()
+def _read(x: torch.Tensor, name: str, file: Path, entry: dict[str, Any]) -> None:
+    if list(x.shape) != entry["shape"]:
+        raise CheckpointError(f"{name!r} has shape {entry['shape']} in {file}, and {list(x.shape)} in the state")
+    if entry["dtype"] not in DTYPES:
+        raise CheckpointError(f"{name!r} is of dtype {entry['dtype']} in {file}, which torch does not have")
+    local: Any = x.to_local() if isinstance(x, DTensor) else x
+    if not local.numel():
+        return
+    begin, end = entry["data_offsets"]
+    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=begin)
+        local.copy_(_own(_typed(raw, DTYPES[entry["dtype"]], x), x))
+        del raw  # the map cannot be closed while a tensor lies in it
+
+
+def _typed(raw: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype).view(x.shape)
+
+
+def _own(whole: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the whole tensor."""
+    if not isinstance(x, DTensor):
+        return whole
+    sizes, offsets = chunk(x._spec)
+    for dim, (size, offset) in enumerate(zip(sizes, offsets)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
+
+
+__all__ = ["export", "load", "raw_bytes"]

@@ -1,0 +1,388 @@
+"""Composite operators seen whole: what torch would take apart before DTensor gets to see it.
+
+DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
+makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
+how its table is sharded, which the derivative formula does not pass on; so do the gradients of weight and bias of group
+and instance norm; RMS norm works in place on a mean that may be partial; bags of embeddings and recurrent layers are
+kernels that take whole tensors, and can be written in operators that do not; and a few make constants on the way, which
+a region lets pass.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..comm.from_plain import is_tracing, refuse_tangent
+from ..dispatch import strictness
+from ..dispatch.decision import functional_of, has_out
+from ..dispatch.dispatch import dispatch
+from ..dispatch.global_values import check_global
+from ..dispatch.implicit_moves import moves_of
+from ..dispatch.invariance import is_alike, region_of_torch
+from ..dispatch.out_variants import put
+from ..errors import StrictReason
+from ..layout.layout import Layout
+from ..layout.placements import Partial, Placement, Replicate, Shard
+from ..mesh.local_sizes import divides
+from ..mesh.spec import contiguous_stride
+from ..rules.families.random import keep_shard
+from ..torch_private.core import intercept, meets_only_autograd, never_traced, tree_map, without_own_key
+from ..torch_private.sizes import same_size
+from .tensor import DTensor
+
+aten = torch.ops.aten
+
+
+class _Inside(threading.local):
+    name: str = ""
+
+
+inside = _Inside()
+"""The operator that this thread is inside of, by `name`, if it moves operands itself; for `explanation`."""
+
+
+def _moving(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say in `inside` that the function runs the operator called `name`."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args, **kwargs):
+            before, inside.name = inside.name, name
+            try:
+                return function(*args, **kwargs)
+            finally:
+                inside.name = before
+
+        return run
+
+    return decorate
+
+
+@_moving("scaled_dot_product_attention")
+def attention_math(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    dropout_mask=None,
+    *,
+    scale=None,
+    enable_gqa=False,
+):
+    """The math path of scaled_dot_product_attention, run whole on local tensors.
+
+    Batch and head dimensions keep their shards; sequence and features are put together first. Taken apart, it would
+    merge batch and heads into one dimension, which only a sharded batch survives.
+    """
+    given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
+    mesh = next(x.device_mesh for x in given.values() if isinstance(x, DTensor))
+    query, key, value, attn_mask = (_distributed(x, name, mesh) for name, x in given.items())
+    target = _kept(query, key, value)
+    if strictness.active():
+        layouts = [Layout.of(tuple(target), query.dim())] * 3
+        if attn_mask is not None:
+            layouts.append(Layout.of(tuple(_mask_placements(attn_mask, target, query.dim())), attn_mask.dim()))
+        tensors = zip(given, (query, key, value, attn_mask))
+        operands = [(name, t._spec) for name, t in tensors if t is not None]
+        strictness.check_moves("scaled_dot_product_attention", moves_of(operands, layouts))
+    q, k, v = (t.redistribute(placements=target).to_local() for t in (query, key, value))
+    mask = None if attn_mask is None else _local_mask(attn_mask, target, query.dim())
+    batch = query.shape[:-2]
+    if not enable_gqa:
+        batch = torch.broadcast_shapes(batch, key.shape[:-2], value.shape[:-2])
+    shapes = ((*batch, query.shape[-2], value.shape[-1]), (*batch, query.shape[-2], key.shape[-2]))
+    if dropout_p > 0 and dropout_mask is None:
+        layout = Layout.of(tuple(target), len(batch) + 2)
+        scores = torch.empty(shapes[1], device=query.device)
+        dropout_mask = keep_shard(scores.bernoulli_(1 - dropout_p), layout, mesh).to(torch.bool)
+    out = aten._scaled_dot_product_attention_math(
+        q, k, v, mask, dropout_p, is_causal, dropout_mask, scale=scale, enable_gqa=enable_gqa
+    )
+    return tuple(DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s)) for t, s in zip(out, shapes))
+
+
+def _distributed(x, name: str, mesh) -> Any:
+    """The argument as a DTensor; a plain tensor that is alike on all ranks is taken as replicated."""
+    if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
+        return x
+    check_global("scaled_dot_product_attention", name, x, mesh)
+    return DTensor.from_local(x, mesh, [Replicate()] * mesh.ndim)
+
+
+def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
+    """Placements while the math path runs: shards of batch and heads stay where queries and keys are cut alike."""
+    kept: list[Placement] = []
+    parts = [1] * query.dim()
+    for axis, p in enumerate(query.placements):
+        stays = False
+        if isinstance(p, Shard) and p.dim < query.dim() - 2 and query.dim() == key.dim() == value.dim():
+            n = parts[p.dim] * query.device_mesh.size(axis)
+            first, *others = (t.shape[p.dim] for t in (query, key, value))
+            stays = all(same_size(x, first) for x in others) or all(divides(n, x) for x in (first, *others))
+            parts[p.dim] = n if stays else parts[p.dim]
+        kept.append(p if stays else Replicate())
+    return kept
+
+
+def _mask_placements(mask: DTensor, target: list[Placement], ndim: int) -> list[Placement]:
+    """Where a mask that broadcasts over leading dimensions lies for scores in the placements `target`."""
+    missing = ndim - mask.dim()
+    return [
+        Shard(p.dim - missing, p.cut)
+        if isinstance(p, Shard) and p.dim >= missing and mask.shape[p.dim - missing] != 1
+        else Replicate()
+        for p in target
+    ]
+
+
+def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
+    """This rank's part of a mask."""
+    wanted = _mask_placements(mask, target, ndim)
+    partial = [Partial() if isinstance(p, Shard) and not isinstance(w, Shard) else w for p, w in zip(target, wanted)]
+    return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
+
+
+def attention(*args, **kwargs):
+    """Attention, taken apart by torch, which makes a plain result where an operand has no elements."""
+    args, kwargs = tree_map(_autocast, (args, kwargs))  # whose key lies below the one that this runs at
+    empty = any(isinstance(x, DTensor) and 0 in x.shape for x in (*args, *kwargs.values()))
+    with region_of_torch() if empty else contextlib.nullcontext():
+        return aten.scaled_dot_product_attention.default.decompose(*args, **kwargs)
+
+
+def _autocast(x: Any) -> Any:
+    """What autocast gives an operator that it has run in lower precision."""
+    if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type)) if x.is_floating_point() and x.dtype != torch.float64 else x
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, indices, padding_idx, scale_grad_by_freq):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(indices)
+        ctx.rest = weight.shape[0], padding_idx, scale_grad_by_freq
+        ctx.layout = weight._spec.layout.without_partial().text
+        return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None
+        made = aten.embedding_dense_backward(grad, *ctx.saved_tensors, *ctx.rest)
+        if not (made.__class__ is DTensor and made._spec.layout.text == ctx.layout):
+            made = torch.ops.dtensor.redistribute(made, ctx.layout, False)
+        return made, None, None, None
+
+
+_EMBEDDING = aten.embedding.default
+
+
+@never_traced
+def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+    """Embedding whose gradient comes in the layout of its table."""
+    if type(weight) is type(indices) is DTensor and not weight.requires_grad and meets_only_autograd():
+        # What autograd would not note can go where it would have gone next.
+        return dispatch(_EMBEDDING, (weight, indices, padding_idx, scale_grad_by_freq, sparse), {})
+    with without_own_key():
+        if sparse or not isinstance(weight, DTensor) or not isinstance(indices, DTensor):
+            return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
+        return _Embedding.apply(weight, indices, padding_idx, scale_grad_by_freq)
+
+
+def _homing(x):
+    """`x` with its gradient in the layout of `x`, not partial."""
+    if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
+        return x
+    refuse_tangent(x, "this norm's weight or bias")
+    return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient goes back to where it came from
+
+
+def _norm(operator, weight: int):
+    """A norm whose weight, the argument at `weight`, and bias, the next one, get gradients in their own layout.
+
+    They have as many numbers as there are features, and left partial would be summed over the ranks whenever an
+    optimizer reads them.
+    """
+
+    def kernel(*args, **kwargs):
+        places = (weight, weight + 1)
+        args = [_homing(a) if i in places else a for i, a in enumerate(args)]
+        kwargs = {name: _homing(a) if name in ("weight", "bias") else a for name, a in kwargs.items()}
+        with without_own_key():
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+for _name, _place in {"group_norm": 2, "instance_norm": 1}.items():
+    intercept(_name, _norm(getattr(aten, _name), _place))
+
+
+def rms_norm(x, normalized_shape, weight=None, eps=None):
+    """RMS norm; where a normalised dimension is sharded by operators that reduce it over the ranks.
+
+    torch's own takes itself apart with an in-place operator on the mean, which a mean that is partial does not allow.
+    """
+    ndim = len(normalized_shape)
+    weight = _homing(weight)
+    layout = x._spec.layout if isinstance(x, DTensor) else None
+    if layout is None or not (layout.partial or any(layout.dims[len(layout.dims) - ndim :])):
+        with without_own_key():
+            return aten.rms_norm(x, normalized_shape, weight, eps)
+    operands = [("input", x._spec)] + ([("weight", weight._spec)] if isinstance(weight, DTensor) else [])
+    try:
+        return _rms_norm_by_parts(x, ndim, weight, eps)
+    except StrictReason as error:
+        raise strictness.within("rms_norm", operands, error) from error
+
+
+def _rms_norm_by_parts(x, ndim: int, weight, eps):
+    wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    mean = (wide * wide).mean(list(range(-ndim, 0)), keepdim=True)
+    scaled = wide * (mean + eps).rsqrt()
+    return (scaled if weight is None else scaled * weight).to(x.dtype)
+
+
+def tensor_split(x, tensor_indices_or_sections, dim=0):
+    """`tensor_split` by the values of a tensor, which torch reads straight from memory."""
+    given = tensor_indices_or_sections
+    if strictness.active() and isinstance(given, DTensor):
+        target = Layout.make(given.device_mesh.ndim, ((),) * given.dim(), ())
+        strictness.check_moves("tensor_split", moves_of([("tensor_indices_or_sections", given._spec)], [target]))
+    whole = given.full_tensor() if isinstance(given, DTensor) else given
+    return torch.tensor_split(x, whole.tolist(), dim)
+
+
+def one_hot(x, num_classes=-1):
+    """One-hot codes. torch's own, given a subclass of tensor, makes zeros of what is no class; in eager code, where
+    torch looks at the values of plain tensors, an error does. In a graph torch looks at none, nor do we."""
+    with without_own_key(), region_of_torch():
+        made = aten.one_hot(x, num_classes)
+    if isinstance(x, DTensor) and not is_tracing(x):
+        legal: dict[str, Any] = {"non-negative": x >= 0}
+        if num_classes != -1:
+            legal["smaller than num_classes"] = x < num_classes
+        for text, found in legal.items():
+            aten._assert_async.msg(found.to_local().all(), f"Class values must be {text}; num_classes is {num_classes}")
+    return made
+
+
+def embedding_bag(
+    weight,
+    indices,
+    offsets,
+    scale_grad_by_freq=False,
+    mode=0,
+    sparse=False,
+    per_sample_weights=None,
+    include_last_offset=False,
+    padding_idx=None,
+):
+    """Sums and means of bags as an embedding, whose table may be cut, and a sum of its rows by bag.
+
+    It holds a row for each index, which torch's kernel does not; that takes whole tensors, and has those that are, and
+    maxima.
+    """
+    offsets = _of_sizes(offsets, indices)
+    given = (weight, indices, offsets, per_sample_weights)
+    if mode == 2 or sparse or scale_grad_by_freq or not any(map(_is_cut, given)):
+        options = (scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
+        with without_own_key(), region_of_torch():
+            return aten.embedding_bag.padding_idx(weight, indices, offsets, *options)
+    with region_of_torch():
+        count, bags = indices.shape[0], offsets.shape[0] - include_last_offset
+        places = torch.arange(count, device=weight.device, dtype=offsets.dtype)
+        bag = torch.bucketize(places, offsets[:bags], right=True) - 1
+        try:
+            rows = torch.embedding(weight, indices)
+        except IndexError as error:  # of bags torch says so by another class
+            raise RuntimeError(f"embedding_bag: {error}") from None
+        sizes = torch.ones(count, device=weight.device, dtype=weight.dtype)
+        if padding_idx is not None:
+            kept = indices != padding_idx % weight.shape[0]
+            rows, sizes = rows * kept[:, None], sizes * kept
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights[:, None]
+        made = torch.zeros(bags, weight.shape[1], device=weight.device, dtype=weight.dtype).index_add(0, bag, rows)
+        sizes = torch.zeros(bags, device=weight.device, dtype=weight.dtype).index_add(0, bag, sizes)
+        if mode == 1:
+            made = made / sizes.clamp(min=1)[:, None]
+        return made, bag, sizes.to(offsets.dtype), torch.zeros_like(offsets)
+
+
+def _of_sizes(offsets, indices):
+    """Offsets of bags of one length, as torch makes them itself, are taken as replicated: sizes say what they are."""
+    if isinstance(offsets, DTensor) or not isinstance(indices, DTensor) or is_tracing(indices) or is_alike(offsets):
+        return offsets
+    count, bags = indices.shape[0], offsets.shape[0]
+    if not bags or count % bags or not torch.equal(offsets, torch.arange(0, count, count // bags).to(offsets)):
+        return offsets
+    return DTensor.from_local(offsets, indices.device_mesh, [Replicate()] * indices.device_mesh.ndim)
+
+
+def _is_cut(x) -> bool:
+    return isinstance(x, DTensor) and not x._spec.layout.is_replicated
+
+
+def lstm(operator):
+    """An LSTM step by step, as torch computes it where there is no oneDNN, which takes whole tensors."""
+
+    def kernel(*args, **kwargs):
+        with without_own_key(), region_of_torch(), torch.backends.mkldnn.flags(enabled=False):
+            return operator(*args, **kwargs)
+
+    return kernel
+
+
+IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matrix_power", "nanquantile", "quantile")
+"""Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
+
+
+OUT = ("matmul",)
+"""Composites that with out= write in parts of another shape; those of `IN_REGION` make a new tensor and leave out=."""
+
+
+def _whole(operator):
+    """`operator` as it is, in a region; with out= the form without it, and a copy."""
+
+    def kernel(*args, **kwargs):
+        with without_own_key(), region_of_torch():
+            return operator(*args, **kwargs)
+
+    def into(*args, out, **kwargs):
+        with without_own_key(), region_of_torch():
+            put(operator, "out", out, functional_of(operator)(*args, **kwargs))
+            return out
+
+    return into if has_out(operator) else kernel
+
+
+def _overloads(names: tuple[str, ...]) -> list[Any]:
+    return [getattr(getattr(aten, name), overload) for name in names for overload in getattr(aten, name).overloads()]
+
+
+for _operator in [*_overloads(IN_REGION), *filter(has_out, _overloads(OUT))]:
+    intercept(str(_operator).removeprefix("aten.").removesuffix(".default"), _whole(_operator))
+
+
+intercept("one_hot", one_hot)
+intercept("rms_norm", rms_norm)
+intercept("tensor_split.tensor_indices_or_sections", tensor_split)
+intercept("scaled_dot_product_attention", attention)
+intercept("_scaled_dot_product_attention_math", attention_math)
+intercept("embedding", embedding)
+intercept("embedding_bag", embedding_bag)
+intercept("embedding_bag.padding_idx", embedding_bag)
+intercept("lstm.input", lstm(aten.lstm.input))
+intercept("lstm.data", lstm(aten.lstm.data))
+
+__all__ = ["attention_math", "embedding", "inside", "rms_norm"]

@@ -1,0 +1,288 @@
+"""Control flow in compiled code: `torch.cond`, `while_loop`, `scan`, `map` and nested regions on DTensors.
+
+Torch traces the functions that they call as graphs of their own, in which it knows plain tensors only. So they are
+caught on DTensor's own key and called on local tensors: a branch, or a body, makes DTensors of this rank's parts, runs,
+and gives parts back, each in the layout in which it came, or in which the first branch gave it. What decides, a
+predicate or a condition, is brought to all ranks: they take the same branch, and send the same.
+
+    cond(p, f, g, (x,))   ->   whole(cond(p on every rank, parts of f of whole, parts of g of whole, (part of x,)))
+
+The collectives of a branch stay in its graph. Passes run on it and the ranks compare it, as any graph; manifests tell
+of the graph around it alone, as nothing says how often a branch runs.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..dispatch.global_values import check_global
+from ..dispatch.invariance import check_invariant, is_alike
+from ..errors import OperatorError
+from ..layout.layout import Layout
+from ..mesh.local_sizes import written
+from ..mesh.provenance import note_alike
+from ..mesh.spec import contiguous_stride
+from ..torch_private.core import catch_higher_order, higher_order_operators, tree_flatten, tree_map
+from ..torch_private.dynamo import higher_order_take
+from ..torch_private.sizes import has_hint
+from .tensor import DTensor, FromLocal
+
+
+@dataclass(frozen=True)
+class Form:
+    """What makes a DTensor of a local tensor: mesh, layout, global shape and stride."""
+
+    mesh: Any
+    layout: Layout
+    shape: tuple
+    stride: tuple
+
+    @staticmethod
+    def of(x: Any) -> "Form | None":
+        """The form of `x`; None if it is no DTensor."""
+        if not isinstance(x, DTensor):
+            return None
+        return Form(x.device_mesh, x._spec.layout, tuple(x.shape), tuple(x.stride()))
+
+    def whole(self, local: torch.Tensor) -> DTensor:
+        shape, stride = (tuple(map(written, sizes)) for sizes in (self.shape, self.stride))
+        return FromLocal.apply(local, self.mesh, self.layout, shape, stride, self.layout.without_partial())
+
+    def slice(self) -> "Form":
+        """The form of one slice along the first dimension, which is not sharded."""
+        layout = Layout.make(self.layout.mesh_ndim, self.layout.dims[1:], self.layout.partial)
+        return replace(self, layout=layout, shape=self.shape[1:], stride=self.stride[1:])
+
+    def stack(self, length: Any) -> "Form":
+        """The form of as many such tensors, stacked along a new first dimension."""
+        layout = Layout.make(self.layout.mesh_ndim, ((), *self.layout.dims), self.layout.partial)
+        shape = (length, *self.shape)
+        return replace(self, layout=layout, shape=shape, stride=contiguous_stride(shape))
+
+
+Forms = list[Form | None]
+
+
+class Results:
+    """The forms of what the functions of one call give: the first to be traced says them, and the others follow.
+
+    Attributes:
+        name: what is called, for errors.
+        forms: those of the first results, which are known before; and, once a function was traced, of all.
+    """
+
+    def __init__(self, name: str, known: Sequence[Form | None] = ()):
+        self.name = name
+        self.forms: Forms = list(known)
+        self.complete = False
+
+    def parts(self, made: Sequence[Any]) -> tuple:
+        """The local tensors of what a function gave.
+
+        Raises:
+            OperatorError: a result is a DTensor in one place and a plain tensor in the other, or of another shape.
+        """
+        if not self.complete:
+            self.forms += [Form.of(_reduced(x)) for x in made[len(self.forms) :]]
+            self.complete = True
+        if len(made) != len(self.forms):
+            raise OperatorError(f"{self.name}: one function gives {len(self.forms)} results, another {len(made)}")
+        return tuple([self._part(i, x, form) for i, (x, form) in enumerate(zip(made, self.forms, strict=True))])
+
+    def _part(self, i: int, x: Any, form: Form | None) -> Any:
+        if (form is None) != (not isinstance(x, DTensor)):
+            raise OperatorError(
+                f"{self.name}: value {i} is a DTensor in one place and a plain tensor in another; write "
+                "distribute_tensor(x, device_mesh, placements) for the plain one"
+            )
+        if form is None:
+            return x
+        if tuple(x.shape) != form.shape:
+            raise OperatorError(
+                f"{self.name}: value {i} has shape {tuple(x.shape)} in one place and {form.shape} in another; "
+                "on DTensors both have to be of one shape"
+            )
+        return _in_layout(x, form.layout).to_local().contiguous()
+
+    def whole(self, made: Any, forms: Forms | None = None) -> Any:
+        """DTensors of the local tensors that the operator gave."""
+        forms = self.forms if forms is None else forms
+        return type(made)(
+            [x if form is None else _contiguous(form).whole(x) for x, form in zip(made, forms, strict=True)]
+        )
+
+
+class Operands:
+    """The operands of a call as the local tensors that torch is given, and what makes DTensors of them again.
+
+    Attributes:
+        forms: the form of each operand; None for one that is no DTensor.
+        parts: what torch is given: this rank's parts, other tensors and sizes.
+        others: what else Dynamo hands over, such as the mesh that a style in a branch uses, by position: goes around
+            torch.
+    """
+
+    def __init__(self, given: Sequence[Any]):
+        self.others = {k: x for k, x in enumerate(given) if not isinstance(x, (torch.Tensor, int, torch.SymInt))}
+        self.forms: Forms = [Form.of(x) for x in given]
+        self.parts = [
+            x.to_local() if isinstance(x, DTensor) else x for k, x in enumerate(given) if k not in self.others
+        ]
+        self.alike = [isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and is_alike(x) for x in given]
+
+    def on_parts(self, function: Callable, finish: Callable[[list[Any]], Any]) -> Callable:
+        """`function` as one of local tensors; `finish` makes of a list of its results what torch is to get."""
+
+        def run(*parts: Any) -> Any:
+            rest, given = iter(parts), []
+            for k, form in enumerate(self.forms):
+                x = self.others[k] if k in self.others else next(rest)
+                if self.alike[k]:
+                    note_alike(x)
+                given.append(x if form is None else form.whole(_viewable(x)))
+            return finish(tree_flatten(function(*given))[0])
+
+        return run
+
+
+def _viewable(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy where it is a slice at an index that only the run knows: no view of that can be traced."""
+    return x if has_hint(x.storage_offset()) else x.clone()
+
+
+def _contiguous(form: Form) -> Form:
+    return replace(form, stride=contiguous_stride(form.shape))
+
+
+def _in_layout(x: DTensor, layout: Layout) -> DTensor:
+    return x if x._spec.layout is layout else torch.ops.dtensor.redistribute(x, layout.text, False)
+
+
+def _reduced(x: Any) -> Any:
+    """A result: of partial ones sums stay so, to be reduced once, wherever they were made."""
+    if not isinstance(x, DTensor) or all(op == "sum" for _, op in x._spec.layout.partial):
+        return x
+    return _in_layout(x, x._spec.layout.without_partial())
+
+
+def _carried(x: Any) -> Any:
+    """A value that is carried from one run of a body to the next, as it is while it is: not partial, contiguous."""
+    return _in_layout(x, x._spec.layout.without_partial()).contiguous() if isinstance(x, DTensor) else x
+
+
+def _along_first(x: Any) -> Any:
+    """What is taken apart along its first dimension: that is whole on every rank."""
+    if not isinstance(x, DTensor):
+        return x
+    layout = x._spec.layout
+    return _in_layout(x, Layout.make(layout.mesh_ndim, ((), *layout.dims[1:]), layout.partial))
+
+
+def _decides(name: str, x: Any) -> Any:
+    """A predicate, the same on every rank: a plain tensor without dimensions counts as that.
+
+    Raises:
+        MixedTensorError: a plain one that has dimensions may differ between the ranks.
+    """
+    if not isinstance(x, DTensor):
+        if isinstance(x, torch.Tensor):
+            check_invariant(name, "pred", x)
+        return x
+    return _in_layout(x, Layout.make(x._spec.layout.mesh_ndim, ((),) * x.dim(), ())).to_local()
+
+
+def cond(operator: Any, pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence[Any] = ()) -> Any:
+    """`torch.cond`."""
+    given, results = Operands(operands), Results("torch.cond")
+    branches = [given.on_parts(f, results.parts) for f in (true_fn, false_fn)]
+    return results.whole(operator(_decides("torch.cond", pred), *branches, tuple(given.parts)))
+
+
+def while_loop(operator: Any, cond_fn: Callable, body_fn: Callable, carried: Sequence[Any], more: Sequence[Any]) -> Any:
+    """`torch.while_loop`."""
+    n = len(carried)
+    given = Operands([*map(_carried, carried), *more])
+    results = Results("torch.while_loop", given.forms[:n])
+    on_parts = given.on_parts(cond_fn, lambda made: _decides("torch.while_loop", *made))
+    functions = on_parts, given.on_parts(body_fn, results.parts)
+    return results.whole(operator(*functions, tuple(given.parts[:n]), tuple(given.parts[n:])))
+
+
+def scan(operator: Any, combine: Callable, init: list[Any], xs: list[Any], additional_inputs: Sequence[Any]) -> Any:
+    """`torch.scan`: it carries `init`, and takes `xs` apart along their first dimension."""
+    n, m = len(init), len(xs)
+    given = Operands([*map(_carried, init), *map(_along_first, xs), *additional_inputs])
+    length = given.parts[n].shape[0]
+    given.forms[n : n + m] = [form and form.slice() for form in given.forms[n : n + m]]
+    results = Results("torch.scan", given.forms[:n])
+    parts = given.parts[:n], given.parts[n : n + m], tuple(given.parts[n + m :])
+    made = operator(given.on_parts(combine, results.parts), *parts)
+    return results.whole(made, [*results.forms[:n], *[form and form.stack(length) for form in results.forms[n:]]])
+
+
+def mapped(operator: Any, function: Callable, xs: Sequence[Any], more: Sequence[Any], **options: Any) -> Any:
+    """`torch.map`: it takes `xs` apart along their first dimension. Since torch 2.15 it may be told what is written."""
+    m = len(xs)
+    given = Operands([*map(_along_first, xs), *more])
+    length = given.parts[0].shape[0]
+    given.forms[:m] = [form and form.slice() for form in given.forms[:m]]
+    results = Results("torch.map")
+    options = {name: value for name, value in options.items() if value}
+    made = operator(given.on_parts(function, results.parts), given.parts[:m], tuple(given.parts[m:]), **options)
+    return results.whole(made, [form and form.stack(length) for form in results.forms])
+
+
+def subgraph(operator: Any, function: Callable, identifier: Any, *operands: Any) -> Any:
+    """`torch.compiler.nested_compile_region`: torch traces it once for one identifier, which here says the layouts."""
+    given, results = Operands(operands), Results("nested_compile_region")
+    layouts = "_".join(["" if form is None else re.sub(r"\W", "", form.layout.text) for form in given.forms])
+    return results.whole(operator(given.on_parts(function, results.parts), f"{identifier}_{layouts}", *given.parts))
+
+
+def flex_attention(operator: Any, query: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
+    """`flex_attention`, on whole tensors: what it is given to change scores by reads the places of batch and head."""
+    mesh = next(x.device_mesh for x in (query, key, value) if isinstance(x, DTensor))
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, DTensor):
+            return _in_layout(x, Layout.make(mesh.ndim, ((),) * x.dim(), ())).to_local()
+        if isinstance(x, torch.Tensor):
+            check_global("flex_attention", "operand", x, mesh)
+        return x
+
+    def wrapped(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        layout = Layout.make(mesh.ndim, ((),) * x.dim(), ())
+        return FromLocal.apply(x, mesh, layout, tuple(x.shape), tuple(x.stride()), layout)
+
+    return tree_map(wrapped, operator(*tree_map(whole, (query, key, value, *more)), **tree_map(whole, named)))
+
+
+CAUGHT = {
+    "flex_attention": flex_attention,
+    "cond": cond,
+    "while_loop": while_loop,
+    "scan": scan,
+    "map_impl": mapped,
+    "invoke_subgraph": subgraph,
+}
+"""Name of one of torch's higher-order operators -> what is called in its place, with it, where it meets a DTensor."""
+
+
+def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    raise OperatorError(
+        f"{operator.name()}: this higher-order operator of torch does not take DTensors; write dtensor.local_map "
+        "around the function that calls it, which then sees local tensors"
+    )
+
+
+higher_order_take(DTensor)
+for _operator in higher_order_operators():
+    catch_higher_order(_operator, CAUGHT.get(_operator.name(), _refuse))
+
+
+__all__ = ["Form", "Operands", "Results", "cond", "mapped", "scan", "subgraph", "while_loop"]

@@ -1,0 +1,43 @@
+"""The protocol of torch.distributed.checkpoint: which part of the global tensor this rank writes and reads."""
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..mesh.spec import Spec, chunk
+
+
+def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:
+    """What this rank writes of a tensor under the name `fqn`; replicas are removed by the planner."""
+    sizes, offsets = chunk(spec)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
+        properties=TensorProperties.create_from_tensor(local),
+        size=torch.Size(spec.shape),
+    )
+    return [WriteItem(index=MetadataIndex(fqn, offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+
+def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:
+    """This rank's shard of a tensor as sizes and offsets: one chunk."""
+    sizes, offsets = chunk(spec)
+    return [ChunkStorageMetadata(offsets=offsets, sizes=sizes)]
+
+
+def tensor_shard(spec: Spec, local: torch.Tensor, index: MetadataIndex) -> torch.Tensor:
+    """The local tensor that the chunk at `index` is read from or written to.
+
+    Raises:
+        ValueError: this rank's shard does not begin at the offset asked for.
+    """
+    _, offsets = chunk(spec)
+    if index.offset is not None and torch.Size(index.offset) != offsets:
+        raise ValueError(f"{index.fqn}: this rank's shard begins at {tuple(offsets)}, not at {tuple(index.offset)}")
+    return local
+
+
+__all__ = ["chunk_list", "tensor_shard", "write_items"]

@@ -1,0 +1,292 @@
+"""`local_map`: a plain function on local tensors, run on DTensors with declared placements.
+
+What the function does between its ranks is its own business, so nothing here can be derived from it: the placements of
+its inputs are checked, those of its outputs and of the gradients of its inputs are believed. A gradient has a default
+only on axes where it cannot be wrong.
+
+Stands on `tensor`: eager and traced it is `to_local`, the function, `from_local`.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import MeshError, PlacementError
+from ..layout.chunks import chunk_length
+from ..layout.layout import Layout
+from ..layout.placements import Placement, as_placement, as_placements
+from ..mesh.spec import contiguous_stride
+from ..torch_private.core import tree_flatten, tree_unflatten
+from .tensor import DTensor
+
+Wanted = Sequence[Placement] | None
+"""The placements of one tensor; None for what is no DTensor."""
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Wanted | tuple[Wanted, ...] = None,
+    in_placements: Sequence[Wanted] | None = None,
+    in_grad_placements: Sequence[Wanted] | None = None,
+    device_mesh: Any = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """`func`, which works on this rank's local tensors, as a function of DTensors. Also a decorator, without `func`.
+
+    Called without any DTensor it is `func` itself. Arguments and results may be nested; they are counted flattened.
+
+    Args:
+        func: the function; it may communicate.
+        out_placements: the placements of the output, such as `[Shard(0)]`, or a tuple with those of each output: None
+            for one that is no tensor or stays plain. The global length of a sharded dimension is taken from the
+            sharded inputs where theirs does not divide by the ranks, and is that of even shards otherwise.
+        in_placements: for each positional argument the placements that a DTensor has to have there, None for what is
+            no tensor. None altogether takes DTensors as they come.
+        in_grad_placements: for each positional argument the placements that the local gradient has, as `func`'s
+            backward makes it; None takes those of the argument. Needed for an argument that requires a gradient where
+            that is no safe guess: on an axis over which the argument is Partial, or over which it is replicated while
+            another argument or an output is not. If `func` does not communicate, write Replicate() for the former and
+            Partial() for the latter.
+        device_mesh: the mesh of the outputs; None takes the inputs'.
+        redistribute_inputs: bring DTensors in other placements to `in_placements` rather than raise.
+
+    Raises:
+        PlacementError: an input in other placements; a number of placements that is not that of the arguments or
+            outputs; a gradient whose placements have to be declared; an output of another length than even shards
+            or its inputs' would have.
+        MeshError: the DTensors live on different meshes.
+        TypeError: a DTensor given by keyword, or returned by `func`.
+
+    >>> rows = dtensor.local_map(torch.mm, [Shard(0)], ([Shard(0)], [Replicate()]), (None, [Partial()]))
+    >>> rows(x, w)  # each rank multiplies its rows; the gradient of w is a sum over the ranks
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    if not callable(func):
+        raise TypeError(f"local_map takes a function; got {func!r}")
+    outs = _per_output(out_placements)
+
+    @functools.wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        flat, form = tree_flatten(args)
+        given = [a for a in flat if isinstance(a, DTensor)]
+        _check_keywords(func, kwargs)
+        if not given:
+            return func(*args, **kwargs)
+        mesh = _mesh(func, given, device_mesh)
+        wanted = _per_argument(func, "in_placements", in_placements, flat)
+        grads = _per_argument(func, "in_grad_placements", in_grad_placements, flat)
+        placed = [
+            _placed(func, i, a, wanted[i], in_placements is not None, redistribute_inputs, mesh)
+            for i, a in enumerate(flat)
+        ]
+        _check_gradients(func, placed, grads, outs, mesh)
+        local = [_local(a, g) if isinstance(a, DTensor) else a for a, g in zip(placed, grads)]
+        made, out_form = tree_flatten(func(*tree_unflatten(local, form), **kwargs))
+        if len(made) != len(outs):
+            raise PlacementError(
+                f"local_map: out_placements holds placements for {len(outs)} outputs, {_name(func)} returned "
+                f"{len(made)}; write a tuple with the placements of each, None for one that is no tensor"
+            )
+        inputs = [a for a in placed if isinstance(a, DTensor)]
+        whole = [_whole(func, i, made[i], outs[i], inputs, mesh) for i in range(len(made))]
+        return tree_unflatten(whole, out_form)
+
+    return mapped
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _is_placement(p: Any) -> bool:
+    return isinstance(p, Placement) or hasattr(p, "is_partial")
+
+
+def _per_output(given: Any) -> tuple[tuple[Placement, ...] | None, ...]:
+    """Placements of each output: one sequence of placements stands for a single output."""
+    if given is None or (isinstance(given, (tuple, list)) and given and all(map(_is_placement, given))):
+        given = (given,)
+    if not isinstance(given, (tuple, list)) or not all(p is None or isinstance(p, (tuple, list)) for p in given):
+        raise PlacementError(
+            "local_map: out_placements is a list of placements such as [Shard(0)], or a tuple with one such list for "
+            f"each output; got {given!r}"
+        )
+    return tuple([None if p is None else tuple(map(as_placement, p)) for p in given])
+
+
+def _per_argument(func, argument: str, given: Sequence[Wanted] | None, flat: list[Any]) -> Sequence[Wanted]:
+    if given is None:
+        return [None] * len(flat)
+    if not isinstance(given, (tuple, list)) or any(map(_is_placement, given)):
+        raise PlacementError(
+            f"local_map: {argument} holds placements for each argument, such as ([Shard(0)], None); got {given!r}"
+        )
+    if len(given) != len(flat):
+        raise PlacementError(
+            f"local_map: {argument} holds placements for {len(given)} arguments, {_name(func)} was given {len(flat)}; "
+            "write one for each positional argument, None for one that is no DTensor"
+        )
+    return given
+
+
+def _check_keywords(func, kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if any(isinstance(a, DTensor) for a in tree_flatten(value)[0]):
+            raise TypeError(
+                f"local_map: {_name(func)} was given a DTensor by the keyword {name!r}; in_placements count positional "
+                "arguments, pass it by position"
+            )
+
+
+def _mesh(func, given: list[DTensor], device_mesh: Any) -> Any:
+    mesh = given[0].device_mesh if device_mesh is None else device_mesh
+    for x in given:
+        if x.device_mesh != mesh:
+            raise MeshError(
+                f"local_map: {_name(func)} was given a DTensor on {x.device_mesh}, but works on {mesh}; "
+                "write x.redistribute(device_mesh, placements) first"
+            )
+    return mesh
+
+
+def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool, mesh: Any) -> Any:
+    """An argument in the placements that are wanted of it."""
+    if not isinstance(x, DTensor):
+        if wanted is not None and not isinstance(x, torch.Tensor):
+            raise PlacementError(
+                f"local_map: in_placements[{index}] is {list(wanted)}, but argument {index} of {_name(func)} is no "
+                f"tensor but {x!r}; write None for it"
+            )
+        if wanted is not None:
+            as_placements(wanted, mesh.ndim, x.dim())
+        return x
+    if not declared:
+        return x
+    if wanted is None:
+        raise PlacementError(
+            f"local_map: in_placements[{index}] is None, but argument {index} of {_name(func)} is a DTensor; "
+            f"write the placements it has to have, such as {list(x.placements)}"
+        )
+    target = as_placements(wanted, x.device_mesh.ndim, x.dim())
+    if x.placements == target:
+        return x
+    if not move:
+        raise PlacementError(
+            f"local_map: argument {index} of {_name(func)} has placements {list(x.placements)}, in_placements says "
+            f"{list(target)}; redistribute it first, or write redistribute_inputs=True"
+        )
+    return x.redistribute(placements=target)
+
+
+def _local(x: DTensor, grad: Wanted) -> torch.Tensor:
+    return x.to_local() if grad is None else x.to_local(grad_placements=grad)
+
+
+def _check_gradients(func, args: list[Any], grads: Sequence[Wanted], outs, mesh: Any) -> None:
+    """Refuse to guess the placements of a gradient that depend on what the function computes."""
+    if not torch.is_grad_enabled():
+        return
+    for i, x in enumerate(args):
+        if grads[i] is not None and not isinstance(x, torch.Tensor):
+            raise PlacementError(
+                f"local_map: in_grad_placements[{i}] is {grads[i]!r}, but argument {i} of {_name(func)} is no tensor "
+                f"but {x!r}; write None for it"
+            )
+        if not isinstance(x, DTensor) or not x.requires_grad or grads[i] is not None:
+            continue
+        for axis, p in enumerate(x.placements):
+            others = [a.placements[axis] for j, a in enumerate(args) if j != i and isinstance(a, DTensor)]
+            others += [o[axis] for o in outs if o is not None and axis < len(o)]
+            if p.is_partial() or (p.is_replicate() and not all(o.is_replicate() for o in others)):
+                raise PlacementError(_ask(func, i, x, axis, p))
+
+
+def _ask(func, index: int, x: DTensor, axis: int, p: Placement) -> str:
+    local = "Replicate()" if p.is_partial() else "Partial()"
+    why = "holds parts of a sum" if p.is_partial() else "is replicated, other arguments or outputs are not,"
+    example = [local if a == axis else repr(q) for a, q in enumerate(x.placements)]
+    return (
+        f"local_map: argument {index} of {_name(func)} {why} over mesh axis {axis}, and where its gradient lies there "
+        f"depends on the function: write in_grad_placements with [{', '.join(example)}] for it if the function "
+        "does not communicate over that axis, or what its backward leaves on each rank"
+    )
+
+
+def _whole(func, index: int, x: Any, wanted, inputs: list[DTensor], mesh: Any) -> Any:
+    """An output of the function as the DTensor it was declared to be."""
+    if isinstance(x, DTensor):
+        raise TypeError(
+            f"local_map: output {index} of {_name(func)} is a DTensor; the function works on local tensors, return "
+            "x.to_local()"
+        )
+    if wanted is None:
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise PlacementError(
+            f"local_map: out_placements says {list(wanted)} for output {index} of {_name(func)}, which is no tensor "
+            f"but {x!r}; write None for it"
+        )
+    placements = as_placements(wanted, mesh.ndim, x.dim())
+    shape = _global_shape(func, index, x, Layout.of(placements, x.dim()), inputs, mesh)
+    if shape is None:
+        return DTensor.from_local(x, mesh, placements)
+    return DTensor.from_local(x, mesh, placements, shape=shape, stride=contiguous_stride(shape))
+
+
+def _global_shape(func, index: int, x: torch.Tensor, layout: Layout, inputs: list[DTensor], mesh: Any):
+    """The shape of an output some of whose dimensions are cut unevenly, as an input is; None if all are even."""
+    if not any(layout.dims) or mesh.get_coordinate() is None:
+        return None
+    uneven = {axes: _uneven(inputs, axes, mesh) for axes in layout.dims if axes}
+    if not any(uneven.values()):
+        return None
+    shape = []
+    for dim, axes in enumerate(layout.dims):
+        lengths = uneven.get(axes) or []
+        own = x.shape[dim]
+        found = [n for n in lengths if _own(n, axes, mesh) == own]
+        if lengths and len(found) != 1:
+            raise PlacementError(
+                f"local_map: output {index} of {_name(func)} has length {own} in dimension {dim} on this rank, the "
+                f"inputs cut over the same mesh axes have global lengths {lengths}: its global length cannot be told; "
+                "pad the inputs to a length that divides, or return it to the caller plain and write "
+                "DTensor.from_local(x, mesh, placements, shape=…, stride=…)"
+            )
+        shape.append(found[0] if lengths else own * _parts(axes, mesh))
+    return tuple(shape)
+
+
+def _parts(axes: tuple[int, ...], mesh: Any) -> int:
+    return math.prod([mesh.size(axis) for axis in axes])
+
+
+def _uneven(inputs: list[DTensor], axes: tuple[int, ...], mesh: Any) -> list[Any]:
+    """The different lengths of input dimensions that are cut over `axes`, if one of them does not divide."""
+    found: list[Any] = []
+    for x in inputs:
+        for size, cut in zip(x.shape, Layout.of(x.placements, x.dim()).dims):
+            if cut == axes and size not in found:
+                found.append(size)
+    parts = _parts(axes, mesh)
+    return found if any(n % parts != 0 for n in found) else []
+
+
+def _own(length, axes: tuple[int, ...], mesh: Any):
+    for axis in axes:
+        length = chunk_length(length, mesh.size(axis), mesh.get_local_rank(axis))
+    return length
+
+
+__all__ = ["local_map"]

@@ -1,0 +1,633 @@
+"""DTensor: a tensor subclass that holds this rank's local tensor, the device mesh and the layout.
+
+Eager operators arrive in `__torch_dispatch__` and go to `dispatch`. For `torch.compile` the class implements the
+traceable-wrapper protocol: flattening to (local tensor, mesh) with the layout as context, and the coercion of tangents.
+The borders to plain tensors, `from_local` and `to_local`, are autograd functions; `redistribute` is one operator,
+`dtensor::redistribute`, with its gradient beside it.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..comm.between_meshes import exchanged
+from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
+from ..comm.pending import Pending, waited
+from ..comm.redistribute import check_dtypes, check_target, redistribute_local
+from ..comm.replication_check import BY_STYLE, note_taken
+from ..dispatch.decision import COMPOSITES
+from ..dispatch.dispatch import dispatch, install
+from ..dispatch.invariance import region_of_torch
+from ..dispatch.view_copies import copies, fresh
+from ..errors import PlacementError, ShardingError
+from ..layout.layout import Layout
+from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
+from ..layout.planner import Prefer
+from ..mesh.library import library
+from ..mesh.mesh import facts, mesh_shape, world_of
+from ..mesh.spec import Spec, contiguous_stride, define_local_sizes
+from ..torch_private.core import (
+    OWN_KEYSET,
+    disable_dynamo,
+    disabled_torch_function,
+    make_wrapper_subclass,
+    never_traced,
+)
+from ..torch_private.dynamo import attributes_stand_with_their_tensors, inner_sizes_follow
+from . import dcp_protocol as checkpoint
+from .declared import gradient_placements, wrong_sizes
+from .raw_memory import BY_ELEMENT, OUTSIDE, on_local_tensors
+
+PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
+"""Types of indices that are no lists, at a glance."""
+_getitem = torch.Tensor.__getitem__
+
+
+class DTensor(torch.Tensor):
+    """A tensor distributed over a device mesh.
+
+    Made by `DTensor.from_local`, `distribute_tensor` or a factory, not by calling the class.
+
+    Attributes:
+        device_mesh: the torch DeviceMesh the tensor lives on.
+        placements: one placement per mesh axis.
+        shape, stride(), dtype: those of the global tensor.
+    """
+
+    __slots__ = ("_local_tensor", "_spec", "device_mesh")
+    _local_tensor: torch.Tensor
+    _spec: Spec
+    device_mesh: Any
+
+    __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
+    numpy, tolist, pin_memory, share_memory_, __dlpack__ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
+    apply_, map_, map2_ = map(on_local_tensors, BY_ELEMENT)  # pyright: ignore
+
+    @staticmethod
+    @disable_dynamo
+    def __new__(cls, local_tensor, device_mesh, layout, shape, stride, requires_grad: bool = False):
+        # Dynamo puts this call into its graph as it stands, so it takes what a graph can hold.
+        if not isinstance(layout, Layout):
+            layout = Layout.of(tuple(layout), len(shape))
+        if local_tensor.requires_grad and torch.is_grad_enabled():
+            raise ShardingError(
+                f"a DTensor that its class makes of a tensor that requires a gradient (of shape "
+                f"{list(local_tensor.shape)}) would be cut off from that tensor's graph, and its gradient lost; write "
+                "DTensor.from_local(x, device_mesh, placements), or x.detach() for one without a history"
+            )
+        if device_mesh.get_coordinate() is None:
+            local_tensor = local_tensor.new_empty(0)
+        return _wrap(local_tensor, Spec.make(device_mesh, layout, shape, stride, local_tensor.dtype), requires_grad)
+
+    @classmethod
+    @never_traced
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return dispatch(func, args, kwargs or {})
+
+    # A compiled function's guards ask this twice of each parameter, in every call: it builds and calls nothing, and
+    # there is no `__metadata_guard__`, as contexts compare in C.
+    def __tensor_flatten__(self):
+        if type(self._local_tensor) is Pending:
+            self._local_tensor = self._local_tensor.wait()
+        if copies:
+            fresh(self)
+        return ("_local_tensor", "device_mesh"), self._spec.layout.context
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size, stride) -> "DTensor":
+        local, (layout,) = inner["_local_tensor"], context
+        spec = Spec.make(inner["device_mesh"], layout, size, stride, local.dtype)
+        if not spec.static:
+            define_local_sizes(spec, local)
+        return _wrap(local, spec, local.requires_grad)
+
+    def __coerce_tangent_metadata__(self) -> "DTensor":
+        """What tangents are traced as: as the tensor itself, but never partial."""
+        return move(self, self._spec.layout.without_partial())
+
+    @never_traced
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None):
+        """A tangent brought to the layout it was traced with; to a whole plain tensor if it was traced as one."""
+        if expected_type is torch.Tensor:
+            return self.full_tensor()
+        return move(self, context[0]) if expected_type is None else None
+
+    def _stable_hash_for_caching(self) -> str:
+        """What AOTAutograd's cache of compiled code knows of a tensor: all that the traced graph may depend on."""
+        local = self._local_tensor
+        known = [*map(str, (self._spec, self._spec.stride, self.requires_grad)), world_of(self.device_mesh)]
+        inner = (tuple(local.shape), local.stride(), local.dtype, local.device, local.requires_grad)
+        return hashlib.blake2b("|".join([*known, str(inner)]).encode(), digest_size=16).hexdigest()
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._spec.layout.placements
+
+    @property
+    def data(self):
+        """As `torch.Tensor.data`. What is assigned is a DTensor, whose memory, placements and mesh this one takes.
+
+        Raises:
+            TypeError: what is assigned is no DTensor.
+        """
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, new) -> None:
+        if not isinstance(new, DTensor):
+            raise TypeError(
+                f"the data of a DTensor is a DTensor, got {type(new).__name__}; write x.data = distribute_tensor(y, "
+                "x.device_mesh, x.placements) with a global tensor, or x.to_local().copy_(y) with this rank's part"
+            )
+        new = fresh(new)
+        _DATA.__set__(self, new)
+        self._local_tensor, self._spec, self.device_mesh = (
+            waited(new._local_tensor).detach(),
+            new._spec,
+            new.device_mesh,
+        )
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> "DTensor":
+        """A DTensor whose shard on this rank is `local_tensor`; differentiable.
+
+        Args:
+            local_tensor: this rank's part.
+            device_mesh: the mesh; None takes the current one.
+            placements: one per mesh axis; None replicates.
+            run_check: compare shape and dtype across ranks and broadcast replicas from the first rank of their axis.
+            shape, stride: of the global tensor, both or neither. Without them all shards are taken to have this one's
+                shape; uneven shards need them.
+            grad_placements: where the gradient arrives; `placements` with Replicate for Partial by default. It has
+                the local tensor's shape, so dimensions are sharded as in `placements`.
+
+        Raises:
+            PlacementError: placements do not fit mesh or tensor; `local_tensor` is not this rank's shard of a tensor
+                of `shape`, which only this rank sees unless `run_check`; no local gradient lies in `grad_placements`.
+            ValueError: only one of shape and stride was given.
+            TypeError: `local_tensor` is no plain tensor.
+        """
+        refuse_export()
+        if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
+            raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
+        if local_tensor.layout != torch.strided:
+            raise TypeError(f"from_local takes a strided tensor, got {local_tensor.layout}; write x.to_dense()")
+        mesh = mesh_of(device_mesh)
+        if (shape is None) != (stride is None):
+            raise ValueError(
+                f"from_local takes shape and stride together or neither; got shape={shape}, stride={stride}"
+            )
+        if torch.compiler.is_dynamo_compiling() and not run_check:
+            given = words(placements), shape or (), stride or (), words(grad_placements)
+            return torch.ops.dtensor.from_local(local_tensor, mesh, *given)
+        ndim = local_tensor.dim()
+        checked = as_placements(placements, mesh.ndim, ndim)
+        refuse_tangent(local_tensor, "from_local")
+        layout = Layout.of(checked, ndim)
+        grads = layout.without_partial()
+        if grad_placements is not None:
+            grads = Layout.of(gradient_placements(grad_placements, mesh.ndim, ndim, checked), ndim)
+        wrong = "" if shape is None else wrong_sizes(local_tensor, mesh, checked, shape, stride)
+        if run_check:
+            local_tensor = check_replicas(local_tensor, mesh, checked, with_shape=shape is None, wrong=wrong)
+        elif wrong:
+            raise PlacementError(f"from_local: {wrong}")
+        if shape is None or stride is None:
+            shape, stride = _global_sizes(local_tensor, mesh, checked)
+        return FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's local tensor; differentiable.
+
+        Args:
+            grad_placements: the placements the local gradients are taken to have; by default this tensor's, with
+                Replicate for Partial. They have the local tensor's shape, so dimensions are sharded as this tensor's.
+
+        Raises:
+            PlacementError: no local gradient lies in `grad_placements`.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return torch.ops.dtensor.to_local(self, words(grad_placements))
+        refuse_tangent(self, "to_local")
+        grads = self._spec.layout.without_partial()
+        if grad_placements is not None:
+            ndim = self.dim()
+            grads = Layout.of(gradient_placements(grad_placements, self.device_mesh.ndim, ndim, self.placements), ndim)
+        if copies:
+            fresh(self)
+        if not torch.is_grad_enabled() or not self.requires_grad:
+            return _alias(self._local_tensor)
+        return _ToLocal.apply(self, grads)
+
+    def redistribute(
+        self,
+        device_mesh: Any = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+        prefer: Prefer = "time",
+    ) -> "DTensor":
+        """The same global tensor in other placements, or on another mesh; differentiable, any number of times.
+
+        Args:
+            device_mesh: the mesh to go to; None stays. To another one only in eager mode: every rank of both meshes
+                calls this, ranks outside the tensor's mesh with their empty part of it, and a process group over
+                both is needed (`prepare`).
+            placements: one per mesh axis; None replicates.
+            async_op: return when the last collective has started; the result waits for it on first use.
+            forward_dtype: what each rank's part is cast to before it is sent, and the dtype of the result. None keeps
+                this tensor's.
+            backward_dtype: what each rank's part of the gradient is cast to before it is sent; None takes this tensor's
+                dtype, which the gradient has in the end.
+            grad_placements: where the gradient of this tensor arrives; by default these placements, with Replicate
+                for Partial.
+            prefer: "time" takes the quickest plan that holds no more than it has to; "memory" the one that holds
+                least at once. See `dtensor.plan`.
+
+        Raises:
+            PlacementError: placements do not fit, or ask for a value to become Partial.
+            MeshError: there is no process group over both meshes.
+            ValueError: `prefer` is neither of the two, or dtypes are given for a move to another mesh.
+            TypeError: `forward_dtype` is no dtype, or `backward_dtype` none that a gradient can have.
+        """
+        refuse_export()
+        check_dtypes(forward_dtype, backward_dtype)
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            device_mesh = mesh_of(device_mesh)
+            if forward_dtype is not None or backward_dtype is not None:
+                raise ValueError("no dtypes go with a move to another mesh; write x.to(dtype).redistribute(mesh, …)")
+            return _to_mesh(self, device_mesh, placements, grad_placements)
+        target = as_placements(placements, self.device_mesh.ndim, self.dim())
+        if prefer not in ("time", "memory"):
+            raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
+        if target == self.placements and grad_placements is None and forward_dtype is None and backward_dtype is None:
+            return self
+        check_target(self.placements, target)
+        if not torch.compiler.is_dynamo_compiling():
+            refuse_tangent(self, "redistribute")
+        grads = ()
+        if grad_placements is not None:
+            grads = gradient_placements(grad_placements, self.device_mesh.ndim, self.dim())
+        dtypes = {} if forward_dtype is None else {"dtype": forward_dtype}
+        if backward_dtype is not None or forward_dtype is not None:
+            dtypes["grad_dtype"] = backward_dtype or self.dtype
+        return torch.ops.dtensor.redistribute(self, _text(target), async_op, _text(grads), prefer, **dtypes)
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor as a plain one, on every rank; differentiable. `grad_placements` as in `to_local`."""
+        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        return whole.to_local(grad_placements=grad_placements)
+
+    def is_pinned(self, device=None) -> bool:
+        """Whether this rank's part lies in pinned memory."""
+        return fresh(self)._local_tensor.is_pinned()
+
+    def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False) -> torch.Tensor:
+        """As `torch.Tensor.new_tensor`: a plain tensor, of this one's dtype and device by default."""
+        return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
+
+    def __getitem__(self, index):
+        """As `torch.Tensor.__getitem__`; a list of Python numbers, of which torch makes a plain tensor, is an index."""
+        given = index if type(index) is tuple else (index,)
+        if not PLAIN_INDICES.issuperset(map(type, given)) and any(isinstance(i, list) for i in given):
+            with region_of_torch():
+                return _getitem(self, index)
+        return _getitem(self, index)
+
+    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+        """As `torch.Tensor.backward`; a plain `gradient` is taken as replicated."""
+        if isinstance(gradient, torch.Tensor) and not isinstance(gradient, DTensor):
+            gradient = DTensor.from_local(gradient, self.device_mesh)
+            gradient = gradient.redistribute(placements=self._spec.layout.without_partial().placements)
+        super().backward(gradient, retain_graph, create_graph, inputs)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        text = tensor_contents if tensor_contents is not None else repr(fresh(self)._local_tensor)
+        return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    def __reduce_ex__(self, protocol):
+        spec, local = self._spec, fresh(self)._local_tensor.detach()
+        others = dict(vars(self))  # that it is a parameter, and what its user set
+        state = (spec.mesh, spec.layout.text, tuple(spec.shape), tuple(spec.stride), self.requires_grad, others)
+        return _rebuild, (local, *state)
+
+    def __deepcopy__(self, memo):
+        if not self.is_leaf:
+            raise RuntimeError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
+        made = memo.get(id(self))
+        if made is None:
+            made = _wrap(fresh(self)._local_tensor.detach().clone(), self._spec, self.requires_grad)
+            for name in vars(self).keys() - vars(made).keys():
+                setattr(made, name, vars(self)[name])
+            memo[id(self)] = made
+        return made
+
+    def __create_write_items__(self, fqn: str, object: Any):
+        return checkpoint.write_items(self._spec, fresh(self)._local_tensor.detach(), fqn)
+
+    def __create_chunk_list__(self):
+        return checkpoint.chunk_list(self._spec)
+
+    def __get_tensor_shard__(self, index):
+        return checkpoint.tensor_shard(self._spec, fresh(self)._local_tensor.detach(), index)
+
+
+_DATA: Any = torch.Tensor.data
+
+
+def _rebuild(local, mesh, layout, shape, stride, requires_grad, others):
+    """The DTensor that was pickled. It is made of what `torch.load` takes by default."""
+    made = DTensor(local, mesh, Layout.parse(layout, len(shape)), shape, stride, requires_grad)
+    vars(made).update(others)
+    return made
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+def _text(placements: tuple[Placement, ...]) -> str:
+    return "".join([str(p) for p in placements])
+
+
+def _alias(local: torch.Tensor) -> torch.Tensor:
+    return local.view_as(local) if local.layout == torch.strided else local.detach()
+
+
+@never_traced
+def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTensor:
+    # By position: torch takes a fifth longer to make one from keywords.
+    offset, memory, pinned, policy, by_device, by_layout = None, None, False, None, False, False
+    self = make_wrapper_subclass(
+        DTensor,
+        spec.shape,
+        spec.unusual_stride,
+        offset,
+        memory,
+        spec.dtype,
+        torch.strided,
+        local.device,
+        pinned,
+        requires_grad,
+        policy,
+        by_device,
+        by_layout,
+        OWN_KEYSET,
+    )
+    self._local_tensor = local
+    self._spec = spec
+    self.device_mesh = spec.mesh
+    return self
+
+
+def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]):
+    """Global shape and stride if every shard has the shape of this one; dense strides keep their order of dims."""
+    shape, stride = list(local.shape), list(local.stride())
+    for axis, p in enumerate(placements):
+        if isinstance(p, Shard):
+            n, step = mesh.size(axis), stride[p.dim]
+            shape[p.dim] = shape[p.dim] * n
+            stride = [s * n if i != p.dim and s > step else s for i, s in enumerate(stride)]
+    return shape, stride
+
+
+def fake_like(x: DTensor) -> DTensor:
+    """A DTensor like `x` with an empty local tensor; under a fake mode it holds no memory."""
+    local = x._local_tensor
+    made = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
+    return _wrap(made, x._spec, x.requires_grad)
+
+
+@never_traced
+def move(x: DTensor, layout: Layout) -> DTensor:
+    """`x` in another layout, below autograd."""
+    if x._spec.layout is layout:
+        return x
+    with torch.no_grad():
+        return _redistribute(x, layout)
+
+
+def _redistribute(
+    x: DTensor, layout: Layout, async_op: bool = False, prefer: Prefer = "time", asked: bool = False
+) -> DTensor:
+    if copies:
+        fresh(x)
+    local = redistribute_local(x._local_tensor, x._spec, layout, async_op=async_op, prefer=prefer, asked=asked)
+    return _wrap(local, x._spec.with_layout(layout))
+
+
+library.define(
+    "redistribute(Tensor x, str layout, bool async_op, str grad_layout='', str prefer='time', "
+    "ScalarType? dtype=None, ScalarType? grad_dtype=None) -> Tensor",
+)
+
+
+def _redistribute_operator(
+    x: DTensor,
+    text: str,
+    async_op: bool = False,
+    grad_layout: str = "",
+    prefer: Prefer = "time",
+    dtype: torch.dtype | None = None,
+    grad_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """`dtensor::redistribute` on a DTensor: what dispatch runs."""
+    layout = Layout.parse(text, x.dim())
+    if dtype is not None:
+        spec = x._spec
+        spec = Spec.make(spec.mesh, spec.layout, spec.shape, spec.stride, dtype)
+        x = _wrap(fresh(x)._local_tensor.to(dtype), spec)
+    return _redistribute(x, layout, async_op and not is_tracing(x), prefer, asked=True)
+
+
+@never_traced
+def _save_layout(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
+    ctx.layout = inputs[3] or inputs[0]._spec.layout.without_partial().text
+    ctx.prefer = inputs[4]
+    ctx.dtype, ctx.grad_dtype = inputs[0].dtype, inputs[6]
+
+
+@never_traced
+def _redistribute_backward(ctx, grad):
+    if grad is not None:
+        refuse_tangent(grad, "the gradient of redistribute")
+        sent = ctx.grad_dtype
+        if sent is not None or not (grad.__class__ is DTensor and grad._spec.layout.text == ctx.layout):
+            grad = torch.ops.dtensor.redistribute(grad, ctx.layout, False, "", ctx.prefer, sent, sent)
+        if grad.dtype != ctx.dtype:
+            grad = grad.to(ctx.dtype)
+    return grad, *[None] * 6
+
+
+torch.library.register_autograd(
+    "dtensor::redistribute", _redistribute_backward, setup_context=_save_layout, lib=library
+)
+COMPOSITES["dtensor::redistribute"] = _redistribute_operator
+
+
+def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
+    """`x` on another mesh. What each rank sends differs, so no graph holds it."""
+    if is_tracing(x):
+        raise ShardingError(
+            f"redistribute from {x.device_mesh} to another mesh cannot be compiled: what it sends differs from rank to "
+            "rank; call it outside the compiled function, or write @torch.compiler.disable on the function that does"
+        )
+    refuse_tangent(x, "redistribute")
+    target = as_placements(placements, mesh.ndim, x.dim())
+    check_target((Replicate(),) * mesh.ndim, target)
+    layout = x._spec.layout.without_partial()
+    if grad_placements is not None:
+        layout = Layout.of(gradient_placements(grad_placements, x.device_mesh.ndim, x.dim()), x.dim())
+    return _ToMesh.apply(x, mesh, Layout.of(target, x.dim()), layout)
+
+
+class _ToMesh(torch.autograd.Function):
+    @staticmethod
+    @never_traced
+    def forward(ctx, x, mesh, layout, grad_layout):
+        ctx.set_materialize_grads(False)
+        ctx.source = x.device_mesh, grad_layout, layout
+        spec = Spec.make(mesh, layout, x._spec.shape, x._spec.stride, x._spec.dtype)
+        return _wrap(exchanged(waited(fresh(x)._local_tensor), x._spec, spec), spec)
+
+    @staticmethod
+    @never_traced
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None
+        mesh, grad_layout, layout = ctx.source
+        final = grad_layout.without_partial()
+        grad = _ToMesh.apply(grad, mesh, final, layout)
+        if final is not grad_layout:
+            grad = torch.ops.dtensor.redistribute(grad, grad_layout.text, False)
+        return grad, None, None, None
+
+
+class FromLocal(torch.autograd.Function):
+    """A plain tensor in a layout; the gradient's local tensor in `grad_layout`, by what can be differentiated again."""
+
+    @staticmethod
+    @never_traced
+    def forward(ctx, local, mesh, layout, shape, stride, grad_layout):
+        ctx.set_materialize_grads(False)
+        ctx.layout, ctx.grad_layout = layout, grad_layout
+        return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
+
+    @staticmethod
+    @never_traced
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None, None, None, None, None
+        # No look at the gradient's layout: Dynamo traces this with a guess of it, dispatch knows it.
+        grad = torch.ops.dtensor.redistribute(grad, ctx.grad_layout.text, False)
+        local = grad.to_local()
+        for axis, reduce_op in ctx.layout.partial:
+            if reduce_op == "avg":
+                local = local / mesh_shape(grad.device_mesh)[axis]
+            elif reduce_op != "sum":
+                raise ShardingError(
+                    f"the gradient of from_local with {Partial(reduce_op)!r} is not defined; reduce before from_local"
+                )
+        return local, None, None, None, None, None
+
+
+class _ToLocal(torch.autograd.Function):
+    """The local tensor; its gradient is taken as this rank's part of one in `grad_layout`, which tells the order of two
+    axes on one dimension, as placements do not."""
+
+    @staticmethod
+    @never_traced
+    def forward(ctx, x, grad_layout):
+        ctx.set_materialize_grads(False)
+        ctx.whole = x.device_mesh, grad_layout, tuple(x.shape), tuple(x.stride())
+        return _alias(x._local_tensor)
+
+    @staticmethod
+    @never_traced
+    def backward(ctx, grad):
+        if grad is None:
+            return None, None
+        mesh, layout, shape, stride = ctx.whole
+        if torch.is_grad_enabled() and grad.requires_grad:
+            return FromLocal.apply(grad, mesh, layout, shape, stride, layout.without_partial()), None
+        return DTensor(_alias(grad), mesh, layout, shape, stride), None
+
+
+# What Dynamo puts into its graph for the two: an autograd function it traces twice over, forward and backward, which is
+# slow, and its backward without a graph, which leaves nothing to differentiate again.
+library.define(
+    "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, "
+    "SymInt[] shape, SymInt[] stride, str grad_placements, bool alike=False) -> Tensor(a)"
+)
+library.define("to_local(Tensor(a) x, str grad_placements) -> Tensor(a)")
+
+
+def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str, alike: bool = False) -> DTensor:
+    """`dtensor::from_local`: taken apart at once, on any tensor and by any mode. What is empty was not given.
+
+    `alike`: a plan takes it as the same on all ranks, which the graph compares.
+    """
+    if alike:
+        note_taken(x, facts(mesh).by_axis, BY_STYLE)
+    sizes = {"shape": shape, "stride": stride} if shape or stride else {}
+    placements, grads = (parsed(t) if t else None for t in (text, grad_text))
+    return DTensor.from_local(x, mesh, placements, **sizes, grad_placements=grads)
+
+
+def _to_local_operator(x: DTensor, grad_text: str) -> torch.Tensor:
+    """`dtensor::to_local`, taken apart likewise."""
+    return x.to_local(grad_placements=parsed(grad_text) if grad_text else None)
+
+
+library.impl("from_local", _from_local_operator, "CompositeImplicitAutograd")
+library.impl("to_local", _to_local_operator, "CompositeImplicitAutograd")
+COMPOSITES["dtensor::to_local"] = _to_local_operator
+
+
+@never_traced
+def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list) -> None:
+    """Give what arrives at a compiled function's backward the form it was traced with, in place.
+
+    Args:
+        specs: index of an output that is a DTensor -> its spec, of whatever sizes.
+        node: the autograd node of the call, which knows the sizes of its outputs.
+        tangents: one for each output; None, or a plain (replicated) tensor in place of a DTensor, is what changes.
+    """
+    for k, tangent in enumerate(tangents):
+        spec = specs.get(k)
+        if spec is not None and not isinstance(tangent, DTensor):
+            tangents[k] = _tangent(tangent, spec, tuple(node._input_metadata[k].shape))
+        elif tangent is None:
+            output = node._input_metadata[k]
+            tangents[k] = torch.zeros(output.shape, dtype=output.dtype, device=output.device)
+
+
+def _tangent(plain: torch.Tensor | None, spec: Spec, shape: tuple[int, ...]) -> DTensor:
+    stride = contiguous_stride(shape) if plain is None else plain.stride()
+    whole = Spec.make(spec.mesh, Layout.make(spec.layout.mesh_ndim, ((),) * spec.ndim, ()), shape, stride, spec.dtype)
+    layout = spec.layout.without_partial()
+    if plain is not None:
+        return move(_wrap(plain, whole), layout)
+    zeros = whole.with_layout(layout)
+    return _wrap(torch.zeros(zeros.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type), zeros)
+
+
+install(DTensor, _wrap)
+inner_sizes_follow(DTensor)
+attributes_stand_with_their_tensors()
+__all__ = ["DTensor", "FromLocal", "complete_tangents", "fake_like", "move"]

@@ -1,0 +1,290 @@
+"""Rules by brute force: each candidate run on ranks that hold random shards and parts, compared with the plain call.
+
+For whoever adds a rule: `wrong_candidates` takes calls as `Case`s, and runs each in every way that its rule allows on
+one mesh axis. `is_right` and `cut` are the meaning of the placements, written without the library.
+"""
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from ...dispatch.decision import call_of, carry_out
+from ...dispatch.dispatch import run
+from ...layout.layout import Layout
+from ...rules import rule_of
+from ...rules.call import is_in_place
+from ...rules.choose import _assemble, _fits
+from ...rules.rule import Candidate, candidates
+from ...tensor.tensor import DTensor
+from ...torch_private.core import overloads_of
+from ..threads import run_threads
+
+State = int | str | None
+"""How a tensor lies along the axis: a dim (Shard), a reduce op (Partial) or None (Replicate)."""
+
+
+@dataclass
+class Case:
+    """An operator call on plain tensors, best of float64.
+
+    Attributes:
+        func: an OpOverload, or a custom operator or packet of one overload.
+        args, kwargs: of the plain call.
+        at_least: the number of candidates the rule must find, so that none goes missing.
+    """
+
+    func: Any
+    args: tuple
+    at_least: int = 1
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        found = overloads_of(self.func)
+        if len(found) != 1:
+            names = ", ".join(map(str, found))
+            raise ValueError(f"a Case calls one operator; {self.func!r} is {names or 'none'}: name the overload")
+        self.func = found[0]
+
+
+def case(func, *args, at_least: int = 1, **kwargs) -> Case:
+    """The call `func(*args, **kwargs)` as a case."""
+    return Case(func, args, at_least, kwargs)
+
+
+def floats(*shape: int) -> torch.Tensor:
+    """Random numbers from 0.5 to 1.5, double."""
+    return torch.rand(shape, dtype=torch.float64) + 0.5
+
+
+def integers(high: int, *shape: int) -> torch.Tensor:
+    """Random integers below `high`."""
+    return torch.randint(high, shape)
+
+
+def booleans(*shape: int) -> torch.Tensor:
+    """A random mask."""
+    return torch.rand(shape) < 0.5
+
+
+def mapped(value, of) -> Any:
+    """`value` with `of` applied to the tensors inside its tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        return of(value)
+    if isinstance(value, dict):
+        return {k: mapped(v, of) for k, v in value.items()}
+    return type(value)(mapped(v, of) for v in value) if isinstance(value, (list, tuple)) else value
+
+
+def tensors(value) -> list:
+    found: list = []
+    mapped(value, found.append)
+    return found
+
+
+def as_list(out) -> list:
+    return list(out) if isinstance(out, (list, tuple)) else [out]
+
+
+def cut(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
+    """What each of `n` ranks holds of `x`; parts are random but for the last."""
+    if state is None:
+        return [x.clone() for _ in range(n)]
+    if isinstance(state, int):
+        chunks = list(torch.chunk(x, n, state))
+        return [t.clone() for t in chunks] + [x.narrow(state, 0, 0).clone()] * (n - len(chunks))
+    if state in ("max", "min"):
+        beyond = 1 if state == "min" else -1
+        return [*(x + beyond * torch.rand_like(x) for _ in range(n - 1)), x.clone()]
+    if state == "product":
+        parts = [torch.rand_like(x) + 0.5 for _ in range(n - 1)]
+        return [*parts, x / torch.stack(parts).prod(0) if parts else x.clone()]
+    assert state in ("sum", "avg"), f"no operand is ever P({state})"
+    parts = [torch.randn_like(x) if is_real(x) else torch.randint_like(x, 9) for _ in range(n - 1)]
+    return [*parts, x * (n if state == "avg" else 1) - sum(parts)]
+
+
+def is_real(x: torch.Tensor) -> bool:
+    """Whether `x` holds real or complex numbers, no integers."""
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+def can_be(x: torch.Tensor, state: State) -> bool:
+    """Whether an operand can lie so: truth values have no parts, and integers none of an average."""
+    return not isinstance(state, str) or is_real(x) or (x.dtype != torch.bool and state == "sum")
+
+
+REDUCE = {
+    "sum": lambda x: x.sum(0),
+    "avg": lambda x: x.mean(0),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "product": lambda x: x.prod(0),
+}
+
+
+def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> bool:
+    """Whether the ranks' `pieces`, read as `state` says, are `dense`."""
+    if isinstance(state, int):
+        wanted = cut(dense, state, len(pieces))
+    elif state is None:
+        wanted = [dense] * len(pieces)
+    else:
+        if any(p.shape != dense.shape for p in pieces):
+            return False
+        pieces, wanted = [REDUCE[state](torch.stack(pieces)).to(pieces[0].dtype)], [dense]
+    return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
+
+
+def close(a, b) -> bool:
+    wide = torch.complex128 if a.dtype.is_complex else torch.float64
+    single = a.dtype in (torch.float32, torch.complex64)
+    return torch.allclose(
+        a.to(wide), b.to(wide), rtol=1e-4 if single else 1e-6, atol=1e-5 if single else 1e-9, equal_nan=True
+    )
+
+
+def layout_of(state: State, ndim: int) -> Layout:
+    base = Layout.make(1, ((),) * ndim, ())
+    return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
+
+
+def placed(case: Case, mesh, states, pieces) -> tuple[Any, Any]:
+    """The case's arguments with a DTensor for each operand; 0-dim tensors that are no operands stay plain."""
+    supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
+
+    def one(_):
+        x, state, piece = next(supply)
+        if state == "plain":
+            return x
+        return DTensor(piece, mesh, layout_of(state, x.dim()), x.shape, x.stride())
+
+    return mapped(case.args, one), mapped(case.kwargs, one)
+
+
+def call_and_rule(case: Case, mesh):
+    states = [None] * len(tensors((case.args, case.kwargs)))
+    args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
+    call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
+    make = rule_of(case.func)
+    assert make is not None, f"{case.func} has no rule; give it one with dtensor.register_sharding"
+    return call, make(call)
+
+
+def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.Tensor | None]:
+    """Local outputs of this rank when the call runs as `candidate` says."""
+    args, kwargs = placed(case, mesh, candidate.inputs, pieces)
+    call, rule = call_and_rule(case, mesh)
+    in_place = is_in_place(case.func)
+    choice = _assemble(rule, [candidate], call.operands, False)
+    decision = carry_out(call, replace(rule, home={}), choice, in_place)  # outputs as the candidate says, not put home
+    out = run(decision, case.func, args, kwargs)
+    for o, want in zip(as_list(out), candidate.outputs):
+        if o is not None and not in_place:
+            assert o._spec.layout is layout_of(want, o.dim())
+    return [None if o is None else o._local_tensor for o in as_list(out)]
+
+
+class OneAxis:
+    """As much of a mesh as a rule or a decision needs to be made."""
+
+    ndim = 1
+    device_type = "cpu"
+
+    def __init__(self, n):
+        self.shape = (n,)
+        self.mesh = torch.arange(n)
+
+    def _get_root_mesh(self):
+        return self
+
+    def get_coordinate(self):
+        return [0]
+
+    def get_group(self, axis):
+        return SimpleNamespace(group_name="")
+
+
+@dataclass
+class Job:
+    """One candidate of a case, with what each rank holds of each operand: `pieces[operand][rank]`."""
+
+    case: Case
+    candidate: Candidate
+    pieces: list[list[torch.Tensor]]
+    dense: list[torch.Tensor | None]
+
+    def __str__(self):
+        states = [[layout_of(s, 9).text for s in side] for side in (self.candidate.inputs, self.candidate.outputs)]
+        shapes = [list(t.shape) for t in tensors((self.case.args, self.case.kwargs))]
+        return f"{self.case.func} {shapes}: {' '.join(states[0])} -> {' '.join(states[1])}"
+
+
+def jobs_of(case: Case, n: int) -> list[Job]:
+    _, rule = call_and_rule(case, OneAxis(n))
+    operands = tensors((case.args, case.kwargs))
+    dense = as_list(case.func(*mapped(case.args, torch.clone), **mapped(case.kwargs, torch.clone)))
+    table = candidates(rule)
+    assert len(table) >= case.at_least, f"{case.func}: {len(table)} candidates, expected {case.at_least}"
+    jobs = []
+    for found in table:
+        if _fits(rule, found, n, {}) and all(map(can_be, operands, found.inputs)):
+            pieces = [cut(x, s, n) for x, s in zip(operands, found.inputs)]
+            for i in rule.unread:
+                pieces[i] = [torch.full_like(p, 99) for p in pieces[i]]
+            jobs.append(Job(case, found, pieces, dense))
+    return jobs
+
+
+def run_jobs(rank, n, jobs):
+    mesh = init_device_mesh("cpu", (n,))
+    outs = []
+    for j in jobs:
+        try:
+            outs.append(run_candidate(j.case, mesh, j.candidate, [p[rank] for p in j.pieces]))
+        except (RuntimeError, IndexError, AssertionError) as error:
+            outs.append([error] * len(j.dense))
+    return outs
+
+
+def wrong_candidates(cases: list[Case], n: int) -> list[str]:
+    """What goes wrong when every candidate of every case runs on an axis of `n` ranks (threads); a line each.
+
+    Empty if the rules tell the truth: for a rule of one's own, see `dtensor.register_sharding`. Shards and random parts
+    of the arguments are the operands of each rank; what the ranks give is put together as the candidate says and
+    compared with the plain call. Choose sizes that `n` divides and sizes that it does not.
+    """
+    jobs = [j for case in cases for j in jobs_of(case, n)]
+    results = run_threads(run_jobs, n, n, jobs)
+    wrong = []
+    for index, job in enumerate(jobs):
+        for i, (dense, state) in enumerate(zip(job.dense, job.candidate.outputs)):
+            pieces = [r[index][i] for r in results]
+            failed = [p for p in pieces if isinstance(p, Exception)]
+            if failed:
+                wrong.append(f"{job}: {failed[0]!r}"[:300])
+            elif not (all(p is None for p in pieces) if dense is None else is_right(pieces, state, dense)):
+                wrong.append(f"{job} (output {i})")
+    return wrong
+
+
+__all__ = [
+    "REDUCE",
+    "Case",
+    "OneAxis",
+    "State",
+    "as_list",
+    "booleans",
+    "call_and_rule",
+    "case",
+    "cut",
+    "floats",
+    "integers",
+    "is_right",
+    "jobs_of",
+    "mapped",
+    "tensors",
+    "wrong_candidates",
+]

@@ -1,0 +1,97 @@
+"""Recording: the aten calls that torch's operator database makes, forward and backward, as material for tests of rules.
+
+    operator database -> samples -> run under a dispatch mode -> {aten operator: [(args, kwargs), ...]}
+
+`recorded` is the same on every machine: samples are drawn with a fixed seed, and the first calls are kept.
+"""
+
+import functools
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ...rules import base_name
+from ...torch_private.core import TorchDispatchMode, operator_database, operator_samples
+from .candidates import mapped, tensors
+
+SAMPLES, CALLS, ELEMENTS = 2, 2, 600
+"""Samples of each operator of the database, calls of each aten operator, elements in a call."""
+
+SKIPPED = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
+"""Tags of operators that cannot be compared: each call gives other numbers, or changes the shape of its argument."""
+UNINITIALISED = ("empty", "new_empty", "resize", "_efficientzerotensor")
+"""How the names of operators begin whose values are whatever lay in memory."""
+
+Given = tuple[tuple, dict[str, Any]]
+
+
+class Recorder(TorchDispatchMode):
+    """Keeps the first calls of each aten operator, by the shapes of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls: dict[Any, dict[str, Given]] = defaultdict(dict)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = tensors((args, kwargs))
+        wanted = func.namespace == "aten" and given and sum(t.numel() for t in given) < ELEMENTS
+        if not wanted or any(t.layout is not torch.strided for t in given):
+            return func(*args, **kwargs)
+        key = str(mapped((args, kwargs), lambda t: list(t.shape)))
+        kept = mapped((args, kwargs), lambda t: t.detach().clone())
+        out = func(*args, **kwargs)
+        found = self.calls[func]
+        if len(found) < CALLS:
+            found.setdefault(key, kept)
+        return out
+
+
+@functools.cache
+def recorded() -> dict[Any, list[Given]]:
+    """Plain calls `(args, kwargs)` of every aten operator that runs for the database on the CPU, `CALLS` at most of
+    each; in float64 where that is supported. Shared by all who ask: do not write to the tensors."""
+    recorder = Recorder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for op in operator_database().values():
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                _record(op, recorder)
+    return {func: list(found.values()) for func, found in recorder.calls.items()}
+
+
+def _record(op, recorder: Recorder) -> None:
+    supported = op.supported_dtypes("cpu")
+    dtype = next((d for d in (torch.float64, torch.float32, *supported) if d in supported), None)
+    if dtype is None:
+        return
+    differentiable = op.supports_autograd and dtype.is_floating_point
+    for sample in list(operator_samples(op, dtype, differentiable))[:SAMPLES]:
+        try:
+            with recorder:
+                _run(op, sample, differentiable)
+        except (RuntimeError, AssertionError, TypeError):
+            continue  # not for this device
+
+
+def _run(op, sample, differentiable: bool) -> None:
+    outs = [o for o in tensors(op(sample.input, *sample.args, **sample.kwargs)) if o.requires_grad]
+    ins = [t for t in tensors((sample.input, sample.args, sample.kwargs)) if t.requires_grad]
+    if differentiable and outs and ins:
+        torch.autograd.grad(outs, ins, [torch.randn_like(o) for o in outs], allow_unused=True)
+
+
+def is_comparable(func, args: Iterable[Any]) -> bool:
+    """Whether a call of `func` gives the same twice, in a shape that does not depend on values: what has out=, a list
+    with masks, random numbers or memory as it was does not."""
+    masks = any(t.dtype in (torch.bool, torch.uint8) for a in args if isinstance(a, (list, tuple)) for t in tensors(a))
+    out = any(a.is_out for a in func._schema.arguments)
+    name = base_name(func).removeprefix("aten::")
+    return not (out or masks or name.startswith(UNINITIALISED) or SKIPPED & set(func.tags))
+
+
+__all__ = ["UNINITIALISED", "Recorder", "is_comparable", "recorded"]

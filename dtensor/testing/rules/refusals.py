@@ -1,0 +1,271 @@
+"""Refusals: rules by brute force, the other way round: which right ways to run a call does its rule not offer?
+
+    call -> every combination of operand states -> the plain operator on each rank's pieces -> right?  offered?
+
+`candidates` shows that what a rule offers is right; `refused` finds what is right and not offered. Nothing of the
+library runs: the pieces are cut, the operator of torch is called on each, and the outputs are read as any placement
+that there is. On one mesh axis, that is: a rule treats each by itself.
+"""
+
+import itertools
+import random
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...dispatch.decision import COMPOSITES, FOREACH
+from ...rules.rule import candidates
+from .candidates import (
+    REDUCE,
+    Case,
+    OneAxis,
+    State,
+    as_list,
+    call_and_rule,
+    cut,
+    is_real,
+    is_right,
+    layout_of,
+    mapped,
+    tensors,
+)
+
+MOST = 700
+"""Combinations that are tried of one call, all of them if there are no more."""
+DRAWS = 5
+"""Values that each call is run with; what is right by chance with one of them is not so with all."""
+TINY = 1e-6
+"""Results below this may seem equal to any other."""
+UNCHECKED = ("native_batch_norm", "max_pool", "fractional_max_pool", "max_unpool")
+"""Parts of the names of operators whose kernels trust their arguments: on pieces that do not fit they write past
+the end."""
+SIZES = ("size", "input_sizes", "normalized_shape")
+"""Arguments that hold a shape, which a rank may have to give a shorter one."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A right combination that a rule does not offer.
+
+    Attributes:
+        operator: such as "aten.mm.default".
+        shapes: of the operands.
+        inputs, outputs: states of operands and outputs; outputs as first found to be right.
+        n: ranks on the axis.
+    """
+
+    operator: str
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[State, ...]
+    outputs: tuple[State, ...]
+    n: int
+
+    @property
+    def pattern(self) -> str:
+        """The states of the operands, such as "R S(1) P"; what reasons are given for."""
+        return " ".join(_text(s) for s in self.inputs)
+
+    def __str__(self):
+        outs = " ".join(_text(s) for s in self.outputs)
+        return f"{self.operator} {[list(s) for s in self.shapes]} on {self.n}: {self.pattern} -> {outs}"
+
+
+def _text(state: State) -> str:
+    return layout_of(state, 9).text
+
+
+def axis_sizes(case: Case) -> list[int]:
+    """Numbers of ranks to try: 2, and 3 and 5 where they divide some dimension that 2 does not."""
+    lengths = {s for x in tensors((case.args, case.kwargs)) for s in x.shape if s > 1}
+    return [2, *(n for n in (3, 5) if any(s % n == 0 and s % 2 for s in lengths))]
+
+
+def is_tried(case: Case) -> bool:
+    """Whether an operator can be tried on pieces of any kind: one that writes to its arguments has the rule of the one
+    that does not, a list of tensors is taken item by item, and some kernels are not safe."""
+    name = case.func._schema.name
+    left = case.func._schema.is_mutable or name.startswith(FOREACH) or name in COMPOSITES
+    return not left and not any(part in name for part in UNCHECKED)
+
+
+def refused(case: Case, n: int) -> list[Refusal]:
+    """The right combinations that the rule of `case` does not offer on an axis of `n` ranks.
+
+    An operand is Replicate, Shard of a dimension that `n` divides, or Partial(sum) if it holds numbers with a fraction;
+    one that the rule says is not read may be anything. At most `MOST` combinations, the same ones every time.
+    Outputs that hold the same value everywhere tell nothing, and nothing is found for them.
+    """
+    _, rule = call_and_rule(case, OneAxis(n))
+    operands = tensors((case.args, case.kwargs))
+    offered = {_masked(c.inputs, rule.unread) for c in candidates(rule)}
+    found = []
+    draws = draws_of(case) if any(x.numel() > 1 for x in operands) else []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # for the parts
+        for states in combinations(case, n) if draws else ():
+            if _masked(states, rule.unread) not in offered and (outs := _right(draws, states, n)) is not None:
+                shapes = tuple(tuple(x.shape) for x in operands)
+                found.append(Refusal(str(case.func), shapes, states, outs, n))
+    return found
+
+
+def _masked(states: tuple[State, ...], unread: frozenset[int]) -> tuple[State, ...]:
+    return tuple(None if i in unread else s for i, s in enumerate(states))
+
+
+def combinations(case: Case, n: int) -> list[tuple[State, ...]]:
+    """The states of operands that are tried: all, or `MOST` of them, those with few operands not whole first."""
+    each = [list(_states(x, n)) for x in tensors((case.args, case.kwargs))]
+    total = 1
+    for states in each:
+        total *= len(states)
+    if total <= MOST:
+        return list(itertools.product(*each))
+    chance = random.Random(zlib.crc32(f"{case.func} {each}".encode()))
+    few = [
+        tuple(dict(where).get(i) for i in range(len(each)))
+        for pair in itertools.combinations(range(len(each)), 2)
+        for where in itertools.product(*([(i, s) for s in each[i]] for i in pair))
+    ]
+    drawn = [tuple(map(chance.choice, each)) for _ in range(MOST)]
+    return list(dict.fromkeys([*few, *drawn]))[:MOST]
+
+
+def _states(x: torch.Tensor, n: int) -> Iterator[State]:
+    yield None
+    yield from (d for d, size in enumerate(x.shape) if size and size % n == 0)
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        yield "sum"
+
+
+@dataclass
+class Draw:
+    """A call with values for its operands, and what it gives."""
+
+    case: Case
+    dense: list[Any]
+    pieces: dict[tuple[int, State, int], list[torch.Tensor]]
+
+    def piece(self, operand: int, state: State, n: int) -> list[torch.Tensor]:
+        """What each rank holds of an operand; cut once."""
+        key = (operand, state, n)
+        if key not in self.pieces:
+            self.pieces[key] = cut(tensors((self.case.args, self.case.kwargs))[operand], state, n)
+        return self.pieces[key]
+
+
+def draws_of(case: Case) -> list[Draw]:
+    """The call with `DRAWS` times other values, such that wrong pieces would show; fewer where it does not take them.
+
+    Random numbers of both signs come first, then positive ones, then the given ones moved a little.
+    """
+    generator = torch.Generator().manual_seed(zlib.crc32(str(case.func).encode()))
+    made: list[Draw] = []
+    for redraw in (_signed, _positive, _signed, _signed, _positive, *[_near] * 5):
+        args, kwargs = mapped((case.args, case.kwargs), lambda x, r=redraw: _redrawn(x, r, generator))
+        other = Case(case.func, args, kwargs=kwargs)
+        try:
+            dense = as_list(_call(other, tensors((args, kwargs)), ()))
+        except (RuntimeError, IndexError):
+            continue
+        if tells(dense) and len(made) < DRAWS:
+            made.append(Draw(other, dense, {}))
+    return made
+
+
+def _redrawn(x: torch.Tensor, redraw: Callable, generator: torch.Generator) -> torch.Tensor:
+    """Real numbers as `redraw` says, truth values at random, integers in another order: they may be indices."""
+    if is_real(x):
+        return redraw(x, torch.randn(x.shape, generator=generator, dtype=x.dtype))
+    if x.dtype == torch.bool:
+        return torch.rand(x.shape, generator=generator) < 0.5
+    return x.flatten()[torch.randperm(x.numel(), generator=generator)].reshape(x.shape)
+
+
+def _signed(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return 2 * noise
+
+
+def _positive(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return (noise.abs() + 0.1).to(x.dtype)
+
+
+def _near(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    return x * (1 + 0.1 * noise.abs()) + 0.01
+
+
+def tells(dense: list[Any]) -> bool:
+    """Whether wrong pieces would show: no output is a lone truth value, the same everywhere, infinite or almost 0."""
+    outs = [x for x in dense if isinstance(x, torch.Tensor) and x.numel()]
+    return bool(outs) and all(map(_varies, outs))
+
+
+def _varies(x: torch.Tensor) -> bool:
+    differs = bool((x != x.flatten()[0]).any())
+    if not is_real(x):
+        return differs
+    return bool(torch.isfinite(x).all()) and bool((x.abs() > TINY).any()) and (differs or x.numel() == 1)
+
+
+def _right(draws: list[Draw], states: tuple[State, ...], n: int) -> tuple[State, ...] | None:
+    """The states of the outputs if the combination is right with every draw, else None."""
+    found = None
+    for draw in draws:
+        pieces = [draw.piece(i, s, n) for i, s in enumerate(states)]
+        found = next((o for sizes in _sizes(draw.case, n) if (o := _outputs(draw, pieces, sizes, n)) is not None), None)
+        if found is None:
+            return None
+    return found
+
+
+def _sizes(case: Case, n: int) -> Iterator[tuple]:
+    """Ways to localise the arguments that hold shapes: as they are, or one number in one of them divided by `n`."""
+    yield ()
+    names = [a.name for a in case.func._schema.arguments]
+    for position, (name, value) in enumerate(zip(names, case.args)):
+        if name in SIZES and isinstance(value, (list, tuple)):
+            for i, size in enumerate(value):
+                if size and size % n == 0:
+                    yield position, [*value[:i], size // n, *value[i + 1 :]]
+
+
+def _outputs(draw: Draw, pieces: list[list[torch.Tensor]], sizes: tuple, n: int) -> tuple[State, ...] | None:
+    try:
+        local = [as_list(_call(draw.case, [p[rank] for p in pieces], sizes)) for rank in range(n)]
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    found = []
+    if any(len(outs) != len(draw.dense) for outs in local):
+        return None
+    for i, dense in enumerate(draw.dense):
+        if not isinstance(dense, torch.Tensor):
+            continue
+        made = [outs[i] for outs in local]
+        states = (s for s in (None, *range(dense.dim()), *_reductions(dense)) if is_right(made, s, dense))
+        state = next(states, "none")
+        if state == "none":
+            return None
+        found.append(state)
+    return tuple(found)
+
+
+def _reductions(dense: torch.Tensor) -> list[str]:
+    """The reduce ops that numbers of this kind have: truth values none, complex ones no order, integers no average."""
+    if dense.dtype == torch.bool:
+        return []
+    without = ("max", "min") if dense.dtype.is_complex else () if dense.dtype.is_floating_point else ("avg",)
+    return [op for op in REDUCE if op not in without]
+
+
+def _call(case: Case, operands: list[torch.Tensor], sizes: tuple) -> Any:
+    supply = iter(operands)
+    args, kwargs = mapped((case.args, case.kwargs), lambda _: next(supply).clone())
+    if sizes:
+        args = (*args[: sizes[0]], sizes[1], *args[sizes[0] + 1 :])
+    return case.func(*args, **kwargs)
+
+
+__all__ = ["UNCHECKED", "Refusal", "axis_sizes", "combinations", "is_tried", "refused"]

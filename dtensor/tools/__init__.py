@@ -1,0 +1,1 @@
+"""The `dtensor` command, the demonstration and the calibration of links."""

@@ -1,0 +1,345 @@
+"""The `dtensor` command: reads arguments, calls what does the work, prints, and sets the exit code.
+
+`dtensor demo` trains a small model sharded and compiled and checks it against one process (see `demo`). It
+exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments. `dtensor calibrate` measures the
+links of this machine (see `calibration`), with the same exit codes. `dtensor inspect`, `diff` and `check` are those of
+`dtensor.compile.commands`, `dtensor checkpoint` of `checkpoint_commands`. `dtensor operators` prints the page that is
+`docs/operators.md` (see `testing.support`).
+"""
+
+import importlib.util
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import torch
+
+from dtensor.compile.reports.commands import COMMANDS
+
+from ..layout.cost import Link
+from ..mesh.links import links_path, read_links
+from ..testing import RankError
+from ..testing.rules.operators_page import operators_page
+from .calibration import BACKENDS as DEVICES
+from .calibration import SIZES, Fit, calibrate
+from .calibration import Options as Calibration
+from .calibration import Outcome as Constants
+from .checkpoint_commands import checkpoint
+from .demo import BACKENDS, BATCH, HEADS, SEQ, Options, Outcome, Run, default_text, demonstrate, under_torchrun
+from .demo_plans import PLANS
+
+SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
+"""Short names of the collectives, for the table."""
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""Short names of the dtypes to compute in."""
+
+BETWEEN = {"inter": "between hosts", "intra": "within a host"}
+"""Kinds of links in words."""
+
+CONSTANTS = {
+    "start": ("{:.3g} µs", 1e6, "to start a collective"),
+    "alpha": ("{:.3g} µs", 1e6, "a round"),
+    "bandwidth": ("{:.3g} GB/s", 1e-9, "on the wire"),
+    "launch": ("{:.3g} µs", 1e6, "to start a local copy"),
+    "memory": ("{:.3g} GB/s", 1e-9, "of a local copy"),
+}
+"""Constant of a link -> how it is shown, the factor to the unit shown, and what it is."""
+
+
+PLAN_HELP = "; ".join(f"{name}: {plan.title}" for name, plan in PLANS.items()) + "."
+
+
+@click.group()
+def main() -> None:
+    """A distributed tensor made for torch.compile."""
+
+
+for _command in (*COMMANDS, checkpoint):
+    main.add_command(_command)
+
+
+@main.command()
+@click.option("--nproc", type=click.IntRange(min=1), help="Processes to start. Default: 2, or torchrun's.")
+@click.option("--plan", type=click.Choice(tuple(PLANS)), default="tp", show_default=True, help=PLAN_HELP)
+@click.option("--data", type=click.Path(path_type=Path), help="Text to train on. Default: Python's help topics.")
+@click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="Training steps.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="dtensor", show_default=True, help="Of torch.compile.")
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), default="fp32", show_default=True, help="To compute in.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Image file for the loss curves.")
+@click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers of the model.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the model and the batches.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for it all.")
+def demo(
+    nproc: int | None,
+    plan: str,
+    data: Path | None,
+    steps: int,
+    backend: str,
+    dtype: str,
+    plot: Path | None,
+    layers: int,
+    seed: int,
+    timeout: float,
+) -> None:
+    """Train a byte-level Transformer on one process, sharded, and sharded and compiled; compare the three.
+
+    Starts the processes itself. Under torchrun it joins the ones that are there:
+    torchrun --nproc-per-node 2 -m dtensor demo
+    """
+    text = _text(data)
+    _check_plot(plot)
+    options = Options(_processes(nproc, plan), plan, text, steps, backend, layers, seed, timeout, DTYPES[dtype])
+    outcome = _carried_out(lambda: demonstrate(options))
+    if outcome is None:
+        return
+    click.echo(report(options, outcome))
+    if plot is not None:
+        _draw(outcome.runs, plot)
+    if not outcome.good:
+        raise SystemExit(1)
+
+
+class Sizes(click.ParamType):
+    """Numbers of bytes, separated by commas."""
+
+    name = "bytes,..."
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        words = str(value).split(",")
+        if len(words) < 2 or not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+            self.fail(f"{value!r} is not two or more numbers of bytes; write such as 1024,65536,1048576", param, ctx)
+        return tuple(int(word) for word in words)
+
+
+@main.command("calibrate")
+@click.option("--nproc", type=click.IntRange(min=2), help="Processes to start. Default: 2, or torchrun's.")
+@click.option("--device", type=click.Choice(tuple(DEVICES)), default="cpu", show_default=True, help="Gloo or NCCL.")
+@click.option("--sizes", type=Sizes(), default=",".join(map(str, SIZES)), show_default=True, help="Of the buffers.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Each median is of so many.")
+@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Image file: measured and fitted times.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for it all.")
+def calibrate_command(
+    nproc: int | None, device: str, sizes: tuple[int, ...], rounds: int, plot: Path | None, timeout: float
+) -> None:
+    """Measure what collectives cost on this machine, and keep it for plans.
+
+    The constants go into ~/.cache/dtensor/links.json (DTENSOR_LINKS names another file). The meshes that
+    dtensor.prepare and dtensor.init_device_mesh make ready plan with them if they are on the mesh's first rank. Starts
+    the processes itself; under torchrun, as on several hosts, it joins the ones that are there:
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m dtensor calibrate --device cuda
+    """
+    _check_plot(plot)
+    nproc = _world(nproc)
+    if device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", nproc)):
+        raise click.UsageError(
+            f"--device cuda takes a GPU for each process, but there are {torch.cuda.device_count()} here; "
+            "write a lower --nproc, or --device cpu"
+        )
+    _check_links_file()
+    options = Calibration(nproc, device, sizes, rounds, timeout)
+    outcome = _carried_out(lambda: calibrate(options))
+    if outcome is None:
+        return
+    click.echo(calibrated(options, outcome))
+    if plot is not None:
+        _draw_fits(outcome.fits, plot)
+
+
+@main.command()
+def operators() -> None:
+    """Print, as Markdown, how each operator of aten runs on DTensors."""
+    click.echo(operators_page(), nl=False)
+
+
+def _carried_out(work: Callable):
+    """What `work` gives; the failure of a rank, and that time is up, as errors of the command."""
+    try:
+        return work()
+    except RankError as error:
+        raise click.ClickException(str(error)) from error
+    except TimeoutError as error:  # whose stacks are printed already
+        raise click.ClickException(f"{str(error).splitlines()[0]}; --timeout SECONDS gives more time") from error
+
+
+def _check_links_file() -> None:
+    """Find out before it takes long to measure that what is measured cannot be kept."""
+    path = links_path()
+    if path is None:
+        return
+    try:
+        read_links(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _world(nproc: int | None) -> int:
+    """The number of ranks: torchrun's, else what was asked for."""
+    if under_torchrun():
+        world = int(os.environ["WORLD_SIZE"])
+        if nproc not in (None, world):
+            raise click.UsageError(f"--nproc {nproc} given, but torchrun has started {world}; leave --nproc out")
+        nproc = world
+    return 2 if nproc is None else nproc
+
+
+def _processes(nproc: int | None, plan: str) -> int:
+    nproc = _world(nproc)
+    if not _divides(plan, nproc):
+        least = [n for n in range(1, 17) if _divides(plan, n)]
+        raise click.UsageError(
+            f"{nproc} processes cannot share {HEADS} attention heads and {BATCH} sequences evenly under plan {plan}; "
+            f"write --nproc {', '.join(map(str, least[:-1]))} or {least[-1]}"
+        )
+    return nproc
+
+
+def _divides(plan: str, nproc: int) -> bool:
+    batch, layers = PLANS[plan].parts(nproc)
+    return HEADS % layers == 0 and BATCH % batch == 0
+
+
+def _text(path: Path | None) -> bytes:
+    """The bytes to train on: those of `path`, or the default text."""
+    given = path or default_text()
+    if given is None:
+        raise click.UsageError("this Python ships no help topics to train on; write --data FILE with a text of yours")
+    try:
+        text = given.read_bytes()
+    except OSError as error:
+        raise click.BadParameter(f"cannot read {given}: {error.strerror}", param_hint="--data") from error
+    if len(text) < SEQ + 1:
+        raise click.BadParameter(
+            f"{given} has {len(text)} bytes, but a sequence and its next byte take {SEQ + 1}; give a longer text",
+            param_hint="--data",
+        )
+    return text
+
+
+def _check_plot(plot: Path | None) -> None:
+    if plot is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib, which is not installed; write: pip install 'dtensor[plot]'")
+    if not plot.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {plot.absolute().parent} to write it in", param_hint="--plot")
+
+
+def report(options: Options, outcome: Outcome) -> str:
+    """The text that says what came out."""
+    rows = [
+        ("", "loss", "", "tokens/s", "collectives", "", "bytes sent", ""),
+        ("", "first", "last", "", "forward", "backward", "forward", "backward"),
+        *map(_row, outcome.runs),
+    ]
+    agree = "agree" if outcome.difference <= outcome.tolerance else "DISAGREE"
+    lines = [
+        f"{outcome.parameters:,} parameters in {options.layers} layers, {options.steps} steps on {len(options.data):,} "
+        f"bytes of text, {options.nproc} processes, plan {options.plan}, backend {options.backend}{_dtype(options)}",
+        "",
+        *_aligned(rows),
+        "",
+        "Collectives and the bytes a rank sends in them are those of one step; "
+        + ", ".join(f"{short} {op}" for op, short in SHORT.items())
+        + ".",
+        f"The losses {agree}: at most {outcome.difference:.1e} apart (tolerance {outcome.tolerance:.0e}).",
+        f"Graphs of the compiled step: {outcome.graphs}; graph breaks: {outcome.graph_breaks}.",
+    ]
+    return "\n".join(lines)
+
+
+def _dtype(options: Options) -> str:
+    return "" if options.dtype == "float32" else f", computed in {options.dtype}"
+
+
+def _row(run: Run) -> tuple[str, ...]:
+    counts, sent = zip(*[found or (None, None) for found in (run.traffic.forward, run.traffic.backward)])
+    figures = [*map(_counted, counts), *("-" if n is None else f"{n:,}" for n in sent)]
+    return (run.name, f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}", f"{run.speed:,.0f}", *figures)
+
+
+def _counted(collectives: Counter[str] | None) -> str:
+    """Such as "5 AR + 1 AG"."""
+    if collectives is None:
+        return "-"
+    return " + ".join(f"{n} {SHORT[op]}" for op, n in sorted(collectives.items())) or "none"
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns padded to one width each: the first to the left, the others to the right."""
+    first, *others = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join([row[0].ljust(first), *[cell.rjust(n) for cell, n in zip(row[1:], others)]]).rstrip() for row in rows
+    ]
+
+
+def _draw(runs: tuple[Run, ...], path: Path) -> None:
+    """Write the loss curves to `path`, as the kind of image its name says."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    figure = Figure(layout="constrained")
+    axes = figure.subplots()
+    for run, style in zip(runs, ("-", "--", ":")):
+        axes.plot(range(1, len(run.losses) + 1), run.losses, style, label=run.name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats per byte)")
+    axes.legend()
+    _write(figure, path, "loss curves")
+
+
+def calibrated(options: Calibration, outcome: Constants) -> str:
+    """The text that says what was measured and fitted."""
+    lines = []
+    for fit in outcome.fits:
+        rows = [("", "bytes", "measured", "fitted", "error")]
+        for t in fit.timings:
+            measured, fitted = (f"{x * 1e6:,.1f} µs" for x in (t.seconds, fit.fitted(t)))
+            rows.append((t.op, f"{t.size:,}", measured, fitted, f"{100 * fit.error(t):+.0f} %"))
+        lines += [
+            f"{outcome.key}, {fit.timings[0].n} ranks, {BETWEEN[fit.kind]}; medians of {options.rounds} rounds, of the "
+            "slowest rank",
+            "",
+            *_aligned(rows),
+            "",
+            *_constants(fit.link),
+            "",
+        ]
+    kept = f"kept in {outcome.path}" if outcome.path else "not kept: DTENSOR_LINKS is empty"
+    return "\n".join([*lines, f"The constants are {kept}."])
+
+
+def _constants(link: Link) -> list[str]:
+    return [
+        f"{name:<10}{text.format(getattr(link, name) * factor):>10}  {what}"
+        for name, (text, factor, what) in CONSTANTS.items()
+    ]
+
+
+def _draw_fits(fits: tuple[Fit, ...], path: Path) -> None:
+    """Write measured (points) and fitted times (lines) over the bytes to `path`, one picture for each link."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    figure = Figure(layout="constrained", figsize=(7 * len(fits), 5))
+    for axes, fit in zip(figure.subplots(1, len(fits), squeeze=False)[0], fits):
+        for i, op in enumerate(dict.fromkeys(t.op for t in fit.timings)):
+            mine = [t for t in fit.timings if t.op == op]
+            at = [t.size for t in mine]
+            axes.plot(at, [t.seconds * 1e6 for t in mine], "o", color=f"C{i}")
+            axes.plot(at, [fit.fitted(t) * 1e6 for t in mine], "-", color=f"C{i}", label=op)
+        axes.set(xscale="log", yscale="log", xlabel="buffer (bytes)", ylabel="time (µs)", title=BETWEEN[fit.kind])
+        axes.legend()
+    _write(figure, path, "fits")
+
+
+def _write(figure, path: Path, what: str) -> None:
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"the {what} cannot be written to {path}: {error}") from error
+    click.echo(f"The {what} are in {path}.")
+
+
+__all__ = ["calibrated", "main", "report"]

@@ -1,0 +1,99 @@
+"""The plans of the demonstration: over which mesh the model is sharded, how, and which part of a batch each rank takes.
+
+Beside `demo`, which trains what this gives.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..parallel import MixedPrecisionPolicy, fully_shard
+from ..testing import Transformer
+
+TENSOR = "tp"
+"""The axis over which layers are divided; along all others, batches are."""
+
+
+@dataclass(frozen=True)
+class DemoPlan:
+    """How the model is sharded.
+
+    Attributes:
+        title: in words.
+        axes: of the mesh, outermost first.
+        sequence: whether activations are sharded along the sequence, where layers are divided.
+        replicas: whether every rank has all parameters: the axes after the first have one rank each.
+    """
+
+    title: str
+    axes: tuple[str, ...]
+    sequence: bool = False
+    replicas: bool = False
+
+    def mesh_shape(self, nproc: int) -> tuple[int, ...]:
+        """Sizes of the axes for `nproc` processes: 2 each as far as that goes, the last first; the first takes the
+        rest, that is all of them where ranks are replicas."""
+        sizes, left = [], nproc
+        for _ in self.axes[1:]:
+            sizes.insert(0, 2 if left % 2 == 0 and not self.replicas else 1)
+            left //= sizes[0]
+        return (left, *sizes)
+
+    def parts(self, nproc: int) -> tuple[int, int]:
+        """Into how many parts batches are divided, and into how many the layers."""
+        sizes = dict(zip(self.axes, self.mesh_shape(nproc)))
+        layers = sizes.get(TENSOR, 1)
+        return prod(sizes.values()) // layers, layers
+
+    def apply(self, model: Transformer, mesh: Any, dtype: torch.dtype) -> Transformer:
+        """Shard `model`, in place, over `mesh`; fully sharded parameters are gathered and computed with in `dtype`."""
+        if TENSOR in self.axes:
+            Transformer.parallelize(model, mesh[TENSOR], self.sequence)
+        data = self.data_axes
+        if data:
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            for layer in model.layers:
+                fully_shard(layer, mesh[data], mp_policy=policy)
+            fully_shard(model, mesh[data], mp_policy=policy)
+        return model
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which batches are divided."""
+        return tuple([name for name in self.axes if name != TENSOR])
+
+    def own_part(self, batch: torch.Tensor, mesh: Any) -> torch.Tensor:
+        """This rank's part of `batch`."""
+        index, parts = 0, 1
+        for name in self.data_axes:
+            index, parts = index * mesh[name].size() + mesh.get_local_rank(name), parts * mesh[name].size()
+        return batch.chunk(parts)[index]
+
+
+PLANS = {
+    "tp": DemoPlan("tensor parallel", (TENSOR,)),
+    "sp": DemoPlan("tensor and sequence parallel", (TENSOR,), sequence=True),
+    "ddp": DemoPlan("data parallel", ("replicate", "shard"), replicas=True),
+    "fsdp": DemoPlan("fully sharded", ("shard",)),
+    "hsdp": DemoPlan("hybrid: fully sharded, and replicated", ("replicate", "shard")),
+    "2d": DemoPlan("fully sharded and tensor parallel", ("shard", TENSOR)),
+    "3d": DemoPlan("hybrid, tensor and sequence parallel", ("replicate", "shard", TENSOR), sequence=True),
+}
+"""What `--plan` takes."""
+
+
+def computing_in(model: nn.Module, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """`model` as a function that casts the parameters to `dtype` first."""
+
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        cast = {name: p.to(dtype) for name, p in model.named_parameters()}
+        return torch.func.functional_call(model, cast, inputs)
+
+    return run
+
+
+__all__ = ["PLANS", "TENSOR", "DemoPlan", "computing_in"]

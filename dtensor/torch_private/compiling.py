@@ -1,0 +1,610 @@
+"""Everything of torch.compile that is not public: Dynamo, AOTAutograd and Inductor. See `_torch`."""
+
+import contextlib
+import functools
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import sympy
+import torch
+
+from .core import OpOverload, tree_map  # first: it checks the version of torch
+from .sizes import ShapeEnv, free_symbols
+
+# isort: split
+from torch._dynamo import guards as dynamo_guards
+from torch._dynamo.backends import registry as backend_registry
+from torch._dynamo.exc import RestartAnalysis
+from torch._functorch import config as functorch_config
+from torch._guards import CompileContext, TracingContext
+from torch._higher_order_ops.utils import unique_graph_id
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass, CustomPartitionerFn, get_hash_for_files
+from torch._inductor.fx_passes.control_dependencies import control_deps, preserve_node_ordering
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_tensor_tree
+from torch.utils._ordered_set import OrderedSet
+
+
+def min_cut_partition(gm, joint_inputs, **kwargs):
+    """Torch's partitioner: the graphs of forward and backward, with least saved between them."""
+    from functorch.compile import min_cut_rematerialization_partition
+
+    forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+    _states_among_tensors(forward, backward)
+    return forward, backward
+
+
+def register_backend(backend: Callable[..., Any], name: str) -> None:
+    """Have torch.compile know `backend` by name. What torch has found as an entry point it registers itself."""
+    if name not in backend_registry._BACKENDS:
+        backend_registry.register_backend(backend, name)
+
+
+@functools.cache
+def weigh_by(nbytes: Callable[[torch.fx.Node], int]) -> None:
+    """Have torch's min-cut partitioner, whichever backend calls it, take the bytes of a node from `nbytes`.
+
+    Torch takes the sizes that the values have on this rank, so that ranks with other sizes save other values.
+    """
+    from torch._functorch import partitioners
+
+    choose, own = partitioners.choose_saved_values_set, partitioners._size_of
+
+    @functools.wraps(choose)
+    def chosen(graph: torch.fx.Graph, *args: Any, **kwargs: Any) -> Any:
+        # While what a node is computed from is there: some go on as inputs of the backward.
+        sizes = {node: nbytes(node) for node in graph.nodes}
+
+        def size(node: torch.fx.Node) -> int:
+            if not _has_tensors(node):
+                return own(node)
+            return sizes[node] if node in sizes else nbytes(node)
+
+        partitioners._size_of = size
+        try:
+            return choose(graph, *args, **kwargs)
+        finally:
+            partitioners._size_of = own
+
+    partitioners.choose_saved_values_set = chosen
+
+
+def _has_tensors(node: torch.fx.Node) -> bool:
+    found = node.meta.get("val")
+    return any(isinstance(x, torch.Tensor) for x in (found if isinstance(found, (list, tuple)) else [found]))
+
+
+def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
+    """Put the saved states of random generators before saved meshes, and say what their operators give.
+
+    Where checkpointing draws random numbers again, torch saves these states last. It takes what is saved to be tensors
+    first and other objects, such as a DTensor's mesh, after them.
+    """
+    from torch._functorch._aot_autograd.graph_compile import is_opaque_node
+    from torch._prims import rng_prims as rng
+
+    draws = forward.graph.find_nodes(op="call_function", target=rng.run_and_save_rng_state)
+    states = {user: draw for draw in draws for user in draw.users if user.args[1] == 0}
+    output: Any = forward.graph.output_node()
+    saved = list(output.args[0])
+    places = [k for k, node in enumerate(saved) if node in states]
+    if not places:
+        return
+    for draw in draws:
+        parts = {user.args[1]: user.meta["val"] for user in draw.users}
+        draw.meta["val"] = parts[0], parts.get(1)
+    taken: dict[Any, torch.fx.Node] = {}
+    for node in backward.graph.find_nodes(op="call_function", target=rng.run_with_rng_state):
+        taken[node.args[0]] = node
+    given = [node for node in backward.graph.find_nodes(op="placeholder") if node in taken]
+    for k, state in zip(places, given, strict=True):
+        taken[state].meta["val"] = states[saved[k]].meta["val"][1]
+    first = places[0]
+    while first and is_opaque_node(saved[first - 1]):
+        first -= 1
+    others, after = saved[first : places[0]], saved[places[-1] + 1 :]
+    output.args = ((*saved[:first], *[saved[k] for k in places], *others, *after),)
+    before = given[0]
+    for _ in others:
+        before = before.prev
+    for state in given:
+        before.prepend(state)
+    forward.recompile()
+    backward.recompile()
+
+
+def static_placeholders(graph: torch.fx.Graph, static: Sequence[int]) -> list[torch.fx.Node]:
+    """The placeholders of a joint graph that are parameters, buffers, or parts of them.
+
+    `static` are indices of arguments as Dynamo counts them, which is before subclasses are taken apart.
+    """
+    from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput
+
+    def is_static(found: Any) -> bool:
+        while hasattr(found, "base"):
+            found = found.base
+        plain = isinstance(found, PlainAOTInput) and found.idx in static
+        return plain or isinstance(found, (BufferAOTInput, ParamAOTInput))
+
+    return [node for node in graph.find_nodes(op="placeholder") if is_static(node.meta.get("desc"))]
+
+
+def static_inputs() -> Sequence[int]:
+    """Indices of the arguments that are parameters or buffers, of what is compiled now; as `static_placeholders`."""
+    context = TracingContext.try_get()
+    return context.fw_metadata.static_input_indices if context is not None and context.fw_metadata else ()
+
+
+class SizesSettled(RuntimeError):
+    """A size that was a symbol when AOTAutograd looked at the results is a number since: trace again."""
+
+
+_known: ContextVar[int | None] = ContextVar("known", default=None)
+
+
+def _numbers() -> int:
+    """How many symbols of what is compiled now have turned out to be numbers."""
+    context = TracingContext.try_get()
+    env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
+    return sum(tgt.is_number for tgt in env.replacements.values()) if env is not None else 0
+
+
+@contextlib.contextmanager
+def traced_again_if_settled() -> Iterator[None]:
+    """Context of a first trace, in which `check_settled` raises if a symbol has become a number since it began."""
+    token = _known.set(_numbers())
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
+def check_settled() -> None:
+    """Find out, of a joint or inference graph that was just traced, whether AOTAutograd may take for symbols, among
+    the sizes of its results, what are numbers by now and no outputs of it.
+
+    Raises:
+        SizesSettled: sizes became numbers in the trace. In another one of the same program they are from the start.
+    """
+    known = _known.get()
+    if known is not None and _numbers() > known:
+        raise SizesSettled("sizes became numbers while this was traced")
+
+
+def check_results(joint: torch.fx.Graph, expected: int) -> None:
+    """Find out whether a joint graph has the `expected` number of results beside its gradients.
+
+    AOTAutograd counts the results' sizes that are symbols before it traces the backward, and takes them from the
+    graph's outputs. Where the backward makes one a number (a loop over a size, say) it is not among them.
+
+    Raises:
+        SizesSettled: that is so. In another trace of the same program these sizes are numbers from the start.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, SubclassGetAttrAOTOutput
+
+    def is_gradient(found: Any) -> bool:
+        while hasattr(found, "base"):
+            found = found.base
+        return isinstance(found, GradAOTOutput)
+
+    # None is what an input that is no tensor has for a gradient.
+    described = joint.output_node().meta.get("desc") or ()
+    results = [d for d in described if d is not None and not is_gradient(d)]
+    if len(results) < expected and any(isinstance(d, SubclassGetAttrAOTOutput) for d in results):
+        raise SizesSettled(
+            "the backward makes a dynamic size a number, after the forward was traced with any; write "
+            'torch.compile(…, backend="dtensor"), which traces again, or dynamic=False'
+        )
+
+
+@functools.cache
+def parts_count_as_wholes(cls: type) -> None:
+    """Have AOTAutograd conclude from what it knows of tensors of the subclass `cls` what it asks about their parts.
+
+    It would trace the forward once more to see how many there are and which of them are written to, which is a tenth of
+    its work. And of results whose inner tensors are views of one memory it would count that memory among the results;
+    but what it traces in the end is by the outer tensors, which are no views.
+    """
+    from torch._functorch._aot_autograd import graph_capture, graph_capture_wrappers
+
+    take_apart, collect = (
+        graph_capture.aot_dispatch_subclass,
+        graph_capture_wrappers.run_functionalized_fw_and_collect_metadata,
+    )
+    outer: ContextVar[Any] = ContextVar("dtensor_outer_metadata", default=None)
+
+    @functools.wraps(take_apart)
+    def taken_apart(*args: Any, meta: Any, **kwargs: Any) -> Any:
+        token = outer.set(meta)
+        try:
+            return take_apart(*args, meta=meta, **kwargs)
+        finally:
+            outer.reset(token)
+
+    @functools.wraps(collect)
+    def collected(*args: Any, static_input_indices: Any = None, **kwargs: Any) -> Callable[..., Any]:
+        known = outer.get()
+        if known is not None and _knows_parts(known, cls):
+            return lambda *_: _of_parts(known, static_input_indices)
+        traced = collect(*args, static_input_indices=static_input_indices, **kwargs)
+
+        def counted(*inner: Any) -> Any:
+            found = traced(*inner)
+            if known is not None:
+                found.num_intermediate_bases = known.num_intermediate_bases
+            return found
+
+        return counted
+
+    graph_capture.aot_dispatch_subclass = taken_apart
+    graph_capture_wrappers.run_functionalized_fw_and_collect_metadata = collected
+
+
+def _knows_parts(meta: Any, cls: type) -> bool:
+    """Whether it is known what the tensors of a graph consist of, and all that are not plain are of the subclass `cls`.
+
+    It is not where AOTAutograd has put inputs that share memory together, nor do DTensors tell which results do, as
+    freezing asks.
+    """
+    if inductor_config.freezing or len(meta.subclass_inp_meta) != len(meta.input_info):
+        return False
+    metas = (*meta.subclass_inp_meta, *meta.subclass_fw_graph_out_meta)
+    wholes = [m.original_subclass for m in metas if hasattr(m, "original_subclass")]
+    return all(type(x) is cls for x in wholes)
+
+
+def _of_parts(outer: Any, static: list[int]) -> Any:
+    """What AOTAutograd knows of inputs and results, given that of outer tensors, for each of their parts."""
+    from torch._functorch._aot_autograd.schemas import OutputType
+
+    given, made = outer.subclass_inp_meta, outer.subclass_fw_graph_out_meta
+    counts, results = ([getattr(m, "arg_count", 1) for m in metas] for metas in (given, made))
+    first = list(itertools.accumulate(counts, initial=0))
+    written = outer.num_mutated_inp_runtime_indices
+    returned = written + outer.num_outputs
+    of_input = (OutputType.alias_of_input, OutputType.is_input)
+    infos = [
+        replace(info, base_idx=first[info.base_idx]) if info.output_type in of_input else info
+        for info in outer.output_info
+    ]
+    return replace(  # what is laid down beside it follows
+        outer,
+        input_info=[info for info, n in zip(outer.input_info, counts, strict=True) for _ in range(n)],
+        output_info=[info for info, n in zip(infos, results[written:returned], strict=True) for _ in range(n)],
+        num_intermediate_bases=sum(results[returned:]),
+        static_input_indices=static,
+        traced_tangents=[],
+        traced_tangents_descs=[],
+        subclass_inp_meta=[],
+        subclass_fw_graph_out_meta=[],
+        subclass_tangent_meta=[],
+    )
+
+
+def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
+    """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(
+        fw_compiler=forward_compiler,
+        inference_compiler=inference_compiler,
+        bw_compiler=backward_compiler,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
+    """Inductor on a Dynamo graph, with its configuration patched for forward and backward.
+
+    Where passes order the collectives, torch (since 2.14) is not to move them again: it does by the sizes of tensors
+    here, and uneven shards have others on another rank.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    if hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"):
+        config_patches = config_patches | {"aten_distributed_optimizations.enable_simple_overlap": False}
+    return compile_fx(gm, example_inputs, config_patches=config_patches)
+
+
+@functools.cache
+def lower_as_collective(operator: OpOverload) -> None:
+    """Have Inductor leave what `operator` reads as it is until the wait for its result, as of torch's collectives."""
+    from torch._inductor.comm_lowering import _create_out_of_place
+    from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
+
+    add_layout_constraint(operator, constrain_to_fx_strides)
+    register_lowering(operator)(functools.partial(_create_out_of_place, operator))
+
+
+@functools.cache
+def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sympy.Symbol, tuple]]) -> None:
+    """Have Inductor's code compute sizes that the graph's inputs do not tell, before all else.
+
+    Args:
+        operator: gives such a size from others; its calls in a graph stand for the symbol of their result.
+        define: symbols -> the arguments of `operator` that give them (sizes as expressions), in the order in which they
+            may be computed.
+    """
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+
+    own = PythonWrapperCodegen.codegen_inputs
+
+    @functools.wraps(own)
+    def codegen_inputs(self: Any) -> None:
+        own(self)
+        compiled: Any = V.graph
+        known = define(compiled.sizevars.shape_env)
+        wanted, todo = set(), [s for node in compiled.module.graph.nodes for s in free_symbols(node.meta.get("val"))]
+        while todo:
+            symbol = todo.pop()
+            if symbol in known and symbol not in wanted:
+                wanted.add(symbol)
+                todo += known[symbol][0].free_symbols
+        for symbol, (size, *rest) in known.items():
+            if symbol in wanted and not _is_size_of(list(self.get_graph_inputs().values()), symbol):
+                given = ", ".join([self.codegen_sizevar(size), *map(repr, rest)])
+                self.prefix.writeline(f"{symbol} = torch.ops.{operator}({given})")
+
+    PythonWrapperCodegen.codegen_inputs = codegen_inputs
+    register_lowering(operator)(lambda *_: sympy.sympify(V.graph.current_node.meta["val"]))
+
+
+def _is_size_of(inputs: list[Any], symbol: sympy.Symbol) -> bool:
+    """Whether Inductor reads `symbol` off one of the graph's inputs."""
+    from torch._inductor.ir import TensorBox
+
+    tensors = [x for x in inputs if isinstance(x, TensorBox)]
+    return symbol in inputs or any(symbol in (*x.get_size(), *x.get_stride()) for x in tensors)
+
+
+def is_within() -> bool:
+    """Whether the graph that Inductor has its passes run on is one of a branch or a body in another graph."""
+    frame, found = sys._getframe(1), 0
+    while frame is not None and found < 2:
+        found += frame.f_code.co_name in ("_recursive_joint_graph_passes", "_recursive_post_grad_passes")
+        frame = frame.f_back
+    return found > 1
+
+
+def order_after(graph: torch.fx.Graph, later: dict[torch.fx.Node, list[torch.fx.Node]]) -> None:
+    """Have Inductor run each node after those given for it, on which it does not depend."""
+    trace_ordered()
+    preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in later.items()})
+
+
+@functools.cache
+def trace_ordered() -> None:
+    """Let what `order_after` has ordered be traced again, in order, as Inductor does to a body of `scan` or `map` that
+    it makes a loop of: torch 2.13 has no rule for it."""
+    if ProxyTorchDispatchMode in control_deps.python_key_table:
+        return
+
+    @control_deps.py_impl(ProxyTorchDispatchMode)
+    def traced(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        _, ordered, *given = args
+        _, name = unique_graph_id(mode, prefix="ordered")
+        mode.tracer.root.register_module(name, ordered)
+        proxies = tree_map(mode.tracer.unwrap_proxy, args)
+        proxy = mode.tracer.create_proxy("call_function", control_deps, proxies, kwargs)
+        return track_tensor_tree(ordered(*given, **kwargs), proxy, constant=None, tracer=mode.tracer)
+
+
+def on_tangents(node: Any, change: Callable[[Any, list], None]) -> None:
+    """Have `change` at what arrives at the backward of a function that AOTAutograd compiled, in all its calls.
+
+    Args:
+        node: the autograd node of one call.
+        change: is given the node of a call and the list of its tangents, and changes it in place. One that did not
+            arrive is None after `leave_missing`, and else plain zeros.
+    """
+    compiled = node._forward_cls
+    backward = compiled.backward
+
+    def changed(ctx: Any, *args: Any) -> Any:
+        in_a_list = len(args) == 1 and isinstance(args[0], list)
+        tangents = args[0] if in_a_list else list(args)
+        change(ctx, tangents)
+        return backward(ctx, tangents) if in_a_list else backward(ctx, *tangents)
+
+    compiled.backward = staticmethod(changed)
+
+
+def leave_missing(node: Any) -> None:
+    """Have no zeros put in place of tangents that do not arrive at this call's backward."""
+    node.set_materialize_grads(False)
+
+
+def boxed(function):
+    """Mark a graph callable as taking its arguments in one list."""
+    from functorch.compile import make_boxed_func
+
+    return make_boxed_func(function)
+
+
+@contextlib.contextmanager
+def without_compile_caches():
+    """Inside, nothing compiled is taken from the caches of Inductor and AOTAutograd, nor put there."""
+    from torch._functorch import config as functorch_config
+
+    with (
+        inductor_config.patch(fx_graph_cache=False, fx_graph_remote_cache=False),
+        functorch_config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False),
+    ):
+        yield
+
+
+def compile_context() -> Any:
+    """What torch.compile works on in this thread: one object, with a `compile_id`, for all that is made of one frame,
+    its backward included; None outside."""
+    return CompileContext.try_get()
+
+
+COMPILERS = tuple(
+    str(Path(torch.__file__).parent / file) for file in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
+)
+"""The files of torch that a thread is in while it compiles, and not while it runs what was compiled."""
+
+
+def is_compiling(frame: FrameType | None) -> bool:
+    """Whether a thread that is at `frame` compiles."""
+    while frame is not None:
+        if frame.f_code.co_filename in COMPILERS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+TRACE_LOG = "torch.__trace"
+"""The logger to which torch writes what TORCH_TRACE collects: records with `metadata` and `payload`."""
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """Put a text among the artefacts of what is being compiled, for TORCH_TRACE and tlparse; it is made if one asks."""
+    if CompileContext.try_get() is not None:
+        torch._logging.trace_structured(
+            "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
+        )
+
+
+def on_bytecode(hook: Callable[[Any, Any], None]) -> Any:
+    """Have `hook` called with the code of each function that Dynamo rewrites, and the new code; gives a handle with
+    `remove()`."""
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    return register_bytecode_hook(lambda code, new_code: hook(code, new_code))
+
+
+@contextlib.contextmanager
+def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable], Callable]):
+    """Context in which all that torch.compile makes is shown, whatever the backend.
+
+    What a compiler compiles for itself while it is at work, as Inductor does to match patterns, is not.
+
+    Args:
+        dynamo: called with each graph module that Dynamo hands to a backend.
+        wrap: gives what stands for a function that AOTAutograd calls with a graph module: "joint" (the partitioner),
+            "forward", "backward" and "inference" (the compilers of these graphs).
+    """
+    from torch._dynamo.output_graph import OutputGraph
+    from torch._functorch import aot_autograd
+
+    call, stage = OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile
+    at_work = threading.local()
+
+    def alone(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def work(*args, **kwargs):
+            at_work.now = True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                at_work.now = False
+
+        return work
+
+    @functools.wraps(call)
+    def call_user_compiler(self, gm, example_inputs):
+        dynamo(gm)
+        return call(self, gm, example_inputs)
+
+    @functools.wraps(stage)
+    def stage2(state, capture, partition_fn, fw_compiler, bw_compiler=None, inference_compiler=None):
+        given = (partition_fn, fw_compiler, bw_compiler or fw_compiler, inference_compiler or fw_compiler)
+        if not getattr(at_work, "now", False):
+            given = map(wrap, ("joint", "forward", "backward", "inference"), map(alone, given))
+        return stage(state, capture, *given)
+
+    OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call_user_compiler, stage2
+    try:
+        yield
+    finally:
+        OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile = call, stage
+
+
+def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
+    """Context in which sizes of tensors are symbols from the first compilation on, if that is wanted."""
+    return torch._dynamo.config.patch(assume_static_by_default=not wanted)
+
+
+def leave_guards_untimed() -> None:
+    """Have Dynamo report no latency of guards: to measure it, it flushes the processor's caches for each graph."""
+    dynamo_guards.profile_guard_manager = lambda *_: 0.0
+
+
+def forget_compiled() -> None:
+    """Drop what was compiled, as if this process had just started; what lies in files stays."""
+    from torch._inductor.utils import clear_caches
+
+    torch.compiler.reset()
+    clear_caches()
+    dynamo_counters().clear()
+
+
+def compiler_settings() -> dict[Any, dict[str, Any]]:
+    """What the configurations of Dynamo, AOTAutograd and Inductor say: module -> name -> value."""
+    return {config: config.get_config_copy() for config in (torch._dynamo.config, functorch_config, inductor_config)}
+
+
+def set_compiler_settings(settings: dict[Any, dict[str, Any]]) -> None:
+    """Have the configurations say again what `compiler_settings` gave; what has not changed is not touched."""
+    for config, given in settings.items():
+        now = config.get_config_copy()
+        config.load_config({name: value for name, value in given.items() if now[name] is not value})
+
+
+def dynamo_counters() -> dict:
+    """Dynamo's counters: group -> name -> count."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+__all__ = [
+    "TRACE_LOG",
+    "CustomInferenceAwareGraphPass",
+    "CustomPartitionerFn",
+    "RestartAnalysis",
+    "SizesSettled",
+    "aot_backend",
+    "boxed",
+    "check_results",
+    "check_settled",
+    "compile_context",
+    "compiler_settings",
+    "dynamo_counters",
+    "forget_compiled",
+    "get_hash_for_files",
+    "inductor_compile",
+    "inductor_config",
+    "is_compiling",
+    "is_within",
+    "leave_guards_untimed",
+    "leave_missing",
+    "lower_as_collective",
+    "min_cut_partition",
+    "observed_graphs",
+    "on_bytecode",
+    "on_tangents",
+    "order_after",
+    "parts_count_as_wholes",
+    "register_backend",
+    "set_compiler_settings",
+    "sizes_defined_by",
+    "static_inputs",
+    "static_placeholders",
+    "symbolic_sizes",
+    "trace_artifact",
+    "traced_again_if_settled",
+    "weigh_by",
+    "without_compile_caches",
+]

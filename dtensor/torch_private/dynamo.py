@@ -1,0 +1,166 @@
+"""What is changed of Dynamo so that it traces DTensors: their sizes, what they consist of, branches, its errors. See
+`_torch_compile`."""
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .compiling import parts_count_as_wholes  # first: it checks the version of torch
+from .sizes import free_symbols
+
+# isort: split
+from torch._dynamo.source import AttrSource
+from torch._library.opaque_object import is_opaque_value
+from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext, SubclassSymbolicContext
+
+
+def inner_sizes_follow(cls: type) -> None:
+    """Have Dynamo make the sizes of the inner tensors of `cls` symbols where those of the outer tensor are, and
+    nowhere else, whatever inner sizes it has seen before.
+
+    The symbols say nothing of the values (as `mark_unbacked` would have it): `cls.__tensor_unflatten__` defines them.
+    """
+    from torch._dynamo.variables import builder
+
+    own = builder._automatic_dynamic
+
+    @functools.wraps(own)
+    def policy(e, tx, source, static_shapes, outer_only=False, *args, **kwargs):
+        parts_count_as_wholes(cls)  # when something is compiled: to import what it changes takes 60 ms
+        if type(e) is not cls or outer_only:
+            return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
+        outer: Any = own(e, tx, source, static_shapes, True, *args, **kwargs)
+        inner = {}
+        for attr in e.__tensor_flatten__()[0]:
+            if isinstance(getattr(e, attr), torch.Tensor):
+                inner[attr] = StatefulSymbolicContext(
+                    dynamic_sizes=[
+                        DimDynamic.STATIC if kind is DimDynamic.STATIC or size in (0, 1) else DimDynamic.UNBACKED
+                        for kind, size in zip(outer.dynamic_sizes, e.shape)  # torch makes no symbols of 0 and 1
+                    ],
+                    tensor_source=AttrSource(source, attr),
+                )
+        return SubclassSymbolicContext(
+            dynamic_sizes=outer.dynamic_sizes,
+            dynamic_strides=outer.dynamic_strides,
+            constraint_sizes=outer.constraint_sizes,
+            constraint_strides=outer.constraint_strides,
+            view_base_context=outer.view_base_context,
+            tensor_source=outer.tensor_source,
+            shape_env_to_source_to_symbol_cache=outer.shape_env_to_source_to_symbol_cache,
+            excluded_sizes=outer.excluded_sizes,
+            inner_contexts=inner,
+        )
+
+    builder._automatic_dynamic = policy
+
+
+@functools.cache
+def attributes_stand_with_their_tensors() -> None:
+    """Have Dynamo write `x.attribute` of a tensor subclass, whose sizes are new symbols, into its graph where it makes
+    `x`. Torch 2.13 writes it where a symbol is first needed: for an input that it meets later, that is before `x`."""
+    from torch._dynamo.output_graph import SubgraphTracer
+    from torch.fx.proxy import Attribute
+
+    own = SubgraphTracer.track_produced_symints
+
+    @functools.wraps(own)
+    def tracked(self: Any, example_value: Any, e_proxy: Any) -> None:
+        if isinstance(e_proxy, Attribute) and not free_symbols(example_value) <= self.bound_symbols.keys():
+            e_proxy.node  # noqa: B018 (the property makes it)
+        own(self, example_value, e_proxy)
+
+    SubgraphTracer.track_produced_symints = tracked
+
+
+@functools.cache
+def explain_traced_errors(explain: Callable[[Iterator[Any], str], str | None]) -> None:
+    """Have Dynamo, where an operator fails on fakes, add what `explain` says of it, given the modules whose code is
+    traced, innermost first."""
+    from torch._dynamo import utils
+
+    own = utils.run_node
+
+    @functools.wraps(own)
+    def run(tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return own(tracer, *args, **kwargs)
+        except RuntimeError as error:
+            why, told = error.__cause__, None
+            if type(error) is type(why) is RuntimeError:  # others say something to Dynamo, or all there is to say
+                told = explain(_modules_traced(tracer.current_tx), str(why))
+            if told is None:
+                raise
+            raise RuntimeError(f"{told}\n{error}").with_traceback(error.__traceback__) from why
+
+    utils.run_node = run
+
+
+def _modules_traced(translator: Any) -> Iterator[Any]:
+    from torch._dynamo.variables import LazyVariableTracker, UnspecializedNNModuleVariable
+
+    while translator is not None:
+        for name in translator.f_code.co_varnames[:1]:
+            found = translator.symbolic_locals.get(name)
+            found = found.unwrap() if isinstance(found, LazyVariableTracker) else found
+            if isinstance(found, UnspecializedNNModuleVariable):
+                yield found.value
+        translator = translator.parent
+
+
+def higher_order_take(cls: type) -> None:
+    """Let Dynamo make graphs of branches and bodies that DTensors go into.
+
+    It asks which results of a loop share memory: they do if their local tensors do. And it hands a branch all symbols
+    in what goes into it: of a DTensor those of the whole, as nothing in Dynamo's graph speaks of its parts. Torch takes
+    tensors and sizes to go in; beside DTensors that may be their mesh, too.
+    """
+    from torch._dynamo.output_graph import SubgraphTracer
+    from torch._dynamo.variables import higher_order_ops
+
+    storages, lift = higher_order_ops.get_tensor_storages, SubgraphTracer._lift_basic_symbols
+    part: Any = None
+
+    @functools.wraps(storages)
+    def of_local(x: torch.Tensor) -> Any:
+        return storages(x._local_tensor if isinstance(x, cls) else x)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @functools.wraps(lift)
+    def of_whole(self: Any, example_value: Any, src: Any) -> None:
+        nonlocal part
+        if part is not None and example_value is part:
+            return
+        if not isinstance(example_value, cls) or self.parent is None:
+            lift(self, example_value, src)
+            return
+        part = example_value._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            lift(self, example_value, src)  # its own sizes, and then what it consists of
+        finally:
+            part = None
+
+    higher_order_ops.get_tensor_storages = of_local
+    SubgraphTracer._lift_basic_symbols = of_whole
+    for name in ("cond", "scan", "while_loop"):
+        module: Any = importlib.import_module(f"torch._higher_order_ops.{name}")
+        module.validate_subgraph_args_types = _but_for_meshes(module.validate_subgraph_args_types, cls)
+
+
+def _but_for_meshes(check: Callable[[Sequence[Any]], None], cls: type) -> Callable[[Sequence[Any]], None]:
+    @functools.wraps(check)
+    def checked(args: Sequence[Any]) -> None:
+        sharded = any(isinstance(x, cls) for x in args)
+        check([x for x in args if not (sharded and is_opaque_value(x))])
+
+    return checked
+
+
+__all__ = [
+    "attributes_stand_with_their_tensors",
+    "explain_traced_errors",
+    "higher_order_take",
+    "inner_sizes_follow",
+]

@@ -1,0 +1,233 @@
+"""What is not public in torch's FSDP1 and FSDP2, beside `_torch`. FSDP is imported on call.
+
+FSDP1 is told of tensors that are not torch's DTensors. What FSDP2 has sharded is read out of its states, and it is
+taken off.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .core import tree_map
+
+
+def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: Callable[[Any], Any]) -> None:
+    """Have FullyShardedDataParallel (FSDP1), made from now on over a slice of a mesh, ask `extensions`.
+
+    FSDP1 knows torch's DTensor by name where it registers parameters anew, compares their memory, and takes optimizer
+    states apart and puts them together. There it is told that tensors of other classes may come, too. Imported on call.
+
+    Args:
+        extensions: called with the extensions that FSDP1 would have, the data mesh, and whether FSDP1 replicates and
+            keeps the user's parameters; what it makes answers for tensors of which its `owns(tensor)` is true.
+        gathered: called with each value of an optimizer's state dict, and a process group; gives what FSDP1 flattens.
+        local: gives the plain tensor whose memory a tensor uses.
+    """
+    from torch.distributed.fsdp import _flat_param as flat_param
+    from torch.distributed.fsdp import _optim_utils as optim
+    from torch.distributed.fsdp import fully_sharded_data_parallel as fsdp1
+
+    FlatParamHandle = flat_param.FlatParamHandle
+
+    make, register = fsdp1._init_extension, FlatParamHandle._use_unsharded_views
+    view_gradients, same_storage = FlatParamHandle._use_unsharded_grad_views, flat_param._same_storage
+    unflatten, gather = optim._unflatten_orig_param_states, optim._gather_state_dict
+    if getattr(make, "_asks", None) is extensions:
+        return
+
+    @functools.wraps(make)
+    def _init_extension(state, device_mesh=None):
+        make(state, device_mesh)
+        if state._fsdp_extension is not None:
+            kept = state.sharding_strategy is fsdp1.ShardingStrategy.NO_SHARD and state._use_orig_params
+            state._fsdp_extension = extensions(state._fsdp_extension, device_mesh, kept)
+        return state
+
+    @functools.wraps(register)
+    def _use_unsharded_views(self, as_params):
+        # A parameter's data cannot become a tensor of another class: new parameters take its place for a while.
+        known = self.flat_param._param_extensions if isinstance(self._fsdp_extension, extensions) else ()
+        before = self._use_orig_params
+        self._use_orig_params = before and not (as_params and any(found is not None for found in known))
+        try:
+            return register(self, as_params)
+        finally:
+            self._use_orig_params = before
+
+    @functools.wraps(view_gradients)
+    def _use_unsharded_grad_views(self):
+        # Without reduction, gradients stand beside parameters that are plain: views of the flat one.
+        found, known = self.flat_param, self.flat_param._param_extensions
+        owners = [getattr(module, name) for name, module, _ in found._param_infos]
+        found._param_extensions = [None if local(p) is p else ext for p, ext in zip(owners, known)]
+        try:
+            view_gradients(self)
+        finally:
+            found._param_extensions = known
+
+    @functools.wraps(unflatten)
+    def _unflatten_orig_param_states(info, output_states, state_name, shard_state, to_save, cpu_offload):
+        state, found = info.state, info.state._fsdp_extension
+        mine = {}
+        if isinstance(found, extensions):
+            mine = {name: values for name, values in output_states.items() if found.owns(values[state_name])}
+        for values in mine.values() if to_save else ():
+            x = values[state_name]
+            x = found.chunk_dtensor(x, state.rank, state._device_mesh) if shard_state else x.detach().clone()
+            values[state_name] = x.cpu() if cpu_offload else x
+        rest = {name: values for name, values in output_states.items() if name not in mine}
+        unflatten(info, rest, state_name, shard_state, to_save, cpu_offload)
+
+    @functools.wraps(gather)
+    def _gather_state_dict(state_dict, *, pg=None, **options):
+        return gather(tree_map(lambda x: gathered(x, pg), state_dict), pg=pg, **options)
+
+    @functools.wraps(same_storage)
+    def _same_storage(a, b):
+        return same_storage(local(a), local(b))
+
+    vars(_init_extension)["_asks"] = extensions
+    FlatParamHandle._use_unsharded_grad_views, flat_param._same_storage = _use_unsharded_grad_views, _same_storage
+    fsdp1._init_extension, FlatParamHandle._use_unsharded_views = _init_extension, _use_unsharded_views
+    optim._unflatten_orig_param_states, optim._gather_state_dict = _unflatten_orig_param_states, _gather_state_dict
+
+
+@dataclass(frozen=True, eq=False)
+class FSDP2Parameter:
+    """A parameter that torch's FSDP2 has sharded.
+
+    Attributes:
+        parameter: torch's DTensor.
+        places: the modules that have it, and its name there.
+        dim: the dimension that is cut.
+        inner: mesh and placements of torch's DTensor that the forward gets; None where that is a plain tensor.
+    """
+
+    parameter: Any
+    places: list[tuple[Any, str]]
+    dim: int
+    inner: tuple[Any, Sequence[Any]] | None
+
+
+@dataclass(frozen=True, eq=False)
+class FSDP2Unit:
+    """What one call of FSDP2's `fully_shard` has sharded.
+
+    Attributes:
+        modules: the modules that it was given.
+        parameters: their parameters.
+        mesh: the data mesh.
+        policy: torch's MixedPrecisionPolicy.
+        reshard: whether the backward gathers again.
+        reduce: over which data axes gradients are reduced: "all", "scatter" or "none".
+    """
+
+    modules: tuple
+    parameters: list[FSDP2Parameter]
+    mesh: Any
+    policy: Any
+    reshard: bool
+    reduce: str
+
+
+def fsdp2_units(module: Any) -> list[FSDP2Unit]:
+    """What FSDP2 has sharded in `module`; none if it was never imported.
+
+    Raises:
+        NotImplementedError: what dtensor has no equivalent of.
+        ValueError: a parameter in `module` belongs to a unit of a module around it.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed._composable_state import _module_state_mapping
+
+    inside = set(module.modules())
+    for owner in [m for m in _module_state_mapping if m not in inside]:
+        for group in getattr(_module_state_mapping[owner](), "_fsdp_param_groups", ()):
+            if any(p._module_info.module in inside for p in group.fsdp_params):
+                raise ValueError(
+                    f"parameters of this {type(module).__name__} were sharded by a fully_shard on the "
+                    f"{type(owner).__name__} around it; convert that one as a whole"
+                )
+    return [
+        _fsdp2_unit(state, group) for state in _fsdp2_states(module) for group in state._fsdp_param_groups or [None]
+    ]
+
+
+def _fsdp2_states(module: Any) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    states = {id(s): s for s in (m._get_fsdp_state() for m in module.modules() if isinstance(m, FSDPModule))}
+    return list(states.values())
+
+
+def _fsdp2_unit(state: Any, group: Any) -> FSDP2Unit:
+    if group is None:  # a module whose parameters are all in other units
+        return FSDP2Unit(state._modules, [], None, state._mp_policy, True, "all")
+    for given, kind in ((group.offload_policy, "CPUOffloadPolicy"), (group.mesh_info, "DDPMeshInfo")):
+        if type(given).__name__ == kind:
+            raise NotImplementedError(f"torch's FSDP2 with {kind} has no equivalent here; write fully_shard without it")
+    if group.mesh_info.is_spmd_mesh:
+        raise NotImplementedError(
+            "torch's FSDP2 with dp_mesh_dims cannot be converted; give fully_shard the data axes alone, mesh['dp']"
+        )
+    found, policy = [], state._mp_policy
+    for p in group.fsdp_params:
+        if getattr(p, "mp_policy", policy) != policy:  # each has its own since torch 2.15
+            raise NotImplementedError(
+                "torch's FSDP2 with param_dtype_override_fn cannot be converted; give fully_shard one param_dtype"
+            )
+        unsharded = getattr(p, "_unsharded_param", None)
+        if p.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
+            raise ValueError(
+                "FSDP2 holds gradients that it has not reduced; convert the model after a backward with "
+                "set_requires_gradient_sync(True), or after optimizer.zero_grad()"
+            )
+        known = p._module_info
+        places = [(known.module, known.param_name), *zip(known.shared_modules, known.shared_param_names)]
+        spec = p._unsharded_dtensor_spec
+        inner = None if spec is None else (spec.mesh, spec.placements)
+        found.append(FSDP2Parameter(p.sharded_param, places, p.fsdp_placement.dim, inner))
+    reduce = "none" if not group.reduce_grads else "all" if group.all_reduce_grads else "scatter"
+    reshard = group.post_forward_mesh_info is not None
+    return FSDP2Unit(state._modules, found, group.mesh_info.mesh, policy, reshard, reduce)
+
+
+def remove_fsdp2(module: Any) -> None:
+    """Take FSDP2 off `module` and all in it: its hooks, classes and states; parameters stay as they are."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp import FSDPModule
+
+    for state in _fsdp2_states(module):
+        handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+        for group in state._fsdp_param_groups:
+            handles += [p._post_load_hook_handle for p in group.fsdp_params]
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
+        for handle in handles:
+            handle.remove()
+        for found in state._modules:
+            found.__class__ = type(found).__mro__[FSDPModule._orig_cls_mro_index]
+            _module_state_mapping.pop(found, None)
+            for key in (STATE_KEY, REGISTRY_KEY):
+                vars(found).pop(key, None)
+    for found in module.modules():
+        for key in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            vars(found).pop(key, None)
+
+
+def mark_flattened(x: torch.Tensor) -> None:
+    """Let FSDP1 know that it has flattened this parameter already."""
+    from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
+
+    _set_fsdp_flattened(x)
+
+
+__all__ = ["FSDP2Parameter", "FSDP2Unit", "extend_fsdp1", "fsdp2_units", "mark_flattened", "remove_fsdp2"]

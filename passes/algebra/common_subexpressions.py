@@ -1,0 +1,71 @@
+"""Common subexpressions: the same call on the same arguments is made once, collectives included."""
+
+from typing import Any
+
+from torch import fx
+
+from ..graph import ir
+
+
+class CommonSubexpressions:
+    """One of two equal calls goes.
+
+    Before:
+
+        %all_reduce: f32[4] = dtensor.all_reduce(%x, 'sum', tp)
+        %all_reduce_1: f32[4] = dtensor.all_reduce(%x, 'sum', tp)
+        %mul: f32[4] = aten.mul.Tensor(%all_reduce, %all_reduce_1)
+
+    After:
+
+        %all_reduce: f32[4] = dtensor.all_reduce(%x, 'sum', tp)
+        %mul: f32[4] = aten.mul.Tensor(%all_reduce, %all_reduce)
+
+    Random draws, writes and calls of unknown effect are left alone, and nothing is merged across a write. Where both
+    results leave the graph, the caller must get two tensors: a collective becomes a copy, anything else stays.
+    """
+
+    name = "common_subexpressions"
+    exactness = "bitwise"
+
+    def __call__(self, graph: fx.Graph) -> int:
+        rewrites, epoch = 0, 0
+        seen: dict[Any, fx.Node] = {}
+        for node in list(graph.nodes):
+            if ir.mutates(node):
+                epoch += 1
+            if not ir.is_pure(node):
+                continue
+            first = seen.setdefault((epoch, node.target, _key(node.args), _key(node.kwargs)), node)
+            if first is not node:
+                rewrites += _merge(first, node)
+        return rewrites
+
+
+def _merge(first: fx.Node, node: fx.Node) -> bool:
+    if ir.is_written(first) or ir.is_written(node):
+        return False
+    if not (ir.escapes(first) and ir.escapes(node)):
+        node.replace_all_uses_with(first)
+        node.graph.erase_node(node)
+        return True
+    if not ir.is_collective(node):
+        return False
+    ir.stand_in(node, first)
+    return True
+
+
+def _key(arg: Any) -> Any:
+    """A hashable form of an argument that keeps 1, 1.0 and True (and 0.0 and -0.0) apart."""
+    if isinstance(arg, fx.Node):
+        return arg
+    if isinstance(arg, (tuple, list)):
+        return tuple([_key(item) for item in arg])
+    if isinstance(arg, dict):
+        return tuple(sorted((name, _key(item)) for name, item in arg.items()))
+    if isinstance(arg, slice):
+        return slice, _key((arg.start, arg.stop, arg.step))
+    return type(arg), repr(arg)
+
+
+__all__ = ["CommonSubexpressions"]

@@ -1,0 +1,54 @@
+"""Dead code: what nobody uses goes, collectives included."""
+
+import operator
+
+from torch import fx
+
+from ..graph import ir
+
+
+class DeadCode:
+    """Calls without users go, backwards from the output.
+
+    Before:
+
+        %all_reduce: f32[4] = _c10d_functional.all_reduce(%x, 'sum', tp)
+        %wait_tensor: f32[4] = _c10d_functional.wait_tensor(%all_reduce)
+        return %x
+
+    After:
+
+        return %x
+
+    FX's own elimination keeps every `wait_tensor`, for it may wait on a buffer that is written in place; here a wait
+    goes if what it waits for is the fresh result of a functional start. All ranks run one graph, so all drop alike.
+    """
+
+    name = "dead_code"
+    exactness = "bitwise"
+
+    def __call__(self, graph: fx.Graph) -> int:
+        rewrites = 0
+        for node in reversed(list(graph.nodes)):
+            if not node.users and is_removable(node):
+                graph.erase_node(node)
+                rewrites += 1
+        return rewrites
+
+
+def is_removable(node: fx.Node) -> bool:
+    """Whether nothing but the result of `node` is lost with it."""
+    if node.op == "get_attr":
+        return True
+    if node.target is ir.WAIT:
+        return _is_start(node.args[0])
+    return node.target in ir.STARTS or ir.is_collective(node) or not node.is_impure()
+
+
+def _is_start(x: object) -> bool:
+    if not isinstance(x, fx.Node):
+        return False
+    return _is_start(x.args[0]) if x.target is operator.getitem else x.target in ir.STARTS
+
+
+__all__ = ["DeadCode"]

@@ -1,0 +1,121 @@
+"""What is gathered whole for one reader is reduced whole for another, which then gathers nothing."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from ..graph import ir, sizes
+from .compute_before_gather import REDUCTIONS, reduced_dims
+from .sink_below_views import KEEP_ORDER, changes_nothing
+
+
+class GatherOnce:
+    """all_gather of a reduction of x, where x is gathered too: the reduction of what was gathered.
+
+    Before:
+
+        %sum: f32[4] = aten.sum.dim_IntList(%x, [0])
+        %all_gather: f32[8] = dtensor.all_gather(%sum, 0, 8, tp)
+        %all_gather_1: f32[3,8] = dtensor.all_gather(%x, 1, 8, tp)
+
+    After:
+
+        %all_gather: f32[3,8] = dtensor.all_gather(%x, 1, 8, tp)
+        %sum: f32[8] = aten.sum.dim_IntList(%all_gather, [0])
+
+    So it is with the gradients of embeddings of tokens and of positions, which are added. Reductions are those that
+    `gather_later` moves, along other dims than the gathered one; it does not move them back, for what was gathered has
+    two users now. A sum may be taken in another order for another number of rows, hence `reassociates`.
+    """
+
+    name = "gather_once"
+    exactness = "reassociates"
+
+    def __call__(self, graph: fx.Graph) -> int:
+        rewrites = 0
+        while _rewrite_one(graph):
+            rewrites += 1
+        return rewrites
+
+
+def _rewrite_one(graph: fx.Graph) -> bool:
+    gathers = ir.calls(graph, "all_gather")
+    for k, narrow in enumerate(gathers):
+        reduced = _reduced(narrow)
+        if reduced is None:
+            continue
+        for j, wide in enumerate(gathers):
+            if j != k and _gathers(wide, reduced, narrow) and (j < k or _is_number(wide)):
+                _rewrite(narrow, reduced, wide if j < k else _moved_up(wide, narrow, reduced.x))
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """`x` reduced by `node` along `dims`; what is gathered of it is gathered along `gather_dim` of `x`."""
+
+    x: fx.Node
+    node: fx.Node
+    dims: tuple[int, ...]
+    gather_dim: int
+
+
+def _reduced(gather: fx.Node) -> _Reduced | None:
+    """What `gather` gathers the reduction of, if it does, and nothing but views that keep the order lie between."""
+    c = ir.collective(gather)
+    assert c is not None
+    assert c.gather_dim is not None
+    node = c.x
+    while node.target in KEEP_ORDER:
+        node = node.all_input_nodes[0]
+    if node.target not in REDUCTIONS:
+        return None
+    x, dims = node.all_input_nodes[0], reduced_dims(node)
+    kept = [dim for dim in range(ir.value(x).dim()) if dim not in dims]
+    if not dims or not sizes.same([sizes.length(x, dim) for dim in kept], sizes.lengths(c.x)):
+        return None
+    return _Reduced(_same_as(x), node, tuple(sorted(dims)), kept[c.gather_dim])
+
+
+def _same_as(x: fx.Node) -> fx.Node:
+    """What `x` is a view of as a whole."""
+    while changes_nothing(x):
+        x = x.all_input_nodes[0]
+    return x
+
+
+def _gathers(wide: fx.Node, reduced: _Reduced, narrow: fx.Node) -> bool:
+    """Whether `wide` gathers what was reduced, as `narrow` gathers the result."""
+    c, d = ir.collective(wide), ir.collective(narrow)
+    if c is None or d is None or _same_as(c.x) is not reduced.x or not ir.same_phase(wide, narrow):
+        return False
+    alike = (c.gather_dim, c.group) == (reduced.gather_dim, d.group)
+    return alike and not ir.is_written(reduced.x) and not ir.is_written(wide)
+
+
+def _is_number(gather: fx.Node) -> bool:
+    """Whether the size of what is gathered is a number, which is known anywhere in the graph."""
+    c = ir.collective(gather)
+    return c is not None and not isinstance(c.size, fx.Node)
+
+
+def _moved_up(wide: fx.Node, before: fx.Node, x: fx.Node) -> fx.Node:
+    """The gather `wide` of `x`, above `before`."""
+    c = ir.collective(wide)
+    assert c is not None
+    moved = ir.emit(before, replace(c, x=x), like=wide)
+    ir.replace(wide, moved)
+    return moved
+
+
+def _rewrite(narrow: fx.Node, reduced: _Reduced, wide: fx.Node) -> None:
+    """Reduce what `wide` gathers in place of `narrow`."""
+    node, dims = reduced.node, list(reduced.dims)
+    # `any` and `all` take one dim, not a list.
+    given: Any = dims[0] if isinstance(node.args[REDUCTIONS[node.target]], int) else dims
+    ir.replace(narrow, ir.insert(narrow, node.target, (wide, given, False), node.kwargs, like=node))
+
+
+__all__ = ["GatherOnce"]

@@ -1,0 +1,69 @@
+"""Reductions sink below what scales their results, where that brings them next to what they can merge with."""
+
+from torch import fx
+
+from ..graph import ir, sizes
+from .localize_replicated import is_alike
+from .sink_below_views import KEEP_ORDER, Path, sink_to_sum
+from .sum_before_reducing import SUMS
+
+aten = ir.aten
+
+SCALES = frozenset((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default))
+"""Linear in each argument that is a factor; a divisor is none."""
+
+
+class Scale:
+    """k * all_reduce(x) becomes all_reduce(k * x), and so does -all_reduce(x), and reduce_scatter.
+
+    Before:
+
+        %all_reduce: f32[4] = dtensor.all_reduce(%a, 'sum', tp)
+        %all_reduce_1: f32[4] = dtensor.all_reduce(%b, 'sum', tp)
+        %mul: f32[4] = aten.mul.Tensor(%all_reduce_1, 0.01)
+        %add: f32[4] = aten.add.Tensor(%all_reduce, %mul)
+
+    After:
+
+        %all_reduce: f32[4] = dtensor.all_reduce(%a, 'sum', tp)
+        %mul: f32[4] = aten.mul.Tensor(%b, 0.01)
+        %all_reduce_1: f32[4] = dtensor.all_reduce(%mul, 'sum', tp)
+        %add: f32[4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
+
+    Only towards a term of the same sum that reduces alike: `sum_of_all_reduces` then makes one of them. Views on the
+    way are passed as in `sink`. Fires only if the scale is the same on all ranks of the group: a number of an operator
+    on DTensors, or a tensor of which `alike` knows it (before a reduce_scatter, one of no dimensions). Rounding comes
+    before the sum, hence `reassociates`.
+    """
+
+    name = "scale"
+    exactness = "reassociates"
+
+    def __call__(self, graph: fx.Graph) -> int:
+        return sum([sink_to_sum(node, _scaled, _agree) for node in list(graph.nodes) if node.target in SUMS])
+
+
+def _scaled(node: fx.Node) -> fx.Node | None:
+    """The tensor that `node` scales, or makes a view of."""
+    if node.target in KEEP_ORDER:
+        return node.all_input_nodes[0]
+    if node.target not in SCALES or node.kwargs or not ir.numbers_agree(node):
+        return None
+    factors = node.args if node.target is aten.mul.Tensor else node.args[:1]
+    tensors = [x for x in factors if isinstance(x, fx.Node) and ir.tensors(x)]
+    found = [x for x in tensors if sizes.same_kind(x, node)]
+    return found[0] if found and len(node.all_input_nodes) == sum(isinstance(x, fx.Node) for x in node.args) else None
+
+
+def _agree(c: ir.Collective, path: Path) -> bool:
+    """Whether the ranks that reduce scale alike, all by the same."""
+    for node in path:
+        for x in node.all_input_nodes:
+            if x is not _scaled(node) and not (
+                is_alike(x, c.group) and (c.op == "all_reduce" or ir.value(x).dim() == 0)
+            ):
+                return False
+    return True
+
+
+__all__ = ["Scale"]

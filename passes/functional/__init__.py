@@ -1,0 +1,1 @@
+"""Between functional collectives and redistribution operators: raising the former, lowering the latter."""

@@ -1,0 +1,152 @@
+"""Whether two graphs compute the same: both are replayed on simulated ranks with the same random inputs."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.errors import PassError
+from dtensor.torch_private.core import disable_current_modes
+from dtensor.torch_private.sizes import hint
+
+from . import ir
+from .simulate import Groups, Partition, partition, simulate
+
+
+def random_inputs(graph: fx.Graph, groups: Groups, world: int, seed: int) -> list[list[Any]]:
+    """Arguments for each of `world` ranks, by the values that the placeholders were traced with.
+
+    Floats are normal, integers 0 or 1 (so that they index anything), symbolic sizes take their example value. All are
+    drawn on the CPU, and put where the traced value was. What reaches a `shard` is the same on the ranks of its group,
+    as its contract demands; all else differs.
+    """
+    alike = replication(graph, groups)
+    holders = [node for node in graph.nodes if node.op == "placeholder"]
+    rows: list[list[Any]] = [[] for _ in range(world)]
+    for k, node in enumerate(holders):
+        leader = _leaders([partition(groups, name) for name in sorted(alike.get(node, ()))], world)
+        for rank, row in enumerate(rows):
+            generator = torch.Generator().manual_seed((seed * 1009 + k) * 1009 + leader[rank])
+            row.append(_random(ir.value(node), generator))
+    return rows
+
+
+def replication(graph: fx.Graph, groups: Groups) -> dict[fx.Node, frozenset[str]]:
+    """The groups over which each node's value must be the same, since it reaches a `shard` over them.
+
+    What a collective gives is the same over its group, and over every group whose ranks are among those of its group.
+    """
+    needed: dict[fx.Node, frozenset[str]] = {}
+    for node in reversed(graph.nodes):
+        mine = needed.get(node, frozenset())
+        c = ir.collective(node)
+        if c is not None:
+            mine = mine | {c.group} if c.op == "shard" else _not_within(mine, c.group, groups)
+        elif node.target in ir.STARTS:
+            mine = _not_within(mine, str(node.args[-1]), groups)
+        for x in node.all_input_nodes:
+            needed[x] = needed.get(x, frozenset()) | mine
+    return needed
+
+
+def _not_within(names: frozenset[str], wide: str, groups: Groups) -> frozenset[str]:
+    rows = [set(row) for row in partition(groups, wide)]
+    return frozenset([n for n in names if not all(any(row >= set(r) for row in rows) for r in partition(groups, n))])
+
+
+def _leaders(partitions: list[Partition], world: int) -> list[int]:
+    """For each rank the smallest rank that it is joined with by any of `partitions`."""
+    leader = list(range(world))
+    for _ in partitions:
+        for members in [m for rows in partitions for m in rows]:
+            low = min([leader[rank] for rank in members])
+            for rank in members:
+                leader[rank] = low
+    return leader
+
+
+def _random(val: Any, generator: torch.Generator) -> Any:
+    if not isinstance(val, torch.Tensor):
+        return hint(val) if isinstance(val, (int, torch.SymInt)) and not isinstance(val, bool) else val
+    shape, strides = [hint(n) for n in val.shape], [hint(n) for n in val.stride()]
+    if val.dtype.is_floating_point or val.dtype.is_complex:
+        flat = torch.randn(math.prod(shape), generator=generator, dtype=torch.float64).to(val.dtype)
+    else:
+        flat = torch.randint(0, 2, (math.prod(shape),), generator=generator).to(val.dtype)
+    x = flat.reshape(shape).to(val.device)
+    if math.prod(shape) == 0 or 0 in strides:
+        return x
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def equivalent(
+    before: fx.GraphModule | fx.Graph,
+    after: fx.GraphModule | fx.Graph,
+    groups: Groups,
+    world: int,
+    exact: bool = True,
+    seed: int = 0,
+) -> None:
+    """Run both graphs on the same random inputs and compare what they give, on every rank.
+
+    `exact` asks for the same bits. Otherwise floats may differ by 64 units of the dtype's precision, relative to
+    the largest element of the output, or to 1 if that is less.
+
+    Raises:
+        PassError: the outputs differ, or a graph does not run.
+    """
+    graph = before.graph if isinstance(before, fx.GraphModule) else before
+    inputs = random_inputs(graph, groups, world, seed)
+    want, got = simulate(before, inputs, groups), simulate(after, inputs, groups)
+    for rank, (a, b) in enumerate(zip(want, got, strict=True)):
+        left, right = _leaves(a), _leaves(b)
+        if len(left) != len(right):
+            raise PassError(f"gives {len(right)} outputs where there were {len(left)}")
+        for k, (x, y) in enumerate(zip(left, right)):
+            what = _difference(x, y, exact)
+            if what is not None:
+                raise PassError(f"computes something else: output {k} on rank {rank} of {world}, seed {seed}: {what}")
+
+
+def _leaves(out: Any) -> list[Any]:
+    return [leaf for item in out for leaf in _leaves(item)] if isinstance(out, (tuple, list)) else [out]
+
+
+def _difference(x: Any, y: Any, exact: bool) -> str | None:
+    """What tells the output `y` from the wanted `x`, or None."""
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return None if type(x) is type(y) and x == y else f"{y!r} where there was {x!r}"
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return f"{y.dtype} of shape {tuple(y.shape)} where there was {x.dtype} of shape {tuple(x.shape)}"
+    if torch.equal(x, y) or x.numel() == 0:
+        return None
+    inexact = x.dtype.is_floating_point or x.dtype.is_complex
+    if exact or not inexact:
+        close = torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)
+        return None if bool(close.all()) else f"{int((~close).sum())} of {x.numel()} elements differ"
+    wide = torch.complex128 if x.dtype.is_complex else torch.float64
+    p, q = x.to(wide), y.to(wide)
+    finite = p.isfinite()
+    scale = max(1.0, float(p[finite].abs().max())) if bool(finite.any()) else 1.0
+    limit = 64 * torch.finfo(x.dtype).eps * scale
+    close = torch.isclose(q, p, rtol=0, atol=limit, equal_nan=True)
+    return None if bool(close.all()) else f"off by {float((p - q).abs().max()):.3g}, allowed is {limit:.3g}"
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The simulated ranks that `run` checks each pass on."""
+
+    world: int
+    groups: Groups
+    seed: int = 0
+
+    def check(self, before: fx.Graph, after: fx.Graph, exact: bool) -> None:
+        """`equivalent` on these ranks, whatever is being traced."""
+        with disable_current_modes(), torch.no_grad():
+            equivalent(before, after, self.groups, self.world, exact, self.seed)
+
+
+__all__ = ["Simulation", "equivalent", "random_inputs", "replication"]

@@ -1,0 +1,84 @@
+"""What a graph communicates: each collective with its bytes on the wire, before and after lowering.
+
+`lower` leaves a `CollectiveInfo` in the metadata of the start it makes, so that a lowered graph counts as the graph
+it came from; a start that was there before is read from its operator.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.comm.collectives import COMMUNICATING
+from dtensor.layout import cost
+from dtensor.mesh.groups import group_size
+from dtensor.torch_private.sizes import hint
+
+from . import ir
+
+
+@dataclass(frozen=True)
+class CollectiveInfo:
+    """One collective. `bytes` is what each rank sends; a symbolic size counts with its example value."""
+
+    op: str
+    group: str
+    group_size: int
+    bytes: int
+    reduce_op: str | None = None
+    gather_dim: int | None = None
+    scatter_dim: int | None = None
+
+
+def collectives(graph: fx.Graph | fx.GraphModule) -> list[CollectiveInfo]:
+    """The collectives of `graph` in order, lowered or not. `shard` sends nothing and is not one of them."""
+    graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    return [info for info in map(describe, ir.communicating(graph)) if info is not None]
+
+
+def count(graph: fx.Graph | fx.GraphModule) -> Counter[str]:
+    """How often each collective occurs in `graph`."""
+    return Counter([info.op for info in collectives(graph)])
+
+
+def wire_bytes(graph: fx.Graph | fx.GraphModule) -> int:
+    """Bytes that each rank sends in one run of `graph`."""
+    return sum([info.bytes for info in collectives(graph)])
+
+
+def describe(node: fx.Node) -> CollectiveInfo | None:
+    """The collective that `node` is or starts, or None."""
+    if ir.RECORD in node.meta:
+        return node.meta[ir.RECORD]
+    c = ir.collective(node)
+    if c is not None and c.op in COMMUNICATING:
+        n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
+        sent = round(cost.wire_bytes(c.op, full, n))
+        return CollectiveInfo(c.op, c.group, n, sent, c.reduce_op, c.gather_dim, c.scatter_dim)
+    # Where one rank compiles for all, the group is an input of the graph.
+    return _describe_start(node) if node.target in ir.STARTS and isinstance(node.args[-1], str) else None
+
+
+def _describe_start(node: fx.Node) -> CollectiveInfo:
+    op, group, x = ir.STARTS[node.target], str(node.args[-1]), node.args[0]
+    n = group_size(group)
+    inputs = [ir.value(leaf) for leaf in (x if isinstance(x, (tuple, list)) else [x]) if isinstance(leaf, fx.Node)]
+    full = _bytes(ir.value(node) if op == "all_gather" else inputs)
+    reduce_op = str(node.args[1]) if op in ("all_reduce", "reduce_scatter") else None
+    gather_dim = 0 if op == "all_gather" else None
+    return CollectiveInfo(
+        op, group, n, round(cost.wire_bytes(op, full, n)), reduce_op, gather_dim, 0 if op == "reduce_scatter" else None
+    )
+
+
+def _bytes(val: Any) -> int:
+    if isinstance(val, (tuple, list)):
+        return sum([_bytes(item) for item in val])
+    assert isinstance(val, torch.Tensor), f"a collective takes tensors, not {type(val).__name__}"
+    return math.prod([hint(n) for n in val.shape]) * val.element_size()
+
+
+__all__ = ["CollectiveInfo", "collectives", "count", "describe", "wire_bytes"]

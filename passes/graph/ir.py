@@ -1,0 +1,517 @@
+"""What the passes share: reading collectives out of an FX graph, and writing nodes into it.
+
+A node is read with `collective` (a frozen description of one redistribution operator) and `value` (its fake tensor);
+it is written with `insert` or `emit`, which compute `meta["val"]` and take over where the code came from, and
+`replace`, which keeps the memory layout that the rest of the graph was traced with.
+"""
+
+import functools
+import operator
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.node import map_arg
+
+from dtensor.comm.collectives import ops
+from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, TRACED
+from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
+from dtensor.torch_private.sizes import without_guards
+
+aten = torch.ops.aten
+
+REDUCE_OPS = frozenset(("sum", "avg", "max", "min", "product"))
+"""The reductions a collective may name."""
+
+LINEAR = frozenset(("sum", "avg"))
+"""The reductions f with f(a) + f(b) = f(a + b)."""
+
+FIELDS = {
+    "all_gather": ("x", "gather_dim", "size", "group"),
+    "reduce_scatter": ("x", "reduce_op", "scatter_dim", "group"),
+    "all_reduce": ("x", "reduce_op", "group"),
+    "all_to_all": ("x", "gather_dim", "scatter_dim", "size", "group"),
+    "shard": ("x", "scatter_dim", "group"),
+    "collective_permute": ("x", "senders", "group"),
+}
+"""Operator -> the fields of `Collective` that are its arguments, in order."""
+
+TARGETS = {name: getattr(ops, name).default for name in FIELDS}
+_NAMES = {target: name for name, target in TARGETS.items()}
+
+WAIT = c10d.wait_tensor.default
+WAIT_FOR_ALL = None if wait_tensors is None else wait_tensors.default
+"""Waits for a list, and gives it; None where torch has no such operator. `raise` makes a `WAIT` for each item of it."""
+
+STARTS: dict[Any, str] = {
+    c10d.all_reduce.default: "all_reduce",
+    c10d.all_gather_into_tensor.default: "all_gather",
+    c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    c10d.all_to_all_single.default: "all_to_all",
+    ops.all_gather_start.default: "all_gather",
+    ops.all_to_all_start.default: "all_to_all",
+    c10d.all_reduce_coalesced.default: "all_reduce",
+    c10d.all_gather_into_tensor_coalesced.default: "all_gather",
+    c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
+}
+"""Start operator, functional or ours -> the collective it starts. The group is the last argument of each."""
+
+_COMMUNICATING = (*_NAMES, *STARTS)
+
+ALL_TO_ALLS = (c10d.all_to_all_single.default, ops.all_to_all_start.default)
+"""Those starts that give each rank as many rows as the lists of splits say."""
+
+RECORD = "dtensor_collective"
+"""The key in a start's `meta` under which `lower` leaves what it was lowered from."""
+
+ORIGIN = "dtensor_lowered"
+"""The key in a start's `meta` under which `lower` leaves the operator it lowered and the values of its arguments."""
+
+SENT = "dtensor_sent"
+"""The key in a start's `meta` under which `lower` leaves the bytes that it sends on the rank that sends most, where
+shards are not even."""
+
+WRITTEN = "dtensor_written"
+"""The key beside `SENT` under which `lower` leaves whether what is sent is written to later: a rank that pads it sends
+a copy, of which that is not to be seen."""
+
+PARTS = "dtensor_parts"
+"""The key in a start's `meta` under which `bucket` leaves the values of what travels together."""
+
+PLACES = "dtensor_places"
+"""The key in a start's `meta` under which `bucket` leaves which result of a backward each of them is for, if any."""
+
+ARRIVAL = "dtensor_arrival"
+"""The key in the `meta` of what `lower` puts after a wait to reduce what arrived: it belongs to the collective."""
+
+PARAMETER = "dtensor_parameter"
+"""The key in a placeholder's `meta` that says that the caller holds it anyway: a parameter or a buffer."""
+
+SIZE = "dtensor_size"
+"""The key in a node's `meta` under which `sizes` keeps what it worked out."""
+
+PART = "dtensor_part"
+"""The key in the `meta` of what runs on a part of a batch under which `split_batch` leaves which part that is."""
+
+# The value of a node, and what is true of it alone: everything else in `meta` tells where the node came from.
+_OWN_META = frozenset(
+    (
+        "val",
+        "tensor_meta",
+        "eager_input_vals",
+        "unbacked_bindings",
+        "example_value",
+        RECORD,
+        ORIGIN,
+        SENT,
+        WRITTEN,
+        PARTS,
+        PLACES,
+        ARRIVAL,
+        LAYOUT,
+        SHARDS,
+        SIZE,
+    )
+)
+
+# Share memory with their argument though the schema does not say so.
+_HIDDEN_ALIASES = frozenset((aten._unsafe_view.default, WAIT, WAIT_FOR_ALL, operator.getitem))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a `torch.ops.dtensor` operator. Dims count from the front; what an operator lacks is None."""
+
+    op: str
+    x: fx.Node
+    group: str
+    reduce_op: str | None = None
+    gather_dim: int | None = None
+    scatter_dim: int | None = None
+    size: int | fx.Node | None = None
+    senders: tuple[int, ...] | None = None
+
+
+def is_collective(node: object, name: str | None = None) -> bool:
+    """Whether `node` calls one of the redistribution operators (the one called `name`, if given)."""
+    found = _NAMES.get(node.target) if isinstance(node, fx.Node) else None
+    return found is not None and name in (None, found)
+
+
+def collective(node: object, name: str | None = None) -> Collective | None:
+    """The description of a collective node, or None if `node` is none (or not the one called `name`)."""
+    if not isinstance(node, fx.Node):
+        return None
+    op = _NAMES.get(node.target)
+    if op is None or name not in (None, op):
+        return None
+    assert not node.kwargs, f"{node.format_node()}: a traced operator takes its arguments by position"
+    fields: dict[str, Any] = dict(zip(FIELDS[op], node.args, strict=True))
+    ndim = value(fields["x"]).dim()
+    for key in ("gather_dim", "scatter_dim"):
+        if fields.get(key, 0) < 0:
+            fields[key] += ndim
+    return Collective(op, **fields)
+
+
+def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    """The calls in `graph`, as it is now and in its order, of the redistribution operators called so; of all without
+    names."""
+    return _calls(graph, [TARGETS[name] for name in names or TARGETS])
+
+
+def communicating(graph: fx.Graph) -> list[fx.Node]:
+    """The calls in `graph`, as it is now and in its order, of the redistribution operators and of what starts a
+    collective."""
+    return _calls(graph, _COMMUNICATING)
+
+
+def _calls(graph: fx.Graph, targets: Iterable[Any]) -> list[fx.Node]:
+    return sorted([n for t in targets for n in graph.find_nodes(op="call_function", target=t, sort=False)])
+
+
+def group(node: fx.Node) -> str | None:
+    """The name of the process group of a collective, or of a functional start operator; None of other nodes."""
+    if node.target in STARTS:
+        return node.args[-1] if isinstance(node.args[-1], str) else None
+    c = collective(node)
+    return c.group if c is not None else None
+
+
+def value(node: fx.Node) -> Any:
+    """The traced value of a node: a FakeTensor, a (symbolic) number, a tuple of these, or None if unknown."""
+    return node.meta.get("val")
+
+
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node gives."""
+    val = value(node)
+    if isinstance(val, torch.Tensor):
+        return [val]
+    return [x for x in tree_leaves(val) if isinstance(x, torch.Tensor)] if isinstance(val, (tuple, list, dict)) else []
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes, or two sequences of sizes, are known to be equal; adds no guard."""
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b))
+    return a is b or statically_known_true(a == b)
+
+
+def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fakes are known to have equal shapes and dtypes."""
+    return a.dtype == b.dtype and same(tuple(a.shape), tuple(b.shape))
+
+
+def same_strides(a: torch.Tensor, strides: tuple[Any, ...] | list[Any]) -> bool:
+    """Whether `a` is known to have `strides`, dimensions of length one aside, or to have no elements."""
+    alike = all(same(n, 1) or same(s, t) for n, s, t in zip(a.shape, a.stride(), strides, strict=True))
+    return alike or any(same(n, 0) for n in a.shape)
+
+
+def dense_strides(shape: Any, order: list[int] | None = None) -> list[Any]:
+    """Strides of a dense tensor whose dimensions lie in memory in `order`, the outermost first."""
+    strides: list[Any] = [1] * len(shape)
+    step = 1
+    for dim in reversed(order if order is not None else range(len(shape))):
+        strides[dim], step = step, step * shape[dim]
+    return strides
+
+
+def is_contiguous(x: torch.Tensor) -> bool:
+    """Whether `x` is known to be contiguous; adds no guard."""
+    return same_strides(x, dense_strides(x.shape))
+
+
+def fake_mode(node: fx.Node) -> FakeTensorMode | None:
+    """The mode of the first fake tensor among the inputs of `node`; else, as for a call on sizes only, of the graph."""
+    for x in (*node.all_input_nodes, *node.graph.nodes):
+        leaves = value(x) if isinstance(value(x), (tuple, list)) else (value(x),)
+        for leaf in leaves:
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    return None
+
+
+@contextmanager
+def inside(mode: FakeTensorMode | None) -> Iterator[None]:
+    """Run operators on fakes of `mode`, without guards on or new symbols for its symbolic sizes."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if mode is not None:
+            stack.enter_context(mode)
+            if mode.shape_env is not None:
+                stack.enter_context(without_guards(mode.shape_env))
+        yield
+
+
+def propagate(node: fx.Node) -> Any:
+    """The value of a call, computed from the values of its arguments."""
+    if node.target is operator.getitem and not isinstance(value(node.args[0]), torch.Tensor):  # pyright: ignore
+        return evaluated(node)
+    with inside(fake_mode(node)):
+        return evaluated(node)
+
+
+def evaluated(node: fx.Node) -> Any:
+    """As `propagate`, where the caller is `inside` the mode."""
+    args, kwargs = map_arg((node.args, node.kwargs), value)
+    assert callable(node.target), f"{node.format_node()} is no call"
+    return node.target(*args, **kwargs)
+
+
+def likeness(x: Any) -> Hashable:
+    """What an argument of a call has to do with the kind of its result: of a tensor all but the data, nodes as their
+    values. Calls of one operator on arguments of equal likeness give results of equal likeness.
+
+    Raises:
+        TypeError: an argument that cannot be hashed.
+    """
+    if type(x) in _PLAIN:
+        return type(x), x
+    x = value(x) if isinstance(x, fx.Node) else x
+    if isinstance(x, torch.Tensor):
+        return type(x), x.dtype, x.device, x.layout, likeness(tuple(x.shape)), _strides(x)
+    if isinstance(x, (tuple, list)):
+        return tuple([likeness(item) for item in x])
+    if isinstance(x, dict):
+        return tuple([(key, likeness(item)) for key, item in x.items()])
+    if isinstance(x, slice):
+        return slice, likeness((x.start, x.stop, x.step))
+    if isinstance(x, _SYMBOLIC):
+        return type(x), str(x)
+    hash(x)
+    return type(x), x
+
+
+_PLAIN = frozenset((int, str, bool, float, type(None), torch.dtype, torch.device))
+
+
+def _strides(x: torch.Tensor) -> Hashable:
+    return (likeness(x.stride()), likeness(x.storage_offset())) if x.layout is torch.strided else None
+
+
+def traced(nodes: list[fx.Node]) -> tuple[int, ...]:
+    """Numbers of the collectives that the program asked for and `nodes` stand for, where a dump numbered them."""
+    return tuple(dict.fromkeys([number for node in nodes for number in node.meta.get(TRACED, ())]))
+
+
+def gradients(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The nodes of a backward that one of its results is made from, by nothing but calls on one value each -> the place
+    of that result among those that are tensors. Ranks with other sizes may compute them in another order, and return
+    other sizes with them; the places are the program's.
+
+    The pieces of one value count as that value: what is padded is cut and joined, and not every rank pads."""
+    if not any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
+        return {}
+    output: Any = graph.output_node()
+    found: dict[fx.Node, int] = {}
+    results = [x for x in output.args[0] if isinstance(x, fx.Node) and isinstance(value(x), torch.Tensor)]
+    for place, node in enumerate(results):
+        while isinstance(node, fx.Node) and node not in found:
+            found[node] = place
+            made_of = {x.all_input_nodes[0] if x.target is operator.getitem else x for x in node.all_input_nodes}
+            node = made_of.pop() if len(made_of) == 1 else None
+    return found
+
+
+def provenance(node: fx.Node) -> dict[str, Any]:
+    """The part of `node.meta` that tells where the node came from."""
+    return {key: item for key, item in node.meta.items() if key not in _OWN_META}
+
+
+def insert(before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None, *, like: fx.Node) -> fx.Node:
+    """Put a call in front of `before`, with its value, and with the provenance of `like`."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target, args, kwargs)
+    node.meta = provenance(like)
+    if like.target is not target:
+        node.meta.pop(OPERATOR, None)
+    node.meta["val"] = propagate(node)
+    return node
+
+
+def emit(before: fx.Node, c: Collective, *, like: fx.Node) -> fx.Node:
+    """Put the collective `c` in front of `before`."""
+    return insert(before, TARGETS[c.op], tuple(getattr(c, f) for f in FIELDS[c.op]), like=like)
+
+
+def replace(node: fx.Node, new: fx.Node) -> fx.Node:
+    """Let `new` stand for `node`, copied to the memory layout of `node` where that differs, and erase `node`.
+
+    Returns what stands for it.
+    """
+    wanted = value(node)
+    if not same_strides(value(new), wanted.stride()):
+        order = memory_order(wanted)
+        assert order is not None, f"{node.format_node()}: not dense, so nothing may stand for it"
+        permuted = order != sorted(order)
+        if permuted:
+            new = insert(node, aten.permute.default, (new, order), like=node)
+        new = copy(node, new)
+        if permuted:
+            back = [order.index(dim) for dim in range(len(order))]
+            new = insert(node, aten.permute.default, (new, back), like=node)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return new
+
+
+def copy(before: fx.Node, x: fx.Node) -> fx.Node:
+    """Put a contiguous copy of `x` in front of `before`."""
+    layout = {"memory_format": torch.contiguous_format}
+    return insert(before, aten.clone.default, (x,), layout, like=before)
+
+
+def stand_in(node: fx.Node, x: fx.Node) -> None:
+    """Let the existing `x` stand for the equal, fresh result `node`, and erase `node`.
+
+    Where `node` leaves the graph or is written to, a copy of `x` stands for it, so that no memory is shared that was
+    not shared before.
+    """
+    replace(node, copy(node, x) if escapes(node) else x)
+
+
+def memory_order(x: torch.Tensor) -> list[int] | None:
+    """The dimensions of `x` in memory, the outermost first; None if `x` is not a dense permutation."""
+    if is_contiguous(x):
+        return list(range(x.dim()))
+    hints = [(-_number(stride), dim) for dim, stride in enumerate(x.stride())]
+    order = [dim for _, dim in sorted(hints)]
+    return order if same_strides(x, dense_strides(x.shape, order)) else None
+
+
+def _number(size: Any) -> int:
+    return size.node.hint or 0 if isinstance(size, torch.SymInt) else size
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    """The one node that uses `node`, or None if there are more or none."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def same_phase(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two nodes of a joint graph both belong to its backward, or both do not."""
+    return in_backward(a) == in_backward(b)
+
+
+def in_backward(node: fx.Node) -> bool:
+    return str(node.meta.get("partitioner_tag")).endswith("backward")
+
+
+def shared_shard(node: fx.Node) -> Collective | None:
+    """The shard that every user of `node` is, or None if they differ or there are none."""
+    shards = [collective(user, "shard") for user in node.users]
+    return shards[0] if shards and all(s == shards[0] for s in shards) else None
+
+
+def stand_for_all(nodes: list[fx.Node], new: fx.Node) -> None:
+    """Let `new`, which stands in front of the first of `nodes`, stand for all these equal results."""
+    first, *others = nodes
+    for node in others:
+        stand_in(node, copy(first, new) if is_written(first) else new)
+    replace(first, new)
+
+
+def aliases(node: fx.Node) -> bool:
+    """Whether the result of `node` may share memory with an argument."""
+    if node.target in _HIDDEN_ALIASES:
+        return True
+    if not isinstance(node.target, OpOverload):
+        return node.op == "call_function" and not isinstance(value(node), (int, float, bool, *_SYMBOLIC))
+    return _gives_aliases(node.target)
+
+
+@functools.cache
+def _gives_aliases(target: OpOverload) -> bool:
+    return any(r.alias_info is not None for r in schema(target).returns)
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether `node` writes to an argument, as far as its schema tells."""
+    return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
+
+
+def family(node: fx.Node) -> list[fx.Node]:
+    """`node` and every later node that may share its memory."""
+    found, todo = {node: None}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and user.op == "call_function" and aliases(user):
+                found[user] = None
+                todo.append(user)
+    return list(found)
+
+
+def is_written(node: fx.Node) -> bool:
+    """Whether the memory of `node` is written to after it was computed."""
+    return any(mutates(user) for member in family(node) for user in member.users)
+
+
+def escapes(node: fx.Node) -> bool:
+    """Whether the memory of `node` is written to or leaves through the output."""
+    return any(mutates(user) or user.op == "output" for member in family(node) for user in member.users)
+
+
+def is_local_pure(node: fx.Node) -> bool:
+    """Whether `node` is a call that depends on its arguments alone and does nothing else (no collective)."""
+    if node.op != "call_function" or node.target is WAIT or node.target in STARTS:
+        return False
+    return node.target not in _NAMES and is_pure(node)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether `node` computes each element from the elements at its place, and does nothing else."""
+    return is_local_pure(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def numbers_agree(node: fx.Node) -> bool:
+    """Whether the numbers among the arguments of a call are known to be the same on all ranks.
+
+    Those of an operator that was called on DTensors are, as everything that is not a shard. Elsewhere a program may
+    well scale by its rank.
+    """
+    return OPERATOR in node.meta or not any(isinstance(x, (int, float, complex)) for x in _plain(node))
+
+
+def _plain(node: fx.Node) -> list[Any]:
+    return [x for x in tree_leaves((node.args, node.kwargs)) if not isinstance(x, fx.Node)]
+
+
+_PURE_NAMESPACES = frozenset(("aten", "prims", "dtensor", "_c10d_functional"))
+_IMPURE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
+
+
+def is_pure(node: fx.Node) -> bool:
+    """Whether two calls like `node` give the same: no random draw, no write, no effect; collectives count as pure."""
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return target is operator.getitem or isinstance(value(node), _SYMBOLIC)
+    return _is_pure(target) and not draws(node)
+
+
+@functools.cache
+def _is_pure(target: OpOverload) -> bool:
+    info = schema(target)
+    known = target.namespace in _PURE_NAMESPACES and bool(info.returns)
+    return known and not info.is_mutable and not _IMPURE_TAGS.intersection(target.tags)
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether `node` draws random numbers; attention without dropout does not."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    place = next((k for k, a in enumerate(schema(node.target).arguments) if a.name == "dropout_p"), None)
+    if place is None:
+        return True
+    p: Any = node.kwargs.get("dropout_p", node.args[place] if place < len(node.args) else 0.0)
+    return bool(p != 0)

@@ -1,0 +1,56 @@
+"""Where a node came from: the line of the user's code, and the module it was computed in.
+
+Read off what Dynamo and AOTAutograd leave in `node.meta`. A line of the user's code is one that is neither torch's nor
+this library's: a parallel style calls `redistribute` in its own file, and the user wants to see the layer.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import fx
+
+FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n?(?P<code>[^\n]*)')
+MODULE = re.compile(r"^L\['\w+'\]\.?|_modules\['(\w+)'\]\.?")
+
+_LIBRARY = Path(__file__).parent.parent.parent
+_NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{_LIBRARY}/", "<")
+_STILL_USERS = (str(_LIBRARY / "testing"), str(_LIBRARY / "demo.py"))
+
+
+@dataclass(frozen=True)
+class Source:
+    """A line of code: its file, its number, its text."""
+
+    file: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).name}:{self.line}"
+
+
+def source(node: fx.Node) -> Source | None:
+    """The innermost line of the user's code that the node came from, else the innermost at all; None if unknown."""
+    found = list(FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not found:
+        return None
+    users = [m for m in found if is_users(m["file"])]
+    m = (users or found)[-1]
+    return Source(m["file"], int(m["line"]), m["code"].strip())
+
+
+def is_users(file: str) -> bool:
+    """Whether a file is neither torch's nor this library's, but for its demo and its models."""
+    return file.startswith(_STILL_USERS) or not file.startswith(_NOT_USERS)
+
+
+def module(node: fx.Node) -> str:
+    """The path of the innermost module the node was computed in, such as `layers.0.attention.wo`; "" if unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    paths = [path for path, _ in stack.values()]
+    return MODULE.sub(lambda m: f"{m[1]}." if m[1] else "", paths[-1]).strip(".") if paths else ""
+
+
+__all__ = ["Source", "is_users", "module", "source"]

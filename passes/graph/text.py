@@ -1,0 +1,140 @@
+"""The canonical text of a graph, for golden tests, dumps and error messages: one line per node.
+
+    %x: f32[4,8] = placeholder
+    %h: f32[8,8] = dtensor.all_gather(%x, 0, 8, tp)
+    return %h
+
+Names are given anew by order of appearance, so that two equal graphs print equally whatever was rewritten on the way.
+Placeholders keep theirs. A symbolic size prints as its expression; a group prints as its label, where one is given.
+Sizes are local ones; what is known of the placements stands behind them, one for each mesh axis: `f32[4,8]{S(0)R}`.
+What `remark` has to say of a node follows its line:
+
+    %h: f32[8,8]{R} = dtensor.all_gather(%x, 0, 8, tp)  # 128 bytes over tp, S(0)->R, asked for; train.py:12
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.mesh.provenance import LAYOUT
+from dtensor.torch_private.core import OpOverload
+
+REMARK = "  # "
+"""Between the line of a node and what is remarked on it."""
+
+DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+def text(
+    graph: fx.Graph | fx.GraphModule,
+    labels: Mapping[str, str] | None = None,
+    remark: Callable[[fx.Node], str] | None = None,
+) -> str:
+    """The lines of `graph`; `labels` maps the names of process groups to what is printed for them."""
+    graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
+    printer = _Printer(graph, labels or {})
+    lines = [printer.line(node) for node in graph.nodes]
+    if remark is not None:
+        said = [remark(node) for node in graph.nodes]
+        lines = [f"{line}{REMARK}{words}" if words else line for line, words in zip(lines, said, strict=True)]
+    return "\n".join(lines)
+
+
+def kind(val: Any) -> str:
+    """The short type of a traced value, such as `f32[4,8]`; of a distributed tensor that of its local tensor."""
+    if isinstance(val, torch.Tensor):
+        local = getattr(val, "_local_tensor", None)
+        if isinstance(local, torch.Tensor):
+            return kind(local)
+        name = DTYPES.get(val.dtype, str(val.dtype).removeprefix("torch."))
+        return f"{name}[{','.join(str(n).replace(' ', '') for n in val.shape)}]"
+    if isinstance(val, (tuple, list)):
+        return f"({', '.join([kind(item) for item in val])})"
+    if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"sym[{val}]".replace(" ", "")
+    return "none" if val is None else type(val).__name__
+
+
+def layout(node: fx.Node) -> str:
+    """The placements of what a node gives, such as `S(0)R`; "" where they are not known."""
+    noted = node.meta.get(LAYOUT)
+    if noted is None:
+        placements = getattr(_traced(node), "placements", None) or ()
+        noted = "".join([str(p).replace("P(sum)", "P") for p in placements])
+    return noted
+
+
+def _traced(node: fx.Node) -> Any:
+    """The value of a node as AOTAutograd has it, else as Dynamo has it."""
+    return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
+
+
+def target_name(target: Any) -> str:
+    """The printed name of what a node calls: `aten.mm`, `aten.add.Tensor`, `mul`."""
+    if isinstance(target, OpOverload):
+        return str(target).removesuffix(".default")
+    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+
+
+class _Printer:
+    def __init__(self, graph: fx.Graph, labels: Mapping[str, str]):
+        self.labels = labels
+        self.names: dict[fx.Node, str] = {}
+        taken = set()
+        for node in graph.nodes:
+            base = node.name if node.op == "placeholder" else _base(node)
+            name, k = base, 0
+            while name in taken:
+                k += 1
+                name = f"{base}_{k}"
+            taken.add(name)
+            self.names[node] = f"%{name}"
+
+    def line(self, node: fx.Node) -> str:
+        if node.op == "output":
+            out = node.args[0]
+            leaves = out if isinstance(out, (tuple, list)) else (out,)
+            return "return " + ", ".join([self.arg(leaf) for leaf in leaves])
+        placements = layout(node)
+        known = kind(_traced(node)) + (f"{{{placements}}}" if placements else "")
+        head = f"{self.names[node]}: {known} = "
+        if node.op == "placeholder":
+            return head + "placeholder"
+        if node.op == "get_attr":
+            return head + f"get_attr({node.target!r})"
+        args = [self.arg(a) for a in node.args] + [f"{k}={self.arg(v)}" for k, v in node.kwargs.items()]
+        return f"{head}{target_name(node.target)}({', '.join(args)})"
+
+    def arg(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return self.names.get(arg, f"%{arg.name}?")  # not in the graph: what is printed may be invalid
+        if isinstance(arg, str):
+            return self.labels.get(arg) or repr(arg)
+        if isinstance(arg, (tuple, list)):
+            return f"[{', '.join([self.arg(item) for item in arg])}]"
+        if isinstance(arg, torch.dtype) and arg in DTYPES:
+            return DTYPES[arg]
+        return str(arg).removeprefix("torch.")
+
+
+def _base(node: fx.Node) -> str:
+    if node.op == "get_attr":
+        return str(node.target).replace(".", "_")
+    if isinstance(node.target, OpOverload):
+        return node.target.overloadpacket.__name__.lstrip("_")
+    return target_name(node.target)

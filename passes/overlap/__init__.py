@@ -1,0 +1,1 @@
+"""What is saved, and when collectives start and are waited for."""

@@ -1,0 +1,180 @@
+"""Regathering: what was gathered in the forward is gathered again in the backward, where holding it costs more."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from dtensor.comm.collectives import KEPT
+
+from ..graph import groups, ir, sizes
+
+aten = ir.aten
+
+HELD = 2
+"""Gathered parameters that `schedule` holds at once: one in use, and one that is gathered ahead."""
+
+
+class Regather:
+    """Gathers of a joint graph, with the views and casts that follow, are marked to be computed again.
+
+    Before:
+
+        %all_gather: f32[8,4] = dtensor.all_gather(%parameter, 0, 8, dp)            forward
+        %mm: f32[2,4] = aten.mm(%x, %all_gather)                                    forward
+        %mm_1: f32[2,8] = aten.mm(%tangent, %all_gather.t())                        backward: all_gather is saved
+
+    After:
+
+        the same, with meta["recompute"] on %all_gather: the partitioner saves %parameter, which is held anyway
+
+    Without a `budget` this is done to parameters' gathers alone: what is saved of them is the whole model, unsharded.
+    The last ones of the forward are saved if the backward reads them first, as many as `schedule` holds at once: it
+    would begin by gathering what the forward has just let go, and hold as much.
+    What else is gathered is saved, for the shard would be saved instead and the time paid again. With a budget of so
+    many bytes gathers of both kinds are saved, those first that take longest per byte, until it is used up; the others
+    are marked. Bytes of a symbolic size are those of its example.
+
+    What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers
+    that the program annotates as kept (`dtensor.collectives.KEPT`). But what leaves a region is saved if the backward
+    of what comes after reads it, as in eager mode: for it alone the partitioner would do the region's last collectives
+    again. A gather that the backward does not read is not marked. Bytes are those of the rank that holds most, so that
+    all ranks decide alike.
+    """
+
+    name = "regather"
+    exactness = "bitwise"
+
+    def __init__(self, budget: int | None = None, held: int = HELD):
+        self.budget, self.held = budget, held
+
+    def __call__(self, graph: fx.Graph) -> int:
+        found = [node for node in ir.calls(graph, "all_gather") if _is_open(node)]
+        if self.budget is None:
+            again = [node for node in found if _is_of_parameter(node)]
+            again = again[: len(again) - _read_at_once(again, self.held, graph)]
+        else:
+            again = _beyond(found, self.budget)
+        for node in [*again, *_twins(again, graph)]:
+            for member in _chain(node):
+                member.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        leaving = _leaving(graph)
+        for node in leaving:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return len(again) + len(leaving)
+
+
+def _leaving(graph: fx.Graph) -> list[fx.Node]:
+    """What regions of activation checkpointing that communicate hand to a forward that is in none."""
+    sent = {node.meta.get("ac_graph_id") for node in ir.calls(graph)}
+    return [
+        node
+        for node in graph.nodes
+        if node.meta.get("ac_graph_id") in sent - {None}
+        and _is_marked(node)
+        and not ir.in_backward(node)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and any(_is_outside(user) for user in node.users)
+    ]
+
+
+def _is_outside(node: fx.Node) -> bool:
+    return node.op == "call_function" and "ac_graph_id" not in node.meta and not ir.in_backward(node)
+
+
+def _is_open(node: fx.Node) -> bool:
+    """Whether it is ours to say if the gather is saved: the forward computes it, the backward reads it."""
+    if ir.in_backward(node) or _is_marked(node) or "ac_graph_id" in node.meta or KEPT in node.meta.get("custom", ()):
+        return False
+    return any(ir.in_backward(user) for member in _chain(node) for user in member.users)
+
+
+def _read_at_once(found: list[fx.Node], most: int, graph: fx.Graph) -> int:
+    """How many of the last gathers of the forward, `most` at most, the backward reads before all others, backwards."""
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    read = {n: min(order[u] for m in _chain(n) for u in m.users if ir.in_backward(u)) for n in found}
+    count = 0
+    for last, first in zip(reversed(found), sorted(found, key=read.__getitem__)):
+        if count == most or last is not first or _twins([last], graph):
+            break
+        count += 1
+    return count
+
+
+def _is_marked(node: fx.Node) -> bool:
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _twins(marked: list[fx.Node], graph: fx.Graph) -> list[fx.Node]:
+    """The same gathers elsewhere in the forward: the partitioner merges equal nodes, and the first keeps its mark."""
+    done = {node.args for node in marked}
+    return [
+        node
+        for node in graph.nodes
+        if ir.is_collective(node, "all_gather")
+        and node.args in done
+        and node not in marked
+        and not (ir.in_backward(node) or "ac_graph_id" in node.meta or KEPT in node.meta.get("custom", ()))
+    ]
+
+
+def _chain(node: fx.Node) -> list[fx.Node]:
+    """`node`, and what only shows its elements otherwise, in the forward."""
+    found, todo = {node: None}, [node]
+    while todo:
+        for user in todo.pop().users:
+            if user not in found and not ir.in_backward(user) and _carries(user):
+                found[user] = None
+                todo.append(user)
+    return list(found)
+
+
+CARRIERS = frozenset((aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default))
+"""Beside views, the operators that only show a tensor's elements otherwise."""
+
+
+def _carries(node: fx.Node) -> bool:
+    if node.op != "call_function" or "ac_graph_id" in node.meta or len(node.all_input_nodes) != 1:
+        return False
+    return node.target in CARRIERS or (ir.aliases(node) and ir.is_local_pure(node))
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """`node`, and what it is made of by views, casts and moves between ranks, back to where something is computed."""
+    yield node
+    while _carries(node) or ir.is_collective(node):
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _is_of_parameter(node: fx.Node) -> bool:
+    *_, first = _sources(node)
+    return bool(first.meta.get(ir.PARAMETER))
+
+
+def _beyond(found: list[fx.Node], budget: int) -> list[fx.Node]:
+    """Those that are not saved if `budget` bytes may be."""
+    order = {node: k for k, node in enumerate(found)}
+    again, left = [], budget
+    for node in sorted(found, key=lambda x: (-_seconds(x) / max(_freed(x), 1), order[x])):
+        if _freed(node) > left:
+            again.append(node)
+        else:
+            left -= _freed(node)
+    return sorted(again, key=order.__getitem__)
+
+
+def _freed(node: fx.Node) -> int:
+    """Bytes that need not be held if `node` is gathered again, from its shard."""
+    shard = 0 if _is_of_parameter(node) else sizes.nbytes(node.all_input_nodes[0])
+    return max(sizes.nbytes(node) - shard, 0)
+
+
+def _seconds(node: fx.Node) -> float:
+    c = ir.collective(node)
+    assert c is not None, f"{node.format_node()} is no collective"
+    return groups.seconds("all_gather", sizes.nbytes(node), c.group)
+
+
+__all__ = ["CARRIERS", "Regather"]

@@ -1,0 +1,347 @@
+"""Scheduling: collectives start early and are waited for late, within a bound on what is in flight."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from dtensor.mesh.groups import group_size
+from dtensor.torch_private.sizes import hint
+
+from ..graph import ir
+from ..graph.order import Before, dependencies, floating, rearrange
+
+
+class Schedule:
+    """The nodes of a lowered graph get the order in which communication and computation overlap most.
+
+    Before:
+
+        %mm: f32[4,8] = aten.mm(%x, %y)                                   needed at the end only
+        %mm_1: f32[4,8] = aten.mm(%x, %z)
+        %all_reduce: f32[4,8] = _c10d_functional.all_reduce(%mm_1, 'sum', tp)
+        %wait_tensor: f32[4,8] = _c10d_functional.wait_tensor(%all_reduce)
+        %relu: f32[4,8] = aten.relu(%wait_tensor)
+        return (%mm, %relu)
+
+    After:
+
+        %mm_1: f32[4,8] = aten.mm(%x, %z)
+        %all_reduce: f32[4,8] = _c10d_functional.all_reduce(%mm_1, 'sum', tp)
+        %mm: f32[4,8] = aten.mm(%x, %y)
+        %wait_tensor: f32[4,8] = _c10d_functional.wait_tensor(%all_reduce)
+        %relu: f32[4,8] = aten.relu(%wait_tensor)
+        return (%mm, %relu)
+
+    What a collective is made of is computed first, in the order in which the graph starts collectives, which stays;
+    then it starts; then comes what stood before its result is needed and is not part of that. Waits stand where
+    something computes with what arrives.
+
+    Before a wait comes also another collective that needs nothing which is still to come: of a second chain of
+    collectives that depends on nothing in the first (the other half of a batch, the other of two parallel layers),
+    so that the one computes while the other communicates. What such a collective is made of may itself be waited for,
+    if that started earlier than what is waited for here. So chains take turns, two at a time where one stands behind
+    the other in the graph.
+
+    What needs nothing but inputs (the gather of a parameter) could start at once, and would hold memory: it starts one
+    ahead, when the one that is needed before it is waited for, in the order of need; more than one where they are
+    small. A reduction whose result no other needs (a gradient's) is waited for when too much is in flight; if another
+    collective sends its result on (the sum over replicas of what was scattered), that starts then. `ahead` bounds, for
+    each of these kinds, the bytes of buffers started and not waited for; one is always allowed. By default it is the
+    largest buffer in the graph, that of a batch in parts counted as one. An all_reduce of what was computed counts
+    nothing: its result takes the place of what it adds up, so that to wait for it frees no memory.
+
+    Where starts stand among each other follows from the graph and from the sizes of their buffers, of which where
+    shards are not even the largest rank's counts: they are the same on all ranks.
+    """
+
+    name = "schedule"
+    exactness = "bitwise"
+
+    def __init__(self, ahead: int | None = None):
+        self.ahead = ahead
+
+    def __call__(self, graph: fx.Graph) -> int:
+        nodes = list(graph.nodes)
+        starts = [node for node in nodes if _is_plain(node)]
+        if not starts:
+            return 0
+        parts = 1 + max([node.meta.get(ir.PART, 0) for node in starts])
+        sizes = [_in_flight(node) * (parts if ir.PART in node.meta else 1) for node in starts]
+        ahead = max(sizes) if self.ahead is None else self.ahead
+        before, floats, order = dependencies(graph), floating(nodes), nodes
+        for _ in range(ROUNDS):
+            last, order = order, _ordered(_Facts(order, before, floats), ahead)
+            if last == order:
+                break
+        moved = sum([a is not b for a, b in zip(nodes, order, strict=True)])
+        if moved:
+            rearrange(graph, order)
+        return moved
+
+
+ROUNDS = 8
+"""Most orders that are tried until one stays as it is; after the second few change."""
+
+
+def _ordered(facts: "_Facts", ahead: int) -> list[fx.Node]:
+    first = _Walk(facts, ahead)
+    first.run()
+    return _Walk(facts, ahead, first.demanded).run()
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether `node` starts one tensor that is waited for once."""
+    wait = ir.only_user(node) if node.target in ir.STARTS and isinstance(node.args[0], fx.Node) else None
+    return wait is not None and wait.target is ir.WAIT
+
+
+def _in_flight(start: fx.Node) -> int:
+    """Bytes that are held between a start and its wait, on the rank that holds most."""
+    sent = start.meta.get(ir.SENT)
+    if sent is None:
+        return _bytes(ir.value(start)) + _bytes(ir.value(start.all_input_nodes[0]))
+    op, n = ir.STARTS[start.target], group_size(str(start.args[-1]))
+    return sent + (sent * n if op == "all_gather" else sent // n if op == "reduce_scatter" else sent)
+
+
+def _bytes(val: torch.Tensor) -> int:
+    return hint(val.numel()) * val.element_size()
+
+
+class _Facts:
+    """What is true of the nodes of a graph in an order: `before` says what each needs, `floats` which of them float.
+
+    Attributes:
+        place: where each node stands.
+        needed: where the first computation stands that needs it.
+        computed: whether it needs anything but inputs and what carries their elements.
+        next: waits for what was computed -> the starts that send it on, with nothing computed in between.
+        behind: the waits for what was computed that each node needs, but hardly any that another of them needs.
+        then: starts of what other starts are computed from -> these.
+        anchors: the computations.
+    """
+
+    def __init__(self, nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]):
+        self.nodes, self.before = nodes, before
+        self.place = {node: k for k, node in enumerate(nodes)}
+        self.needed = _first_need(nodes, before, floats, self.place)
+        self.computed = _is_computed(nodes, before, floats)
+        self.next = _next(nodes, before, floats, self.computed)
+        self.behind = _behind(nodes, before, self.computed)
+        self.then = _then(nodes, self.behind, {start for starts in self.next.values() for start in starts})
+        self.anchors = [node for node in nodes if node not in floats and node.op != "output"]
+
+
+class _Walk:
+    """One walk over a graph that puts its nodes down in a new order.
+
+    `prefetched` are the starts of what needs only inputs, in the order in which it is needed; a walk without them finds
+    that order, and leaves it in `demanded`.
+    """
+
+    def __init__(self, facts: _Facts, ahead: int, prefetched: Sequence[fx.Node] = ()):
+        self.nodes, self.before, self.ahead = facts.nodes, facts.before, ahead
+        self.place, self.needed, self.computed = facts.place, facts.needed, facts.computed
+        self.next, self.anchors, self.behind, self.then = facts.next, facts.anchors, facts.behind, facts.then
+        self.ready: set[fx.Node] = set()
+        self.filled, self.passed = 0, list[fx.Node]()
+        self.order: dict[fx.Node, int] = {}
+        self.ongoing: set[fx.Node] = set()
+        self.wanted, self.overtaking = set[fx.Node](), False
+        self.left, self.demanded = deque(prefetched), list[fx.Node]()
+        self.later = {start for starts in self.next.values() for start in starts}
+        self.flying: dict[str, dict[fx.Node, int]] = {}
+
+    def run(self) -> list[fx.Node]:
+        """The new order."""
+        for node in self.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.put(node)
+        self.prefetch()
+        starts = [node for node in self.nodes if _is_plain(node) and self.computed[node]]
+        self.ready.update([s for s in starts if not self.behind[s] and s not in self.later])
+        for start in sorted(starts, key=self.later.__contains__):
+            self.wanted.add(start)
+            self.need(start)
+        for node in self.nodes:
+            self.need(node)
+        return list(self.order)
+
+    def need(self, node: fx.Node) -> None:
+        """Put `node` down, after all that it needs, in the order that was."""
+        for x in self.missing(node):
+            if x not in self.order:
+                self.put(x)
+
+    def missing(self, node: fx.Node) -> list[fx.Node]:
+        """`node` and what it needs, as far as that is not there yet, in the order that was."""
+        if node in self.order:
+            return []
+        todo, found = [node], {node}
+        while todo:
+            for x in self.before[todo.pop()]:
+                if x not in self.order and x not in found:
+                    found.add(x)
+                    todo.append(x)
+        return sorted(found, key=self.place.__getitem__)
+
+    def put(self, node: fx.Node) -> None:
+        """Put `node` down, whose needs are there; around starts and waits also what goes with them."""
+        if node.target is ir.WAIT and _is_plain(node.all_input_nodes[0]):
+            self.arrive(node, node.all_input_nodes[0])
+        elif _is_plain(node) and self.computed[node] and node not in self.then:
+            self.make_room(node)
+        if node not in self.order:
+            self.order[node] = len(self.order)
+            self.ready.discard(node)
+            if _is_plain(node):
+                self.like(node)[node] = self.held(node)
+                self.ready.update([s for s in self.then.get(node, ()) if s not in self.later and s not in self.order])
+            for start in self.next.get(node, ()):
+                if all(x.target is not ir.WAIT for x in self.missing(start)):
+                    self.need(start)
+
+    def arrive(self, wait: fx.Node, start: fx.Node) -> None:
+        """Before a wait: what can be computed without it, and the start of what is needed next."""
+        if wait in self.ongoing:
+            return
+        self.ongoing.add(wait)
+        if not self.overtaking:
+            if self.computed[start]:
+                self.overtake(start)
+            self.fill(self.needed[wait], start)
+        self.like(start).pop(start, None)
+        if not self.computed[start]:
+            self.demanded.append(start)
+            self.prefetch()
+
+    def overtake(self, start: fx.Node) -> None:
+        """Before the wait for `start`, the first start that needs nothing which is sent after it, if there is room."""
+        for other in sorted(self.ready, key=self.place.__getitem__):
+            if other in self.wanted or not self.comes_before(other, start):
+                continue
+            flying = [x for x in self.like(other) if x is not start and _wait_of(x) not in self.behind[other]]
+            gathered = [x for x in self.missing(other) if x.target is ir.WAIT and not self.computed[x]]
+            if not flying and not gathered:
+                self.wanted.add(other)
+                self.overtaking = True
+                self.need(other)
+                self.overtaking = False
+            return
+
+    def comes_before(self, node: fx.Node, start: fx.Node) -> bool:
+        """Whether all that was computed, sent, and is needed by `node` was sent before `start`."""
+        waits = [wait for wait in self.behind[node] if wait not in self.order]
+        return all(self.order.get(wait.all_input_nodes[0], len(self.order)) < self.order[start] for wait in waits)
+
+    def fill(self, end: int, start: fx.Node) -> None:
+        """Put down the computations that stood before `end`, without those that need what is sent after `start`."""
+        while self.filled < len(self.anchors) and self.place[self.anchors[self.filled]] < end:
+            self.passed.append(self.anchors[self.filled])
+            self.filled += 1
+        passed, self.passed = self.passed, []
+        for node in passed:
+            if node not in self.order and self.computed[start] and not self.comes_before(node, start):
+                self.passed.append(node)
+            else:
+                self.need(node)
+
+    def prefetch(self) -> None:
+        """Start what is needed next, as far as there is room; one in any case."""
+        while self.left:
+            start = self.left[0]
+            flying = self.like(start)
+            missing = self.missing(start)
+            full = flying and sum(flying.values()) + _in_flight(start) > self.ahead
+            # What is gathered in two steps cannot start its second before the first is waited for.
+            if missing and (full or any(x.target is ir.WAIT for x in missing)):
+                return
+            self.left.popleft()
+            self.need(start)
+
+    def make_room(self, start: fx.Node) -> None:
+        """Wait for what was started first, until there is room for `start`."""
+        flying = self.like(start)
+        while flying and self.held(start) and sum(flying.values()) + self.held(start) > self.ahead:
+            oldest = next(iter(flying))
+            self.ongoing.add(_wait_of(oldest))
+            self.need(_wait_of(oldest))
+            flying.pop(oldest, None)
+
+    def held(self, start: fx.Node) -> int:
+        """Bytes in flight that an earlier wait would give free, or a later start not take yet."""
+        in_place = self.computed[start] and ir.STARTS[start.target] == "all_reduce"
+        return 0 if in_place else _in_flight(start)
+
+    def like(self, start: fx.Node) -> dict[fx.Node, int]:
+        """The bytes in flight of each start of the same kind."""
+        if not self.computed[start]:
+            return self.flying.setdefault("of inputs", {})
+        kind = "sent on" if start in self.later else "chained" if start in self.then else "last"
+        return self.flying.setdefault(kind, {})
+
+
+def _wait_of(start: fx.Node) -> fx.Node:
+    return next(iter(start.users))
+
+
+def _first_need(
+    nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node], place: dict[fx.Node, int]
+) -> dict[fx.Node, int]:
+    found = {node: len(nodes) for node in nodes}
+    for node in reversed(nodes):
+        mine = found[node] if node in floats else place[node]
+        for x in before[node]:
+            found[x] = min(found[x], mine)
+    return found
+
+
+def _next(
+    nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node], computed: dict[fx.Node, bool]
+) -> dict[fx.Node, list[fx.Node]]:
+    found: dict[fx.Node, list[fx.Node]] = {}
+    above: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in nodes:
+        above[node] = {}
+        if node.target is ir.WAIT and computed[node]:
+            above[node] = {node: None}
+        elif node in floats:
+            above[node] = {wait: None for x in before[node] for wait in above[x]}
+        if _is_plain(node) and all(x in floats for x in before[node]):
+            for wait in above[node]:
+                found.setdefault(wait, []).append(node)
+    return found
+
+
+def _behind(nodes: list[fx.Node], before: Before, computed: dict[fx.Node, bool]) -> dict[fx.Node, dict[fx.Node, None]]:
+    found: dict[fx.Node, dict[fx.Node, None]] = {}
+    for node in nodes:
+        waits: dict[fx.Node, None] = {}
+        for x in before[node]:
+            waits.update({x: None} if x.target is ir.WAIT and computed[x] else found[x])
+        above = {w for wait in waits for w in found[wait]} if len(waits) > 1 else ()
+        found[node] = {wait: None for wait in waits if wait not in above}
+    return found
+
+
+def _then(
+    nodes: list[fx.Node], behind: dict[fx.Node, dict[fx.Node, None]], sent_on: set[fx.Node]
+) -> dict[fx.Node, list[fx.Node]]:
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        if _is_plain(node) and node not in sent_on:
+            for wait in behind[node]:
+                found.setdefault(wait.all_input_nodes[0], []).append(node)
+    return found
+
+
+def _is_computed(nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]) -> dict[fx.Node, bool]:
+    found: dict[fx.Node, bool] = {}
+    for node in nodes:
+        found[node] = node not in floats or any(found[x] for x in before[node])
+    return found
+
+
+__all__ = ["Schedule"]
