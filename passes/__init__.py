@@ -8,21 +8,21 @@ world: no process group is created, no file read, and nothing is decided on what
 if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder passes/ was imported as {__name__!r}; write: import dtensor.passes")
 
-from .algebra.all_reduce_to_reduce_scatter import ReduceScatter
-from .algebra.cancel_gather_shard import GatherShard
+from .algebra.add_before_reduce import AddBeforeReduce
+from .algebra.cancel_gather_shard import CancelGatherShard
 from .algebra.common_subexpressions import CommonSubexpressions
-from .algebra.compute_before_gather import GatherLater
+from .algebra.compute_before_gather import ComputeBeforeGather
 from .algebra.dead_code import DeadCode
-from .algebra.localize_replicated import Alike
-from .algebra.merge_axes import MergeGroups
-from .algebra.narrow_collectives import NarrowMoves
-from .algebra.reduce_scatter_to_all_reduce import AllReduce
-from .algebra.reuse_gather import GatherOnce
-from .algebra.scatter_first import ScatterPart
-from .algebra.shard_before_collective import ShardFirst
-from .algebra.sink_below_scales import Scale
-from .algebra.sink_below_views import Sink
-from .algebra.sum_before_reducing import SumOfAllReduces
+from .algebra.fuse_all_reduce import FuseAllReduce
+from .algebra.fuse_reduce_scatter import FuseReduceScatter
+from .algebra.localize_replicated import LocalizeReplicated
+from .algebra.merge_axes import MergeAxes
+from .algebra.narrow_collectives import NarrowCollectives
+from .algebra.reduce_after_scale import ReduceAfterScale
+from .algebra.reduce_after_view import ReduceAfterView
+from .algebra.reuse_gather import ReuseGather
+from .algebra.scatter_before_reduce import ScatterBeforeReduce
+from .algebra.shard_before_collective import ShardBeforeCollective
 from .functional.lower import Lower
 from .functional.raise_ import Raise
 from .graph.compare import Simulation, equivalent
@@ -43,33 +43,33 @@ __all__ = [
     "PIPELINE",
     "PREPARE",
     "SIMPLIFY",
-    "Alike",
-    "AllReduce",
+    "AddBeforeReduce",
     "Bucket",
+    "CancelGatherShard",
     "Collective",
     "CollectiveInfo",
     "CommonSubexpressions",
+    "ComputeBeforeGather",
     "DeadCode",
-    "GatherLater",
-    "GatherOnce",
-    "GatherShard",
+    "FuseAllReduce",
+    "FuseReduceScatter",
+    "LocalizeReplicated",
     "Lower",
-    "MergeGroups",
+    "MergeAxes",
     "MeshGroups",
-    "NarrowMoves",
+    "NarrowCollectives",
     "Pass",
     "PassRecord",
     "Raise",
-    "ReduceScatter",
+    "ReduceAfterScale",
+    "ReduceAfterView",
     "Regather",
-    "Scale",
-    "ScatterPart",
+    "ReuseGather",
+    "ScatterBeforeReduce",
     "Schedule",
-    "ShardFirst",
+    "ShardBeforeCollective",
     "Simulation",
-    "Sink",
     "SplitBatch",
-    "SumOfAllReduces",
     "collectives",
     "count",
     "equivalent",

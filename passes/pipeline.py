@@ -11,21 +11,21 @@ from torch import fx
 
 from dtensor.errors import InvalidInputError, PassError
 
-from .algebra.all_reduce_to_reduce_scatter import ReduceScatter
-from .algebra.cancel_gather_shard import GatherShard
+from .algebra.add_before_reduce import AddBeforeReduce
+from .algebra.cancel_gather_shard import CancelGatherShard
 from .algebra.common_subexpressions import CommonSubexpressions
-from .algebra.compute_before_gather import GatherLater
+from .algebra.compute_before_gather import ComputeBeforeGather
 from .algebra.dead_code import DeadCode
-from .algebra.localize_replicated import Alike
-from .algebra.merge_axes import MergeGroups
-from .algebra.narrow_collectives import NarrowMoves
-from .algebra.reduce_scatter_to_all_reduce import AllReduce
-from .algebra.reuse_gather import GatherOnce
-from .algebra.scatter_first import ScatterPart
-from .algebra.shard_before_collective import ShardFirst
-from .algebra.sink_below_scales import Scale
-from .algebra.sink_below_views import Sink
-from .algebra.sum_before_reducing import SumOfAllReduces
+from .algebra.fuse_all_reduce import FuseAllReduce
+from .algebra.fuse_reduce_scatter import FuseReduceScatter
+from .algebra.localize_replicated import LocalizeReplicated
+from .algebra.merge_axes import MergeAxes
+from .algebra.narrow_collectives import NarrowCollectives
+from .algebra.reduce_after_scale import ReduceAfterScale
+from .algebra.reduce_after_view import ReduceAfterView
+from .algebra.reuse_gather import ReuseGather
+from .algebra.scatter_before_reduce import ScatterBeforeReduce
+from .algebra.shard_before_collective import ShardBeforeCollective
 from .functional.lower import Lower
 from .functional.raise_ import Raise
 from .graph.compare import Simulation
@@ -46,7 +46,7 @@ MAX_ROUNDS = 32
 
 
 class Pass(Protocol):
-    """A rewrite of a graph in place, deterministic, and alike on all ranks."""
+    """A rewrite of a graph in place, deterministic, and the same on all ranks."""
 
     @property
     def name(self) -> str:
@@ -74,31 +74,32 @@ SIMPLIFY: tuple[Pass, ...] = (
     CommonSubexpressions(),
     DeadCode(),
     # What need not communicate need not be merged, nor moved to where it might.
-    Alike(),
+    LocalizeReplicated(),
     # A gather that cancels leaves reductions side by side.
-    GatherShard(),
-    # After gather_shard, which a cast between the two would keep from seeing them; before all_reduce, which would leave
-    # the cast a reduction, where it stays.
-    NarrowMoves(),
-    # Before all_reduce: gathers of reduce_scatters that are combined become one gather, not two all_reduces.
-    GatherLater(),
-    # After gather_later, which leaves a gather that has two users where it is.
-    GatherOnce(),
+    CancelGatherShard(),
+    # After cancel_gather_shard, which does not look through a cast; before fuse_all_reduce, which would leave the cast
+    # beside a reduction, where it stays.
+    NarrowCollectives(),
+    # Before fuse_all_reduce: gathers of reduce_scatters that are combined become one gather, not two all_reduces.
+    ComputeBeforeGather(),
+    # After compute_before_gather, which leaves a gather that has two users where it is.
+    ReuseGather(),
     # Over other axes a shard moves up to the collective it belongs to, and reductions next to each other.
-    ShardFirst(),
+    ShardBeforeCollective(),
     # Brings together what the next passes merge.
-    Sink(),
-    # After sink, which is bitwise and needs no help where nothing is scaled.
-    Scale(),
-    # Before reduce_scatter: a sum of all_reduces that is then cut becomes one reduce_scatter, not two and an addition.
-    SumOfAllReduces(),
-    ReduceScatter(),
-    # Beside reduce_scatter: there the shard is over the whole group of the reduction, here over a part of it.
-    ScatterPart(),
-    # After sum_of_all_reduces, which has made one of the reduce_scatters whose sum is gathered.
-    AllReduce(),
+    ReduceAfterView(),
+    # After reduce_after_view, which is bitwise and needs no help where nothing is scaled.
+    ReduceAfterScale(),
+    # Before fuse_reduce_scatter: a sum of all_reduces that is then sharded becomes one reduce_scatter, not two and a
+    # sum.
+    AddBeforeReduce(),
+    FuseReduceScatter(),
+    # Beside fuse_reduce_scatter: there the shard is over the whole group of the reduction, here over a part of it.
+    ScatterBeforeReduce(),
+    # After add_before_reduce, which has made one of the reduce_scatters whose sum is gathered.
+    FuseAllReduce(),
     # Last: a collective over one axis that a pass above can still cut or cancel is worth more than two merged.
-    MergeGroups(),
+    MergeAxes(),
 )
 """Pure algebra, in rounds until nothing changes, before anything is asynchronous."""
 

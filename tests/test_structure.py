@@ -29,7 +29,8 @@ ROOMS = {
     ],
     "dtensor.parallel": [["modules"], ["checks"], ["fsdp"], ["styles", "whole_model", "training"]],
     "dtensor.rules": [
-        ["call", "rule"],
+        ["rule"],
+        ["call"],
         ["choose", "local", "notation", "sampling"],
         ["pattern"],
         ["families"],

@@ -29,7 +29,7 @@ def log_manifest(frame: Frame) -> None:
 
 
 def pass_line(r: PassRecord) -> str:
-    """Such as `gather_shard: 2 rewrites in 0.3 ms, all_gather 3 -> 1`."""
+    """Such as `cancel_gather_shard: 2 rewrites in 0.3 ms, all_gather 3 -> 1`."""
     changes = [f"{op} {r.before[op]} -> {r.after[op]}" for op in _changed(r.before, r.after)]
     return ", ".join([f"{r.name}: {r.rewrites} rewrites in {r.seconds * 1e3:.1f} ms", *changes])
 

@@ -4,7 +4,7 @@ Read when something is compiled (DTENSOR_AGREEMENT also when a compiled graph fi
 unset, or empty, says nothing. Switches are 0 or 1, lists are separated by commas.
 
     DTENSOR_PASSES=0                 no passes at all; or the names of those to run
-    DTENSOR_DISABLE=sink,scale       leave these passes out
+    DTENSOR_DISABLE=bucket,schedule  leave these passes out
     DTENSOR_STRICT=1                 whatever is compiled, by any backend, is traced as under `dtensor.strict()`
     DTENSOR_DUMP=folder              write there all that is made of a program (read at import, too)
     DTENSOR_VERIFY=1                 replay each graph on simulated ranks before and after every pass

@@ -17,6 +17,8 @@ from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export
 from ..comm.pending import Pending, waited
 from ..comm.redistribute import check_dtypes, check_target, redistribute_local
 from ..comm.replication_check import BY_STYLE, note_taken
+from ..dispatch import multi_step as multi_step  # registers what dispatch does without a rule
+from ..dispatch import out_variants as out_variants  # registers what dispatch does with out=
 from ..dispatch.decision import COMPOSITES
 from ..dispatch.dispatch import dispatch, install
 from ..dispatch.invariance import region_of_torch
@@ -36,7 +38,7 @@ from ..torch_private.core import (
     never_traced,
 )
 from ..torch_private.dynamo import attributes_stand_with_their_tensors, inner_sizes_follow
-from . import dcp_protocol as checkpoint
+from . import dcp_protocol
 from .declared import gradient_placements, wrong_sizes
 from .raw_memory import BY_ELEMENT, OUTSIDE, on_local_tensors
 
@@ -338,13 +340,13 @@ class DTensor(torch.Tensor):
         return made
 
     def __create_write_items__(self, fqn: str, object: Any):
-        return checkpoint.write_items(self._spec, fresh(self)._local_tensor.detach(), fqn)
+        return dcp_protocol.write_items(self._spec, fresh(self)._local_tensor.detach(), fqn)
 
     def __create_chunk_list__(self):
-        return checkpoint.chunk_list(self._spec)
+        return dcp_protocol.chunk_list(self._spec)
 
     def __get_tensor_shard__(self, index):
-        return checkpoint.tensor_shard(self._spec, fresh(self)._local_tensor.detach(), index)
+        return dcp_protocol.tensor_shard(self._spec, fresh(self)._local_tensor.detach(), index)
 
 
 _DATA: Any = torch.Tensor.data

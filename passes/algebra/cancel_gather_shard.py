@@ -9,7 +9,7 @@ from dtensor.mesh.groups import group_size
 from ..graph import ir, sizes
 
 
-class GatherShard:
+class CancelGatherShard:
     """all_gather followed by shard, and shard followed by all_gather, over the same group.
 
     Before:
@@ -28,7 +28,7 @@ class GatherShard:
     `shard` takes what every rank of the group holds alike.
     """
 
-    name = "gather_shard"
+    name = "cancel_gather_shard"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -73,4 +73,4 @@ def _dim(c: ir.Collective) -> int | None:
     return c.gather_dim if c.op == "all_gather" else c.scatter_dim
 
 
-__all__ = ["GatherShard"]
+__all__ = ["CancelGatherShard"]

@@ -26,7 +26,7 @@ CUTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}
 """Operator that takes a part along one dim -> the place of the dim among its arguments."""
 
 
-class GatherLater:
+class ComputeBeforeGather:
     """all_gather goes below what makes its result smaller, and below a broadcast, which makes it larger, if above it.
 
     Before:
@@ -47,7 +47,7 @@ class GatherLater:
     hence `reassociates`.
     """
 
-    name = "gather_later"
+    name = "compute_before_gather"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -176,4 +176,4 @@ def _broadcast_last(node: fx.Node) -> bool:
     return True
 
 
-__all__ = ["GatherLater"]
+__all__ = ["ComputeBeforeGather"]

@@ -8,7 +8,7 @@ from torch import fx
 from dtensor.mesh.groups import group_size
 
 from ..graph import groups, ir
-from .sink_below_views import KEEP_ORDER, PERMUTE
+from .reduce_after_view import KEEP_ORDER, PERMUTE
 
 aten = ir.aten
 
@@ -21,7 +21,7 @@ IDEMPOTENT = frozenset(("max", "min", "avg"))
 """The reductions that give x for equal x; a sum gives a multiple."""
 
 
-class Alike:
+class LocalizeReplicated:
     """all_reduce, reduce_scatter and all_gather of what is the same on all ranks of the group.
 
     Before:
@@ -44,7 +44,7 @@ class Alike:
     multiple is not rounded as the sum is, hence `reassociates`.
     """
 
-    name = "alike"
+    name = "localize_replicated"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -123,4 +123,4 @@ def _multiple(node: fx.Node, x: fx.Node, group: str) -> fx.Node:
 _LOCAL = {"all_reduce": _reduced, "reduce_scatter": _scattered, "all_gather": _gathered}
 """Collective -> what makes its result of the value that all ranks hold; whether it could."""
 
-__all__ = ["Alike", "is_alike"]
+__all__ = ["LocalizeReplicated", "is_alike"]

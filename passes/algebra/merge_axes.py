@@ -9,7 +9,7 @@ from dtensor.mesh.groups import group_size
 from ..graph import groups, ir
 
 
-class MergeGroups:
+class MergeAxes:
     """all_reduce of an all_reduce, all_gather of an all_gather, reduce_scatter of a reduce_scatter.
 
     Before:
@@ -27,7 +27,7 @@ class MergeGroups:
     Reductions add in another order, hence `reassociates`.
     """
 
-    name = "merge_groups"
+    name = "merge_axes"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -81,4 +81,4 @@ def _pays(op: str, axes: groups.Product, parts: int) -> bool:
     return not groups.grows(apart, axes.seconds(op, axes.whole))
 
 
-__all__ = ["MergeGroups"]
+__all__ = ["MergeAxes"]

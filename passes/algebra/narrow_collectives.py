@@ -13,7 +13,7 @@ MOVES = ("all_gather", "all_to_all", "collective_permute")
 CASTS = frozenset((ir.aten._to_copy.default, torch.ops.prims.convert_element_type.default))
 
 
-class NarrowMoves:
+class NarrowCollectives:
     """A narrowing cast after a move goes before it, and a widening cast before a move goes after it.
 
     Before:
@@ -30,7 +30,7 @@ class NarrowMoves:
     value that is needed wide is moved once. Reductions stay, for they compute in the dtype that they are given.
     """
 
-    name = "narrow_moves"
+    name = "narrow_collectives"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -75,4 +75,4 @@ def _widen_last(node: fx.Node) -> bool:
     return True
 
 
-__all__ = ["NarrowMoves"]
+__all__ = ["NarrowCollectives"]

@@ -7,10 +7,10 @@ from torch import fx
 
 from ..graph import ir, sizes
 from .compute_before_gather import REDUCTIONS, reduced_dims
-from .sink_below_views import KEEP_ORDER, changes_nothing
+from .reduce_after_view import KEEP_ORDER, changes_nothing
 
 
-class GatherOnce:
+class ReuseGather:
     """all_gather of a reduction of x, where x is gathered too: the reduction of what was gathered.
 
     Before:
@@ -25,11 +25,11 @@ class GatherOnce:
         %sum: f32[8] = aten.sum.dim_IntList(%all_gather, [0])
 
     So it is with the gradients of embeddings of tokens and of positions, which are added. Reductions are those that
-    `gather_later` moves, along other dims than the gathered one; it does not move them back, for what was gathered has
-    two users now. A sum may be taken in another order for another number of rows, hence `reassociates`.
+    `compute_before_gather` moves, along other dims than the gathered one; it does not move them back, for what was
+    gathered has two users now. A sum may be taken in another order for another number of rows, hence `reassociates`.
     """
 
-    name = "gather_once"
+    name = "reuse_gather"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -118,4 +118,4 @@ def _rewrite(narrow: fx.Node, reduced: _Reduced, wide: fx.Node) -> None:
     ir.replace(narrow, ir.insert(narrow, node.target, (wide, given, False), node.kwargs, like=node))
 
 
-__all__ = ["GatherOnce"]
+__all__ = ["ReuseGather"]

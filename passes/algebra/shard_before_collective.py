@@ -10,7 +10,7 @@ MOVED = ("all_reduce", "all_gather")
 """The collectives that a shard goes before."""
 
 
-class ShardFirst:
+class ShardBeforeCollective:
     """all_reduce or all_gather over one group, followed by shard over a group that has no axis in common with it.
 
     Before:
@@ -27,7 +27,7 @@ class ShardFirst:
     of the collective is the same shard; a dim that is gathered is cut after it, for before it has other rows.
     """
 
-    name = "shard_first"
+    name = "shard_before_collective"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -47,4 +47,4 @@ def _swap(node: fx.Node) -> int:
     return len(users)
 
 
-__all__ = ["ShardFirst"]
+__all__ = ["ShardBeforeCollective"]

@@ -95,7 +95,7 @@ def test_ranks_that_agree_with_their_peers_are_told_of_those_that_do_not(rank):
     def f(x, y):
         return x.redistribute(placements=[Replicate(), Replicate()]) + y.redistribute(placements=[Replicate()] * 2)
 
-    text = refused(compiled(f, disable=["merge_groups"]), x, y)
+    text = refused(compiled(f, disable=["merge_axes"]), x, y)
     assert text.startswith("ranks 2 and 3 run compiled graphs that communicate differently")
     # Nothing was sent: what all ranks do alike works.
     assert compiled(lambda x: x.redistribute(placements=[Replicate()] * 2))(x).to_local().sum() == 16

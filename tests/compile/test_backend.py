@@ -27,7 +27,10 @@ def mesh(fake_mesh):
     [
         ({"iner": "inductor"}, r"unknown option 'iner' of backend 'dtensor'; did you mean 'inner'\?"),
         ({"inner": "inductr"}, r"unknown inner compiler 'inductr'; did you mean 'inductor'\?"),
-        ({"passes": ["gather_shrd"]}, r"unknown pass 'gather_shrd' in option 'passes'; did you mean 'gather_shard'\?"),
+        (
+            {"passes": ["cancel_gather_shrd"]},
+            r"unknown pass 'cancel_gather_shrd' in option 'passes'; did you mean 'cancel_gather_shard'\?",
+        ),
         (
             {"disable": ["zzz"]},
             r"unknown pass 'zzz' in option 'disable'; known: raise, common_subexpressions",
@@ -64,7 +67,7 @@ def gathered_twice(t):
     ("options", "expected"),
     [
         ({"inner": "aot_eager"}, 0),
-        ({"inner": "aot_eager", "disable": ["gather_shard"]}, 1),
+        ({"inner": "aot_eager", "disable": ["cancel_gather_shard"]}, 1),
         ({"inner": "aot_eager", "passes": ["lower"]}, 1),
         ({"inner": "inductor"}, 0),
     ],

@@ -120,7 +120,7 @@ def test_what_a_pass_removed_is_told(mesh, tmp_path):
     made = dumped(f, distribute_tensor(torch.ones(4), mesh, [S0]), tmp_path)
     (gone,) = made["removed"]
     assert (gone["pass"], gone["op"], gone["bytes"], gone["how"], gone["move"]) == (
-        "gather_shard",
+        "cancel_gather_shard",
         "all_gather",
         8,
         "explicit",
@@ -128,7 +128,7 @@ def test_what_a_pass_removed_is_told(mesh, tmp_path):
     )
     (left,) = made["collectives"]
     assert (left["bytes"], left["passes"]) == (8, ["lower"])
-    assert [(p["bytes_saved"], p["removed"]) for p in made["passes"] if p["pass"] == "gather_shard"] == [
+    assert [(p["bytes_saved"], p["removed"]) for p in made["passes"] if p["pass"] == "cancel_gather_shard"] == [
         (8, [gone["asked"]])
     ]
 
@@ -282,13 +282,13 @@ def test_lock(mesh, tmp_path):
 
 def test_differences(mesh, tmp_path):
     x = distribute_tensor(torch.ones(4), mesh, [S0])
-    for name, options in (("a", {}), ("b", {}), ("c", {"disable": ["gather_shard"]})):
+    for name, options in (("a", {}), ("b", {}), ("c", {"disable": ["cancel_gather_shard"]})):
         torch.compiler.reset()
         with dtensor.compile.dump(tmp_path / name):
             compiled(there_and_back, **options)(x)
     assert list(differences(tmp_path / "a", tmp_path / "b")) == []
     found = list(differences(tmp_path / "a", tmp_path / "c"))
-    assert any(line.startswith("only in ") and "gather_shard.txt" in line for line in found)
+    assert any(line.startswith("only in ") and "cancel_gather_shard.txt" in line for line in found)
     assert any(line.startswith("+") and "dtensor.shard" in line for line in found)
     assert any(line.startswith("+direction=inference, op=all_gather") for line in found)
     with pytest.raises(FileNotFoundError, match="there is no"):
@@ -337,7 +337,8 @@ def test_logs_and_trace(mesh, caplog):
         compiled(there_and_back)(x)
     said = [r.message for r in caplog.records if r.name == LOG.name]
     assert any(
-        "inference graph of" in m and ": gather_shard: 1 rewrites" in m and "all_gather 2 -> 1" in m for m in said
+        "inference graph of" in m and ": cancel_gather_shard: 1 rewrites" in m and "all_gather 2 -> 1" in m
+        for m in said
     )
     artefacts = [r.metadata["artifact"]["name"] for r in caplog.records if "artifact" in getattr(r, "metadata", {})]
     assert {"dtensor_inference_passes", "dtensor_manifest"} <= set(artefacts)

@@ -72,7 +72,7 @@ PROGRAMS = {
         (((4, 4, 4), (R,)), ((4, 4, 4), (S0,)), ((4, 4), (S0,)), ((4,), (S0,)), ((4, 12), (R,))),
         {},
     ),
-    # gather_later took one row of three, cut over the ranks, for a dimension of length one.
+    # compute_before_gather took one row of three, cut over the ranks, for a dimension of length one.
     "what is rewritten": (normalized, (2, 2), (((3, 8), (S0, S1)), ((8, 3), (S1, S0))), {}),
     # The gradients of query, key and value were zeros of one shape on the rank without a batch, and their gathers one.
     "what has no rows": (attended, (2,), [((1, 2, 4, 4), (p,)) for p in (S0, R, R)], {}),

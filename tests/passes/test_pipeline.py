@@ -33,9 +33,9 @@ def test_simplifies_and_lowers(bench):
     assert [(k, name) for k, name, _ in seen] == [
         (0, "input"),
         (1, "common_subexpressions"),
-        (2, "gather_shard"),
-        (3, "sink"),
-        (4, "sum_of_all_reduces"),
+        (2, "cancel_gather_shard"),
+        (3, "reduce_after_view"),
+        (4, "add_before_reduce"),
         (5, "reduce_scatter"),
         (6, "lower"),
         (7, "schedule"),

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dtensor.passes import GatherShard, Lower, Raise, collectives, count, run, verify, wire_bytes
+from dtensor.passes import CancelGatherShard, Lower, Raise, collectives, count, run, verify, wire_bytes
 from dtensor.passes.graph import ir
 from dtensor.passes.pipeline import copy_graph
 from dtensor.torch_private.core import c10d
@@ -384,7 +384,7 @@ def test_the_chunk_of_this_rank_stays_a_chunk(bench):
 
     gm = bench.trace(f, (4, 6))
     assert applied(bench, gm) == 1
-    assert bench.keeps(GatherShard(), gm)
+    assert bench.keeps(CancelGatherShard(), gm)
     assert raised(gm) == ["all_gather"]
 
 

@@ -10,6 +10,7 @@ from ...comm.from_plain import refuse_tangent
 from ...layout.placements import Replicate
 from ...tensor.tensor import DTensor
 from ...torch_private.core import intercept
+from . import linear_logsumexp as linear_logsumexp  # registers the operators
 
 CHUNK = 1024
 """Samples whose logits are made at once."""

@@ -5,7 +5,7 @@ from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
 from dtensor.layout.cost import INTER, INTRA
-from dtensor.passes import MergeGroups, wire_bytes
+from dtensor.passes import MergeAxes, wire_bytes
 from dtensor.passes.graph import groups
 
 
@@ -15,7 +15,7 @@ def test_all_reduces(cube):
 
     gm = cube.trace(f, (4, 6))
     before = wire_bytes(gm)
-    assert cube.apply(MergeGroups(), gm) == 1
+    assert cube.apply(MergeAxes(), gm) == 1
     assert_expected_inline(
         cube.text(gm),
         """\
@@ -35,7 +35,7 @@ def test_three_all_reduces_in_any_order(cube, reduce_op):
         return x
 
     gm = cube.trace(f, (5, 3))
-    assert cube.apply(MergeGroups(), gm) == 2
+    assert cube.apply(MergeAxes(), gm) == 2
     assert f"%all_reduce: f32[5,3] = dtensor.all_reduce(%x_1, '{reduce_op}', abc)" in cube.text(gm)
 
 
@@ -45,7 +45,7 @@ def test_all_gathers(cube):
 
     gm = cube.trace(f, (4, 3))
     before = wire_bytes(gm)
-    assert cube.apply(MergeGroups(), gm) == 1
+    assert cube.apply(MergeAxes(), gm) == 1
     assert_expected_inline(
         cube.text(gm),
         """\
@@ -63,7 +63,7 @@ def test_reduce_scatters(cube):
 
     gm = cube.trace(f, (8, 3))
     before = wire_bytes(gm)
-    assert cube.apply(MergeGroups(), gm) == 1
+    assert cube.apply(MergeAxes(), gm) == 1
     assert_expected_inline(
         cube.text(gm),
         """\
@@ -110,25 +110,25 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(cube, case):
     gm = cube.trace(REFUSED[case](lambda label: (cube.over(label), label)), (8, 4))
-    assert cube.keeps(MergeGroups(), gm)
+    assert cube.keeps(MergeAxes(), gm)
 
 
 def test_groups_of_no_known_mesh_stay(cube):
     gm = cube.trace(lambda x: reduce(reduce(x, (cube.over("a"),)), (cube.over("b"),)), (4, 6))
     with groups.known(()):
-        assert cube.keeps(MergeGroups(), gm)
+        assert cube.keeps(MergeAxes(), gm)
 
 
 def test_a_slow_axis_stays_alone(cube):
     """Over both, all bytes would go at the pace of the slow link; over two alike, they are fewer."""
     gm = cube.trace(lambda x: reduce(reduce(x, (cube.over("b"),)), (cube.over("a"),)), (4, 6))
     with cube.links(INTER, INTRA, INTRA):
-        assert cube.keeps(MergeGroups(), gm)
+        assert cube.keeps(MergeAxes(), gm)
     with cube.links(INTER, INTER, INTRA):
-        assert cube.apply(MergeGroups(), gm) == 1
+        assert cube.apply(MergeAxes(), gm) == 1
 
 
 def test_what_the_backward_puts_off_stays(cube):
     gm = cube.trace(lambda x: reduce(reduce(x, (cube.over("b"),)), (cube.over("a"),)), (4, 6))
     list(gm.graph.nodes)[2].meta["partitioner_tag"] = "is_backward"
-    assert cube.keeps(MergeGroups(), gm)
+    assert cube.keeps(MergeAxes(), gm)

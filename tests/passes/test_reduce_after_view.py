@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import Sink, count, run
+from dtensor.passes import ReduceAfterView, count, run
 
 
 def reducer(bench):
@@ -26,7 +26,7 @@ def test_fires(bench):
 %add: f32[2,4,4] = aten.add.Tensor(%view, %all_reduce_1)
 return %add""",
     )
-    assert bench.apply(Sink(), gm) == 1
+    assert bench.apply(ReduceAfterView(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -43,7 +43,7 @@ return %add""",
 def test_towards_a_shard(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a: ops.shard(r(a).view(2, 4, 4), 1, bench.tp) + 1, (8, 4))
-    assert bench.apply(Sink(), gm) == 1
+    assert bench.apply(ReduceAfterView(), gm) == 1
     run(gm, simulate=bench.simulation)
     assert count(gm) == {"reduce_scatter": 1}
 
@@ -51,7 +51,7 @@ def test_towards_a_shard(bench):
 def test_input_that_cannot_be_viewed_is_copied(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b: r(a.t()).view(32) + r(b), (4, 8), (32,))
-    assert bench.apply(Sink(), gm) == 1
+    assert bench.apply(ReduceAfterView(), gm) == 1
     assert "aten.clone" in bench.text(gm)
 
 
@@ -59,7 +59,7 @@ def test_equal_permutations_are_summed_first(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b: r(a).t() + r(b).t(), (8, 4), (8, 4))
     strides = _last_strides(gm)
-    assert bench.apply(Sink(), gm) == 1
+    assert bench.apply(ReduceAfterView(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -123,7 +123,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
-    assert bench.keeps(Sink(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
+    assert bench.keeps(ReduceAfterView(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
 
 
 def test_a_reduce_scatter_passes_views_that_change_nothing(bench):
@@ -134,7 +134,7 @@ def test_a_reduce_scatter_passes_views_that_change_nothing(bench):
         return x.view(3, 2, 6) + y.view(2, 6)
 
     gm = bench.trace(f, (3, 4, 6), (4, 6))
-    assert bench.apply(Sink(), gm) == 2
+    assert bench.apply(ReduceAfterView(), gm) == 2
     assert_expected_inline(
         bench.text(gm),
         """\

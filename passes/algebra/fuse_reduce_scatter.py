@@ -7,7 +7,7 @@ from torch import fx
 from ..graph import ir
 
 
-class ReduceScatter:
+class FuseReduceScatter:
     """all_reduce followed by shard over the same group.
 
     Before:
@@ -23,7 +23,7 @@ class ReduceScatter:
     makes the shards free. The backend may add in another order, hence `reassociates`.
     """
 
-    name = "reduce_scatter"
+    name = "fuse_reduce_scatter"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -43,4 +43,4 @@ def _scatter(node: fx.Node) -> int:
     return len(users)
 
 
-__all__ = ["ReduceScatter"]
+__all__ = ["FuseReduceScatter"]

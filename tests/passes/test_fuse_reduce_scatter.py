@@ -4,7 +4,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import ReduceScatter
+from dtensor.passes import FuseReduceScatter
 
 
 def test_fires(bench):
@@ -18,7 +18,7 @@ def test_fires(bench):
 %add: f32[4,3] = aten.add.Tensor(%shard, 1)
 return %add""",
     )
-    assert bench.apply(ReduceScatter(), gm) == 1
+    assert bench.apply(FuseReduceScatter(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -33,7 +33,7 @@ return %add""",
 @pytest.mark.parametrize("rows", [8, 5, 2])
 def test_any_reduction_and_uneven_shards(bench, reduce_op, rows):
     gm = bench.trace(lambda x: ops.shard(ops.all_reduce(x, reduce_op, bench.world), 0, bench.world), (rows, 3))
-    assert bench.apply(ReduceScatter(), gm) == 1
+    assert bench.apply(FuseReduceScatter(), gm) == 1
 
 
 def test_equal_shards_all_become_reduce_scatters(bench):
@@ -42,14 +42,14 @@ def test_equal_shards_all_become_reduce_scatters(bench):
         return ops.shard(y, 0, bench.tp) + 1, ops.shard(y, -2, bench.tp) * 2
 
     gm = bench.trace(f, (4, 6))
-    assert bench.apply(ReduceScatter(), gm) == 2
+    assert bench.apply(FuseReduceScatter(), gm) == 2
 
 
 def test_provenance_is_kept(bench):
     gm = bench.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", bench.tp), 0, bench.tp), (4, 6))
     node = next(n for n in gm.graph.nodes if n.target is ops.all_reduce.default)
     node.meta.update(stack_trace="model.py:3", custom={"why": "P->R"})
-    bench.apply(ReduceScatter(), gm)
+    bench.apply(FuseReduceScatter(), gm)
     node = next(n for n in gm.graph.nodes if n.target is ops.reduce_scatter.default)
     assert (node.meta["stack_trace"], node.meta["custom"]) == ("model.py:3", {"why": "P->R"})
 
@@ -59,7 +59,7 @@ def test_full_value_that_is_needed_keeps_the_all_reduce(bench):
         y = ops.all_reduce(x, "sum", bench.tp)
         return ops.shard(y, 0, bench.tp), y + 1
 
-    assert bench.keeps(ReduceScatter(), bench.trace(f, (4, 6)))
+    assert bench.keeps(FuseReduceScatter(), bench.trace(f, (4, 6)))
 
 
 def test_different_shards_keep_the_all_reduce(bench):
@@ -67,20 +67,20 @@ def test_different_shards_keep_the_all_reduce(bench):
         y = ops.all_reduce(x, "sum", bench.tp)
         return ops.shard(y, 0, bench.tp), ops.shard(y, 1, bench.tp)
 
-    assert bench.keeps(ReduceScatter(), bench.trace(f, (4, 6)))
+    assert bench.keeps(FuseReduceScatter(), bench.trace(f, (4, 6)))
 
 
 def test_other_group_stays(bench):
     gm = bench.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", bench.tp), 0, bench.dp), (4, 6))
-    assert bench.keeps(ReduceScatter(), gm)
+    assert bench.keeps(FuseReduceScatter(), gm)
 
 
 def test_shard_beside_an_all_reduce_stays(bench):
     assert bench.keeps(
-        ReduceScatter(), bench.trace(lambda x: ops.all_reduce(ops.shard(x, 0, bench.tp), "sum", bench.tp), (4, 6))
+        FuseReduceScatter(), bench.trace(lambda x: ops.all_reduce(ops.shard(x, 0, bench.tp), "sum", bench.tp), (4, 6))
     )
 
 
 def test_symbolic_batch(bench):
     gm = bench.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", bench.tp), 1, bench.tp) + 1, (4, 6), symbolic=True)
-    assert bench.apply(ReduceScatter(), gm) == 1
+    assert bench.apply(FuseReduceScatter(), gm) == 1

@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import DeadCode, GatherLater, GatherOnce, count, wire_bytes
+from dtensor.passes import ComputeBeforeGather, DeadCode, ReuseGather, count, wire_bytes
 
 
 def gather(bench, x, dim=0, group=None):
@@ -17,7 +17,7 @@ def test_fires(bench):
         lambda x: (gather(bench, x.sum([0], True).view(4, 6)), gather(bench, x.view(3, 4, 6), 1)), (3, 4, 6)
     )
     before = wire_bytes(gm)
-    assert bench.apply(GatherOnce(), gm) == 1
+    assert bench.apply(ReuseGather(), gm) == 1
     DeadCode()(gm.graph)
     assert_expected_inline(
         bench.text(gm),
@@ -28,7 +28,7 @@ def test_fires(bench):
 return %sum, %all_gather""",
     )
     assert wire_bytes(gm) == before * 3 // 4
-    assert bench.keeps(GatherLater(), gm)
+    assert bench.keeps(ComputeBeforeGather(), gm)
 
 
 FIRES = {
@@ -44,13 +44,13 @@ FIRES = {
 @pytest.mark.parametrize("case", FIRES)
 def test_fires_too(bench, case):
     gm = bench.trace(FIRES[case](bench), (3, 4, 6))
-    assert bench.apply(GatherOnce(), gm) == 1
+    assert bench.apply(ReuseGather(), gm) == 1
     assert count(gm) == {"all_gather": 1}
 
 
 def test_two_reductions(bench):
     gm = bench.trace(lambda x: (gather(bench, x.sum(0)), gather(bench, x.mean(0)), gather(bench, x, 1)), (3, 4, 6))
-    assert bench.apply(GatherOnce(), gm) == 2
+    assert bench.apply(ReuseGather(), gm) == 2
     assert count(gm) == {"all_gather": 1}
 
 
@@ -77,11 +77,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
-    assert bench.keeps(GatherOnce(), bench.trace(REFUSED[case](bench), (3, 4, 6)))
+    assert bench.keeps(ReuseGather(), bench.trace(REFUSED[case](bench), (3, 4, 6)))
 
 
 def test_symbolic_sizes(bench):
     """What is gathered later may have a size that is not known yet, and stays; one that came before is used."""
     first = bench.trace(lambda x: (gather(bench, x, 1), gather(bench, x.sum(0))), (3, 4, 6), symbolic=True)
-    assert bench.apply(GatherOnce(), first) == 1
+    assert bench.apply(ReuseGather(), first) == 1
     assert count(first) == {"all_gather": 1}

@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import AllReduce, count, run, wire_bytes
+from dtensor.passes import FuseAllReduce, count, run, wire_bytes
 
 
 def there_and_back(bench, dim=0, size=4, op="sum", group=None):
@@ -24,7 +24,7 @@ def test_fires(bench):
 return %all_gather""",
     )
     before = wire_bytes(gm)
-    assert bench.apply(AllReduce(), gm) == 1
+    assert bench.apply(FuseAllReduce(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -39,25 +39,25 @@ return %all_reduce""",
 @pytest.mark.parametrize("rows", [8, 5, 2])
 def test_any_reduction_and_uneven_shards(bench, reduce_op, rows):
     gm = bench.trace(there_and_back(bench, 0, rows, reduce_op, bench.world), (rows, 3))
-    assert bench.apply(AllReduce(), gm) == 1
+    assert bench.apply(FuseAllReduce(), gm) == 1
     assert count(gm) == {"all_reduce": 1}
 
 
 def test_dims_count_from_either_end(bench):
     gm = bench.trace(lambda x: ops.all_gather(ops.reduce_scatter(x, "sum", -2, bench.tp), 0, 4, bench.tp), (4, 6))
-    assert bench.apply(AllReduce(), gm) == 1
+    assert bench.apply(FuseAllReduce(), gm) == 1
 
 
 def test_memory_layout_is_kept(bench):
     gm = bench.trace(lambda x: there_and_back(bench)(x.t()).view(24) + 1, (6, 4))
-    assert bench.apply(AllReduce(), gm) == 1
+    assert bench.apply(FuseAllReduce(), gm) == 1
 
 
 def test_symbolic_batch(bench):
     def f(x):
         return ops.all_gather(ops.reduce_scatter(x, "sum", 1, bench.tp), 1, x.shape[1], bench.tp) + 1
 
-    assert bench.apply(AllReduce(), bench.trace(f, (4, 6), symbolic=True)) == 1
+    assert bench.apply(FuseAllReduce(), bench.trace(f, (4, 6), symbolic=True)) == 1
 
 
 def test_sum_of_scattered_values_is_reduced_once(bench):
@@ -95,11 +95,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
-    assert bench.keeps(AllReduce(), bench.trace(REFUSED[case](bench), (4, 4)))
+    assert bench.keeps(FuseAllReduce(), bench.trace(REFUSED[case](bench), (4, 4)))
 
 
 def test_gather_that_is_put_off_to_the_backward_stays(bench):
     gm = bench.trace(there_and_back(bench), (4, 6))
     gather = next(n for n in gm.graph.nodes if n.target is ops.all_gather.default)
     gather.meta["partitioner_tag"] = "must_be_in_backward"
-    assert bench.keeps(AllReduce(), gm)
+    assert bench.keeps(FuseAllReduce(), gm)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import fx
 
 from ..graph import ir, sizes
-from .sum_before_reducing import SUMS, is_root, leaves, mergeable, operands, reduction
+from .add_before_reduce import SUMS, is_root, leaves, mergeable, operands, reduction
 
 aten = ir.aten
 
@@ -20,7 +20,7 @@ PERMUTE = frozenset((aten.t.default, aten.transpose.int, aten.permute.default))
 """Views that permute dimensions."""
 
 
-class Sink:
+class ReduceAfterView:
     """view(all_reduce(x)) becomes all_reduce(view(x)), and view(p) + view(q) becomes view(p + q).
 
     Before:
@@ -38,12 +38,12 @@ class Sink:
         %add: f32[2,4,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 
     Only views with one user move, and only towards a term of the same sum that reduces alike, or towards a shard over
-    the same group: then `sum_of_all_reduces` and `reduce_scatter` find their pattern. Of a reduce_scatter only views
-    that change nothing. A permutation does not sink (it would leave another memory layout behind); instead the sum of
-    two equal ones is taken before it.
+    the same group: then `add_before_reduce` and `fuse_reduce_scatter` find their pattern. Of a reduce_scatter only
+    views that change nothing. A permutation does not sink (it would leave another memory layout behind); instead
+    the sum of two equal ones is taken before it.
     """
 
-    name = "sink"
+    name = "reduce_after_view"
     exactness = "bitwise"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -178,4 +178,4 @@ def _all_reduce_above(x: fx.Node) -> ir.Collective | None:
     return c if c is not None and c.op == "all_reduce" else None
 
 
-__all__ = ["KEEP_ORDER", "PERMUTE", "Path", "Sink", "sink_to_sum"]
+__all__ = ["KEEP_ORDER", "PERMUTE", "Path", "ReduceAfterView", "sink_to_sum"]

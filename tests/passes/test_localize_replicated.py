@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import Alike, count, run
+from dtensor.passes import LocalizeReplicated, count, run
 from dtensor.passes.graph import groups
 
 
@@ -33,7 +33,7 @@ def test_fires(bench):
 %add: f32[4] = aten.add.Tensor(%all_reduce_2, 1)
 return %all_reduce_1, %all_gather, %add""",
     )
-    assert bench.apply(Alike(), gm) == 3
+    assert bench.apply(LocalizeReplicated(), gm) == 3
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -63,14 +63,14 @@ ALIKE = {
 def test_one_collective_is_left(bench, case):
     gm = bench.trace(ALIKE[case](reducer(bench), bench), (2, 4), (2, 4))
     before = sum(count(gm).values())
-    assert bench.apply(Alike(), gm) == 1
+    assert bench.apply(LocalizeReplicated(), gm) == 1
     assert sum(count(gm).values()) == before - 1
 
 
 def test_result_that_leaves_the_graph_is_a_copy(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x: ((y := r(x)), r(y, "max")), (4,))
-    assert bench.apply(Alike(), gm) == 1
+    assert bench.apply(LocalizeReplicated(), gm) == 1
     assert "aten.clone(%all_reduce" in bench.text(gm)
 
 
@@ -98,13 +98,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
-    assert bench.keeps(Alike(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
+    assert bench.keeps(LocalizeReplicated(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
 
 
 def test_numbers_that_may_be_this_ranks(bench):
     r = reducer(bench)
-    assert bench.keeps(Alike(), bench.trace(lambda x: r(r(x) * 2), (4,), by_hand=True))
-    assert bench.apply(Alike(), bench.trace(lambda x: r(r(x) * 2), (4,))) == 1
+    assert bench.keeps(LocalizeReplicated(), bench.trace(lambda x: r(r(x) * 2), (4,), by_hand=True))
+    assert bench.apply(LocalizeReplicated(), bench.trace(lambda x: r(r(x) * 2), (4,))) == 1
 
 
 def test_what_is_written_to_is_not_alike(bench):
@@ -116,16 +116,16 @@ def test_what_is_written_to_is_not_alike(bench):
         total.view(2, 2).add_(1)
         return again + reducer(bench)(total)
 
-    assert bench.keeps(Alike(), bench.trace(f, (4,), (4,)))
+    assert bench.keeps(LocalizeReplicated(), bench.trace(f, (4,), (4,)))
 
 
 def test_integers_stay(bench):
     r = reducer(bench)
-    assert bench.keeps(Alike(), bench.trace(lambda x: r(r(x)), (2,), dtype=torch.int64))
+    assert bench.keeps(LocalizeReplicated(), bench.trace(lambda x: r(r(x)), (2,), dtype=torch.int64))
 
 
 def test_a_wider_group_of_no_known_mesh_is_not_wider(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x: r(r(x, group=bench.world)), (4,))
     with groups.known(()):
-        assert bench.keeps(Alike(), gm)
+        assert bench.keeps(LocalizeReplicated(), gm)

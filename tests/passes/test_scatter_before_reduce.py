@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import ScatterPart, count, run, wire_bytes
+from dtensor.passes import ScatterBeforeReduce, count, run, wire_bytes
 from dtensor.passes.graph import groups
 
 
@@ -24,7 +24,7 @@ def test_fires(cube):
 return %relu""",
     )
     before = wire_bytes(gm)
-    assert cube.apply(ScatterPart(), gm) == 1
+    assert cube.apply(ScatterBeforeReduce(), gm) == 1
     assert_expected_inline(
         cube.text(gm),
         """\
@@ -54,7 +54,7 @@ def test_reduce_scatter_goes_before_an_all_reduce_over_another_axis(cube):
 
     gm = cube.trace(f, (8, 3))
     before = wire_bytes(gm)
-    assert cube.apply(ScatterPart(), gm) == 1
+    assert cube.apply(ScatterBeforeReduce(), gm) == 1
     assert_expected_inline(
         cube.text(gm),
         """\
@@ -74,7 +74,7 @@ def test_any_reduction_and_uneven_shards(cube, reduce_op, rows):
         y = ops.shard(ops.all_reduce(x, reduce_op, cube.over("abc")), 0, cube.over("ac"))
         return y, ops.reduce_scatter(ops.all_reduce(x, reduce_op, cube.over("c")), reduce_op, 0, cube.over("b"))
 
-    assert cube.apply(ScatterPart(), cube.trace(f, (rows, 3))) == 2
+    assert cube.apply(ScatterBeforeReduce(), cube.trace(f, (rows, 3))) == 2
 
 
 def test_equal_shards_share_one(cube):
@@ -86,7 +86,7 @@ def test_equal_shards_share_one(cube):
         return [first, ops.shard(y, -1, cube.over("a")), ops.shard(y, 1, cube.over("a"))]
 
     gm = cube.trace(f, (4, 6))
-    assert cube.apply(ScatterPart(), gm) == 3
+    assert cube.apply(ScatterBeforeReduce(), gm) == 3
     assert sum(count(gm).values()) == 2
 
 
@@ -106,10 +106,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(cube, case):
-    assert cube.keeps(ScatterPart(), cube.trace(REFUSED[case](cube.over), (4, 4)))
+    assert cube.keeps(ScatterBeforeReduce(), cube.trace(REFUSED[case](cube.over), (4, 4)))
 
 
 def test_groups_of_no_known_mesh_stay(cube):
     gm = cube.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", cube.over("ab")), 0, cube.over("a")), (4, 6))
     with groups.known(()):
-        assert cube.keeps(ScatterPart(), gm)
+        assert cube.keeps(ScatterBeforeReduce(), gm)

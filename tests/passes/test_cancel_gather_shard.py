@@ -4,7 +4,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import GatherShard, wire_bytes
+from dtensor.passes import CancelGatherShard, wire_bytes
 
 
 def test_other_dim_becomes_all_to_all(bench):
@@ -22,7 +22,7 @@ def test_other_dim_becomes_all_to_all(bench):
 return %relu""",
     )
     before = wire_bytes(gm)
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -40,7 +40,7 @@ def test_same_dim_is_identity(bench):
         return torch.relu(ops.shard(full, 0, bench.tp)), full
 
     gm = bench.trace(f, (4, 6))
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -53,7 +53,7 @@ return %relu, %all_gather""",
 
 def test_shard_then_gather_is_identity(bench):
     gm = bench.trace(lambda x: ops.all_gather(ops.shard(x, 1, bench.tp), 1, 6, bench.tp) * 2, (4, 6))
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -65,14 +65,14 @@ return %mul""",
 
 def test_uneven_shards(bench):
     gm = bench.trace(lambda x: ops.all_gather(ops.shard(x, 0, bench.world), 0, 5, bench.world) * 2, (5, 3))
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
     gm = bench.trace(lambda x: ops.shard(ops.all_gather(x, 0, 4, bench.tp), 1, bench.tp) * 2, (2, 3))
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
 
 
 def test_identity_that_leaves_the_graph_is_a_copy(bench):
     gm = bench.trace(lambda x: ops.shard(ops.all_gather(x, 0, 8, bench.tp), 0, bench.tp), (4, 6))
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
     assert "aten.clone(%x_1" in bench.text(gm)
 
 
@@ -82,18 +82,18 @@ def test_identity_keeps_the_memory_layout(bench):
         return y.view(-1) + 1
 
     gm = bench.trace(f, (6, 4))
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
     assert "aten.clone" in bench.text(gm)
 
 
 def test_dims_count_from_either_end(bench):
     gm = bench.trace(lambda x: ops.shard(ops.all_gather(x, -2, 8, bench.tp), 0, bench.tp) + 1, (4, 6))
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
 
 
 def test_other_group_stays(bench):
     assert bench.keeps(
-        GatherShard(), bench.trace(lambda x: ops.shard(ops.all_gather(x, 0, 8, bench.tp), 1, bench.dp), (4, 6))
+        CancelGatherShard(), bench.trace(lambda x: ops.shard(ops.all_gather(x, 0, 8, bench.tp), 1, bench.dp), (4, 6))
     )
 
 
@@ -102,7 +102,7 @@ def test_full_value_that_is_needed_keeps_the_gather(bench):
         full = ops.all_gather(x, 0, 8, bench.tp)
         return ops.shard(full, 1, bench.tp), full + 1
 
-    assert bench.keeps(GatherShard(), bench.trace(f, (4, 6)))
+    assert bench.keeps(CancelGatherShard(), bench.trace(f, (4, 6)))
 
 
 def test_more_shards_than_ranks_keep_the_gather(bench):
@@ -110,13 +110,13 @@ def test_more_shards_than_ranks_keep_the_gather(bench):
         full = ops.all_gather(x, 0, 4, bench.tp)
         return [ops.shard(full, dim, bench.tp) for dim in (1, 2, 3)]
 
-    assert bench.keeps(GatherShard(), bench.trace(f, (2, 2, 2, 2)))
+    assert bench.keeps(CancelGatherShard(), bench.trace(f, (2, 2, 2, 2)))
 
 
 def test_gather_of_another_size_is_no_identity(bench):
     # Four rows gathered to seven: rank 0 holds four of them, but the graph of rank 0 says nothing of rank 1.
     gm = bench.trace(lambda x: ops.all_gather(ops.shard(x, 0, bench.tp), 0, 7, bench.tp) + 1, (8, 2))
-    assert bench.keeps(GatherShard(), gm)
+    assert bench.keeps(CancelGatherShard(), gm)
 
 
 def test_symbolic_batch(bench):
@@ -125,5 +125,5 @@ def test_symbolic_batch(bench):
         return ops.shard(full, 0, bench.tp) + 1
 
     gm = bench.trace(f, (4, 6), symbolic=True)
-    assert bench.apply(GatherShard(), gm) == 1
+    assert bench.apply(CancelGatherShard(), gm) == 1
     assert "shard" not in bench.text(gm)

@@ -11,7 +11,7 @@ SUMS = frozenset((PLAIN, ir.aten.sub.Tensor))
 REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
-class SumOfAllReduces:
+class AddBeforeReduce:
     """add or sub of two all_reduces (or of two reduce_scatters) with the same group and linear reduction.
 
     Before:
@@ -30,7 +30,7 @@ class SumOfAllReduces:
     residual x stays local. Each reduction must have no other user.
     """
 
-    name = "sum_of_all_reduces"
+    name = "add_before_reduce"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -164,4 +164,4 @@ def _move(early: fx.Node, parent: fx.Node, late: fx.Node) -> fx.Node | None:
     return new if rest is late else rest
 
 
-__all__ = ["SumOfAllReduces"]
+__all__ = ["AddBeforeReduce"]

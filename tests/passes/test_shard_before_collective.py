@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import ShardFirst, count, run, wire_bytes
+from dtensor.passes import ShardBeforeCollective, count, run, wire_bytes
 from dtensor.passes.graph import groups
 
 
@@ -15,7 +15,7 @@ def test_before_an_all_gather(cube):
 
     gm = cube.trace(f, (4, 8))
     before = wire_bytes(gm)
-    assert cube.apply(ShardFirst(), gm) == 1
+    assert cube.apply(ShardBeforeCollective(), gm) == 1
     assert_expected_inline(
         cube.text(gm),
         """\
@@ -33,7 +33,7 @@ def test_before_an_all_reduce(cube):
         return torch.relu(ops.shard(ops.all_reduce(x, "max", cube.over("b")), 0, cube.over("a")))
 
     gm = cube.trace(f, (4, 6))
-    assert cube.apply(ShardFirst(), gm) == 1
+    assert cube.apply(ShardBeforeCollective(), gm) == 1
     assert_expected_inline(
         cube.text(gm),
         """\
@@ -58,9 +58,9 @@ def test_up_to_the_collective_it_belongs_to(cube):
 @pytest.mark.parametrize("columns", [4, 3, 1])
 def test_uneven_shards(cube, columns):
     gm = cube.trace(lambda x: ops.shard(ops.all_gather(x, 0, 8, cube.over("a")), 1, cube.over("bc")), (4, columns))
-    assert cube.apply(ShardFirst(), gm) == 1
+    assert cube.apply(ShardBeforeCollective(), gm) == 1
     gm = cube.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", cube.over("a")), 1, cube.over("bc")), (4, columns))
-    assert cube.apply(ShardFirst(), gm) == 1
+    assert cube.apply(ShardBeforeCollective(), gm) == 1
 
 
 def test_equal_shards_share_one(cube):
@@ -72,7 +72,7 @@ def test_equal_shards_share_one(cube):
         return [first, ops.shard(y, -1, cube.over("a")), ops.shard(y, 1, cube.over("a"))]
 
     gm = cube.trace(f, (4, 6))
-    assert cube.apply(ShardFirst(), gm) == 3
+    assert cube.apply(ShardBeforeCollective(), gm) == 3
     assert sum(count(gm).values()) == 1
 
 
@@ -88,16 +88,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(cube, case):
-    assert cube.keeps(ShardFirst(), cube.trace(REFUSED[case](cube.over), (4, 4)))
+    assert cube.keeps(ShardBeforeCollective(), cube.trace(REFUSED[case](cube.over), (4, 4)))
 
 
 def test_groups_of_no_known_mesh_stay(cube):
     gm = cube.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", cube.over("b")), 0, cube.over("a")), (4, 6))
     with groups.known(()):
-        assert cube.keeps(ShardFirst(), gm)
+        assert cube.keeps(ShardBeforeCollective(), gm)
 
 
 def test_a_shard_in_the_backward_stays_there(cube):
     gm = cube.trace(lambda x: ops.shard(ops.all_reduce(x, "sum", cube.over("b")), 0, cube.over("a")), (4, 6))
     list(gm.graph.nodes)[2].meta["partitioner_tag"] = "is_backward"
-    assert cube.keeps(ShardFirst(), gm)
+    assert cube.keeps(ShardBeforeCollective(), gm)

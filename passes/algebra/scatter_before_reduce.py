@@ -7,7 +7,7 @@ from torch import fx
 from ..graph import groups, ir
 
 
-class ScatterPart:
+class ScatterBeforeReduce:
     """all_reduce over a group, followed by shard over a part of its axes, or by reduce_scatter over others.
 
     Before:
@@ -26,7 +26,7 @@ class ScatterPart:
     is (1 - 1/p) n less, and over no slower links. It adds in another order, hence `reassociates`.
     """
 
-    name = "scatter_part"
+    name = "scatter_before_reduce"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -65,4 +65,4 @@ def _swap(node: fx.Node) -> bool:
     return True
 
 
-__all__ = ["ScatterPart"]
+__all__ = ["ScatterBeforeReduce"]

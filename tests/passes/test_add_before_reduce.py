@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import SumOfAllReduces, collectives, count
+from dtensor.passes import AddBeforeReduce, collectives, count
 
 
 def reducer(bench):
@@ -25,7 +25,7 @@ def test_fires(bench):
 %add: f32[2,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 return %add""",
     )
-    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert bench.apply(AddBeforeReduce(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -40,13 +40,13 @@ return %all_reduce""",
 def test_an_alpha_that_may_be_this_ranks_stays(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b: torch.add(r(a), r(b), alpha=3), (2, 4), (2, 4), by_hand=True)
-    assert bench.keeps(SumOfAllReduces(), gm)
+    assert bench.keeps(AddBeforeReduce(), gm)
 
 
 def test_sub_and_alpha_stay(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b, c: torch.add(r(a) - r(b), r(c), alpha=3), (2, 4), (2, 4), (2, 4))
-    assert bench.apply(SumOfAllReduces(), gm) == 2
+    assert bench.apply(AddBeforeReduce(), gm) == 2
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -63,7 +63,7 @@ return %all_reduce""",
 def test_broadcast_position_embedding(bench):
     r = reducer(bench)
     gm = bench.trace(lambda tok, pos: r(tok) + r(pos), (3, 2, 4), (2, 4))
-    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert bench.apply(AddBeforeReduce(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -78,14 +78,14 @@ return %all_reduce""",
 def test_chain_is_one_all_reduce(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b, c, d: r(a) + r(b) + (r(c) + r(d)), *[(2, 4)] * 4)
-    assert bench.apply(SumOfAllReduces(), gm) == 3
+    assert bench.apply(AddBeforeReduce(), gm) == 3
     assert count(gm) == {"all_reduce": 1}
 
 
 def test_residual_stays_local(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x, a, y, b: ((x + r(a)) + y) + r(b), *[(2, 4)] * 4)
-    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert bench.apply(AddBeforeReduce(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -108,14 +108,14 @@ def test_residual_of_two_kinds(bench):
         return x + r(a) + r(b, group=bench.dp) + r(c) + r(d, group=bench.dp)
 
     gm = bench.trace(f, *[(2, 4)] * 5)
-    assert bench.apply(SumOfAllReduces(), gm) == 2
+    assert bench.apply(AddBeforeReduce(), gm) == 2
     assert count(gm) == {"all_reduce": 2}
 
 
 def test_root_itself_is_dropped(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x, a, b: r(a) + (x + r(b)), *[(2, 4)] * 3)
-    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert bench.apply(AddBeforeReduce(), gm) == 1
     assert count(gm) == {"all_reduce": 1}
 
 
@@ -125,7 +125,7 @@ def test_reduce_scatters(bench):
         return x + y + z
 
     gm = bench.trace(f, *[(2, 4)] * 3)
-    assert bench.apply(SumOfAllReduces(), gm) == 2
+    assert bench.apply(AddBeforeReduce(), gm) == 2
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -147,7 +147,7 @@ def test_a_reduce_scatter_that_broadcasts(bench):
 
     for f in (lambda a, b: scatter(a, 1) + scatter(b, 0), lambda a, b: scatter(b, 0) - scatter(a, 1)):
         gm = bench.trace(f, (3, 4, 6), (4, 6))
-        assert bench.apply(SumOfAllReduces(), gm) == 1
+        assert bench.apply(AddBeforeReduce(), gm) == 1
         (c,) = collectives(gm)
         assert (c.op, c.scatter_dim) == ("reduce_scatter", 1)
 
@@ -155,7 +155,7 @@ def test_a_reduce_scatter_that_broadcasts(bench):
 def test_symbolic_batch(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x, w, v: r(x @ w) + r(x @ v), (4, 2), (2, 3), (2, 3), symbolic=True)
-    assert bench.apply(SumOfAllReduces(), gm) == 1
+    assert bench.apply(AddBeforeReduce(), gm) == 1
 
 
 REFUSED = {
@@ -185,9 +185,9 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
     gm = bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4))
-    assert bench.keeps(SumOfAllReduces(), gm)
+    assert bench.keeps(AddBeforeReduce(), gm)
 
 
 def test_integers_stay(bench):
     r = reducer(bench)
-    assert bench.keeps(SumOfAllReduces(), bench.trace(lambda a, b: r(a) + r(b), (2,), (2,), dtype=torch.int64))
+    assert bench.keeps(AddBeforeReduce(), bench.trace(lambda a, b: r(a) + r(b), (2,), (2,), dtype=torch.int64))

@@ -3,9 +3,9 @@
 from torch import fx
 
 from ..graph import ir, sizes
+from .add_before_reduce import SUMS
 from .localize_replicated import is_alike
-from .sink_below_views import KEEP_ORDER, Path, sink_to_sum
-from .sum_before_reducing import SUMS
+from .reduce_after_view import KEEP_ORDER, Path, sink_to_sum
 
 aten = ir.aten
 
@@ -13,7 +13,7 @@ SCALES = frozenset((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.
 """Linear in each argument that is a factor; a divisor is none."""
 
 
-class Scale:
+class ReduceAfterScale:
     """k * all_reduce(x) becomes all_reduce(k * x), and so does -all_reduce(x), and reduce_scatter.
 
     Before:
@@ -30,13 +30,13 @@ class Scale:
         %all_reduce_1: f32[4] = dtensor.all_reduce(%mul, 'sum', tp)
         %add: f32[4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 
-    Only towards a term of the same sum that reduces alike: `sum_of_all_reduces` then makes one of them. Views on the
-    way are passed as in `sink`. Fires only if the scale is the same on all ranks of the group: a number of an operator
-    on DTensors, or a tensor of which `alike` knows it (before a reduce_scatter, one of no dimensions). Rounding comes
-    before the sum, hence `reassociates`.
+    Only towards a term of the same sum that reduces alike: `add_before_reduce` then makes one of them. Views on the
+    way are passed as in `reduce_after_view`. Fires only if the scale is the same on all ranks of the group: a number
+    of an operator on DTensors, or a tensor of which `localize_replicated` knows it (before a reduce_scatter, one of no
+    dimensions). Rounding comes before the sum, hence `reassociates`.
     """
 
-    name = "scale"
+    name = "reduce_after_scale"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -66,4 +66,4 @@ def _agree(c: ir.Collective, path: Path) -> bool:
     return True
 
 
-__all__ = ["Scale"]
+__all__ = ["ReduceAfterScale"]

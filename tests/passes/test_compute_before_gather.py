@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import CommonSubexpressions, GatherLater, count, run, wire_bytes
+from dtensor.passes import CommonSubexpressions, ComputeBeforeGather, count, run, wire_bytes
 
 
 def gather(bench, x, dim=0, group=None):
@@ -25,7 +25,7 @@ def test_fires(bench):
 return %mul""",
     )
     before = wire_bytes(gm)
-    assert bench.apply(GatherLater(), gm) == 1
+    assert bench.apply(ComputeBeforeGather(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -41,7 +41,7 @@ return %all_gather""",
 def test_a_broadcast_goes_last(bench):
     gm = bench.trace(lambda x: gather(bench, x.expand(3, 4, 6), 1) + 1, (4, 1))
     before = wire_bytes(gm)
-    assert bench.apply(GatherLater(), gm) == 1
+    assert bench.apply(ComputeBeforeGather(), gm) == 1
     assert wire_bytes(gm) == before // 18
     assert_expected_inline(
         bench.text(gm),
@@ -93,7 +93,7 @@ def test_fewer_bytes(bench, case):
     f, ratio = FIRES[case]
     gm = bench.trace(f(bench), (4, 6), (4, 6))
     before = wire_bytes(gm)
-    assert bench.apply(GatherLater(), gm) > 0
+    assert bench.apply(ComputeBeforeGather(), gm) > 0
     run(gm, simulate=bench.simulation, meshes=bench.meshes, disable=["lower"])
     after = wire_bytes(gm)
     assert after < before
@@ -114,7 +114,7 @@ def test_a_sum_of_gathered_shards_is_reduced_once(bench):
 def test_symbolic_batch(bench):
     gm = bench.trace(lambda x: gather(bench, x) * gather(bench, x.relu()), (4, 6), symbolic=True)
     CommonSubexpressions()(gm.graph)  # each gather has a node of its own for its length
-    assert bench.apply(GatherLater(), gm) == 1
+    assert bench.apply(ComputeBeforeGather(), gm) == 1
 
 
 REFUSED = {
@@ -144,7 +144,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
     gm = bench.trace(REFUSED[case](bench), (4, 6), (4, 6))
-    assert bench.keeps(GatherLater(), gm)
+    assert bench.keeps(ComputeBeforeGather(), gm)
 
 
 BY_HAND = {
@@ -155,10 +155,10 @@ BY_HAND = {
 
 @pytest.mark.parametrize("case", BY_HAND)
 def test_numbers_that_may_be_this_ranks_stay(bench, case):
-    assert bench.keeps(GatherLater(), bench.trace(BY_HAND[case](bench), (4, 6), (4, 6), by_hand=True))
+    assert bench.keeps(ComputeBeforeGather(), bench.trace(BY_HAND[case](bench), (4, 6), (4, 6), by_hand=True))
 
 
 def test_what_is_gathered_for_the_backward_stays_there(bench):
     gm = bench.trace(lambda x, y: gather(bench, x) * gather(bench, y), (4, 6), (4, 6))
     list(gm.graph.nodes)[-2].meta["partitioner_tag"] = "is_backward"
-    assert bench.keeps(GatherLater(), gm)
+    assert bench.keeps(ComputeBeforeGather(), gm)

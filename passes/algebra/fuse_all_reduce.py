@@ -7,7 +7,7 @@ from torch import fx
 from ..graph import ir, sizes
 
 
-class AllReduce:
+class FuseAllReduce:
     """reduce_scatter followed by all_gather of the same dim over the same group.
 
     Before:
@@ -24,7 +24,7 @@ class AllReduce:
     backend may add in another order, hence `reassociates`.
     """
 
-    name = "all_reduce"
+    name = "fuse_all_reduce"
     exactness = "reassociates"
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -46,4 +46,4 @@ def _join(node: fx.Node) -> bool:
     return True
 
 
-__all__ = ["AllReduce"]
+__all__ = ["FuseAllReduce"]

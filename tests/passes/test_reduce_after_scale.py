@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import Scale, count, run
+from dtensor.passes import ReduceAfterScale, count, run
 
 
 def reducer(bench):
@@ -26,7 +26,7 @@ def test_fires(bench):
 %add: f32[4] = aten.add.Tensor(%all_reduce, %mul)
 return %add""",
     )
-    assert bench.apply(Scale(), gm) == 1
+    assert bench.apply(ReduceAfterScale(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -53,7 +53,7 @@ ONE_AFTERWARDS = {
 @pytest.mark.parametrize("case", ONE_AFTERWARDS)
 def test_one_reduction_is_left(bench, case):
     gm = bench.trace(ONE_AFTERWARDS[case](reducer(bench), bench), (2, 4), (2, 4))
-    assert bench.apply(Scale(), gm) > 0
+    assert bench.apply(ReduceAfterScale(), gm) > 0
     run(gm, simulate=bench.simulation, meshes=bench.meshes)
     assert count(gm) == {"all_reduce": 1}
 
@@ -64,7 +64,7 @@ def test_reduce_scatters(bench):
         return a * 0.5 + b
 
     gm = bench.trace(f, (2, 4), (2, 4))
-    assert bench.apply(Scale(), gm) == 1
+    assert bench.apply(ReduceAfterScale(), gm) == 1
     run(gm, simulate=bench.simulation)
     assert count(gm) == {"reduce_scatter": 1}
 
@@ -72,7 +72,7 @@ def test_reduce_scatters(bench):
 def test_symbolic_batch(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x, w, v: r(x @ w) * 2 + r(x @ v), (4, 2), (2, 3), (2, 3), symbolic=True)
-    assert bench.apply(Scale(), gm) == 1
+    assert bench.apply(ReduceAfterScale(), gm) == 1
 
 
 SAME_SCALE = {
@@ -88,7 +88,7 @@ SAME_SCALE = {
 def test_tensors_that_are_the_same_on_all_ranks(bench, case):
     gm = bench.trace(SAME_SCALE[case](reducer(bench), bench), (2, 4), (2, 4))
     before = count(gm).total()
-    assert bench.apply(Scale(), gm) > 0
+    assert bench.apply(ReduceAfterScale(), gm) > 0
     run(gm, simulate=bench.simulation, meshes=bench.meshes, disable=["lower"])
     assert count(gm).total() == before - 1
 
@@ -99,14 +99,14 @@ def test_a_number_scales_shards_too(bench):
         return a * ops.all_reduce(x.sum(), "sum", bench.tp) + b
 
     gm = bench.trace(f, (2, 4), (2, 4))
-    assert bench.apply(Scale(), gm) == 1
+    assert bench.apply(ReduceAfterScale(), gm) == 1
     run(gm, simulate=bench.simulation, disable=["lower"])
     assert count(gm) == {"reduce_scatter": 1, "all_reduce": 1}
 
 
 def test_numbers_that_may_be_this_ranks_stay(bench):
     r = reducer(bench)
-    assert bench.keeps(Scale(), bench.trace(lambda x, y: r(x) * 2 + r(y), (2, 4), (2, 4), by_hand=True))
+    assert bench.keeps(ReduceAfterScale(), bench.trace(lambda x, y: r(x) * 2 + r(y), (2, 4), (2, 4), by_hand=True))
 
 
 REFUSED = {
@@ -135,9 +135,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
-    assert bench.keeps(Scale(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
+    assert bench.keeps(ReduceAfterScale(), bench.trace(REFUSED[case](reducer(bench), bench), (2, 4), (2, 4)))
 
 
 def test_integers_stay(bench):
     r = reducer(bench)
-    assert bench.keeps(Scale(), bench.trace(lambda a, b: r(a) * 2 + r(b), (2,), (2,), dtype=torch.int64))
+    assert bench.keeps(ReduceAfterScale(), bench.trace(lambda a, b: r(a) * 2 + r(b), (2,), (2,), dtype=torch.int64))

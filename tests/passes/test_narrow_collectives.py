@@ -5,7 +5,7 @@ import torch
 from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
-from dtensor.passes import NarrowMoves, count, run, wire_bytes
+from dtensor.passes import NarrowCollectives, count, run, wire_bytes
 
 BF16 = torch.bfloat16
 
@@ -26,7 +26,7 @@ def test_narrowing_cast_goes_first(bench):
 return %add""",
     )
     before = wire_bytes(gm)
-    assert bench.apply(NarrowMoves(), gm) == 1
+    assert bench.apply(NarrowCollectives(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -42,7 +42,7 @@ return %add""",
 def test_widening_cast_goes_last(bench):
     gm = bench.trace(lambda x: gather(bench, x.float()) + 1, (4, 6), dtype=BF16)
     before = wire_bytes(gm)
-    assert bench.apply(NarrowMoves(), gm) == 1
+    assert bench.apply(NarrowCollectives(), gm) == 1
     assert_expected_inline(
         bench.text(gm),
         """\
@@ -71,7 +71,7 @@ MOVES = {
 def test_other_moves(bench, case):
     gm = bench.trace(MOVES[case](bench), (4, 6))
     before = wire_bytes(gm)
-    assert bench.apply(NarrowMoves(), gm) == 1
+    assert bench.apply(NarrowCollectives(), gm) == 1
     assert wire_bytes(gm) == before // 2
 
 
@@ -103,7 +103,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_must_not_fire(bench, case):
-    assert bench.keeps(NarrowMoves(), bench.trace(REFUSED[case](bench), (4, 6)))
+    assert bench.keeps(NarrowCollectives(), bench.trace(REFUSED[case](bench), (4, 6)))
 
 
 def test_what_is_written_between_stays(bench):
@@ -112,10 +112,10 @@ def test_what_is_written_between_stays(bench):
         x.add_(1)
         return gather(bench, wide) + y
 
-    assert bench.keeps(NarrowMoves(), bench.trace(f, (4, 6), (8, 6)))
+    assert bench.keeps(NarrowCollectives(), bench.trace(f, (4, 6), (8, 6)))
 
 
 def test_a_cast_in_the_backward_stays_there(bench):
     gm = bench.trace(lambda x: gather(bench, x).to(BF16), (4, 6))
     list(gm.graph.nodes)[2].meta["partitioner_tag"] = "is_backward"
-    assert bench.keeps(NarrowMoves(), gm)
+    assert bench.keeps(NarrowCollectives(), gm)
