@@ -36,13 +36,13 @@ BYTES: dict[str, Callable[[int, int], float]] = {
     SEND: lambda size, ranks: size,
     RECEIVE: lambda size, ranks: 0,
 }
-"""What is no collective of `dtensor.cost` -> the bytes that it sends, from its size and the number of ranks."""
+"""What is no collective of `dtensor.layout.cost` -> the bytes that it sends, from its size and the number of ranks."""
 
 
 @dataclass
 class Counts:
     """Collectives and messages by name, the bytes that this rank puts on the wire (of collectives by a ring algorithm,
-    `dtensor.cost`), and what sends each again."""
+    `dtensor.layout.cost`), and what sends each again."""
 
     collectives: Counter[str] = field(default_factory=Counter)
     bytes: int = 0

@@ -1,8 +1,8 @@
 """How a model is sharded: the plans of the demonstration, in the classes of either library.
 
-`dtensor.demo_plan.PLANS` says which mesh a plan takes and which part of a batch is whose; here are the styles for all
-models, and `applied`, which shards a model by one library or the other. torch's `fully_shard` is FSDP2; its peer of
-replicas is DistributedDataParallel, with its own defaults.
+`dtensor.tools.demo_plans.PLANS` says which mesh a plan takes and which part of a batch is whose; here are the styles
+for all models, and `applied`, which shards a model by one library or the other. torch's `fully_shard` is FSDP2; its
+peer of replicas is DistributedDataParallel, with its own defaults.
 """
 
 from collections.abc import Callable

@@ -140,6 +140,17 @@ def test_a_listing_is_read_at_a_glance(folder):
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), f"{name} does not say what it is for"
 
 
+UNTESTED = {"errors", "torch_private", "__main__", "pipeline", "families", "estimates"}
+"""Rooms that have no folder of tests: files, and what the tests of those above show."""
+
+
+@pytest.mark.parametrize("package", ["dtensor", "dtensor.passes", "dtensor.compile", "dtensor.parallel"])
+def test_tests_mirror_the_rooms(package):
+    folder = ROOT.joinpath("tests", *package.split(".")[1:])
+    missing = [room for rooms in ROOMS[package] for room in rooms if not (folder / room).is_dir()]
+    assert set(missing) <= UNTESTED, f"no tests of {missing} in {folder.relative_to(ROOT)}"
+
+
 @pytest.mark.parametrize("name", [n for n in MODULES if n.startswith("dtensor.passes")])
 def test_passes_know_the_graph_the_collectives_and_the_rules(name):
     allowed = ("dtensor.passes", *[f"dtensor.{m}" for m in PASSES_KNOW])

@@ -86,7 +86,7 @@ class Pair:
 
 
 def their_place(x: torch.Tensor, mesh: Any, target: Any, parts: bool = False) -> torch.Tensor:
-    """What `dtensor.testing.operators.place` does, with the DTensor of torch.
+    """What `dtensor.testing.rules.operators.place` does, with the DTensor of torch.
 
     With `parts` a partial tensor is of random parts: zeros would hide an operator that is not linear.
     """

@@ -2,9 +2,9 @@
 
 One process on a fake process group. Bytes: for every pair of layouts that placements can say, on every mesh up to
 2×2×2, both libraries redistribute the same tensor and what this rank sends is counted from the collectives that run
-(ring algorithm, `dtensor.cost`), ours with and without groups over several axes. Time: planning pairs of layouts on a
-2×2×2 mesh for the first time, in a process that knows the steps out of layouts or not; again; and, for comparison, what
-starting a collective costs in this process without any communication.
+(ring algorithm, `dtensor.layout.cost`), ours with and without groups over several axes. Time: planning pairs of layouts
+on a 2×2×2 mesh for the first time, in a process that knows the steps out of layouts or not; again; and, for comparison,
+what starting a collective costs in this process without any communication.
 """
 
 import gc

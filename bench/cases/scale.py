@@ -1,11 +1,11 @@
 """scale: predicted time and communication of a step on meshes to 4096 ranks, and how far the prediction is off here.
 
 A prediction is the simulation of the compiled graphs' schedule (`dtensor.compile`): collectives by the alpha-beta model
-of `dtensor.cost`, operators by a roofline. The graphs are compiled by one process that is the first rank of the mesh.
-Links are those that this run measures by `dtensor calibrate` on loopback, alike for all axes; each rank's part of the
-batch stays the same, so that perfect scaling is a ratio of one to the fewest ranks. The model's error is its prediction
-for two ranks over what two processes take for forward and backward, with operators run one by one, as they are
-predicted.
+of `dtensor.layout.cost`, operators by a roofline. The graphs are compiled by one process that is the first rank of the
+mesh. Links are those that this run measures by `dtensor calibrate` on loopback, alike for all axes; each rank's part of
+the batch stays the same, so that perfect scaling is a ratio of one to the fewest ranks. The model's error is its
+prediction for two ranks over what two processes take for forward and backward, with operators run one by one, as they
+are predicted.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 Exact, and untimed: one process is the first rank of a mesh whose other ranks are not there, and counts what reaches its
 process groups. Directions are forward, backward and optimizer: gradients that a backward leaves as parts of a sum are
-reduced when the optimizer reads them, and count. Bytes are those a rank sends, by a ring algorithm (`dtensor.cost`).
-Compiled sides go through all passes; only Inductor's generation of code is left out.
+reduced when the optimizer reads them, and count. Bytes are those a rank sends, by a ring algorithm
+(`dtensor.layout.cost`). Compiled sides go through all passes; only Inductor's generation of code is left out.
 """
 
 from collections.abc import Iterator

@@ -22,7 +22,7 @@ class Group:
     """A process group and this rank in it. Of one rank, nothing is gathered.
 
     What starts gathers and scatters is the library's: over gloo it sends both ways at once, and has no reduce_scatter,
-    which would send what an all_reduce does; parts are exchanged and added up here (`dtensor.starts`).
+    which would send what an all_reduce does; parts are exchanged and added up here (`dtensor.comm.starts`).
     """
 
     name: str = ""

@@ -19,7 +19,7 @@ def disagreement(told: Mapping[int, Sequence[Collectives]]) -> str | None:
     must come in an order which all of these can keep, or they wait for each other in a circle.
 
     Args:
-        told: rank -> its graphs in the order in which they were compiled, as `agreement.overheard` gives them.
+        told: rank -> its graphs in the order in which they were compiled, as `insert_agreement.overheard` gives them.
     """
     counts = {rank: len(graphs) for rank, graphs in told.items()}
     if len(set(counts.values())) > 1:

@@ -1,6 +1,6 @@
 """Options of `torch.compile(model, backend="dtensor", options={...})`: checked, frozen, part of the cache key.
 
-Plain `torch.compile` takes them from environment variables, one for each option (`dtensor.environment`).
+Plain `torch.compile` takes them from environment variables, one for each option (`dtensor.mesh.environment`).
 """
 
 import os
@@ -27,14 +27,17 @@ class Options:
         strict: compile as under `dtensor.strict()`: an implicit redistribution that communicates, in forward or
             backward, fails the compilation. With inner="eager" the graph runs as under it.
         dump: the folder to write all to that is made of a program: graphs as text, guards, the manifest
-            (`dtensor.compile.folder`); None for none. What is dumped is compiled anew, not taken from a cache.
+            (`dtensor.compile.recording.folder`); None for none. What is dumped is compiled anew, not taken from a
+            cache.
         verify: replay each graph before and after every pass on simulated ranks, with random inputs
-            (`dtensor.compile.replay`), and raise if it computes something else. Slow, and not taken from a cache.
+            (`dtensor.compile.backends.replay`), and raise if it computes something else. Slow, and not taken from a
+            cache.
         memory_budget: bytes of gathered tensors that may be saved for the backward; what is over is gathered again.
             None gathers parameters again and saves the others (`dtensor.passes.Regather`).
         split_batch: into how many parts a batch is cut, so that one part computes while another communicates
             (`dtensor.passes.SplitBatch`); 1 leaves it whole.
-        agreement: before a graph first runs, compare with the other ranks what it communicates (`dtensor.agreement`).
+        agreement: before a graph first runs, compare with the other ranks what it communicates
+            (`dtensor.comm.agreement`).
     """
 
     inner: str = "inductor"

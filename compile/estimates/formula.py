@@ -1,7 +1,7 @@
 """What a collective costs as a formula in the sizes of mesh axes, and of symbolic sizes where a graph has them.
 
 A collective that tracing a DTensor made knows the global lengths of the buffer that it is priced by, and which axes
-cut them (`dtensor.provenance.Moved`). From these follow bytes and seconds for other meshes. Passes may have made
+cut them (`dtensor.mesh.provenance.Moved`). From these follow bytes and seconds for other meshes. Passes may have made
 another collective of it: a formula is given only if it says, for the mesh at hand, what is really sent.
 """
 

@@ -4,8 +4,8 @@ Nodes run in the order of the graph. Computation is one stream; communication is
 first goes first. A wait holds computation until its collective has ended: that gap is the exposed part of the
 collective. One that is not split into start and wait is exposed as a whole.
 
-Times come from `dtensor.cost` with the links of the known meshes, and from `estimate` for local operators. Memory is
-what this rank holds: inputs that are given to the step stay, all else goes after its last use.
+Times come from `dtensor.layout.cost` with the links of the known meshes, and from `estimate` for local operators.
+Memory is what this rank holds: inputs that are given to the step stay, all else goes after its last use.
 """
 
 from dataclasses import dataclass, field
@@ -67,7 +67,8 @@ class Timeline:
 
 
 def timeline(graph: fx.Graph) -> Timeline:
-    """Simulate the schedule of `graph`. Links are those of the meshes that `dtensor.passes.groups.known` names."""
+    """Simulate the schedule of `graph`. Links are those of the meshes that `dtensor.passes.graph.groups.known`
+    names."""
     return _Run(graph).done()
 
 

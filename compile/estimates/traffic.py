@@ -46,7 +46,7 @@ class Sent:
     """One call that communicates.
 
     Attributes:
-        op: a collective of `dtensor.cost.WORK`, or "broadcast".
+        op: a collective of `dtensor.layout.cost.WORK`, or "broadcast".
         carried: the collective called for it: an all_to_all where a reduce_scatter's parts are exchanged.
         group: name of the process group.
         ranks: its ranks; empty if the group is not known here.
@@ -54,7 +54,7 @@ class Sent:
         dtype: short name of the elements' type.
         shapes: of the tensors that this rank hands over.
         buffer: their bytes.
-        bytes: bytes this rank puts on the wire, by a ring algorithm (`dtensor.cost`).
+        bytes: bytes this rank puts on the wire, by a ring algorithm (`dtensor.layout.cost`).
         size: what the cost is counted by: the gathered result, or else the buffer; in bytes.
         starts: whether the call only starts, and a wait follows.
     """

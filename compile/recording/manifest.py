@@ -1,7 +1,7 @@
 """The manifest of a frame: all that it communicates, who asked for it, what the passes did, and what it may cost.
 
 One JSON file for each frame and rank. Bytes are those that this rank puts on the wire; `sent` those that it hands to
-the process group. Times are estimates (`dtensor.compile.timeline`), in seconds from the start of the graph.
+the process group. Times are estimates (`dtensor.compile.estimates.timeline`), in seconds from the start of the graph.
 """
 
 import json

@@ -34,7 +34,7 @@ from .remark import place, remark
 
 @contextmanager
 def dump(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write down all that is compiled inside (see `dtensor.compile.folder`), and give the folder's path.
+    """Write down all that is compiled inside (see `dtensor.compile.recording.folder`), and give the folder's path.
 
     Compiled code stays as it is, in memory and in caches. Backwards that are compiled only when they run are written
     if they run inside.

@@ -17,7 +17,7 @@ class Dumped:
         rank: the rank.
         name: its folder's name, such as `000_forward`.
         folder: where its files are.
-        manifest: see `dtensor.compile.manifest`; None if no graph was made of it.
+        manifest: see `dtensor.compile.recording.manifest`; None if no graph was made of it.
     """
 
     rank: int

@@ -1,7 +1,7 @@
 """`dtensor.compile.report(model)`: after a compile, what it communicates, without a dump.
 
     print(dtensor.compile.report(model))      a few lines: totals, what is most exposed, who asked for it
-    dtensor.compile.report(model).manifests   all of it, as `dtensor.compile.manifest` has it
+    dtensor.compile.report(model).manifests   all of it, as `dtensor.compile.recording.manifest` has it
 
 Frames that went through the passes are remembered, the last few hundred; code that came from Inductor's caches went
 through none. Frames of other libraries' graphs are remembered where they were dumped.
@@ -28,7 +28,7 @@ class Report:
 
     Attributes:
         names: of the functions, in the order in which they were compiled.
-        manifests: one for each (`dtensor.compile.manifest`).
+        manifests: one for each (`dtensor.compile.recording.manifest`).
     """
 
     names: tuple[str, ...]

@@ -2,7 +2,7 @@
 
     call -> outputs on fake global tensors -> rule -> choice of layouts -> decision
 
-What an operator without a rule does instead is a kind of decision; `detours` carries those out.
+What an operator without a rule does instead is a kind of decision; `multi_step` carries those out.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from .invariance import draws_of_torch, is_alike
 from .memory_order import IN_MEMORY, put_in_memory
 
 COMPOSITES: dict[str, Callable[..., Any]] = {}
-"""Operators written in terms of others, on DTensors; `detours` and `composite` fill it."""
+"""Operators written in terms of others, on DTensors; `multi_step` and `composite` fill it."""
 
 FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
 """How the names of operators begin that work on lists index by index."""

@@ -41,7 +41,7 @@ ATOMS = frozenset((int, bool, str, complex, type(None), torch.dtype, torch.devic
 _cache: dict[tuple, Decision] = cache()
 
 KINDS: dict[str, Callable[..., Any]] = {}
-"""Kind of a decision -> what runs it in place of a local operator; `detours` fills it."""
+"""Kind of a decision -> what runs it in place of a local operator; `multi_step` fills it."""
 
 wrap: Callable[[torch.Tensor, Spec], torch.Tensor]
 """Makes a DTensor of a local tensor and a spec; set by `tensor`."""

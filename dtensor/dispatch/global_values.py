@@ -2,7 +2,7 @@
 
 `distribute_model` runs a model's forward in `global_view`. A plain tensor that meets a DTensor there, or is written to
 from one, counts as the same on all ranks. Where nothing says that it is (`invariance`), its values are compared, in
-eager mode when it is met and in compiled code when the graph runs (`likeness`).
+eager mode when it is met and in compiled code when the graph runs (`replication_check`).
 
 A trace knows where it is by the annotation of the operators that Dynamo recorded inside.
 """

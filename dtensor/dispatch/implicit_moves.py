@@ -1,6 +1,6 @@
 """Move: one operand that is redistributed before its operator runs, with the argument's name and what it costs.
 
-What `strictness` refuses and `explanation` shows. Takes calls that hold DTensors as well as calls that hold specs.
+What `strictness` refuses and `explain` shows. Takes calls that hold DTensors as well as calls that hold specs.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,5 @@
-"""Models of torch.distributed.tensor and FSDP2 become models of dtensor, and tensors go over and back (`foreign`).
+"""Models of torch.distributed.tensor and FSDP2 become models of dtensor, and tensors go over and back
+(`torch_dtensor`).
 
 Nothing is copied or sent. What torch has put on modules is taken off where it would do the work of what takes its place
 (FSDP2), and given torch's tensors where it still has work to do (the hooks of tensor parallel styles).

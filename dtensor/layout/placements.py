@@ -1,6 +1,6 @@
 """Placements: how a tensor lies along one mesh axis.
 
-Plain frozen data. What they mean for redistribution is decided in `plan`, what they mean for an operator in `rules`.
+Plain frozen data. What they mean for redistribution is decided in `planner`, what they mean for an operator in `rules`.
 Registered with torch as opaque value types, so that Dynamo builds, compares and passes them inside a traced function.
 """
 

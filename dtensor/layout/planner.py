@@ -1,10 +1,10 @@
 """Plan: the cheapest sequence of redistribution steps from one layout to another.
 
-A shortest path by A* (Hart, Nilsson and Raphael, 1968) over the layouts and steps of `steps`, in seconds of `cost`. By
-default no layout on the way is larger than the larger of the two ends, if there is such a path that sends no more than
-gathering the whole tensor would; what is held at once is then at most that and the result of one step. Pure and cached:
-the executor, the reports and `Plan.cost` read one plan, the same at trace time and in eager mode, and the same on every
-rank.
+A shortest path by A* (Hart, Nilsson and Raphael, 1968) over the layouts and steps of `transitions`, in seconds of
+`cost`. By default no layout on the way is larger than the larger of the two ends, if there is such a path that sends no
+more than gathering the whole tensor would; what is held at once is then at most that and the result of one step. Pure
+and cached: the executor, the reports and `Plan.cost` read one plan, the same at trace time and in eager mode, and the
+same on every rank.
 """
 
 import heapq
@@ -28,7 +28,7 @@ class Step:
     """One redistribution step.
 
     Attributes:
-        op: a name of `dtensor.collectives.KERNELS`, or "partial" (R -> P, local).
+        op: a name of `dtensor.comm.collectives.KERNELS`, or "partial" (R -> P, local).
         axes: the mesh axes of its group, ascending.
         src, dst: the layouts before and after.
         dim: the dimension cut or put together (for all_to_all: put together); None where there is none.

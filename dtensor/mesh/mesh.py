@@ -221,10 +221,10 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
 
     Args:
         meshes: the meshes.
-        links: for plans, what each axis of the one mesh costs (`dtensor.cost`); by default the link between hosts where
-            a group of the axis spans hosts, by torchrun's LOCAL_WORLD_SIZE, and the link within a host elsewhere. Both
-            are those that `dtensor calibrate` measured on the machine of the mesh's first rank, and `INTER` and
-            `INTRA` where it did not.
+        links: for plans, what each axis of the one mesh costs (`dtensor.layout.cost`); by default the link between
+            hosts where a group of the axis spans hosts, by torchrun's LOCAL_WORLD_SIZE, and the link within a host
+            elsewhere. Both are those that `dtensor calibrate` measured on the machine of the mesh's first rank, and
+            `INTER` and `INTRA` where it did not.
 
     Raises:
         ValueError: no mesh is given, or links together with several, or not one link for each axis.

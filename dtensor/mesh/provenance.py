@@ -40,7 +40,8 @@ TAKEN = "dtensor_taken"
 """The `Taken` of a tensor that counts as the same on all ranks, and of what it is computed from."""
 
 TRACED = "dtensor_traced"
-"""Numbers of the collectives that the program asked for, and a collective stands for (`dtensor.compile.frames`)."""
+"""Numbers of the collectives that the program asked for, and a collective stands for
+(`dtensor.compile.recording.frames`)."""
 
 PASSES = "dtensor_passes"
 """Names of the passes that made a collective what it is, in order."""
@@ -50,7 +51,7 @@ class Taken(NamedTuple):
     """What counts as the same on all ranks.
 
     Attributes:
-        said: by what, and what to do where it is not: a text with a place for what it is (`likeness`).
+        said: by what, and what to do where it is not: a text with a place for what it is (`replication_check`).
         groups: over which it is.
         nn_module_stack, stack_trace: where, as in a node's `meta`.
     """
@@ -163,7 +164,8 @@ def _sizes() -> Any:
 
 
 def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:
-    """While a graph is traced: note that `step` of a plan (`dtensor.plan.Step`) for a tensor of `spec` gave `local`."""
+    """While a graph is traced: note that `step` of a plan (`dtensor.layout.planner.Step`) for a tensor of `spec` gave
+    `local`."""
     node = _node(local)
     if node is None:
         return

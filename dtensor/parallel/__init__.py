@@ -1,5 +1,5 @@
 """Tensor parallelism by plan (`parallelize_module` and the styles it applies) and full sharding over data axes
-(`fully_shard`); losses and clipping on what they shard. Stands on `dtensor.api`."""
+(`fully_shard`); losses and clipping on what they shard. Stands on `dtensor.parallel.modules.distribute_module`."""
 
 from .fsdp.fully_shard import fully_shard
 from .fsdp.materialize import materialize

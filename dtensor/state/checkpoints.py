@@ -1,6 +1,6 @@
 """`Checkpoints`: a folder of checkpoints of which every one that is there is whole.
 
-torch.distributed.checkpoint writes the tensors (`checkpoint` tells it which part is whose, `checkpoint_files` how) into
+torch.distributed.checkpoint writes the tensors (`dcp_protocol` tells it which part is whose, `files` how) into
 a folder that nobody takes for a checkpoint; only when all ranks have written, and the index of what they wrote is
 there, it gets its name. A rank that dies on the way, wherever that is, leaves all earlier checkpoints as they were.
 Loading checks every byte that it reads, passes over what is damaged, and brings tensors into whatever mesh and

@@ -1,7 +1,7 @@
 """How torch.distributed.checkpoint writes and reads the files of a checkpoint, so that all ranks fail together.
 
-Which rank writes which part of which tensor is torch's business (`checkpoint` tells it), what lies where that of
-`checkpoint_index`. Nothing that a checkpoint holds is run: values that are no tensors are read by torch's loader for
+Which rank writes which part of which tensor is torch's business (`dcp_protocol` tells it), what lies where that of
+`index`. Nothing that a checkpoint holds is run: values that are no tensors are read by torch's loader for
 weights, which makes numbers, texts, containers and tensors, and refuses all else; and so does a save. Torch tells all
 ranks what goes wrong on one while it plans, writes and reads; `tried` does for all that is done before and after.
 """

@@ -1,7 +1,7 @@
 """What `import dtensor` leaves in torch.compile: the backend's name, and the passes in their places in Inductor.
 
 Both only forward to `dtensor.compile`, which is imported when something is compiled. The options of plain
-`torch.compile` come from the environment (`dtensor.environment`); `DTENSOR_PASSES=0` there, or
+`torch.compile` come from the environment (`dtensor.mesh.environment`); `DTENSOR_PASSES=0` there, or
 `dtensor.hooks.uninstall()`, switches its passes off.
 """
 

@@ -42,7 +42,7 @@ class _Inside(threading.local):
 
 
 inside = _Inside()
-"""The operator that this thread is inside of, by `name`, if it moves operands itself; for `explanation`."""
+"""The operator that this thread is inside of, by `name`, if it moves operands itself; for `explain`."""
 
 
 def _moving(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

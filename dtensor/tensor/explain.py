@@ -200,7 +200,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Nothing is computed, no argument is written to and nothing is sent: the call runs on fake local tensors. A call that
     would fail is explained up to there. After an operator whose result depends on values nothing more is known, and the
-    explanation ends. Times are estimates by `dtensor.cost`.
+    explanation ends. Times are estimates by `dtensor.layout.cost`.
 
     Raises:
         Exception: what `op` raises for other reasons than sharding, such as shapes that do not fit.

@@ -259,7 +259,7 @@ class DTensor(torch.Tensor):
             grad_placements: where the gradient of this tensor arrives; by default these placements, with Replicate
                 for Partial.
             prefer: "time" takes the quickest plan that holds no more than it has to; "memory" the one that holds
-                least at once. See `dtensor.plan`.
+                least at once. See `dtensor.layout.planner`.
 
         Raises:
             PlacementError: placements do not fit, or ask for a value to become Partial.

@@ -2,7 +2,7 @@
 sharding rules by brute force.
 
 Public, for the tests of users' own models as well; the library itself does not stand on it, but for
-`dtensor.demo`.
+`dtensor.tools.demo`.
 """
 
 from .counting import Collective, CountCollectives

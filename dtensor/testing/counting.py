@@ -48,7 +48,7 @@ class Collective:
 
     Attributes:
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "collective_permute".
-        bytes: bytes this rank sends, by a ring algorithm (see `dtensor.cost`).
+        bytes: bytes this rank sends, by a ring algorithm (see `dtensor.layout.cost`).
         group: name of the process group.
     """
 

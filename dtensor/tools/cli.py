@@ -4,7 +4,7 @@
 exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments. `dtensor calibrate` measures the
 links of this machine (see `calibration`), with the same exit codes. `dtensor inspect`, `diff` and `check` are those of
 `dtensor.compile.commands`, `dtensor checkpoint` of `checkpoint_commands`. `dtensor operators` prints the page that is
-`docs/operators.md` (see `testing.support`).
+`docs/operators.md` (see `testing.rules.operators_page`).
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Everything of torch.compile that is not public: Dynamo, AOTAutograd and Inductor. See `_torch`."""
+"""Everything of torch.compile that is not public: Dynamo, AOTAutograd and Inductor. See `core`."""
 
 import contextlib
 import functools

@@ -1,6 +1,6 @@
 """Everything of torch that is not public: here of tensors, operators, process groups and traces.
 
-`_torch_sizes` has that of symbolic sizes, `_torch_compile` and `_torch_dynamo` that of torch.compile, `_torch_fsdp`
+`sizes` has that of symbolic sizes, `compiling` and `dynamo` that of torch.compile, `fsdp`
 that of FSDP. The rest of the library names no private part of torch: what a new release may move is found and mended
 in these five.
 Importing this module checks the torch version and raises `ImportError` outside the supported range.

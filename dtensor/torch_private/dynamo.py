@@ -1,5 +1,5 @@
 """What is changed of Dynamo so that it traces DTensors: their sizes, what they consist of, branches, its errors. See
-`_torch_compile`."""
+`compiling`."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""What is not public in torch's FSDP1 and FSDP2, beside `_torch`. FSDP is imported on call.
+"""What is not public in torch's FSDP1 and FSDP2, beside `core`. FSDP is imported on call.
 
 FSDP1 is told of tensors that are not torch's DTensors. What FSDP2 has sharded is read out of its states, and it is
 taken off.

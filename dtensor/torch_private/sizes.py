@@ -1,6 +1,6 @@
 """What is not public in torch of sizes that are symbols: what a trace knows of them, assumes, guards and writes down.
 
-`_torch` has the rest, and checks the version of torch.
+`core` has the rest, and checks the version of torch.
 """
 
 import dataclasses

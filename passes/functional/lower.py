@@ -40,7 +40,7 @@ class Lower:
         %getitem_1: f32[4,4] = getitem(%split, 1)
         %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
 
-    Over gloo the starts are ours (`dtensor.starts`), and a reduce_scatter becomes an all_to_all of its parts and a
+    Over gloo the starts are ours (`dtensor.comm.starts`), and a reduce_scatter becomes an all_to_all of its parts and a
     local reduction of them.
 
     `shard` and `collective_permute` stay: their rank is looked up when the graph runs, so that all ranks have one

@@ -28,7 +28,7 @@ class MeshGroups:
     Attributes:
         names: (axes, name of this rank's group over them); axes ascend, and the group's ranks are numbered with the
             last axis fastest.
-        network: sizes and links of the axes (`dtensor.cost`).
+        network: sizes and links of the axes (`dtensor.layout.cost`).
     """
 
     names: tuple[tuple[Axes, str], ...]

@@ -2,7 +2,7 @@
 
 Where lengths do not divide, local tensors differ from rank to rank. A decision that follows from their own sizes (what
 is saved for the backward, which rewrite fires, what travels together) would then differ, too, and with it the order of
-the collectives. The trace notes of DTensors' local tensors how they are cut (`dtensor.provenance.SHARDS`). What is
+the collectives. The trace notes of DTensors' local tensors how they are cut (`dtensor.mesh.provenance.SHARDS`). What is
 computed between them counts by what it is computed from, and its lengths are not known. Where all shards are even,
 everything here is what the values themselves say.
 """

@@ -37,10 +37,10 @@ class Regather:
     are marked. Bytes of a symbolic size are those of its example.
 
     What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers
-    that the program annotates as kept (`dtensor.collectives.KEPT`). But what leaves a region is saved if the backward
-    of what comes after reads it, as in eager mode: for it alone the partitioner would do the region's last collectives
-    again. A gather that the backward does not read is not marked. Bytes are those of the rank that holds most, so that
-    all ranks decide alike.
+    that the program annotates as kept (`dtensor.comm.collectives.KEPT`). But what leaves a region is saved if the
+    backward of what comes after reads it, as in eager mode: for it alone the partitioner would do the region's last
+    collectives again. A gather that the backward does not read is not marked. Bytes are those of the rank that holds
+    most, so that all ranks decide alike.
     """
 
     name = "regather"

@@ -22,7 +22,7 @@ SOON = 30.0
 PLACES = ("start", "mesh", "eager", "compile", "step", "graph", "backward", "save", "load")
 DEFAULT = [("compile", "caught", 1, 2)]
 """Where, what, the victim, the number of ranks: what others learn while they compile. Beside it
-`tests/compile/test_agreement.py` has graphs that differ, `tests/examples/test_resume.py` a death in a save."""
+`tests/compile/backends/test_agreement.py` has graphs that differ, `tests/examples/test_resume.py` a death in a save."""
 
 ALL = [
     *[(where, what, victim, 2) for where in PLACES for what in ("killed", "raised", "absent") for victim in (0, 1)],

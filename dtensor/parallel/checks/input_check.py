@@ -5,8 +5,8 @@ checksums. Along axes that cut an input its parts have one shape; along the othe
 the mesh learn of a difference, wherever it is, so that all raise and none waits. It is computed where the inputs lie,
 and on a GPU nothing waits for the answer.
 
-A style knows what it takes as Replicate(), which in eager mode it looks at now and then (`likeness`); in compiled code
-the graph does.
+A style knows what it takes as Replicate(), which in eager mode it looks at now and then (`replication_check`); in
+compiled code the graph does.
 """
 
 from collections.abc import Iterable, Sequence

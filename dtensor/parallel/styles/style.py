@@ -1,9 +1,10 @@
 """The base of all parallel styles, and the three moves they are made of.
 
 A style says how one module is sharded: what becomes of its parameters, in which layout its inputs are taken
-and in which its outputs are given. `api.parallelize_module` applies styles to the modules of a plan; each
-style stands on `dtensor.api.distribute_module`, for parameters, and on `dtensor.wrapping`. What is called around a
-forward is kept short: Dynamo traces it once for each module.
+and in which its outputs are given. `parallelize_module` applies styles to the modules of a plan; each
+style stands on `dtensor.parallel.modules.distribute_module.distribute_module`, for parameters, and on
+`dtensor.parallel.modules.forward_wrapping`. What is called around a forward is kept short: Dynamo traces it once for
+each module.
 """
 
 from abc import ABC, abstractmethod

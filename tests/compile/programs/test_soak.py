@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 from dtensor import init_device_mesh
 from dtensor.testing import run_ranks
-from tests.compile.test_sequences import PLANS, Model, batch_of, part_of, sharded
+from tests.compile.programs.test_sequences import PLANS, Model, batch_of, part_of, sharded
 
 STEPS, WARM = 2_000, 200
 SIZES = (8, 5, 1, 9, 4, 2, 7, 3, 6)

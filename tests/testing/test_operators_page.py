@@ -10,7 +10,7 @@ from torch import ops
 from dtensor.testing.rules.operators_page import family_of
 from dtensor.tools.cli import main
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "operators.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
 
 
 @pytest.mark.nightly
