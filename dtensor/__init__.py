@@ -4,7 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import interop as interop
 from .dispatch.fallback import fallbacks
-from .dispatch.invariance import implicit_replication
+from .dispatch.plain_operands import implicit_replication
 from .dispatch.registration import register_sharding
 from .dispatch.strictness import strict
 from .errors import (

@@ -47,9 +47,9 @@ from ..torch_private.core import (
 )
 from .empty_ranks import is_empty_somewhere, require_parts
 from .fallback import fell_back
-from .global_values import check_global
-from .invariance import draws_of_torch, is_alike
+from .global_view import check_global
 from .memory_order import IN_MEMORY, put_in_memory
+from .plain_operands import draws_of_torch, is_alike
 
 COMPOSITES: dict[str, Callable[..., Any]] = {}
 """Operators written in terms of others, on DTensors; `multi_step` and `composite` fill it."""

@@ -24,8 +24,8 @@ from ..torch_private.sizes import is_traced
 from . import strictness
 from . import view_copies as aliasing
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
-from .global_values import may_be_written
-from .invariance import mark_alike, mark_local
+from .global_view import may_be_written
+from .plain_operands import mark_alike, mark_local
 from .view_copies import copies, freshen, remember, wrote
 
 MOST_DECISIONS = 1 << 16

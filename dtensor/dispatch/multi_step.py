@@ -20,7 +20,7 @@ from .decision import COMPOSITES, call_of, check_operands, decide_by, functional
 from .dispatch import KINDS, run, with_plain_wrapped
 from .fallback import fell_back
 from .implicit_moves import moves_of, named_operands
-from .invariance import region_of_torch
+from .plain_operands import region_of_torch
 
 
 def _foreach(func, args: tuple, kwargs: dict[str, Any]):

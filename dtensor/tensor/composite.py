@@ -20,10 +20,10 @@ from ..comm.from_plain import is_tracing, refuse_tangent
 from ..dispatch import strictness
 from ..dispatch.decision import functional_of, has_out
 from ..dispatch.dispatch import dispatch
-from ..dispatch.global_values import check_global
+from ..dispatch.global_view import check_global
 from ..dispatch.implicit_moves import moves_of
-from ..dispatch.invariance import is_alike, region_of_torch
 from ..dispatch.out_variants import put
+from ..dispatch.plain_operands import is_alike, region_of_torch
 from ..errors import StrictReason
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard

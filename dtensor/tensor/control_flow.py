@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from ..dispatch.global_values import check_global
-from ..dispatch.invariance import check_invariant, is_alike
+from ..dispatch.global_view import check_global
+from ..dispatch.plain_operands import check_invariant, is_alike
 from ..errors import OperatorError
 from ..layout.layout import Layout
 from ..mesh.local_sizes import written

@@ -21,7 +21,7 @@ from ..dispatch import multi_step as multi_step  # registers what dispatch does 
 from ..dispatch import out_variants as out_variants  # registers what dispatch does with out=
 from ..dispatch.decision import COMPOSITES
 from ..dispatch.dispatch import dispatch, install
-from ..dispatch.invariance import region_of_torch
+from ..dispatch.plain_operands import region_of_torch
 from ..dispatch.view_copies import copies, fresh
 from ..errors import PlacementError, ShardingError
 from ..layout.layout import Layout

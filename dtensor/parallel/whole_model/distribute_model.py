@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ...comm.from_plain import check_module, mesh_of
-from ...dispatch.global_values import global_view
+from ...dispatch.global_view import global_view
 from ...errors import PlacementError
 from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
 from ...tensor.factories import distribute_tensor

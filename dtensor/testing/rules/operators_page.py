@@ -17,7 +17,7 @@ import torch
 
 from ...dispatch.decision import Decision, decide
 from ...dispatch.fallback import uncounted
-from ...dispatch.invariance import implicit_replication
+from ...dispatch.plain_operands import implicit_replication
 from ...errors import ShardingError
 from ...rules import FAMILIES, RULES, WHOLE, base_name, is_in_place, rule_of
 from ...rules.families.whole import VALUES

@@ -1,7 +1,7 @@
 """Plain tensors in a global view: there every tensor is a global value, so one beside DTensors is the whole of it.
 
 `distribute_model` runs a model's forward in `global_view`. A plain tensor that meets a DTensor there, or is written to
-from one, counts as the same on all ranks. Where nothing says that it is (`invariance`), its values are compared, in
+from one, counts as the same on all ranks. Where nothing says that it is (`plain_operands`), its values are compared, in
 eager mode when it is met and in compiled code when the graph runs (`replication_check`).
 
 A trace knows where it is by the annotation of the operators that Dynamo recorded inside.
@@ -20,7 +20,7 @@ from ..comm.replication_check import BY_VIEW, compare, is_due, note_taken
 from ..mesh.mesh import facts
 from ..mesh.provenance import ALIKE, LAYOUT, LOCAL
 from ..torch_private.core import FakeTensor, FunctionalTensor, fx_traceback, graph_node, is_being_compiled
-from .invariance import (
+from .plain_operands import (
     check_invariant,
     differing,
     implicit_replication,
