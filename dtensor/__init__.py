@@ -28,6 +28,7 @@ from .parallel.training import grad_scaler as grad_scaler  # registers what Grad
 from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the loss of a linear layer
 from .parallel.whole_model.distribute_model import distribute_model
 from .rules.notation import Rule
+from .state import safetensors as safetensors
 from .state.checkpoints import Checkpoints
 from .state.torch_checkpoints import load_torch_checkpoint
 from .tensor import compile_hooks as hooks  # registers the backend and the passes

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import dtensor
 from dtensor import DTensor, OperatorError, Partial, Replicate, Rule, Shard, distribute_tensor, init_device_mesh
+from dtensor.dispatch import dispatch
 from dtensor.rules import RULES
 from dtensor.testing import Case, CountCollectives, with_ranks, with_threads, wrong_candidates
 from dtensor.torch_private.compiling import dynamo_counters
@@ -75,7 +76,7 @@ def rules_as_before():
     yield
     RULES.clear()
     RULES.update(before)
-    dtensor.dispatch.forget()
+    dispatch.forget()
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ def test_simplifies_and_lowers(bench):
         (2, "cancel_gather_shard"),
         (3, "reduce_after_view"),
         (4, "add_before_reduce"),
-        (5, "reduce_scatter"),
+        (5, "fuse_reduce_scatter"),
         (6, "lower"),
         (7, "schedule"),
     ]
@@ -88,8 +88,8 @@ def test_only_some_passes(bench):
 
 
 def test_unknown_names(bench):
-    with pytest.raises(ValueError, match="no pass 'reduce_scater'; did you mean 'reduce_scatter'"):
-        run(program(bench), disable=["reduce_scater"])
+    with pytest.raises(ValueError, match="no pass 'fuse_reduce_scater'; did you mean 'fuse_reduce_scatter'"):
+        run(program(bench), disable=["fuse_reduce_scater"])
     with pytest.raises(ValueError, match="no pass 'xyz'; write one of raise, common_subexpressions, dead_code"):
         run(program(bench), passes=["xyz"])
 

@@ -21,6 +21,7 @@ from dtensor import (
     explain,
     init_device_mesh,
 )
+from dtensor.dispatch import dispatch
 from dtensor.testing import CountCollectives, with_threads
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -273,4 +274,4 @@ def test_a_registered_operator_is_explained(mesh):
         assert [str(o) for o in found.operators[0].options[0]] == ["R -> R", "S(0) -> P"]
     finally:
         del dtensor.rules.RULES["aten.histc.default"]
-        dtensor.dispatch.forget()
+        dispatch.forget()

@@ -139,7 +139,7 @@ def test_a_collective_knows_the_passes_that_made_it(mesh, tmp_path):
 
     made = dumped(f, DTensor.from_local(torch.ones(4), mesh, [P]), tmp_path)
     (c,) = made["collectives"]
-    assert (c["op"], c["passes"], c["move"]) == ("reduce_scatter", ["reduce_scatter", "lower"], "P->R")
+    assert (c["op"], c["passes"], c["move"]) == ("reduce_scatter", ["fuse_reduce_scatter", "lower"], "P->R")
 
 
 def test_buckets_stand_for_all_that_is_in_them(mesh, tmp_path):

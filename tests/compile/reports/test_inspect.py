@@ -12,7 +12,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import dtensor
-from dtensor.compile.reports.inspection import clear, imagined
+from dtensor.compile.reports.inspection import clear, imagined, inspect
 from dtensor.compile.reports.reading import read
 from dtensor.tools.cli import main
 
@@ -104,7 +104,7 @@ def test_a_program_that_fails_fails(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import sys; sys.exit(3)")
     with pytest.raises(SystemExit):
-        dtensor.compile.inspection.inspect(script, (), tmp_path / "out")
+        inspect(script, (), tmp_path / "out")
     assert sys.argv[0] != str(script)
 
 
