@@ -210,7 +210,7 @@ class _Runner:
         simulate: Simulation | None,
         observe: Observer | None,
         numbers: int,
-    ):
+    ) -> None:
         self.graph, self.seen, self.simulate, self.observe, self.numbers = graph, seen, simulate, observe, numbers
         self.records: list[PassRecord] = []
         self.stage = 0

@@ -32,7 +32,7 @@ from .run_passes import optimise, prepare_partition, simplify_joint
 class JointPasses(CustomInferenceAwareGraphPass):
     """The simplifying passes on the joint graph, with given options."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options) -> None:
         self.options = options
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
@@ -55,8 +55,9 @@ class Passes(JointPasses):
 class Partition(CustomPartitionerFn):
     """The partition of the joint graph: some gathers are marked to be done again, then `then` divides it, or torch."""
 
-    def __init__(self, options: Options, then: CustomPartitionerFn | None = None):
-        self.options, self.then = options, then
+    def __init__(self, options: Options, then: CustomPartitionerFn | None = None) -> None:
+        self.options: Options = options
+        self.then: CustomPartitionerFn | None = then
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         check_results(gm.graph, kwargs["num_fwd_outputs"])
@@ -67,7 +68,7 @@ class Partition(CustomPartitionerFn):
         return trace_key(), repr(self.options), self.then and self.then.uuid()
 
 
-STAGES = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Passes}
+STAGES: dict[str, Any] = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Passes}
 """Where Inductor takes custom passes -> the pass that runs there."""
 
 

@@ -5,13 +5,15 @@ was started. What takes long and runs in a library's kernel, fused with nothing,
 start and its wait depend on the start, and the wait on the last of them.
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from dtensor.passes.graph import ir
 from dtensor.torch_private.compiling import order_after
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 LONG = frozenset(
     (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.convolution.default)

@@ -5,13 +5,15 @@ Torch's partitioner (2.13) takes an input for saved, whether the graph writes to
 sees the copy alone.
 """
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.passes.graph import ir
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def copy_first(graph: fx.Graph) -> int:

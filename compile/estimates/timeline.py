@@ -90,7 +90,7 @@ class _Flight:
 
 
 class _Run:
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.machine = graph, estimate.machine_of(graph)
         self.now, self.free, self.count = 0.0, 0.0, 0
         self.flights: dict[fx.Node, _Flight] = {}
@@ -147,7 +147,7 @@ class _Run:
 class _Memory:
     """Bytes held after each node, in the order of the graph."""
 
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph) -> None:
         self.root: dict[fx.Node, fx.Node] = {}
         self.dies: dict[fx.Node, list[fx.Node]] = {}
         self.held = 0

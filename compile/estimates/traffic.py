@@ -72,7 +72,7 @@ class Sent:
     starts: bool
 
 
-def called(node: fx.Node) -> tuple[Any, tuple]:
+def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Operator and arguments of a call, out of the wrapping by which Inductor puts it into order."""
     if str(node.target) == "control_deps" and len(node.args) > 1:
         inner: Any = getattr(node.graph.owning_module, str(getattr(node.args[1], "target", "")), None)

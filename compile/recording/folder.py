@@ -20,6 +20,7 @@ import re
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -36,7 +37,7 @@ _failed: set[Path] = set()
 
 
 @contextlib.contextmanager
-def writing_to(root: Path):
+def writing_to(root: Path) -> Any:
     """Context in which all that is compiled is written under `root`."""
     _active.append(root)
     _failed.discard(root)

@@ -14,6 +14,7 @@ graphs: `dtensor.compile.report` and manifests are made from them.
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import fx
@@ -163,7 +164,7 @@ class Frame:
         spans = {s.number: s for s in story.timeline.spans if s.communicates}
         story.sent = [self._collective(node, s, spans[k]) for k, (node, s) in enumerate(traffic(graph))]
 
-    def _collective(self, node: fx.Node, s: Sent, span) -> Collective:
+    def _collective(self, node: fx.Node, s: Sent, span: Any) -> Collective:
         numbers = node.meta.get(TRACED, ())
         origins = [self.asked[n] for n in numbers if n in self.asked]
         hows = {a.how for a in origins} or {asked(node)}
@@ -188,8 +189,9 @@ class Frame:
 class Follower:
     """Follows the collectives of one graph through the passes; what `passes.run(observe=...)` calls."""
 
-    def __init__(self, frame: Frame, direction: str):
-        self.frame, self.direction = frame, direction
+    def __init__(self, frame: Frame, direction: str) -> None:
+        self.frame: Frame = frame
+        self.direction: str = direction
         self.before: dict[fx.Node, CollectiveInfo] = {}
 
     def __call__(self, stage: int, name: str, graph: fx.Graph) -> None:

@@ -199,7 +199,7 @@ def _first(here: Job, runs: list[_Run]) -> None:
 class _Talk:
     """The agreement of one group on one sequence."""
 
-    def __init__(self, here: Job, ranks: tuple[int, ...], entries: list[Entry]):
+    def __init__(self, here: Job, ranks: tuple[int, ...], entries: list[Entry]) -> None:
         self.job, self.store, self.ranks, self.entries = here, here.store, ranks, entries
         self.compared = [what for what, _ in entries]
         self.ledger = _state.ledgers.setdefault(ranks, _Ledger())

@@ -43,7 +43,7 @@ library.define("shard(Tensor x, int dim, str group) -> Tensor")
 library.define("collective_permute(Tensor x, int[] senders, str group) -> Tensor")
 library.define("hold(Tensor x, Tensor[] others, str what) -> Tensor")
 
-ops = torch.ops.dtensor
+ops: Any = torch.ops.dtensor
 
 
 class _Emit:
@@ -66,10 +66,10 @@ class _Emit:
         return call
 
 
-emit = _Emit()
+emit: _Emit = _Emit()
 
 
-def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+def _padded(x: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
     """`x` with zeros appended along `dim` up to `length`."""
     missing = length - x.shape[dim]
     if isinstance(missing, torch.SymInt):
@@ -87,7 +87,7 @@ def _with_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, [0] * (2 * (x.dim() - dim) - 1) + [count])
 
 
-def _cut(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+def _cut(x: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
     """The first `length` elements of `x` along `dim`, contiguous."""
     if isinstance(length, torch.SymInt) or isinstance(x.shape[dim], torch.SymInt):
         return x if known_equal(length, x.shape[dim]) else ops.fit(x, dim, length)
@@ -105,7 +105,7 @@ def _is_outermost(x: torch.Tensor, dim: int) -> bool:
     return all(isinstance(n, int) and n == 1 for n in x.shape[:dim])
 
 
-def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
+def _joined(chunks: list[torch.Tensor], dim: int, size: Any) -> torch.Tensor:
     """Chunks of equal, padded length put together along `dim` and cut to `size`."""
     x = torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0]
     return _cut(x, dim, size)
@@ -114,7 +114,7 @@ def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
 Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
+def _all_gather(x: torch.Tensor, dim: int, size: Any, group: str) -> Kernel:
     n = group_size(group)
     x = _padded(x, dim, local_length(size, group, first=True)).contiguous()
     y = yield starts(group, x.device).all_gather(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
@@ -160,7 +160,7 @@ def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     return y / group_size(group) if reduce_op == "avg" else y
 
 
-def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group: str) -> Kernel:
+def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size: Any, group: str) -> Kernel:
     n, length = group_size(group), x.shape[scatter_dim]
     x = _padded(x, gather_dim, local_length(size, group, first=True))
     chunks = _split(x, scatter_dim, group)
@@ -272,37 +272,37 @@ def shard(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return x.narrow(dim, start, chunk_length(size, n, rank)).clone(memory_format=torch.contiguous_format)
 
 
-def _resized(x: torch.Tensor, dim: int, size) -> torch.Tensor:
+def _resized(x: torch.Tensor, dim: int, size: Any) -> torch.Tensor:
     shape = list(x.shape)
     shape[dim] = size
     return x.new_empty(shape)
 
 
-def _fake_all_gather(x, dim, size, group):
+def _fake_all_gather(x: Any, dim: Any, size: Any, group: Any) -> Any:
     return _resized(x, dim, size)
 
 
-def _fake_reduce_scatter(x, reduce_op, dim, group):
+def _fake_reduce_scatter(x: Any, reduce_op: Any, dim: Any, group: Any) -> Any:
     return _fake_shard(x, dim, group)
 
 
-def _fake_all_reduce(x, reduce_op, group):
+def _fake_all_reduce(x: Any, reduce_op: Any, group: Any) -> Any:
     return x.new_empty(x.shape)
 
 
-def _fake_all_to_all(x, gather_dim, scatter_dim, size, group):
+def _fake_all_to_all(x: Any, gather_dim: Any, scatter_dim: Any, size: Any, group: Any) -> Any:
     return _fake_shard(_resized(x, gather_dim, size), scatter_dim, group)
 
 
-def _fake_shard(x, dim, group):
+def _fake_shard(x: Any, dim: Any, group: Any) -> Any:
     return _resized(x, dim, local_length(x.shape[dim], group))
 
 
-def _fake_collective_permute(x, senders, group):
+def _fake_collective_permute(x: Any, senders: Any, group: Any) -> Any:
     return x.new_empty(x.shape)
 
 
-KERNELS = {
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_gather": (_waited("all_gather"), _fake_all_gather),
     "reduce_scatter": (_waited("reduce_scatter"), _fake_reduce_scatter),
     "all_reduce": (_waited("all_reduce"), _fake_all_reduce),
@@ -322,7 +322,7 @@ def hold(x: torch.Tensor, others: list[torch.Tensor], what: str) -> torch.Tensor
     return x.clone()
 
 
-def fit(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+def fit(x: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
     """`x` cut, or padded with zeros, to `length` along `dim`: for lengths that a graph does not know."""
     missing = length - x.shape[dim]
     if missing <= 0:

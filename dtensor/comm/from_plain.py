@@ -43,7 +43,7 @@ def mesh_of(device_mesh: Any) -> Any:
     return device_mesh
 
 
-def is_tracing(out) -> bool:
+def is_tracing(out: Any) -> bool:
     """Whether `out`, a DTensor or a sequence of them, holds fake or functional tensors."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     local = getattr(first, "_local_tensor", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..torch_private.core import functional_collectives, make_wrapper_subclass
+from ..torch_private.core import OpOverload, functional_collectives, make_wrapper_subclass
 
 _ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
@@ -24,7 +24,7 @@ class Pending(functional_collectives.AsyncCollectiveTensor):
     _result: "_Result"
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, shape: tuple[int, ...], finish: Callable[[], torch.Tensor]):
+    def __new__(cls, like: torch.Tensor, shape: tuple[int, ...], finish: Callable[[], torch.Tensor]) -> Any:
         """A tensor of `shape`, with dtype and device of `like`, that `finish` waits for; it is called once."""
         return cls._of(_Result(finish), shape, like.dtype, like.device)
 
@@ -43,27 +43,29 @@ class Pending(functional_collectives.AsyncCollectiveTensor):
         """Whether it was waited for."""
         return self._result.finish is None
 
-    elem = property(wait)  # pyright: ignore[reportAssignmentType]
+    elem: Any = property(wait)  # pyright: ignore[reportAssignmentType]
     completed = done  # pyright: ignore[reportAssignmentType]
     trigger_wait = wait
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func in _ALIASES or (func is torch.ops.aten.view.default and tuple(args[1]) == tuple(args[0].shape)):
             x = args[0]
             return cls._of(x._result, x.shape, x.dtype, x.device)
         return func(*_waited(args), **{k: _waited(a) for k, a in (kwargs or {}).items()})
 
-    def tolist(self):
+    def tolist(self) -> Any:
         return self.wait().tolist()
 
-    def numpy(self, *, force: bool = False):
+    def numpy(self, *, force: bool = False) -> Any:
         return self.wait().numpy(force=force)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Pending({self.wait()})"
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         return self.wait().__reduce_ex__(protocol)
 
 
@@ -72,7 +74,7 @@ class _Result:
 
     __slots__ = ("finish", "found")
 
-    def __init__(self, finish: Callable[[], torch.Tensor]):
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
         self.finish: Callable[[], torch.Tensor] | None = finish
         self.found: torch.Tensor
 

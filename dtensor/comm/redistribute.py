@@ -70,7 +70,7 @@ def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec, asked: boo
     return local
 
 
-def _arguments(step: Step, spec: Spec) -> tuple:
+def _arguments(step: Step, spec: Spec) -> tuple[Any, ...]:
     """What the operator of `step` takes after the tensor."""
     known = facts(spec.mesh)
     group = known.groups[step.axes]
@@ -92,7 +92,7 @@ def _arguments(step: Step, spec: Spec) -> tuple:
     raise AssertionError(f"no such step: {step.op}")
 
 
-def _length_after(spec: Spec, step: Step):
+def _length_after(spec: Spec, step: Step) -> Any:
     assert step.dim is not None, f"{step.op} has no dimension to measure"
     assert spec.coordinate is not None, "nothing is redistributed on a rank outside the mesh"
     return spec.with_layout(step.dst).local_shape()[step.dim]

@@ -88,12 +88,16 @@ class Look:
     """This rank's look at some tensors at one place of the program that the ranks of a group have in common."""
 
     def __init__(self, job: Job, calls: Calls, place: str, given: Sequence[Given]) -> None:
-        self.job, self.given, self.ranks = job, given, calls.ranks
-        self.prefix = f"dtensor/alike/{calls.name}/{job.failures}/{place}"
+        self.job: Job = job
+        self.given: Sequence[Given] = given
+        self.ranks: tuple[int, ...] = calls.ranks
+        self.prefix: str = f"dtensor/alike/{calls.name}/{job.failures}/{place}"
 
     def tell(self) -> None:
         """Write down what this rank has."""
-        self.mine = [[said, str(x.dtype), list(x.shape), numbers(x).tolist()] for said, x in self.given]
+        self.mine: list[list[Any]] = [
+            [said, str(x.dtype), list(x.shape), numbers(x).tolist()] for said, x in self.given
+        ]
         key = f"{self.prefix}/{self.job.rank}"
         self.job.store.set(key, json.dumps(self.mine))
         _told.append((self.job, key))

@@ -116,11 +116,11 @@ def meet(group: torch.distributed.ProcessGroup) -> None:
         work.wait()
 
 
-def _fake_all_gather(x, size, group):
+def _fake_all_gather(x: Any, size: Any, group: Any) -> Any:
     return x.new_empty((size * x.shape[0], *x.shape[1:]))
 
 
-def _fake_all_to_all(x, output_splits, input_splits, group):
+def _fake_all_to_all(x: Any, output_splits: Any, input_splits: Any, group: Any) -> Any:
     return x.new_empty((sum(output_splits), *x.shape[1:]))
 
 

@@ -37,6 +37,7 @@ from ..rules.choose import Choice
 from ..rules.rule import Rule
 from ..torch_private.core import (
     FakeTensorMode,
+    OpOverload,
     decompositions,
     detect_fake_mode,
     disable_current_modes,
@@ -115,7 +116,7 @@ def is_dtensor(a: Any) -> bool:
     return isinstance(getattr(a, "_spec", None), Spec)
 
 
-def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
+def decide(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
     if name.startswith(FOREACH):
         return Decision(kind="foreach")
@@ -139,7 +140,7 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     return decide_by(call, rule, in_place)
 
 
-def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
+def _without_rule(func: OpOverload, in_place: bool, operands: list[Spec]) -> str:
     """The kind of decision for an operator that has no rule; "" if it runs on whole tensors."""
     if not _DYNAMIC.isdisjoint(func.tags):
         return "dynamic"
@@ -152,7 +153,7 @@ def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
     return "decompose" if func in decompositions and not func._schema.is_mutable else ""
 
 
-def has_out(func) -> bool:
+def has_out(func: OpOverload) -> bool:
     """Whether an operator writes its results to out= arguments."""
     return any(a.is_out for a in func._schema.arguments)
 
@@ -160,14 +161,14 @@ def has_out(func) -> bool:
 _functional: dict[Any, Any] = {}
 
 
-def functional_of(func) -> Any:
+def functional_of(func: OpOverload) -> Any:
     """The overload that makes a new tensor where `func` writes to its first argument or to out=, or None."""
     if func not in _functional:
         _functional[func] = _find_functional(func)
     return _functional[func]
 
 
-def _find_functional(func):
+def _find_functional(func: OpOverload) -> Any:
     space, base = func._schema.name.split("::")
     packet = getattr(getattr(torch.ops, space), base.removesuffix("_"), None)
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
@@ -179,7 +180,7 @@ def _find_functional(func):
     return None
 
 
-def _reads_mask(args: tuple) -> bool:
+def _reads_mask(args: tuple[Any, ...]) -> bool:
     """Whether a list among the arguments holds a mask: what an index reads is then of a shape that depends on it."""
     lists = [a for a in args if isinstance(a, (list, tuple))]
     return any(getattr(item, "dtype", None) in MASKS for a in lists for item in a)
@@ -280,7 +281,7 @@ def written(call: Call) -> list[int]:
     return found
 
 
-def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
+def _local(call: Call, rule: Rule, choice: Any, mesh: Any) -> Callable[..., Any]:
     run = rule.local
     assert run is not None
     return lambda func, args, kwargs: run(LocalCall(func, args, kwargs, call, mesh, choice.axes, choice.outputs))
@@ -302,7 +303,7 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     and the collectives that follow one collective.
     """
 
-    def held(func, args, kwargs):
+    def held(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = run(func, args, kwargs)
         if not is_in_graph():
             return out
@@ -311,7 +312,7 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
         call = " ".join([str(func), *[str(a) for a in flat if not isinstance(a, torch.Tensor)]])
         count = itertools.count()
 
-        def hold(x):
+        def hold(x: Any) -> Any:
             what = f"{call} {next(count)}"
             return torch.ops.dtensor.hold(x, given, what) if isinstance(x, torch.Tensor) else x
 
@@ -323,14 +324,14 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     return held
 
 
-def _reshape(func, args: tuple, kwargs: dict[str, Any]):
+def _reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A view of a shard that is no view locally (its strides differ from the global ones) copies."""
     if args[1:] and isinstance(args[1], torch.dtype):
         return func(*args, **kwargs)
     return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
-def _resolved(func, args: tuple, kwargs: dict[str, Any]):
+def _resolved(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A conjugate or negative is computed at once: a bit on the local tensor is nothing the DTensor would know of."""
     return func(*args, **kwargs).resolve_conj().resolve_neg()
 
@@ -344,14 +345,14 @@ _LOCAL: dict[str, Callable[..., Any]] = {
 def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
     """On a rank outside the mesh nothing is computed: outputs are empty."""
 
-    def run(func, args, kwargs):
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = [None if s is None else torch.empty(0, dtype=s.dtype, device=s.mesh.device_type) for s in specs]
         return made if many else made[0]
 
     return run
 
 
-def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> None:
+def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Spec]) -> None:
     """Collect the operands' specs; refuse a second mesh, and plain tensors that may differ between ranks."""
     names, plain = [a.name for a in func._schema.arguments], []
     for name, value in [*zip(names, args), *kwargs.items()]:
@@ -375,7 +376,7 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
             check_global(func, name, item, operands[0].mesh)
 
 
-def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:
+def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Spec]) -> Call:
     """The call as rules see it: arguments with specs in place of DTensors, on the mesh itself and no stand-in."""
     specs = tuple([mapped(a, _real_spec) for a in args]), {k: mapped(v, _real_spec) for k, v in kwargs.items()}
     outputs, many = _outputs(func, args, kwargs)
@@ -386,7 +387,7 @@ def _real_spec(x: Any) -> Spec:
     return x._spec.real or x._spec
 
 
-def mapped(a, of: Callable[[Any], Any]):
+def mapped(a: Any, of: Callable[[Any], Any]) -> Any:
     if is_dtensor(a):
         return of(a)
     if isinstance(a, (list, tuple)):
@@ -397,21 +398,21 @@ def mapped(a, of: Callable[[Any], Any]):
 class _Fake(threading.local):
     """A fake mode per thread: one mode is not safe to enter from several, and ranks may be threads."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 _fake = _Fake()
 
 
-def _outputs(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Output | None, ...], bool]:
+def _outputs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Output | None, ...], bool]:
     """Global shape, stride and dtype of the outputs, by running the operator on fake global tensors."""
     locals_: list[torch.Tensor] = []
     mapped([args, list(kwargs.values())], lambda t: locals_.append(t._local_tensor))
     symbolic = not all(_is_static(a) for a in (*args, *kwargs.values()))
     mode = detect_fake_mode(locals_) if symbolic else None
 
-    def fake(t) -> torch.Tensor:
+    def fake(t: Any) -> torch.Tensor:
         s = t._spec
         return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=t._local_tensor.device)
 
@@ -425,7 +426,7 @@ def _outputs(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Output | 
     return tuple(described), many
 
 
-def _is_static(a) -> bool:
+def _is_static(a: Any) -> bool:
     if is_dtensor(a):
         return a._spec.static
     if isinstance(a, (list, tuple)):
@@ -440,7 +441,7 @@ def replicated(call: Call) -> Rule:
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {}, local=_run_whole if gathers else None)
 
 
-def _run_whole(call: LocalCall):
+def _run_whole(call: LocalCall) -> Any:
     if not needs_whole(call.func):
         fell_back(call.func)
     return call.run()

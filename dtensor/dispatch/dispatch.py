@@ -19,7 +19,7 @@ from ..layout.layout import Layout
 from ..mesh.caches import cache
 from ..mesh.spec import Spec
 from ..rules.call import is_in_place, replaced
-from ..torch_private.core import disable_proxy_modes_tracing
+from ..torch_private.core import OpOverload, disable_proxy_modes_tracing
 from ..torch_private.sizes import is_traced
 from . import strictness
 from . import view_copies as aliasing
@@ -38,7 +38,7 @@ looked up."""
 ATOMS = frozenset((int, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 """Types of arguments that hold no tensor and stand in a key as they are."""
 
-_cache: dict[tuple, Decision] = cache()
+_cache: dict[tuple[Any, ...], Decision] = cache()
 
 KINDS: dict[str, Callable[..., Any]] = {}
 """Kind of a decision -> what runs it in place of a local operator; `multi_step` fills it."""
@@ -56,7 +56,7 @@ def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> No
     aliasing.install(make)
 
 
-def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on arguments some of which are DTensors.
 
     Raises:
@@ -103,7 +103,7 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
+def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A call with plain tensors among its arguments, or with sizes that no key can hold."""
     if not found & PLAIN:
         with disable_proxy_modes_tracing():  # what is worked out of sizes on the way is no part of the graph
@@ -191,7 +191,9 @@ def _other(a: Any, parts: list[Any], local: list[Any]) -> int:
     return 0
 
 
-def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def with_plain_wrapped(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The call with plain tensors that are alike on all ranks as replicated DTensors.
 
     Raises:
@@ -204,7 +206,7 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     if is_in_place(func) and not isinstance(first, DTensorType) and not may_be_written(first):
         raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
 
-    def replicated(a):
+    def replicated(a: Any) -> Any:
         if isinstance(a, (list, tuple)):
             return [replicated(item) for item in a]
         if isinstance(a, torch.Tensor) and not isinstance(a, DTensorType):
@@ -215,7 +217,7 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     return tuple(map(replicated, args)), {k: replicated(a) for k, a in kwargs.items()}
 
 
-def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Carry out any decision."""
     if copies:
         freshen(decision.written, func, args, kwargs)
@@ -227,7 +229,7 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if decision.kind:
         return KINDS[decision.kind](func, args, kwargs)
     if decision.writes:
@@ -258,19 +260,19 @@ def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result if spec is None else wrap(result, spec)
 
 
-def _homed(results, decision: Decision) -> Any:
+def _homed(results: Any, decision: Decision) -> Any:
     """Several results, each in the layout that it is put in. `strict` allows that: they are gradients of parameters."""
     places = zip(results, decision.homes, decision.outputs)
     return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
 
 
-def _wrapped(results, specs: tuple[Spec | None, ...]) -> Any:
+def _wrapped(results: Any, specs: tuple[Spec | None, ...]) -> Any:
     """Several results, as DTensors of their specs."""
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(results, specs)]
     return wrapped if isinstance(results, list) else tuple(wrapped)
 
 
-def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
+def _run_and_write_back(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Operands that are written to in another layout than their own: run on the moved ones, then move those back."""
     if strictness.active():
         strictness.check(decision, func, args, kwargs)
@@ -280,7 +282,7 @@ def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str,
     moved_args, moved_kwargs = [], {}
     at_hand: list[Any] = []
 
-    def take(_):
+    def take(_: Any) -> Any:
         at_hand.append(next(supply))
         return at_hand[-1]
 
@@ -293,13 +295,13 @@ def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str,
     return args[0] if decision.returns_self else out
 
 
-def _moved(x, target: Layout | None):
+def _moved(x: Any, target: Layout | None) -> Any:
     if target is None:
         return x
     return wrap(redistribute_local(x._local_tensor, x._spec, target), x._spec.with_layout(target))
 
 
-def _local_of(a):
+def _local_of(a: Any) -> Any:
     if isinstance(a, DTensorType):
         return a._local_tensor
     if isinstance(a, (list, tuple)):
@@ -307,7 +309,7 @@ def _local_of(a):
     return a
 
 
-def _localized(a, moves):
+def _localized(a: Any, moves: Any) -> Any:
     if isinstance(a, DTensorType):
         target = next(moves, None)
         local = a._local_tensor

@@ -6,6 +6,8 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 
+from ..torch_private.core import OpOverload
+
 _counts: Counter[str] = Counter()
 _warned: set[str] = set()
 _lock = threading.Lock()
@@ -28,7 +30,7 @@ def uncounted() -> Iterator[None]:
         _quiet.on = before
 
 
-def fell_back(func) -> None:
+def fell_back(func: OpOverload) -> None:
     """Count a call of `func` that ran replicated; the first one warns."""
     if _quiet.on:
         return

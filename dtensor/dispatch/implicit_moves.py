@@ -14,6 +14,7 @@ from ..layout.layout import Layout
 from ..layout.placements import Placement, Replicate
 from ..layout.planner import Plan, Step
 from ..mesh.spec import Spec
+from ..torch_private.core import OpOverload
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ def axes_name(mesh: Any, axes: tuple[int, ...]) -> str:
     return " and ".join([axis_name(mesh, axis) for axis in axes])
 
 
-def named_operands(func, args: Sequence, kwargs: dict[str, Any]) -> list[tuple[str, Spec]]:
+def named_operands(func: OpOverload, args: Sequence, kwargs: dict[str, Any]) -> list[tuple[str, Spec]]:
     """Argument name and spec of each operand of a call, in its order; the call holds DTensors or specs."""
     names = [a.name for a in func._schema.arguments]
     return [found for name, value in [*zip(names, args), *kwargs.items()] for found in _named(name, value)]
 
 
-def _named(name: str, value) -> Iterator[tuple[str, Spec]]:
+def _named(name: str, value: Any) -> Iterator[tuple[str, Spec]]:
     spec = value if isinstance(value, Spec) else getattr(value, "_spec", None)
     if isinstance(spec, Spec):
         yield name, spec

@@ -40,7 +40,7 @@ def put_in_memory(run: Callable[..., Any] | None, operands: Sequence[Spec]) -> C
     """`run`, or the operator itself for None, on local tensors in the order in memory of the global `operands`."""
     orders = [_order(o) for o in operands]
 
-    def running(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def running(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         left = iter(orders)
 
         def put(x: Any) -> Any:

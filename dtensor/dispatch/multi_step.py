@@ -14,7 +14,7 @@ from ..errors import OperatorError, ShardingError, StrictReason
 from ..layout.layout import Layout
 from ..mesh.spec import Spec
 from ..rules import Output, needs_whole, rule_of
-from ..torch_private.core import decompositions, return_and_correct_aliasing
+from ..torch_private.core import OpOverload, decompositions, return_and_correct_aliasing
 from . import dispatch, strictness
 from .decision import COMPOSITES, call_of, check_operands, decide_by, functional_of, is_dtensor, mapped, replicated
 from .dispatch import KINDS, run, with_plain_wrapped
@@ -23,7 +23,7 @@ from .implicit_moves import moves_of, named_operands
 from .plain_operands import region_of_torch
 
 
-def _foreach(func, args: tuple, kwargs: dict[str, Any]):
+def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A foreach operator runs list index by list index; an index that holds only plain tensors runs as it is."""
     names = [a.name for a in func._schema.arguments]
     lists = {n: v for n, v in [*zip(names, args), *kwargs.items()] if isinstance(v, (list, tuple))}
@@ -44,7 +44,7 @@ NUMBERS = ("lr", "state_steps")
 """Arguments of fused optimizers that are numbers on every rank, in tensors of whatever shape, and on whatever mesh."""
 
 
-def _number(a):
+def _number(a: Any) -> Any:
     """A replicated tensor of one element as a plain one without dimensions; a list of it likewise."""
     if isinstance(a, list):
         return [_number(x) for x in a]
@@ -53,12 +53,12 @@ def _number(a):
     return a.reshape(()) if isinstance(a, torch.Tensor) and not is_dtensor(a) and a.numel() == 1 else a
 
 
-def _at(i: int, a):
+def _at(i: int, a: Any) -> Any:
     """The list of what a list has at index `i`; an empty list, an optional argument not given, stays empty."""
     return list(a[i : i + 1]) if isinstance(a, (list, tuple)) else a
 
 
-def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
+def _one_of_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors: list[Any] = []
     _tensors([args, list(kwargs.values())], tensors)
     if not any(is_dtensor(t) for t in tensors):
@@ -81,7 +81,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     return run(decide_by(call, rule, in_place).on(operands[0].mesh).traced(), func, args, kwargs)
 
 
-def _tensors(a, found: list[Any]) -> None:
+def _tensors(a: Any, found: list[Any]) -> None:
     if isinstance(a, torch.Tensor):
         found.append(a)
     elif isinstance(a, (list, tuple)):
@@ -92,7 +92,7 @@ def _tensors(a, found: list[Any]) -> None:
 def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, whose strict errors speak of the operator that was called and not only of those it runs as."""
 
-    def named(func, args: tuple, kwargs: dict[str, Any]):
+    def named(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return run(func, args, kwargs)
         except StrictReason as error:
@@ -102,13 +102,13 @@ def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_blamed
-def _decompose(func, args: tuple, kwargs: dict[str, Any]):
+def _decompose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with region_of_torch():
         made = decompositions[func](*args, **kwargs)
     return _whole(func, args, kwargs) if made is NotImplemented else made
 
 
-def _whole(func, args: tuple, kwargs: dict[str, Any]):
+def _whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Everything gathered, the operator on every rank."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
@@ -117,13 +117,13 @@ def _whole(func, args: tuple, kwargs: dict[str, Any]):
 
 
 @_blamed
-def _functional(func, args: tuple, kwargs: dict[str, Any]):
+def _functional(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An in-place operator by the one that makes a new tensor."""
     return args[0].copy_(functional_of(func)(*args, **kwargs))
 
 
 @_blamed
-def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
+def _inplace_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator that changes the shape of its tensor: that becomes what the view is."""
     functional = functional_of(func)
     if functional is None:
@@ -134,7 +134,7 @@ def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
     return return_and_correct_aliasing(func, args, kwargs, x)
 
 
-def _set(x, *_):
+def _set(x: Any, *_: Any) -> None:
     """`set_`, and what a graph makes of an assignment to `data`.
 
     Raises:
@@ -147,13 +147,13 @@ def _set(x, *_):
 
 
 @_blamed
-def _implicit(func, args: tuple, kwargs: dict[str, Any]):
+def _implicit(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
     with region_of_torch():
         return func.decompose(*args, **kwargs)
 
 
-def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
+def _dynamic(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
@@ -166,10 +166,10 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
         fell_back(func)
     supply = iter(targets)
 
-    def whole(x):
+    def whole(x: Any) -> Any:
         return redistribute_local(x._local_tensor, x._spec, next(supply))
 
-    def wrapped(t):
+    def wrapped(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
             return t
         layout = Layout.make(mesh.ndim, ((),) * t.dim(), ())
@@ -180,11 +180,13 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
 
 
 @_blamed
-def _composite(func, args: tuple, kwargs: dict[str, Any]):
+def _composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return COMPOSITES[func._schema.name](*args, **kwargs)
 
 
-def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+def vector_norm(
+    x: Any, ord: int = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """`linalg_vector_norm` by operators that have rules, so that only the reduced value is communicated."""
     x = x.to(dtype) if dtype is not None else x
     over = list(range(x.dim())) if dim is None else dim
@@ -199,7 +201,7 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     return x.abs().pow(ord).sum(over, keepdim).pow(1 / ord)
 
 
-def _size(x) -> list[int]:
+def _size(x: Any) -> list[int]:
     """The sizes as numbers, for kernels of torch that know no symbols: what is traced is then for these."""
     return [int(n) for n in x.shape]
 

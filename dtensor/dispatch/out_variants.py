@@ -13,13 +13,13 @@ from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError, OperatorError
 from ..layout.layout import Layout
 from ..mesh.spec import Spec
-from ..torch_private.core import return_and_correct_aliasing
+from ..torch_private.core import OpOverload, return_and_correct_aliasing
 from . import dispatch
 from .decision import check_operands, functional_of, is_dtensor, mapped
 from .dispatch import KINDS
 
 
-def _out(func, args: tuple, kwargs: dict[str, Any]):
+def _out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` and give what it was to write to.
 
     Raises:
@@ -39,7 +39,7 @@ def _out(func, args: tuple, kwargs: dict[str, Any]):
     return next(iter(targets.values())) if one else tuple(targets.values())
 
 
-def put(func, name: str, given: torch.Tensor, value: Any) -> None:
+def put(func: OpOverload, name: str, given: torch.Tensor, value: Any) -> None:
     """Write `value`, a result of `func`, to `given`, its argument `name`."""
     if not is_dtensor(value):
         given.copy_(value)
@@ -67,23 +67,23 @@ def put(func, name: str, given: torch.Tensor, value: Any) -> None:
         )
 
 
-def _become(x, value) -> None:
+def _become(x: Any, value: Any) -> None:
     """Give the DTensor `x` the shape, layout and values of `value`."""
     value = value.to(x.dtype).contiguous()
     x._local_tensor, x._spec = value._local_tensor, value._spec
     return_and_correct_aliasing(torch.ops.aten.resize_.default, (x, list(value.shape)), {}, x)
 
 
-def _on_whole(func, args: tuple, rest: dict[str, Any], targets: dict[str, Any]):
+def _on_whole(func: OpOverload, args: tuple[Any, ...], rest: dict[str, Any], targets: dict[str, Any]) -> Any:
     """The results of an operator that has no other form, run on whole tensors; one, or a list of several."""
     operands: list[Spec] = []
     check_operands(func, args, rest | targets, operands)
     mesh = operands[0].mesh
 
-    def whole(x):
+    def whole(x: Any) -> Any:
         return redistribute_local(x._local_tensor, x._spec, Layout.make(mesh.ndim, ((),) * x._spec.ndim, ())).clone()
 
-    def wrapped(x: torch.Tensor):
+    def wrapped(x: torch.Tensor) -> Any:
         layout = Layout.make(mesh.ndim, ((),) * x.dim(), ())
         return dispatch.wrap(x, Spec.make(mesh, layout, x.shape, x.stride(), x.dtype))
 

@@ -218,7 +218,7 @@ def _differs_by(func: OpOverload) -> str | None:
     return None if func.namespace in NATIVE else f" computed by {func}"
 
 
-def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+def mark_local(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """While a graph is traced: note in it that the locals of the DTensors `out` are one rank's parts.
 
     They may be computed from factories and this rank's coordinate, and `to_local` gives them to users. Where the local
@@ -271,7 +271,7 @@ class _Recorder(TorchDispatchMode):
         return True
 
     @never_traced
-    def __enter__(self):
+    def __enter__(self) -> Any:
         self.active = True
         # Where autograd has been passed already, writes do not count up versions.
         self.counts = not is_below_autograd()
@@ -281,7 +281,9 @@ class _Recorder(TorchDispatchMode):
         self.active = False
         super().__exit__(*args)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or (types and not all(t in PLAIN for t in types)):
             return func(*args, **kwargs)
@@ -330,7 +332,7 @@ def _tensors(a: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _written(info: torch.FunctionSchema, args: tuple, kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
+def _written(info: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
     if not info.is_mutable:
         return ()
     names = [a.name for a in info.arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -31,7 +31,7 @@ _registered: dict[str, str] = {}
 class TensorMeta:
     """What a rule function is told of a tensor argument: its global shape and its dtype."""
 
-    shape: tuple
+    shape: tuple[Any, ...]
     dtype: torch.dtype
 
     @property
@@ -172,13 +172,15 @@ def _register_function(overloads: list[OpOverload], function: RuleMaker) -> Rule
     return function
 
 
-def _of_function(func: OpOverload, function: RuleMaker, positional: list[str], parameters: list[inspect.Parameter]):
+def _of_function(
+    func: OpOverload, function: RuleMaker, positional: list[str], parameters: list[inspect.Parameter]
+) -> Any:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     accepted = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     keywords = [a.name for a in func._schema.arguments if a.kwarg_only and (takes_all or a.name in accepted)]
 
     def make(call: Call) -> EngineRule:
-        def given(name: str):
+        def given(name: str) -> Any:
             return _described(argument(func, call.args, call.kwargs, name))
 
         found = function(*map(given, positional), **{name: given(name) for name in keywords})
@@ -191,7 +193,7 @@ def _of_function(func: OpOverload, function: RuleMaker, positional: list[str], p
     return make
 
 
-def _described(value):
+def _described(value: Any) -> Any:
     if isinstance(value, Spec):
         return TensorMeta(value.shape, value.dtype)
     return [_described(v) for v in value] if isinstance(value, (list, tuple)) else value
@@ -290,7 +292,7 @@ class _Fitting:
             found += [f"...{k}" for k in range(extra, 0, -1)] if part == "..." else [part]
         return found
 
-    def _meet(self, name: str, dim: int, factor: str, size) -> None:
+    def _meet(self, name: str, dim: int, factor: str, size: Any) -> None:
         """Note the size of a factor; a length of 1 gives way to any other."""
         known = self.sizes.setdefault(factor, size) if factor else size
         if _same(known, size) or _is_one(size):
@@ -299,14 +301,14 @@ class _Fitting:
             raise self._mismatch(name, dim, factor, size, known)
         self.sizes[factor] = size
 
-    def _mismatch(self, name: str, dim: int, factor: str, size, known) -> OperatorError:
+    def _mismatch(self, name: str, dim: int, factor: str, size: Any, known: Any) -> OperatorError:
         return OperatorError(
             f"{self.func}: by the rule {self.rule.text!r} dimension {dim} of {name} is of factor "
             f"{factor!r}, of length {known}, but its length is {size}; correct the rule (1 for a dimension that is "
             "never sharded) or the call"
         )
 
-    def _dim(self, factor: str, size) -> tuple[str, ...]:
+    def _dim(self, factor: str, size: Any) -> tuple[str, ...]:
         if not factor or (_is_one(size) and not _is_one(self.sizes[factor])):
             return ()
         return (factor, _minor(factor)) if self._even(factor) else (factor,)
@@ -328,11 +330,11 @@ def _minor(factor: str) -> str:
     return f"{factor}'"
 
 
-def _is_one(size) -> bool:
+def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _same(a, b) -> bool:
+def _same(a: Any, b: Any) -> bool:
     return a is b or a == b
 
 

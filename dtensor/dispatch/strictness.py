@@ -12,7 +12,7 @@ from ..errors import StrictError, StrictReason, StrictTraceError
 from ..layout.placements import Replicate
 from ..mesh.environment import switched, text
 from ..mesh.spec import Spec
-from ..torch_private.core import is_being_compiled, set_thread_state, thread_state
+from ..torch_private.core import OpOverload, is_being_compiled, set_thread_state, thread_state
 from .implicit_moves import Move, as_code, moves_of, named_operands, redistribute_call
 
 _KEY = "dtensor.strict"
@@ -76,7 +76,7 @@ def fingerprint() -> tuple[bool | None, str]:
     return thread_state(_KEY, None), text("strict")
 
 
-def check(decision: Any, func, args: Sequence, kwargs: dict[str, Any]) -> None:
+def check(decision: Any, func: OpOverload, args: Sequence, kwargs: dict[str, Any]) -> None:
     """Refuse the moves of a decision if they communicate.
 
     Raises:
@@ -116,7 +116,7 @@ def _leaving(move: Move, out: Spec | None) -> str:
     return f": {' and '.join(lost)}{shape}" if lost else ""
 
 
-def _check_fallback(func, operands: list[tuple[str, Spec]], moves: list[Move]) -> None:
+def _check_fallback(func: OpOverload, operands: list[tuple[str, Spec]], moves: list[Move]) -> None:
     refused = [m for m in moves if m.axes]
     if refused:
         where = ", ".join(f"{name}: {as_code(spec.layout.placements)}" for name, spec in operands)

@@ -29,7 +29,7 @@ from ..comm.redistribute import redistribute_local
 from ..errors import OperatorError, ShardingError
 from ..layout.layout import Layout
 from ..mesh.spec import Spec
-from ..torch_private.core import FakeTensor, below_autograd, functionalized, graph_node, is_alias_of
+from ..torch_private.core import FakeTensor, OpOverload, below_autograd, functionalized, graph_node, is_alias_of
 
 ATTRIBUTE = "dtensor_memory"
 """Attribute of a storage: its `_Memory`, if it is that of a base or of a copy."""
@@ -52,7 +52,7 @@ class _Family:
 
     __slots__ = ("version",)
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.version = 0
 
 
@@ -66,7 +66,7 @@ class _Memory:
 
     __slots__ = ("counted", "family", "origin", "seen")
 
-    def __init__(self, family: _Family, origin: "_Origin | _Lost | None" = None, counted: int = 0):
+    def __init__(self, family: _Family, origin: "_Origin | _Lost | None" = None, counted: int = 0) -> None:
         self.family, self.origin, self.seen, self.counted = family, origin, family.version, counted
 
     @property
@@ -92,13 +92,21 @@ class _Origin:
     __slots__ = ("args", "base", "func", "kwargs", "moved", "parts", "spec")
     changed = False
 
-    def __init__(self, func, args: tuple, kwargs: dict[str, Any], base: torch.Tensor, spec: Spec, moved: bool):
+    def __init__(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        base: torch.Tensor,
+        spec: Spec,
+        moved: bool,
+    ) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.base, self.spec, self.moved = base, spec, moved
-        self.parts: list[tuple[int | None, Spec, tuple, weakref.ref]] = []
+        self.parts: list[tuple[int | None, Spec, tuple[Any, ...], weakref.ref]] = []
         copies.add(id(self))
 
-    def __del__(self):
+    def __del__(self) -> None:
         copies.discard(id(self))
 
     def of(self, base: Any) -> list[Any]:
@@ -125,11 +133,11 @@ class _Lost:
 
     __slots__ = ("bases", "shape")
 
-    def __init__(self, shape: torch.Size, bases: list[Any]):
+    def __init__(self, shape: torch.Size, bases: list[Any]) -> None:
         self.shape, self.bases = shape, [(weakref.ref(x), _version(x)) for x in bases]
         copies.add(id(self))
 
-    def __del__(self):
+    def __del__(self) -> None:
         copies.discard(id(self))
 
     @property
@@ -160,7 +168,9 @@ def lose(made: list[Any], bases: list[Any]) -> None:
             setattr(storage, ATTRIBUTE, _Memory(family, _Lost(x.shape, bases), _version(x)))
 
 
-def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool, taken_apart: bool) -> None:
+def remember(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, moved: bool, taken_apart: bool
+) -> None:
     """Note in the results of `func`, a view, what they are views of, if they are copies.
 
     Args:
@@ -195,7 +205,7 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
             memory.origin.parts.append((index if many else None, made._spec, _place(part), weakref.ref(part)))
 
 
-def freshen(written: tuple[int, ...], func, args: tuple, kwargs: dict[str, Any]) -> None:
+def freshen(written: tuple[int, ...], func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make stale copies among the operands of a call again, before it runs and writes to those at `written`.
 
     Raises:
@@ -221,7 +231,7 @@ def fresh(x: Any) -> Any:
     return x
 
 
-def wrote(written: tuple[int, ...], args: tuple, kwargs: dict[str, Any]) -> None:
+def wrote(written: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """The operands at `written` were written to: so are the bases of those that are copies; other copies are stale."""
     operands = list(_dtensors((args, kwargs)))
     for i in written:
@@ -277,7 +287,7 @@ def _push(origin: _Origin, local: torch.Tensor) -> None:
     origin.base.copy_(redistribute_local(held, replicated, origin.spec.layout))
 
 
-def _check_writable(func, x: Any) -> None:
+def _check_writable(func: OpOverload, x: Any) -> None:
     memory = _memory(x._local_tensor)
     while memory is not None and memory.origin is not None:
         if isinstance(memory.origin, _Lost):
@@ -367,11 +377,11 @@ def _memory_or_new(local: torch.Tensor) -> _Memory:
     return found
 
 
-def _place(local: torch.Tensor) -> tuple:
+def _place(local: torch.Tensor) -> tuple[Any, ...]:
     return tuple(local.shape), local.stride(), local.storage_offset()
 
 
-def _at(local: torch.Tensor, dtype: torch.dtype, place: tuple) -> torch.Tensor:
+def _at(local: torch.Tensor, dtype: torch.dtype, place: tuple[Any, ...]) -> torch.Tensor:
     """What lies at `place` in the storage of `local`."""
     if local.dtype != dtype:
         length = local.untyped_storage().nbytes() // local.dtype.itemsize
@@ -379,7 +389,7 @@ def _at(local: torch.Tensor, dtype: torch.dtype, place: tuple) -> torch.Tensor:
     return local if place == _place(local) else local.as_strided(*place)
 
 
-def _dtensors(a: Any):
+def _dtensors(a: Any) -> Any:
     if hasattr(a, "_spec"):
         yield a
     elif isinstance(a, (list, tuple)):

@@ -81,7 +81,7 @@ def _converted(x: Any) -> Any:
     return new
 
 
-def _hooks(module: nn.Module) -> tuple[dict, ...]:
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_pre_hooks, module._forward_hooks
 
 
@@ -94,7 +94,7 @@ def _home(hook: Any) -> str:
 def _bridged(hook: Any) -> Any:
     """A hook of torch's styles, which gets and gives torch's DTensors, among ours."""
 
-    def bridged(module, *given):
+    def bridged(module: Any, *given: Any) -> Any:
         return tree_map(as_ours, hook(module, *tree_map(as_torchs, given)))
 
     return bridged

@@ -23,7 +23,7 @@ TRACED = "_traced"
 
 
 def export(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, dynamic_shapes: Any = None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
     """The inference graph of a model whose parameters are DTensors, for plain inputs and outputs.
 
@@ -78,14 +78,16 @@ def _stand_in(mode: Any, x: Any, name: str, symbols: bool) -> Any:
     return stand_in(mode, x, name, symbols) if isinstance(x, torch.Tensor) else x
 
 
-def _sizes(x: Any) -> tuple:
+def _sizes(x: Any) -> tuple[Any, ...]:
     return tuple(x.shape) if isinstance(x, torch.Tensor) else ()
 
 
 class _Program(nn.Module):
     """The traced graph as a module with the local tensors of a model, under the model's names."""
 
-    def __init__(self, model: nn.Module, local: dict[str, torch.Tensor], graph: nn.Module, form: Any, check: Callable):
+    def __init__(
+        self, model: nn.Module, local: dict[str, torch.Tensor], graph: nn.Module, form: Any, check: Callable[..., Any]
+    ) -> None:
         super().__init__()
         self._names, self._form, self._check = tuple(local), form, check
         self.add_module(TRACED, graph)

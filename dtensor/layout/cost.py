@@ -111,7 +111,7 @@ class Network:
     _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @staticmethod
-    def of(sizes: tuple[int, ...], links: tuple[Link, ...] | Link = DEFAULT, merged=()) -> "Network":
+    def of(sizes: tuple[int, ...], links: tuple[Link, ...] | Link = DEFAULT, merged: Any = ()) -> "Network":
         """The network with these attributes; one link stands for all axes.
 
         Raises:
@@ -148,6 +148,6 @@ class Network:
         return found
 
 
-_networks: dict[tuple, Network] = {}
+_networks: dict[tuple[Any, ...], Network] = {}
 
 __all__ = ["DEFAULT", "INTER", "INTRA", "WORK", "Link", "Network", "log2_ceil", "seconds", "terms", "wire_bytes"]

@@ -7,6 +7,7 @@ object, so comparing them in a guard or a cache is a pointer comparison. Sizes a
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import PlacementError
 from ..torch_private.core import register_value_type
@@ -14,7 +15,7 @@ from .chunks import chunk_length
 from .placements import Partial, Placement, Replicate, Shard
 
 _TOKEN = re.compile(r"(?:S\((\d+)\)(?:#(\d+))?)|(R)|(?:P(?:\((\w+)\))?)")
-_interned: dict[tuple, "Layout"] = {}
+_interned: dict[tuple[Any, ...], "Layout"] = {}
 _parsed: dict[tuple[str, int], "Layout"] = {}
 
 
@@ -39,7 +40,7 @@ class Layout:
     text: str = field(init=False)
     context: "tuple[Layout]" = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         found: list[Placement] = [Replicate()] * self.mesh_ndim
         text = ["R"] * self.mesh_ndim
         for dim, axes in enumerate(self.dims):
@@ -96,7 +97,7 @@ class Layout:
         """The mesh axes that shard some dimension, dimension by dimension."""
         return tuple(axis for axes in self.dims for axis in axes)
 
-    def local_shape(self, shape, mesh_shape: tuple[int, ...], coordinate) -> tuple:
+    def local_shape(self, shape: Any, mesh_shape: tuple[int, ...], coordinate: Any) -> tuple[Any, ...]:
         """Shape of the shard at `coordinate` (one index per mesh axis) of a tensor of global `shape`."""
         local = list(shape)
         for dim, axes in enumerate(self.dims):
@@ -104,7 +105,7 @@ class Layout:
                 local[dim] = chunk_length(local[dim], mesh_shape[axis], coordinate[axis])
         return tuple(local)
 
-    def local_box(self, shape, mesh_shape: tuple[int, ...], coordinate) -> tuple[tuple[int, int], ...]:
+    def local_box(self, shape: Any, mesh_shape: tuple[int, ...], coordinate: Any) -> tuple[tuple[int, int], ...]:
         """Where the shard at `coordinate` begins and ends along each dimension of a tensor of global `shape`."""
         box = []
         for length, axes in zip(shape, self.dims):
@@ -130,18 +131,18 @@ class Layout:
             partial = sorted([*partial, (axis, reduce_op)])
         return Layout.make(self.mesh_ndim, tuple(dims), tuple(partial))
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: Any) -> bool:
         return self is other
 
-    __hash__ = object.__hash__
+    __hash__: Any = object.__hash__
 
     def __copy__(self) -> "Layout":
         return self
 
-    def __deepcopy__(self, memo) -> "Layout":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Layout":
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return Layout.make, (self.mesh_ndim, self.dims, self.partial)
 
     def __str__(self) -> str:
@@ -150,7 +151,7 @@ class Layout:
     def __repr__(self) -> str:
         return f"Layout.parse({self.text!r}, {len(self.dims)})"
 
-    def __fx_repr__(self):
+    def __fx_repr__(self) -> Any:
         return repr(self), {"Layout": Layout}
 
 

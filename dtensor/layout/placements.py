@@ -7,6 +7,7 @@ Registered with torch as opaque value types, so that Dynamo builds, compares and
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import PlacementError
 from ..torch_private.core import register_value_type
@@ -44,7 +45,7 @@ class Shard(Placement):
     dim: int
     cut: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise TypeError(f"Shard takes a tensor dimension, an int such as Shard(0); got {self.dim!r}")
         if self.cut is not None and (not isinstance(self.cut, int) or self.cut < 0):
@@ -56,7 +57,7 @@ class Shard(Placement):
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})" if self.cut is None else f"Shard(dim={self.dim}, cut={self.cut})"
 
-    def __fx_repr__(self):
+    def __fx_repr__(self) -> Any:
         return f"Shard({self.dim})" if self.cut is None else f"Shard({self.dim}, cut={self.cut})", {"Shard": Shard}
 
 
@@ -67,7 +68,7 @@ class Replicate(Placement):
     def __str__(self) -> str:
         return "R"
 
-    def __fx_repr__(self):
+    def __fx_repr__(self) -> Any:
         return "Replicate()", {"Replicate": Replicate}
 
 
@@ -80,14 +81,14 @@ class Partial(Placement):
 
     reduce_op: str = "sum"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
             raise ValueError(f"Partial takes one of {', '.join(REDUCE_OPS)}; got {self.reduce_op!r}")
 
     def __str__(self) -> str:
         return "P" if self.reduce_op == "sum" else f"P({self.reduce_op})"
 
-    def __fx_repr__(self):
+    def __fx_repr__(self) -> Any:
         return f"Partial({self.reduce_op!r})", {"Partial": Partial}
 
 
@@ -97,7 +98,7 @@ register_value_type(Replicate, _COMMON)
 register_value_type(Partial, ("reduce_op", *_COMMON))
 
 
-def as_placement(given) -> Placement:
+def as_placement(given: Any) -> Placement:
     """Our placement for `given`, which may be ours or one of torch.distributed.tensor's."""
     if isinstance(given, Placement):
         return given
@@ -172,7 +173,7 @@ def parsed(text: str) -> tuple[Placement, ...]:
 _WORD = re.compile(r"S\((-?\d+)\)(?:#(\d+))?|(R)|P(?:\((\w+)\))?")
 
 
-def _not_a_sequence(given) -> PlacementError:
+def _not_a_sequence(given: Any) -> PlacementError:
     return PlacementError(f"placements is a sequence with one placement per mesh axis, write [{given!r}]")
 
 

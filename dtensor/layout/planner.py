@@ -11,7 +11,7 @@ import heapq
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, prod
-from typing import Literal
+from typing import Any, Literal
 
 import sympy
 
@@ -162,7 +162,7 @@ def plan(
 
 
 @lru_cache(maxsize=16384)
-def _plan(src: Layout, dst: Layout, shape, network: Network, itemsize: int, prefer: str) -> Plan:
+def _plan(src: Layout, dst: Layout, shape: Any, network: Network, itemsize: int, prefer: str) -> Plan:
     _check(src, dst, shape, network, prefer)
     real = [n > 1 for n in network.sizes]
     start, goal = _bare(src, real), _bare(dst, real)
@@ -196,7 +196,7 @@ def forget() -> None:
     _plan.cache_clear()
 
 
-def _check(src: Layout, dst: Layout, shape, network: Network, prefer: str) -> None:
+def _check(src: Layout, dst: Layout, shape: Any, network: Network, prefer: str) -> None:
     if prefer not in ("time", "memory"):
         raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
     for layout in (src, dst):
@@ -278,7 +278,7 @@ class _Bound:
     ranks brings at most n-1 times what is kept.
     """
 
-    def __init__(self, space: Space, goal: State, itemsize: int):
+    def __init__(self, space: Space, goal: State, itemsize: int) -> None:
         self.space, self.goal = space, goal
         links = space.network.links
         self.collective = min([link.start + link.alpha for link in links], default=0.0)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, combinations, islice, pairwise, permutations, product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .cost import Network
 
@@ -77,13 +77,13 @@ class Space:
         wanted: partial axes of the target.
     """
 
-    def __init__(self, lengths: tuple[int, ...], network: Network, named: frozenset[int], wanted: Partials):
+    def __init__(self, lengths: tuple[int, ...], network: Network, named: frozenset[int], wanted: Partials) -> None:
         self.lengths = lengths
         self.network = network
         self.wanted = wanted
-        self.axes = tuple(a for a, n in enumerate(network.sizes) if n > 1)
-        self.runs = dict.fromkeys(sorted([*[(a,) for a in self.axes], *network.merged]))
-        self.classes = _interchangeable(lengths, named, prod(network.sizes))
+        self.axes: tuple[int, ...] = tuple(a for a, n in enumerate(network.sizes) if n > 1)
+        self.runs: dict[tuple[int, ...], None] = dict.fromkeys(sorted([*[(a,) for a in self.axes], *network.merged]))
+        self.classes: Any = _interchangeable(lengths, named, prod(network.sizes))
         self._lengths: dict[tuple[int, tuple[int, ...]], int] = {}
         self._elements: dict[Dims, int] = {}
         n = prod(network.sizes)
@@ -115,7 +115,9 @@ class Space:
             found = self._edges[at] = tuple(self._steps(at))
         return found
 
-    def _edge(self, op: str, axes, dim, scatter_dim, reduce_op, pieces: Dims, count: int, to: State) -> Edge:
+    def _edge(
+        self, op: str, axes: Any, dim: Any, scatter_dim: Any, reduce_op: Any, pieces: Dims, count: int, to: State
+    ) -> Edge:
         fixed, per_byte = self.network.terms(op, axes)
         return Edge(op, axes, dim, scatter_dim, reduce_op, pieces, count, to, fixed, per_byte * count)
 
@@ -200,7 +202,9 @@ def _interchangeable(lengths: tuple[int, ...], named: frozenset[int], n: int) ->
 
 
 @lru_cache(maxsize=1024)
-def _edge_table(network: Network, named: frozenset[int], wanted: Partials, lengths) -> dict[State, tuple[Edge, ...]]:
+def _edge_table(
+    network: Network, named: frozenset[int], wanted: Partials, lengths: Any
+) -> dict[State, tuple[Edge, ...]]:
     """Edges already listed, for all searches among the same steps: those whose `lengths` divide (0) or are equal."""
     return {}
 

@@ -55,7 +55,7 @@ LEFT = "left"
 SAID = 2000
 """Characters of an error that others are told."""
 
-log = logging.getLogger("dtensor")
+log: logging.Logger = logging.getLogger("dtensor")
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Job:
     broken: str = ""
 
     def __post_init__(self) -> None:
-        self.process = os.getpid()
+        self.process: int = os.getpid()
         self._signs: dict[int, tuple[bytes, float]] = {}
         self._agreeing = False
         self._stop = threading.Event()
@@ -257,7 +257,7 @@ def leave() -> None:
 
 
 @contextmanager
-def failure_told(doing: str, *, unless: type[Exception] | tuple = ()) -> Iterator[None]:
+def failure_told(doing: str, *, unless: type[Exception] | tuple[Any, ...] = ()) -> Iterator[None]:
     """Context in which an error of this rank is one of the job: `doing` says what it did, "compiled", say. One that is
     `unless` ends nothing."""
     try:

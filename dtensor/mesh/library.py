@@ -2,6 +2,6 @@
 
 import torch
 
-library = torch.library.Library("dtensor", "DEF")
+library: torch.library.Library = torch.library.Library("dtensor", "DEF")
 
 __all__ = ["library"]

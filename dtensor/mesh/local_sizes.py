@@ -73,7 +73,7 @@ class _Lengths:
         made_of: symbol of a local length -> the same.
     """
 
-    def __init__(self, env: ShapeEnv):
+    def __init__(self, env: ShapeEnv) -> None:
         self.env = env
         self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
         self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
@@ -199,7 +199,7 @@ def _lengths(env: ShapeEnv) -> _Lengths:
     return found
 
 
-def divides(n: int, size) -> bool:
+def divides(n: int, size: Any) -> bool:
     """Whether `n` divides `size`; of a symbolic size, whether the trace knows that."""
     if isinstance(size, torch.SymInt) and not _guarded.get():
         return known_true(size.node.shape_env, sympy.Eq(Mod(size.node.expr, n), 0))
@@ -222,7 +222,7 @@ def _is_number(size: torch.SymInt) -> bool:
     return expr.is_number or (has_hint(size) and known_true(size.node.shape_env, sympy.Eq(expr, hint(size))))
 
 
-def local_length(size, group: str, *, first: bool = False) -> Any:
+def local_length(size: Any, group: str, *, first: bool = False) -> Any:
     """The length of this rank's part of `size` elements that the ranks of `group` cut as `torch.chunk` does, or of the
     first rank's, which is the longest.
 
@@ -264,7 +264,7 @@ def local_lengths(env: ShapeEnv) -> dict[sympy.Symbol, tuple[sympy.Expr, str, bo
     return {} if found is None else found.made_of
 
 
-def define_local_length(mine, size, groups: tuple[str, ...]) -> None:
+def define_local_length(mine: Any, size: Any, groups: tuple[str, ...]) -> None:
     """Let a trace know that `mine`, a length of an input's local tensor, is this rank's part of `size`.
 
     `groups` cut it one after the other. What torch made for it is replaced.
@@ -282,7 +282,7 @@ def _local_length(size: int, group: str, first: bool) -> int:
     return chunk_length(size, group_size(group), 0 if first else group_rank(group))
 
 
-def _fake_local_length(size, group: str, first: bool):
+def _fake_local_length(size: Any, group: str, first: bool) -> Any:
     if not isinstance(size, torch.SymInt):
         return _local_length(size, group, first)
     return _lengths(size.node.shape_env).of(size, group, first)

@@ -59,10 +59,10 @@ class Prepared:
     measured: Measured = field(default_factory=Measured)
     slices: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo) -> "Prepared":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Prepared":
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         # Names of groups mean nothing in another process.
         return Prepared, ()
 

@@ -19,7 +19,7 @@ from .local_sizes import define_local_length, local_length, written
 from .mesh import facts, mesh_shape
 from .provenance import Cut, Shards
 
-_interned: dict[tuple, "Spec"] = cache()
+_interned: dict[tuple[Any, ...], "Spec"] = cache()
 
 
 class Spec:
@@ -38,19 +38,27 @@ class Spec:
 
     __slots__ = ("dtype", "layout", "mesh", "real", "shape", "static", "stride", "unusual_stride")
 
-    def __init__(self, mesh: Any, layout: Layout, shape: tuple, stride: tuple, dtype: torch.dtype, static: bool):
+    def __init__(
+        self,
+        mesh: Any,
+        layout: Layout,
+        shape: tuple[Any, ...],
+        stride: tuple[Any, ...],
+        dtype: torch.dtype,
+        static: bool,
+    ) -> None:
         real = real_object(mesh)
-        self.real = None if real is mesh else Spec.make(real, layout, shape, stride, dtype)
-        self.mesh = mesh
-        self.layout = layout
-        self.shape = shape
-        self.stride = stride
-        self.dtype = dtype
-        self.static = static
-        self.unusual_stride = None if static and stride == contiguous_stride(shape) else stride
+        self.real: Spec | None = None if real is mesh else Spec.make(real, layout, shape, stride, dtype)
+        self.mesh: Any = mesh
+        self.layout: Layout = layout
+        self.shape: tuple[Any, ...] = shape
+        self.stride: tuple[Any, ...] = stride
+        self.dtype: torch.dtype = dtype
+        self.static: bool = static
+        self.unusual_stride: tuple[Any, ...] | None = None if static and stride == contiguous_stride(shape) else stride
 
     @staticmethod
-    def make(mesh: Any, layout: Layout, shape, stride, dtype: torch.dtype) -> "Spec":
+    def make(mesh: Any, layout: Layout, shape: Any, stride: Any, dtype: torch.dtype) -> "Spec":
         """The spec with these attributes; interned if all sizes are ints and the mesh is no stand-in."""
         shape, stride = tuple(shape), tuple(stride)
         for size in shape + stride:
@@ -74,7 +82,7 @@ class Spec:
         """This rank's index along each mesh axis; None on a rank outside the mesh."""
         return facts(self.mesh).coordinate
 
-    def local_shape(self) -> tuple:
+    def local_shape(self) -> tuple[Any, ...]:
         """Shape of this rank's shard; `(0,)` on a rank outside the mesh."""
         coordinate = self.coordinate
         if coordinate is None:
@@ -115,7 +123,7 @@ class Spec:
         return f"{self.dtype}{list(self.shape)} {self.layout}"
 
 
-def _shards(layout: Layout, sizes: tuple[int, ...], given: tuple) -> Shards:
+def _shards(layout: Layout, sizes: tuple[int, ...], given: tuple[Any, ...]) -> Shards:
     shape = tuple(map(hint, given))
     first, last = (layout.local_shape(shape, sizes, [k * (n - 1) for n in sizes]) for k in (0, 1))
     # Parts of a symbolic length are one symbol on all ranks.
@@ -143,7 +151,7 @@ def define_local_sizes(spec: Spec, local: torch.Tensor) -> None:
     define_strides(local)
 
 
-def contiguous_stride(shape) -> tuple:
+def contiguous_stride(shape: Any) -> tuple[Any, ...]:
     """Strides, in elements, of a contiguous tensor of `shape`."""
     stride, step = [], 1
     for size in reversed(tuple(shape)):

@@ -8,6 +8,7 @@ import torch
 
 from ..layout.layout import Layout
 from ..mesh.spec import Spec
+from ..torch_private.core import OpOverload
 from .rule import Rule
 
 RuleFunction = Callable[["Call"], Rule]
@@ -23,8 +24,8 @@ SHAPES: dict[str, Callable[..., Any]] = {}
 class Output:
     """Global shape, stride and dtype of one output, before a layout is chosen."""
 
-    shape: tuple
-    stride: tuple
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
     dtype: torch.dtype
 
     @property
@@ -33,7 +34,7 @@ class Output:
         return len(self.shape)
 
 
-def base_name(func) -> str:
+def base_name(func: OpOverload) -> str:
     """The name under which an operator's rule stands in `RULES`, or would stand.
 
     That of the operator itself if it is there; else without the in-place underscore, then also without `_copy` (the
@@ -44,7 +45,7 @@ def base_name(func) -> str:
     return next((n for n in (name, plain, plain.removesuffix("_copy")) if n in RULES), plain)
 
 
-def is_in_place(func) -> bool:
+def is_in_place(func: OpOverload) -> bool:
     """Whether the operator writes its result into its first argument and returns that."""
     return func._schema.is_mutable and func._schema.name.endswith("_")
 
@@ -62,7 +63,7 @@ class Call:
     """
 
     func: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: list[Spec]
     outputs: tuple[Output | None, ...] = ()
@@ -116,7 +117,7 @@ class LocalCall:
     """
 
     func: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Call
     mesh: Any
@@ -135,7 +136,7 @@ class LocalCall:
 _positions: dict[Any, dict[str, tuple[int, Any, bool]]] = {}
 
 
-def positions(func) -> dict[str, tuple[int, Any, bool]]:
+def positions(func: OpOverload) -> dict[str, tuple[int, Any, bool]]:
     """Argument name -> (position, default, keyword only) of an operator's schema."""
     found = _positions.get(func)
     if found is None:
@@ -145,7 +146,7 @@ def positions(func) -> dict[str, tuple[int, Any, bool]]:
     return found
 
 
-def argument(func, args: tuple, kwargs: dict, name: str) -> Any:
+def argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     index, default, _ = positions(func)[name]
     if name in kwargs:
         return kwargs[name]
@@ -153,8 +154,8 @@ def argument(func, args: tuple, kwargs: dict, name: str) -> Any:
 
 
 def replaced(
-    func, args: Sequence[Any], kwargs: dict[str, Any], changed: Iterable[tuple[str, Any]]
-) -> tuple[tuple, dict[str, Any]]:
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], changed: Iterable[tuple[str, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """`args` and `kwargs` with the named arguments changed; positional ones are filled up with defaults as needed."""
     filled, keywords, known = list(args), dict(kwargs), positions(func)
     for name, value in changed:

@@ -6,6 +6,7 @@ first among equals, then those that always fit, then in the rule's order. Pure, 
 
 from dataclasses import dataclass
 from math import inf, prod
+from typing import Any
 
 from ..layout.cost import Network, seconds
 from ..layout.layout import Layout
@@ -48,7 +49,7 @@ def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
 
 
 def _cheapest(
-    rule, table, operands, in_place: bool, axis: int, network: Network, shared: dict[Factor, int]
+    rule: Any, table: Any, operands: Any, in_place: bool, axis: int, network: Network, shared: dict[Factor, int]
 ) -> Candidate:
     """The cheapest candidate on `axis`; what it cuts is noted in `shared`.
 
@@ -162,7 +163,7 @@ _MOVES = {
 }
 
 
-def _move(spec: Spec, have, want, axis: int, network: Network) -> float:
+def _move(spec: Spec, have: Any, want: Any, axis: int, network: Network) -> float:
     n, link = network.sizes[axis], network.links[axis]
     others = prod(network.sizes[a] for a in spec.layout.sharded_axes if a != axis)
     size = spec.dtype.itemsize * prod(map(hint, spec.shape)) / others

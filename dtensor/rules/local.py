@@ -16,12 +16,12 @@ def is_sharded(call: LocalCall) -> bool:
     return any(call.axes.values())
 
 
-def axes_of(call: LocalCall, factors=None) -> list[int]:
+def axes_of(call: LocalCall, factors: Any = None) -> list[int]:
     """The mesh axes that shard any of `factors` (all by default), in ascending order."""
     return sorted({a for f, axes in call.axes.items() if factors is None or f in factors for a in axes})
 
 
-def all_reduce(x: torch.Tensor, op: str, call: LocalCall, factors=None) -> torch.Tensor:
+def all_reduce(x: torch.Tensor, op: str, call: LocalCall, factors: Any = None) -> torch.Tensor:
     """`x` reduced by `op` over the mesh axes that shard `factors` (all by default)."""
     for axis in axes_of(call, factors):
         x = emit.all_reduce(x, op, group_name(call.mesh, axis))
@@ -58,7 +58,7 @@ def has_empty_shard(call: LocalCall) -> bool:
     return any(t.numel() == 0 and 0 not in spec.shape for t, spec in zip(tensors, call.call.operands))
 
 
-def unless_empty(call: LocalCall):
+def unless_empty(call: LocalCall) -> Any:
     """The operator itself, but for a rank that holds an empty shard: many kernels refuse one."""
     return empty_outputs(call) if has_empty_shard(call) else call.run()
 
@@ -68,7 +68,7 @@ def guarded(run: Callable[[LocalCall], Any]) -> Callable[[LocalCall], Any]:
     return lambda call: empty_outputs(call) if has_empty_shard(call) else run(call)
 
 
-def _tensors(value) -> list[torch.Tensor]:
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []

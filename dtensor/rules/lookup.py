@@ -4,11 +4,12 @@ from functools import cache
 
 import torch
 
+from ..torch_private.core import OpOverload
 from .call import RULES, RuleFunction, base_name
 from .families.pointwise import pointwise
 
 
-def rule_of(func) -> RuleFunction | None:
+def rule_of(func: OpOverload) -> RuleFunction | None:
     """The rule function of an operator; None if it has none.
 
     What stands in `RULES` comes first: for this very overload, else under the name that `base_name` gives. Then an
@@ -24,7 +25,7 @@ def _is_pointwise(name: str) -> bool:
     return packet is not None and any(_tagged(getattr(packet, overload)) for overload in packet.overloads())
 
 
-def _tagged(func) -> bool:
+def _tagged(func: OpOverload) -> bool:
     if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     returns = func._schema.returns

@@ -55,7 +55,7 @@ class Rule:
     inputs: tuple[Term, ...] = field(init=False, repr=False, compare=False)
     outputs: tuple[Term, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_types()
         left, arrow, right = self.text.partition("->")
         if not arrow or "->" in right:

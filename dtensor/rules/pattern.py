@@ -104,7 +104,7 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     )
 
 
-def _padded(outs: tuple[Word, ...], outputs: tuple) -> tuple[Word, ...]:
+def _padded(outs: tuple[Word, ...], outputs: tuple[Any, ...]) -> tuple[Word, ...]:
     return outs + (("~",),) * (len(outputs) - len(outs))
 
 
@@ -126,7 +126,7 @@ def _spread(word: Word, ndim: int, gone: set[str]) -> Dims | None:
     return tuple(dims)
 
 
-def _sizes(spread: list[Dims], shapes: list[tuple], sizes: dict[str, Any]) -> set[str]:
+def _sizes(spread: list[Dims], shapes: list[tuple[Any, ...]], sizes: dict[str, Any]) -> set[str]:
     """Fill in the factors' sizes; gives the factors whose dimensions do not agree, or that have no size."""
     clash: set[str] = set()
     shared = []
@@ -150,10 +150,10 @@ def _sizes(spread: list[Dims], shapes: list[tuple], sizes: dict[str, Any]) -> se
     return clash
 
 
-def _thinned(dims: Dims, shape: tuple, sizes: Mapping[str, Any]) -> Dims:
+def _thinned(dims: Dims, shape: tuple[Any, ...], sizes: Mapping[str, Any]) -> Dims:
     """A leading dimension of length 1 that broadcasts is not sharded; nor is what has no size."""
 
-    def stays_whole(factors: tuple[str, ...], size) -> bool:
+    def stays_whole(factors: tuple[str, ...], size: Any) -> bool:
         if any(f not in sizes for f in factors):
             return True
         return bool(factors) and factors[0][0] == "*" and same_size(size, 1) and not same_size(sizes[factors[0]], 1)

@@ -7,6 +7,7 @@ shorter than that, so the numbers are those of one call.
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def sample(draw: Callable[..., torch.Tensor], spec: Spec, block: int = BLOCK) ->
     return local if spec.coordinate is not None else local.new_empty(0)
 
 
-def _positions(sizes, offsets, shape) -> torch.Tensor:
+def _positions(sizes: Any, offsets: Any, shape: Any) -> torch.Tensor:
     """Flat global positions of the shard's elements, ascending."""
     found = torch.zeros(1, dtype=torch.int64)
     for size, offset, length in zip(sizes, offsets, shape):

@@ -31,7 +31,7 @@ from .index import read_index, verify
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
 
 
-class Saving(futures.Future):
+class Saving(futures.Future[None]):
     """A save in the background. `result()` waits until the checkpoint is there, and raises what went wrong."""
 
     told = False
@@ -58,8 +58,8 @@ class Checkpoints:
         CheckpointError: on all ranks, if `keep` is no number of at least 1, or another one on some rank.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, keep: int | None = None):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> None:
+        self.folder: Path = Path(folder)
         self.keep = keep
         # Saves in the background communicate while the program does: on a group of their own.
         all_here()

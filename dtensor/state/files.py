@@ -42,13 +42,13 @@ from .safetensors import raw_bytes
 class Writer(StorageWriter):
     """Writes what this rank has of a checkpoint to a file in `folder`; the first rank writes the index, last of all."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.file = f"rank-{kwargs.get('rank', 0):05d}.bin"
+        self.file: str = f"rank-{kwargs.get('rank', 0):05d}.bin"
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -105,8 +105,9 @@ class Reader(StorageReader):
         DamagedError: see `read_index`.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self.index = folder, read_index(folder)
+    def __init__(self, folder: Path) -> None:
+        self.folder: Path = folder
+        self.index: Index = read_index(folder)
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -120,7 +121,7 @@ class Reader(StorageReader):
         return Metadata(kinds, planner_data=dict(self.index.paths), storage_data=where, storage_meta=StorageMeta())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.where = metadata.storage_data
+        self.where: Any = metadata.storage_data
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan

@@ -45,7 +45,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def export(
-    state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, metadata: Mapping[str, str] | None = None
+    state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write the tensors of a state dict to one safetensors file, whole, as one device would have them.
 
@@ -82,7 +82,7 @@ def export(
 class _Writer:
     """A file that has its name when it is closed. What goes wrong is told then: the other ranks go on till the end."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self.error: OSError | None = None
@@ -149,7 +149,7 @@ def raw_bytes(x: torch.Tensor) -> memoryview:
     return memoryview(raw)
 
 
-def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, strict: bool = True) -> list[str]:
+def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, strict: bool = True) -> list[str]:
     """Read a safetensors file into the tensors of a state dict, in place; each rank reads its shards, and no more.
 
     Args:

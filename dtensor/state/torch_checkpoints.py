@@ -60,11 +60,11 @@ class TorchReader(FileSystemReader):
         CheckpointError: the index is missing, is none, or names what is no file of its folder.
     """
 
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)
         path = Path(folder) / ".metadata"
         try:
-            self.metadata = _Unpickler(io.BytesIO(content_of(path))).load()
+            self.metadata: Any = _Unpickler(io.BytesIO(content_of(path))).load()
             files = {info.relative_path for info in self.metadata.storage_data.values()}
         except CheckpointError:
             raise
@@ -82,7 +82,7 @@ class TorchReader(FileSystemReader):
         return self.metadata
 
 
-def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike) -> None:
+def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
     """Read what `torch.distributed.checkpoint.save` wrote to `folder` into `state`, as `Checkpoints.load` does.
 
     Torch's own `load` runs whatever a checkpoint's pickles say; this makes tensors, numbers, texts and containers of

@@ -36,7 +36,7 @@ class PlainPasses(CustomInferenceAwareGraphPass):
         ValueError: an environment variable holds what its option cannot be.
     """
 
-    def __init__(self, stage: str):
+    def __init__(self, stage: str) -> None:
         self.stage = stage
 
     def __call__(self, graph: Any, is_inference: bool = False) -> None:
@@ -55,7 +55,7 @@ class PlainPasses(CustomInferenceAwareGraphPass):
 class PlainPartition(CustomPartitionerFn):
     """The partition with default options, then by whoever partitioned before."""
 
-    def __init__(self, then: CustomPartitionerFn | None):
+    def __init__(self, then: CustomPartitionerFn | None) -> None:
         self.then = then
 
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:

@@ -30,18 +30,18 @@ from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..mesh.local_sizes import divides
 from ..mesh.spec import contiguous_stride
 from ..rules.families.random import keep_shard
-from ..torch_private.core import intercept, meets_only_autograd, never_traced, tree_map, without_own_key
+from ..torch_private.core import OpOverload, intercept, meets_only_autograd, never_traced, tree_map, without_own_key
 from ..torch_private.sizes import same_size
 from .tensor import DTensor
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class _Inside(threading.local):
     name: str = ""
 
 
-inside = _Inside()
+inside: _Inside = _Inside()
 """The operator that this thread is inside of, by `name`, if it moves operands itself; for `explain`."""
 
 
@@ -50,7 +50,7 @@ def _moving(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def run(*args, **kwargs):
+        def run(*args: Any, **kwargs: Any) -> Any:
             before, inside.name = inside.name, name
             try:
                 return function(*args, **kwargs)
@@ -64,17 +64,17 @@ def _moving(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @_moving("scaled_dot_product_attention")
 def attention_math(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    dropout_mask=None,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    dropout_mask: Any = None,
     *,
-    scale=None,
-    enable_gqa=False,
-):
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
     """The math path of scaled_dot_product_attention, run whole on local tensors.
 
     Batch and head dimensions keep their shards; sequence and features are put together first. Taken apart, it would
@@ -107,7 +107,7 @@ def attention_math(
     return tuple(DTensor.from_local(t, mesh, target, shape=s, stride=contiguous_stride(s)) for t, s in zip(out, shapes))
 
 
-def _distributed(x, name: str, mesh) -> Any:
+def _distributed(x: Any, name: str, mesh: Any) -> Any:
     """The argument as a DTensor; a plain tensor that is alike on all ranks is taken as replicated."""
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
         return x
@@ -148,7 +148,7 @@ def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tens
     return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
 
 
-def attention(*args, **kwargs):
+def attention(*args: Any, **kwargs: Any) -> Any:
     """Attention, taken apart by torch, which makes a plain result where an operand has no elements."""
     args, kwargs = tree_map(_autocast, (args, kwargs))  # whose key lies below the one that this runs at
     empty = any(isinstance(x, DTensor) and 0 in x.shape for x in (*args, *kwargs.values()))
@@ -165,7 +165,7 @@ def _autocast(x: Any) -> Any:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight, indices, padding_idx, scale_grad_by_freq):
+    def forward(ctx: Any, weight: Any, indices: Any, padding_idx: Any, scale_grad_by_freq: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(indices)
         ctx.rest = weight.shape[0], padding_idx, scale_grad_by_freq
@@ -173,7 +173,7 @@ class _Embedding(torch.autograd.Function):
         return aten.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None, None
         made = aten.embedding_dense_backward(grad, *ctx.saved_tensors, *ctx.rest)
@@ -186,7 +186,9 @@ _EMBEDDING = aten.embedding.default
 
 
 @never_traced
-def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=False):
+def embedding(
+    weight: Any, indices: Any, padding_idx: Any = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Any:
     """Embedding whose gradient comes in the layout of its table."""
     if type(weight) is type(indices) is DTensor and not weight.requires_grad and meets_only_autograd():
         # What autograd would not note can go where it would have gone next.
@@ -197,7 +199,7 @@ def embedding(weight, indices, padding_idx=-1, scale_grad_by_freq=False, sparse=
         return _Embedding.apply(weight, indices, padding_idx, scale_grad_by_freq)
 
 
-def _homing(x):
+def _homing(x: Any) -> Any:
     """`x` with its gradient in the layout of `x`, not partial."""
     if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
         return x
@@ -205,19 +207,19 @@ def _homing(x):
     return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient goes back to where it came from
 
 
-def _norm(operator, weight: int):
+def _norm(operator: OpOverload, weight: int) -> Any:
     """A norm whose weight, the argument at `weight`, and bias, the next one, get gradients in their own layout.
 
     They have as many numbers as there are features, and left partial would be summed over the ranks whenever an
     optimizer reads them.
     """
 
-    def kernel(*args, **kwargs):
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         places = (weight, weight + 1)
-        args = [_homing(a) if i in places else a for i, a in enumerate(args)]
-        kwargs = {name: _homing(a) if name in ("weight", "bias") else a for name, a in kwargs.items()}
+        given = [_homing(a) if i in places else a for i, a in enumerate(args)]
+        named = {name: _homing(a) if name in ("weight", "bias") else a for name, a in kwargs.items()}
         with without_own_key():
-            return operator(*args, **kwargs)
+            return operator(*given, **named)
 
     return kernel
 
@@ -226,7 +228,7 @@ for _name, _place in {"group_norm": 2, "instance_norm": 1}.items():
     intercept(_name, _norm(getattr(aten, _name), _place))
 
 
-def rms_norm(x, normalized_shape, weight=None, eps=None):
+def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
     """RMS norm; where a normalised dimension is sharded by operators that reduce it over the ranks.
 
     torch's own takes itself apart with an in-place operator on the mean, which a mean that is partial does not allow.
@@ -244,7 +246,7 @@ def rms_norm(x, normalized_shape, weight=None, eps=None):
         raise strictness.within("rms_norm", operands, error) from error
 
 
-def _rms_norm_by_parts(x, ndim: int, weight, eps):
+def _rms_norm_by_parts(x: Any, ndim: int, weight: Any, eps: Any) -> Any:
     wide = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     eps = torch.finfo(wide.dtype).eps if eps is None else eps
     mean = (wide * wide).mean(list(range(-ndim, 0)), keepdim=True)
@@ -252,7 +254,7 @@ def _rms_norm_by_parts(x, ndim: int, weight, eps):
     return (scaled if weight is None else scaled * weight).to(x.dtype)
 
 
-def tensor_split(x, tensor_indices_or_sections, dim=0):
+def tensor_split(x: Any, tensor_indices_or_sections: Any, dim: int = 0) -> Any:
     """`tensor_split` by the values of a tensor, which torch reads straight from memory."""
     given = tensor_indices_or_sections
     if strictness.active() and isinstance(given, DTensor):
@@ -262,7 +264,7 @@ def tensor_split(x, tensor_indices_or_sections, dim=0):
     return torch.tensor_split(x, whole.tolist(), dim)
 
 
-def one_hot(x, num_classes=-1):
+def one_hot(x: Any, num_classes: Any = -1) -> Any:
     """One-hot codes. torch's own, given a subclass of tensor, makes zeros of what is no class; in eager code, where
     torch looks at the values of plain tensors, an error does. In a graph torch looks at none, nor do we."""
     with without_own_key(), region_of_torch():
@@ -277,16 +279,16 @@ def one_hot(x, num_classes=-1):
 
 
 def embedding_bag(
-    weight,
-    indices,
-    offsets,
-    scale_grad_by_freq=False,
-    mode=0,
-    sparse=False,
-    per_sample_weights=None,
-    include_last_offset=False,
-    padding_idx=None,
-):
+    weight: Any,
+    indices: Any,
+    offsets: Any,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    per_sample_weights: Any = None,
+    include_last_offset: bool = False,
+    padding_idx: Any = None,
+) -> Any:
     """Sums and means of bags as an embedding, whose table may be cut, and a sum of its rows by bag.
 
     It holds a row for each index, which torch's kernel does not; that takes whole tensors, and has those that are, and
@@ -319,7 +321,7 @@ def embedding_bag(
         return made, bag, sizes.to(offsets.dtype), torch.zeros_like(offsets)
 
 
-def _of_sizes(offsets, indices):
+def _of_sizes(offsets: Any, indices: Any) -> Any:
     """Offsets of bags of one length, as torch makes them itself, are taken as replicated: sizes say what they are."""
     if isinstance(offsets, DTensor) or not isinstance(indices, DTensor) or is_tracing(indices) or is_alike(offsets):
         return offsets
@@ -329,14 +331,14 @@ def _of_sizes(offsets, indices):
     return DTensor.from_local(offsets, indices.device_mesh, [Replicate()] * indices.device_mesh.ndim)
 
 
-def _is_cut(x) -> bool:
+def _is_cut(x: Any) -> bool:
     return isinstance(x, DTensor) and not x._spec.layout.is_replicated
 
 
-def lstm(operator):
+def lstm(operator: OpOverload) -> Any:
     """An LSTM step by step, as torch computes it where there is no oneDNN, which takes whole tensors."""
 
-    def kernel(*args, **kwargs):
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_own_key(), region_of_torch(), torch.backends.mkldnn.flags(enabled=False):
             return operator(*args, **kwargs)
 
@@ -351,14 +353,14 @@ OUT = ("matmul",)
 """Composites that with out= write in parts of another shape; those of `IN_REGION` make a new tensor and leave out=."""
 
 
-def _whole(operator):
+def _whole(operator: OpOverload) -> Any:
     """`operator` as it is, in a region; with out= the form without it, and a copy."""
 
-    def kernel(*args, **kwargs):
+    def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_own_key(), region_of_torch():
             return operator(*args, **kwargs)
 
-    def into(*args, out, **kwargs):
+    def into(*args: Any, out: Any, **kwargs: Any) -> Any:
         with without_own_key(), region_of_torch():
             put(operator, "out", out, functional_of(operator)(*args, **kwargs))
             return out

@@ -37,8 +37,8 @@ class Form:
 
     mesh: Any
     layout: Layout
-    shape: tuple
-    stride: tuple
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
 
     @staticmethod
     def of(x: Any) -> "Form | None":
@@ -74,12 +74,12 @@ class Results:
         forms: those of the first results, which are known before; and, once a function was traced, of all.
     """
 
-    def __init__(self, name: str, known: Sequence[Form | None] = ()):
+    def __init__(self, name: str, known: Sequence[Form | None] = ()) -> None:
         self.name = name
         self.forms: Forms = list(known)
         self.complete = False
 
-    def parts(self, made: Sequence[Any]) -> tuple:
+    def parts(self, made: Sequence[Any]) -> tuple[Any, ...]:
         """The local tensors of what a function gave.
 
         Raises:
@@ -125,15 +125,19 @@ class Operands:
             torch.
     """
 
-    def __init__(self, given: Sequence[Any]):
-        self.others = {k: x for k, x in enumerate(given) if not isinstance(x, (torch.Tensor, int, torch.SymInt))}
+    def __init__(self, given: Sequence[Any]) -> None:
+        self.others: dict[int, Any] = {
+            k: x for k, x in enumerate(given) if not isinstance(x, (torch.Tensor, int, torch.SymInt))
+        }
         self.forms: Forms = [Form.of(x) for x in given]
-        self.parts = [
+        self.parts: list[Any] = [
             x.to_local() if isinstance(x, DTensor) else x for k, x in enumerate(given) if k not in self.others
         ]
-        self.alike = [isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and is_alike(x) for x in given]
+        self.alike: list[bool] = [
+            isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and is_alike(x) for x in given
+        ]
 
-    def on_parts(self, function: Callable, finish: Callable[[list[Any]], Any]) -> Callable:
+    def on_parts(self, function: Callable[..., Any], finish: Callable[[list[Any]], Any]) -> Callable[..., Any]:
         """`function` as one of local tensors; `finish` makes of a list of its results what torch is to get."""
 
         def run(*parts: Any) -> Any:
@@ -194,14 +198,18 @@ def _decides(name: str, x: Any) -> Any:
     return _in_layout(x, Layout.make(x._spec.layout.mesh_ndim, ((),) * x.dim(), ())).to_local()
 
 
-def cond(operator: Any, pred: Any, true_fn: Callable, false_fn: Callable, operands: Sequence[Any] = ()) -> Any:
+def cond(
+    operator: Any, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
+) -> Any:
     """`torch.cond`."""
     given, results = Operands(operands), Results("torch.cond")
     branches = [given.on_parts(f, results.parts) for f in (true_fn, false_fn)]
     return results.whole(operator(_decides("torch.cond", pred), *branches, tuple(given.parts)))
 
 
-def while_loop(operator: Any, cond_fn: Callable, body_fn: Callable, carried: Sequence[Any], more: Sequence[Any]) -> Any:
+def while_loop(
+    operator: Any, cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Sequence[Any], more: Sequence[Any]
+) -> Any:
     """`torch.while_loop`."""
     n = len(carried)
     given = Operands([*map(_carried, carried), *more])
@@ -211,7 +219,9 @@ def while_loop(operator: Any, cond_fn: Callable, body_fn: Callable, carried: Seq
     return results.whole(operator(*functions, tuple(given.parts[:n]), tuple(given.parts[n:])))
 
 
-def scan(operator: Any, combine: Callable, init: list[Any], xs: list[Any], additional_inputs: Sequence[Any]) -> Any:
+def scan(
+    operator: Any, combine: Callable[..., Any], init: list[Any], xs: list[Any], additional_inputs: Sequence[Any]
+) -> Any:
     """`torch.scan`: it carries `init`, and takes `xs` apart along their first dimension."""
     n, m = len(init), len(xs)
     given = Operands([*map(_carried, init), *map(_along_first, xs), *additional_inputs])
@@ -223,7 +233,7 @@ def scan(operator: Any, combine: Callable, init: list[Any], xs: list[Any], addit
     return results.whole(made, [*results.forms[:n], *[form and form.stack(length) for form in results.forms[n:]]])
 
 
-def mapped(operator: Any, function: Callable, xs: Sequence[Any], more: Sequence[Any], **options: Any) -> Any:
+def mapped(operator: Any, function: Callable[..., Any], xs: Sequence[Any], more: Sequence[Any], **options: Any) -> Any:
     """`torch.map`: it takes `xs` apart along their first dimension. Since torch 2.15 it may be told what is written."""
     m = len(xs)
     given = Operands([*map(_along_first, xs), *more])
@@ -235,7 +245,7 @@ def mapped(operator: Any, function: Callable, xs: Sequence[Any], more: Sequence[
     return results.whole(made, [form and form.stack(length) for form in results.forms])
 
 
-def subgraph(operator: Any, function: Callable, identifier: Any, *operands: Any) -> Any:
+def subgraph(operator: Any, function: Callable[..., Any], identifier: Any, *operands: Any) -> Any:
     """`torch.compiler.nested_compile_region`: torch traces it once for one identifier, which here says the layouts."""
     given, results = Operands(operands), Results("nested_compile_region")
     layouts = "_".join(["" if form is None else re.sub(r"\W", "", form.layout.text) for form in given.forms])
@@ -262,7 +272,7 @@ def flex_attention(operator: Any, query: Any, key: Any, value: Any, *more: Any, 
     return tree_map(wrapped, operator(*tree_map(whole, (query, key, value, *more)), **tree_map(whole, named)))
 
 
-CAUGHT = {
+CAUGHT: dict[str, Any] = {
     "flex_attention": flex_attention,
     "cond": cond,
     "while_loop": while_loop,

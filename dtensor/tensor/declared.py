@@ -17,7 +17,7 @@ from ..layout.placements import Placement, as_placements
 from ..mesh.mesh import facts, mesh_shape
 
 
-def wrong_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], shape, stride) -> str:
+def wrong_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], shape: Any, stride: Any) -> str:
     """Why `local` is not this rank's shard of a tensor of global `shape` and `stride`; empty if it is.
 
     Sizes that are symbols while a graph is traced are believed.

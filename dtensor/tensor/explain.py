@@ -24,7 +24,14 @@ from ..mesh.mesh import mesh_shape
 from ..mesh.spec import Spec
 from ..rules import rule_of
 from ..rules.choose import Weighed, weigh
-from ..torch_private.core import FakeTensor, FakeTensorMode, TorchDispatchMode, UnknownValue, disable_current_modes
+from ..torch_private.core import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    UnknownValue,
+    disable_current_modes,
+)
 from .composite import inside
 from .tensor import DTensor, fake_like
 
@@ -242,14 +249,14 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 class _Recorder(TorchDispatchMode):
     """Sees each operator on DTensors before DTensor does, notes what it does, and has it run on fake tensors."""
 
-    def __init__(self, mode: FakeTensorMode):
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.mode = mode
         self.found: list[OperatorExplanation] = []
         self.depth = 0
         self.known: dict[int, tuple[Any, Any]] = {}
 
-    def faked(self, a) -> Any:
+    def faked(self, a: Any) -> Any:
         """`a` with the DTensors in it on fake local tensors; one that comes twice is faked once."""
         if isinstance(a, DTensor):
             if isinstance(a._local_tensor, FakeTensor):
@@ -262,11 +269,13 @@ class _Recorder(TorchDispatchMode):
             return {k: self.faked(v) for k, v in a.items()}
         return type(a)(map(self.faked, a)) if type(a) in (list, tuple) else a
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not any(issubclass(t, DTensor) for t in types):
             return func(*args, **kwargs)
-        args, kwargs = self.faked(tuple(args)), self.faked(kwargs)
+        args, kwargs = self.faked(tuple(args)), dict(self.faked(kwargs))
         if _has_plain(args, kwargs) and "_foreach_" not in func.name():
             args, kwargs = dispatch.with_plain_wrapped(func, args, kwargs)
         with watched() as seen:
@@ -280,7 +289,7 @@ class _Recorder(TorchDispatchMode):
         self.found += [self._by_rule(d, str(func)) for d in seen]
         return dispatch.run(decision, func, args, kwargs)
 
-    def _detour(self, kind: str, func, args, kwargs):
+    def _detour(self, kind: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = tuple(named_operands(func, args, kwargs))
         note = OperatorExplanation(str(func), _KIND_OF_DECISION.get(kind, kind), self.depth, operands)
         if kind == "dynamic" or func.name() == "dtensor::redistribute":
@@ -307,7 +316,9 @@ class _Recorder(TorchDispatchMode):
         outputs = (operands[0][1],) if d.in_place else decision.outputs
         return OperatorExplanation(name, kind, self.depth, tuple(operands), options, moves, outputs, error)
 
-    def _refuse(self, func, args, kwargs, seen: list[Decided], error: ShardingError) -> None:
+    def _refuse(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], seen: list[Decided], error: ShardingError
+    ) -> None:
         if seen:
             self.found += [self._by_rule(d, str(func), str(error)) for d in seen]
         else:
@@ -315,7 +326,9 @@ class _Recorder(TorchDispatchMode):
             self.found.append(OperatorExplanation(str(func), "rule", self.depth, operands, error=str(error)))
 
 
-def _moved(note: OperatorExplanation, func, args, kwargs) -> OperatorExplanation:
+def _moved(
+    note: OperatorExplanation, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OperatorExplanation:
     """The explanation of an operator that itself says where its operands go."""
     specs: list[Spec] = []
     check_operands(func, args, kwargs, specs)
@@ -334,7 +347,7 @@ def _moves(note: OperatorExplanation, targets: list[Layout]) -> tuple[Move, ...]
     return tuple(moves_of(list(note.operands), targets))
 
 
-def _has_plain(*values) -> bool:
+def _has_plain(*values: Any) -> bool:
     """Whether a plain tensor is among the arguments."""
     return any(
         _has_plain(*(v.values() if isinstance(v, dict) else v))

@@ -115,14 +115,24 @@ def of_xla(name: str) -> Callable[..., Any]:
     return getattr(spmd, name)
 
 
-def _make(fill: Callable[..., torch.Tensor], size, dtype, layout, requires_grad, device_mesh, placements) -> DTensor:
+def _make(
+    fill: Callable[..., torch.Tensor],
+    size: Any,
+    dtype: torch.dtype | None,
+    layout: Any,
+    requires_grad: bool,
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
     """A DTensor of a constant: each rank fills its own shard only."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
     local = fill(spec.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type)
     return DTensor(local, spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
-def _spec(size, dtype, layout, device_mesh, placements) -> Spec:
+def _spec(
+    size: Any, dtype: torch.dtype | None, layout: Any, device_mesh: Any, placements: Sequence[Placement] | None
+) -> Spec:
     if layout != torch.strided:
         raise ValueError(f"DTensor factories make torch.strided tensors, got layout={layout}")
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
@@ -136,35 +146,71 @@ def _spec(size, dtype, layout, device_mesh, placements) -> Spec:
     return Spec.make(mesh, Layout.of(checked, len(shape)), shape, contiguous_stride(shape), dtype)
 
 
-def zeros(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
+def zeros(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Zeros of global shape `size`; each rank makes its shard only."""
     return _make(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
-def ones(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Ones of global shape `size`; each rank makes its shard only."""
     return _make(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
-def empty(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Uninitialised, of global shape `size`; each rank makes its shard only."""
     return _make(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def full(
-    size, fill_value, *, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """`fill_value` everywhere, of global shape `size`; each rank makes its shard only."""
     dtype = dtype if dtype is not None else torch.tensor(fill_value).dtype
 
-    def fill(shape, *, dtype, device):
+    def fill(shape: Any, *, dtype: torch.dtype | None, device: Any) -> Any:
         return torch.full(shape, fill_value, dtype=dtype, device=device)
 
     return _make(fill, (tuple(size),), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def linspace(
-    start, end, steps, *, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+    start: Any,
+    end: Any,
+    steps: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """`steps` evenly spaced numbers, as `torch.linspace`; each rank makes all, and keeps its shard.
 
@@ -175,16 +221,16 @@ def linspace(
 
 
 def logspace(
-    start,
-    end,
-    steps,
-    base=10,
+    start: Any,
+    end: Any,
+    steps: Any,
+    base: int = 10,
     *,
-    dtype=None,
-    layout=torch.strided,
-    requires_grad=False,
-    device_mesh=None,
-    placements=None,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """`steps` powers of `base`, from `base ** start` to `base ** end`, as `torch.logspace`; otherwise as `linspace`."""
     make = partial(torch.logspace, _whole(start), _whole(end), steps, base)
@@ -195,20 +241,42 @@ def _whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _cut(make: Callable[..., torch.Tensor], length, dtype, layout, requires_grad, device_mesh, placements) -> DTensor:
+def _cut(
+    make: Callable[..., torch.Tensor],
+    length: Any,
+    dtype: torch.dtype | None,
+    layout: Any,
+    requires_grad: bool,
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
     """The shard of a row of numbers that every rank makes whole."""
     spec = _spec((length,), dtype, layout, device_mesh, placements)
     local = keep_shard(make(dtype=dtype, device=spec.mesh.device_type), spec.layout, spec.mesh)
     return DTensor(local, spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
-def rand(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
+def rand(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Uniform in [0, 1), of global shape `size`: what `torch.rand(size)` gives on one device with the same seed."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
     return DTensor(sample(torch.rand, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
-def randn(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
+def randn(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Standard normal, of global shape `size`: what `torch.randn(size)` gives on one device with the same seed."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
     return DTensor(sample(torch.randn, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)

@@ -126,7 +126,9 @@ def _per_output(given: Any) -> tuple[tuple[Placement, ...] | None, ...]:
     return tuple([None if p is None else tuple(map(as_placement, p)) for p in given])
 
 
-def _per_argument(func, argument: str, given: Sequence[Wanted] | None, flat: list[Any]) -> Sequence[Wanted]:
+def _per_argument(
+    func: Callable[..., Any], argument: str, given: Sequence[Wanted] | None, flat: list[Any]
+) -> Sequence[Wanted]:
     if given is None:
         return [None] * len(flat)
     if not isinstance(given, (tuple, list)) or any(map(_is_placement, given)):
@@ -141,7 +143,7 @@ def _per_argument(func, argument: str, given: Sequence[Wanted] | None, flat: lis
     return given
 
 
-def _check_keywords(func, kwargs: dict[str, Any]) -> None:
+def _check_keywords(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(isinstance(a, DTensor) for a in tree_flatten(value)[0]):
             raise TypeError(
@@ -150,7 +152,7 @@ def _check_keywords(func, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _mesh(func, given: list[DTensor], device_mesh: Any) -> Any:
+def _mesh(func: Callable[..., Any], given: list[DTensor], device_mesh: Any) -> Any:
     mesh = given[0].device_mesh if device_mesh is None else device_mesh
     for x in given:
         if x.device_mesh != mesh:
@@ -161,7 +163,7 @@ def _mesh(func, given: list[DTensor], device_mesh: Any) -> Any:
     return mesh
 
 
-def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool, mesh: Any) -> Any:
+def _placed(func: Callable[..., Any], index: int, x: Any, wanted: Wanted, declared: bool, move: bool, mesh: Any) -> Any:
     """An argument in the placements that are wanted of it."""
     if not isinstance(x, DTensor):
         if wanted is not None and not isinstance(x, torch.Tensor):
@@ -194,7 +196,7 @@ def _local(x: DTensor, grad: Wanted) -> torch.Tensor:
     return x.to_local() if grad is None else x.to_local(grad_placements=grad)
 
 
-def _check_gradients(func, args: list[Any], grads: Sequence[Wanted], outs, mesh: Any) -> None:
+def _check_gradients(func: Callable[..., Any], args: list[Any], grads: Sequence[Wanted], outs: Any, mesh: Any) -> None:
     """Refuse to guess the placements of a gradient that depend on what the function computes."""
     if not torch.is_grad_enabled():
         return
@@ -213,7 +215,7 @@ def _check_gradients(func, args: list[Any], grads: Sequence[Wanted], outs, mesh:
                 raise PlacementError(_ask(func, i, x, axis, p))
 
 
-def _ask(func, index: int, x: DTensor, axis: int, p: Placement) -> str:
+def _ask(func: Callable[..., Any], index: int, x: DTensor, axis: int, p: Placement) -> str:
     local = "Replicate()" if p.is_partial() else "Partial()"
     why = "holds parts of a sum" if p.is_partial() else "is replicated, other arguments or outputs are not,"
     example = [local if a == axis else repr(q) for a, q in enumerate(x.placements)]
@@ -224,7 +226,7 @@ def _ask(func, index: int, x: DTensor, axis: int, p: Placement) -> str:
     )
 
 
-def _whole(func, index: int, x: Any, wanted, inputs: list[DTensor], mesh: Any) -> Any:
+def _whole(func: Callable[..., Any], index: int, x: Any, wanted: Any, inputs: list[DTensor], mesh: Any) -> Any:
     """An output of the function as the DTensor it was declared to be."""
     if isinstance(x, DTensor):
         raise TypeError(
@@ -245,7 +247,9 @@ def _whole(func, index: int, x: Any, wanted, inputs: list[DTensor], mesh: Any) -
     return DTensor.from_local(x, mesh, placements, shape=shape, stride=contiguous_stride(shape))
 
 
-def _global_shape(func, index: int, x: torch.Tensor, layout: Layout, inputs: list[DTensor], mesh: Any):
+def _global_shape(
+    func: Callable[..., Any], index: int, x: torch.Tensor, layout: Layout, inputs: list[DTensor], mesh: Any
+) -> Any:
     """The shape of an output some of whose dimensions are cut unevenly, as an input is; None if all are even."""
     if not any(layout.dims) or mesh.get_coordinate() is None:
         return None
@@ -283,7 +287,7 @@ def _uneven(inputs: list[DTensor], axes: tuple[int, ...], mesh: Any) -> list[Any
     return found if any(n % parts != 0 for n in found) else []
 
 
-def _own(length, axes: tuple[int, ...], mesh: Any):
+def _own(length: Any, axes: tuple[int, ...], mesh: Any) -> Any:
     for axis in axes:
         length = chunk_length(length, mesh.size(axis), mesh.get_local_rank(axis))
     return length

@@ -32,6 +32,7 @@ from ..mesh.mesh import facts, mesh_shape, world_of
 from ..mesh.spec import Spec, contiguous_stride, define_local_sizes
 from ..torch_private.core import (
     OWN_KEYSET,
+    OpOverload,
     disable_dynamo,
     disabled_torch_function,
     make_wrapper_subclass,
@@ -63,13 +64,23 @@ class DTensor(torch.Tensor):
     _spec: Spec
     device_mesh: Any
 
-    __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
+    __torch_function__: Any = disabled_torch_function  # pyright: ignore[reportAssignmentType]
+    numpy: Any
+    tolist: Any
+    pin_memory: Any
+    share_memory_: Any
+    __dlpack__: Any
+    apply_: Any
+    map_: Any
+    map2_: Any
     numpy, tolist, pin_memory, share_memory_, __dlpack__ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
     apply_, map_, map2_ = map(on_local_tensors, BY_ELEMENT)  # pyright: ignore
 
     @staticmethod
     @disable_dynamo
-    def __new__(cls, local_tensor, device_mesh, layout, shape, stride, requires_grad: bool = False):
+    def __new__(
+        cls, local_tensor: Any, device_mesh: Any, layout: Layout, shape: Any, stride: Any, requires_grad: bool = False
+    ) -> Any:
         # Dynamo puts this call into its graph as it stands, so it takes what a graph can hold.
         if not isinstance(layout, Layout):
             layout = Layout.of(tuple(layout), len(shape))
@@ -85,12 +96,14 @@ class DTensor(torch.Tensor):
 
     @classmethod
     @never_traced
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return dispatch(func, args, kwargs or {})
 
     # A compiled function's guards ask this twice of each parameter, in every call: it builds and calls nothing, and
     # there is no `__metadata_guard__`, as contexts compare in C.
-    def __tensor_flatten__(self):
+    def __tensor_flatten__(self) -> Any:
         if type(self._local_tensor) is Pending:
             self._local_tensor = self._local_tensor.wait()
         if copies:
@@ -98,7 +111,7 @@ class DTensor(torch.Tensor):
         return ("_local_tensor", "device_mesh"), self._spec.layout.context
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size, stride) -> "DTensor":
+    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size: Any, stride: Any) -> "DTensor":
         local, (layout,) = inner["_local_tensor"], context
         spec = Spec.make(inner["device_mesh"], layout, size, stride, local.dtype)
         if not spec.static:
@@ -110,7 +123,7 @@ class DTensor(torch.Tensor):
         return move(self, self._spec.layout.without_partial())
 
     @never_traced
-    def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None):
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None) -> Any:
         """A tangent brought to the layout it was traced with; to a whole plain tensor if it was traced as one."""
         if expected_type is torch.Tensor:
             return self.full_tensor()
@@ -129,7 +142,7 @@ class DTensor(torch.Tensor):
         return self._spec.layout.placements
 
     @property
-    def data(self):
+    def data(self) -> Any:
         """As `torch.Tensor.data`. What is assigned is a DTensor, whose memory, placements and mesh this one takes.
 
         Raises:
@@ -138,7 +151,7 @@ class DTensor(torch.Tensor):
         return _DATA.__get__(self)
 
     @data.setter
-    def data(self, new) -> None:
+    def data(self, new: Any) -> None:
         if not isinstance(new, DTensor):
             raise TypeError(
                 f"the data of a DTensor is a DTensor, got {type(new).__name__}; write x.data = distribute_tensor(y, "
@@ -295,15 +308,17 @@ class DTensor(torch.Tensor):
         whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
-    def is_pinned(self, device=None) -> bool:
+    def is_pinned(self, device: Any = None) -> bool:
         """Whether this rank's part lies in pinned memory."""
         return fresh(self)._local_tensor.is_pinned()
 
-    def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False) -> torch.Tensor:
+    def new_tensor(
+        self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
+    ) -> torch.Tensor:
         """As `torch.Tensor.new_tensor`: a plain tensor, of this one's dtype and device by default."""
         return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         """As `torch.Tensor.__getitem__`; a list of Python numbers, of which torch makes a plain tensor, is an index."""
         given = index if type(index) is tuple else (index,)
         if not PLAIN_INDICES.issuperset(map(type, given)) and any(isinstance(i, list) for i in given):
@@ -311,24 +326,26 @@ class DTensor(torch.Tensor):
                 return _getitem(self, index)
         return _getitem(self, index)
 
-    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
         """As `torch.Tensor.backward`; a plain `gradient` is taken as replicated."""
         if isinstance(gradient, torch.Tensor) and not isinstance(gradient, DTensor):
             gradient = DTensor.from_local(gradient, self.device_mesh)
             gradient = gradient.redistribute(placements=self._spec.layout.without_partial().placements)
         super().backward(gradient, retain_graph, create_graph, inputs)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = tensor_contents if tensor_contents is not None else repr(fresh(self)._local_tensor)
         return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         spec, local = self._spec, fresh(self)._local_tensor.detach()
         others = dict(vars(self))  # that it is a parameter, and what its user set
         state = (spec.mesh, spec.layout.text, tuple(spec.shape), tuple(spec.stride), self.requires_grad, others)
         return _rebuild, (local, *state)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
         made = memo.get(id(self))
@@ -339,20 +356,20 @@ class DTensor(torch.Tensor):
             memo[id(self)] = made
         return made
 
-    def __create_write_items__(self, fqn: str, object: Any):
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
         return dcp_protocol.write_items(self._spec, fresh(self)._local_tensor.detach(), fqn)
 
-    def __create_chunk_list__(self):
+    def __create_chunk_list__(self) -> Any:
         return dcp_protocol.chunk_list(self._spec)
 
-    def __get_tensor_shard__(self, index):
+    def __get_tensor_shard__(self, index: Any) -> Any:
         return dcp_protocol.tensor_shard(self._spec, fresh(self)._local_tensor.detach(), index)
 
 
 _DATA: Any = torch.Tensor.data
 
 
-def _rebuild(local, mesh, layout, shape, stride, requires_grad, others):
+def _rebuild(local: Any, mesh: Any, layout: str, shape: Any, stride: Any, requires_grad: bool, others: Any) -> Any:
     """The DTensor that was pickled. It is made of what `torch.load` takes by default."""
     made = DTensor(local, mesh, Layout.parse(layout, len(shape)), shape, stride, requires_grad)
     vars(made).update(others)
@@ -396,7 +413,9 @@ def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTens
     return self
 
 
-def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]):
+def _global_sizes(
+    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]
+) -> tuple[Sequence[Any], Sequence[Any]]:
     """Global shape and stride if every shard has the shape of this one; dense strides keep their order of dims."""
     shape, stride = list(local.shape), list(local.stride())
     for axis, p in enumerate(placements):
@@ -457,7 +476,7 @@ def _redistribute_operator(
 
 
 @never_traced
-def _save_layout(ctx, inputs, output) -> None:
+def _save_layout(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.layout = inputs[3] or inputs[0]._spec.layout.without_partial().text
     ctx.prefer = inputs[4]
@@ -465,7 +484,7 @@ def _save_layout(ctx, inputs, output) -> None:
 
 
 @never_traced
-def _redistribute_backward(ctx, grad):
+def _redistribute_backward(ctx: Any, grad: Any) -> Any:
     if grad is not None:
         refuse_tangent(grad, "the gradient of redistribute")
         sent = ctx.grad_dtype
@@ -482,7 +501,7 @@ torch.library.register_autograd(
 COMPOSITES["dtensor::redistribute"] = _redistribute_operator
 
 
-def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
+def _to_mesh(x: DTensor, mesh: Any, placements: Sequence[Placement] | None, grad_placements: Any) -> DTensor:
     """`x` on another mesh. What each rank sends differs, so no graph holds it."""
     if is_tracing(x):
         raise ShardingError(
@@ -501,7 +520,7 @@ def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
 class _ToMesh(torch.autograd.Function):
     @staticmethod
     @never_traced
-    def forward(ctx, x, mesh, layout, grad_layout):
+    def forward(ctx: Any, x: Any, mesh: Any, layout: Layout, grad_layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.source = x.device_mesh, grad_layout, layout
         spec = Spec.make(mesh, layout, x._spec.shape, x._spec.stride, x._spec.dtype)
@@ -509,7 +528,7 @@ class _ToMesh(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None, None
         mesh, grad_layout, layout = ctx.source
@@ -525,14 +544,14 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def forward(ctx, local, mesh, layout, shape, stride, grad_layout):
+    def forward(ctx: Any, local: Any, mesh: Any, layout: Layout, shape: Any, stride: Any, grad_layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.grad_layout = layout, grad_layout
         return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
 
     @staticmethod
     @never_traced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None, None, None, None
         # No look at the gradient's layout: Dynamo traces this with a guess of it, dispatch knows it.
@@ -554,14 +573,14 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def forward(ctx, x, grad_layout):
+    def forward(ctx: Any, x: Any, grad_layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.whole = x.device_mesh, grad_layout, tuple(x.shape), tuple(x.stride())
         return _alias(x._local_tensor)
 
     @staticmethod
     @never_traced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None
         mesh, layout, shape, stride = ctx.whole
@@ -579,7 +598,9 @@ library.define(
 library.define("to_local(Tensor(a) x, str grad_placements) -> Tensor(a)")
 
 
-def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str, alike: bool = False) -> DTensor:
+def _from_local_operator(
+    x: Any, mesh: Any, text: str, shape: Any, stride: Any, grad_text: str, alike: bool = False
+) -> DTensor:
     """`dtensor::from_local`: taken apart at once, on any tensor and by any mode. What is empty was not given.
 
     `alike`: a plan takes it as the same on all ranks, which the graph compares.
@@ -602,7 +623,7 @@ COMPOSITES["dtensor::to_local"] = _to_local_operator
 
 
 @never_traced
-def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list) -> None:
+def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list[Any]) -> None:
     """Give what arrives at a compiled function's backward the form it was traced with, in place.
 
     Args:

@@ -115,7 +115,7 @@ class _FromTorch(torch.autograd.Function):
     cannot: it is cut off from its graph."""
 
     @staticmethod
-    def forward(ctx, x, layout):
+    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.mesh = layout.without_partial(), x.device_mesh
         ctx.placements = _torch_placements(ctx.layout.placements, x.device_mesh)
@@ -123,7 +123,7 @@ class _FromTorch(torch.autograd.Function):
         return DTensor(local.view_as(local), x.device_mesh, layout, tuple(x.shape), tuple(x.stride()))
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None
         local = torch.ops.dtensor.redistribute(grad, ctx.layout.text, False).to_local()

@@ -81,7 +81,9 @@ class CountCollectives(TorchDispatchMode):
         counts = Counter(c.op for c in self.collectives)
         return {_operator(op): n for op, n in counts.items()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor then dispatches, and its local operators come back here
         op = OPERATORS.get(func.name().split(".")[0])

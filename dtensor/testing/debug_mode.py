@@ -14,7 +14,9 @@ class DebugMode(TorchDebugMode):
     what it ran: the collectives that moved operands, and the operator on local tensors.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             self._record_call(DebugOpCall(func, args, kwargs or {}, self.call_depth, stack=self.record_stack_trace))
             return NotImplemented  # DTensor then dispatches, and its local operators come back here

@@ -1,6 +1,7 @@
 """One process that acts as a rank of many: graphs, plans and rules for any mesh, without the other ranks."""
 
 import contextlib
+from typing import Any
 
 import torch.distributed as dist
 
@@ -8,7 +9,7 @@ from ..torch_private.core import fake_store
 
 
 @contextlib.contextmanager
-def fake_ranks(world_size: int, rank: int = 0):
+def fake_ranks(world_size: int, rank: int = 0) -> Any:
     """Context with a default process group of `world_size` ranks of which only this one, `rank`, exists.
 
     Collectives return at once, with this rank's own data or zeros in place of the other ranks': shapes, placements,

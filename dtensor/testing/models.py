@@ -29,10 +29,10 @@ class RMSNorm(nn.Module):
     """Root mean square norm over the last dim (Zhang and Sennrich, 2019), written out in tensor
     operations."""
 
-    def __init__(self, dim: int, eps: float = 1e-6):
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
@@ -42,12 +42,12 @@ class RMSNorm(nn.Module):
 class MLPModule(nn.Module):
     """Linear(10, 16), ReLU, Linear(16, 10); the same initial values each time."""
 
-    def __init__(self, device: torch.device | str | None, bias: bool = True):
+    def __init__(self, device: torch.device | str | None, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.net1 = nn.Linear(10, 16, bias=bias, device=device)
-        self.relu = nn.ReLU()
-        self.net2 = nn.Linear(16, 10, bias=bias, device=device)
+        self.net1: nn.Linear = nn.Linear(10, 16, bias=bias, device=device)
+        self.relu: nn.ReLU = nn.ReLU()
+        self.net2: nn.Linear = nn.Linear(16, 10, bias=bias, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net2(self.relu(self.net1(x)))
@@ -60,9 +60,9 @@ class MLPModule(nn.Module):
 class MLPStacked(nn.Module):
     """`n_layers` MLPModules, one after the other."""
 
-    def __init__(self, device: torch.device | str | None, n_layers: int = 2):
+    def __init__(self, device: torch.device | str | None, n_layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
+        self.layers: nn.ModuleList = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -88,19 +88,19 @@ class ModelArgs:
 class Attention(nn.Module):
     """Multi-head self-attention, causal if `args.use_attn_mask`."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         if args.dim % args.n_heads:
             raise ValueError(f"dim is a multiple of n_heads; got dim={args.dim}, n_heads={args.n_heads}")
-        self.n_heads = args.n_heads
-        self.head_dim = args.dim // args.n_heads
-        self.dropout_p = args.dropout_p
-        self.use_attn_mask = args.use_attn_mask
-        self.resid_dropout = nn.Dropout(args.dropout_p)
-        self.wq = nn.Linear(args.dim, args.dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.dim, bias=False)
-        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+        self.n_heads: int = args.n_heads
+        self.head_dim: int = args.dim // args.n_heads
+        self.dropout_p: float = args.dropout_p
+        self.use_attn_mask: bool = args.use_attn_mask
+        self.resid_dropout: nn.Dropout = nn.Dropout(args.dropout_p)
+        self.wq: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wk: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wv: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wo: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
 
     def _heads(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
         """(batch, seq, dim) -> (batch, heads, seq, head_dim)"""
@@ -121,12 +121,12 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Linear, GELU, Linear, dropout."""
 
-    def __init__(self, dim: int, hidden_dim: int, dropout_p: float):
+    def __init__(self, dim: int, hidden_dim: int, dropout_p: float) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim)
-        self.gelu = nn.GELU()
-        self.w2 = nn.Linear(hidden_dim, dim)
-        self.resid_dropout = nn.Dropout(dropout_p)
+        self.w1: nn.Linear = nn.Linear(dim, hidden_dim)
+        self.gelu: nn.GELU = nn.GELU()
+        self.w2: nn.Linear = nn.Linear(hidden_dim, dim)
+        self.resid_dropout: nn.Dropout = nn.Dropout(dropout_p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.resid_dropout(self.w2(self.gelu(self.w1(x))))
@@ -135,12 +135,12 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each behind a norm and beside a residual connection."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(args.dim)
-        self.attention = Attention(args)
-        self.ffn_norm = nn.LayerNorm(args.dim)
-        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.dropout_p)
+        self.attention_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.attention: Attention = Attention(args)
+        self.ffn_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.feed_forward: FeedForward = FeedForward(args.dim, 4 * args.dim, args.dropout_p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x + self.attention(self.attention_norm(x))
@@ -150,19 +150,19 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Decoder-only language model: tokens (batch, seq) -> logits (batch, seq, vocab), in float32."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.model_args = args
-        self.max_seq_len = args.max_seq_len
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.pos_embeddings = nn.Embedding(args.max_seq_len, args.dim)
-        self.dropout = nn.Dropout(args.dropout_p)
-        self.layers = nn.ModuleList([TransformerBlock(args) for _ in range(args.n_layers)])
-        self.norm = nn.LayerNorm(args.dim)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.max_seq_len: int = args.max_seq_len
+        self.tok_embeddings: nn.Embedding = nn.Embedding(args.vocab_size, args.dim)
+        self.pos_embeddings: nn.Embedding = nn.Embedding(args.max_seq_len, args.dim)
+        self.dropout: nn.Dropout = nn.Dropout(args.dropout_p)
+        self.layers: nn.ModuleList = nn.ModuleList([TransformerBlock(args) for _ in range(args.n_layers)])
+        self.norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.output: nn.Linear = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
-        self.checkpoint_activations = args.checkpoint_activations
+        self.checkpoint_activations: bool = args.checkpoint_activations
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         _, seq = tokens.size()
@@ -224,9 +224,10 @@ def _sequence_plan() -> dict[str, ParallelStyle]:
 class Tied(nn.Module):
     """A head that is its table: one parameter of two modules."""
 
-    def __init__(self, words: int = 8, width: int = 4):
+    def __init__(self, words: int = 8, width: int = 4) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.table: nn.Embedding = nn.Embedding(words, width)
+        self.head: nn.Linear = nn.Linear(width, words, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class RankError(RuntimeError):
         rank: the rank that failed first.
     """
 
-    def __init__(self, rank: int, message: str):
+    def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
         self.rank = rank
 
@@ -142,7 +142,7 @@ def _start_method(backend: str) -> str:
 class _Process:
     """A process that takes jobs, and the parent's end of its pipe."""
 
-    def __init__(self, backend: str):
+    def __init__(self, backend: str) -> None:
         context: Any = multiprocessing.get_context(_start_method(backend))
         context.set_forkserver_preload(PRELOADED)
         self.backend, self.environment = backend, _read_at_import()

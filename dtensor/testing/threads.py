@@ -49,7 +49,7 @@ def run_threads(fn: Callable[..., Any], nthreads: int, *args: Any, timeout: floa
 class _Run:
     """One call of `run_threads`; the lists are indexed by rank."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], n: int, timeout: float, group: Any):
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], n: int, timeout: float, group: Any) -> None:
         self.fn, self.args, self.n, self.timeout, self.group = fn, args, n, timeout, group
         self.returned: list[Any] = [None] * n
         self.failures: list[tuple[int, str]] = []

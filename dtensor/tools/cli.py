@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -154,7 +155,7 @@ def operators() -> None:
     click.echo(operators_page(), nl=False)
 
 
-def _carried_out(work: Callable):
+def _carried_out(work: Callable[..., Any]) -> Any:
     """What `work` gives; the failure of a rank, and that time is up, as errors of the command."""
     try:
         return work()
@@ -334,7 +335,7 @@ def _draw_fits(fits: tuple[Fit, ...], path: Path) -> None:
     _write(figure, path, "fits")
 
 
-def _write(figure, path: Path, what: str) -> None:
+def _write(figure: Any, path: Path, what: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

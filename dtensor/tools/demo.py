@@ -227,7 +227,7 @@ def largest_difference(curves: Sequence[Sequence[float]]) -> float:
     return max((max(at_step) - min(at_step) for at_step in zip(*curves)), default=0.0)
 
 
-def _batches(options: Options):
+def _batches(options: Options) -> Any:
     """(inputs, targets) of each step, both (BATCH, SEQ), cut out of the text at random; the same on every
     rank."""
     text = torch.frombuffer(bytearray(options.data), dtype=torch.uint8).long()
@@ -238,7 +238,7 @@ def _batches(options: Options):
         yield rows[:, :-1], rows[:, 1:]
 
 
-def _compiled_traffic(seen, backend: str) -> Traffic:
+def _compiled_traffic(seen: Any, backend: str) -> Traffic:
     """Traffic of the compiled graphs; Dynamo's "eager" backend has no graph of collectives to count."""
     if backend == "eager":
         return Traffic()
@@ -258,7 +258,7 @@ def _averaged(run: Run) -> Run:
 
 def _gathered(curves: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """The curves of all ranks."""
-    everyone: list = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, curves)
     return [curve for of_rank in everyone for curve in of_rank]
 

@@ -32,7 +32,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_ten
 from torch.utils._ordered_set import OrderedSet
 
 
-def min_cut_partition(gm, joint_inputs, **kwargs):
+def min_cut_partition(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
     """Torch's partitioner: the graphs of forward and backward, with least saved between them."""
     from functorch.compile import min_cut_rematerialization_partition
 
@@ -288,7 +288,7 @@ def _of_parts(outer: Any, static: list[int]) -> Any:
     )
 
 
-def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
+def aot_backend(partition: Any, forward_compiler: Any, inference_compiler: Any, backward_compiler: Any) -> Any:
     """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
     from torch._dynamo.backends.common import aot_autograd
 
@@ -301,7 +301,7 @@ def aot_backend(partition, forward_compiler, inference_compiler, backward_compil
     )
 
 
-def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
+def inductor_compile(gm: Any, example_inputs: Any, config_patches: dict[str, Any]) -> Any:
     """Inductor on a Dynamo graph, with its configuration patched for forward and backward.
 
     Where passes order the collectives, torch (since 2.14) is not to move them again: it does by the sizes of tensors
@@ -325,7 +325,7 @@ def lower_as_collective(operator: OpOverload) -> None:
 
 
 @functools.cache
-def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sympy.Symbol, tuple]]) -> None:
+def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sympy.Symbol, tuple[Any, ...]]]) -> None:
     """Have Inductor's code compute sizes that the graph's inputs do not tell, before all else.
 
     Args:
@@ -399,7 +399,7 @@ def trace_ordered() -> None:
         return track_tensor_tree(ordered(*given, **kwargs), proxy, constant=None, tracer=mode.tracer)
 
 
-def on_tangents(node: Any, change: Callable[[Any, list], None]) -> None:
+def on_tangents(node: Any, change: Callable[[Any, list[Any]], None]) -> None:
     """Have `change` at what arrives at the backward of a function that AOTAutograd compiled, in all its calls.
 
     Args:
@@ -424,7 +424,7 @@ def leave_missing(node: Any) -> None:
     node.set_materialize_grads(False)
 
 
-def boxed(function):
+def boxed(function: Any) -> Any:
     """Mark a graph callable as taking its arguments in one list."""
     from functorch.compile import make_boxed_func
 
@@ -432,7 +432,7 @@ def boxed(function):
 
 
 @contextlib.contextmanager
-def without_compile_caches():
+def without_compile_caches() -> Any:
     """Inside, nothing compiled is taken from the caches of Inductor and AOTAutograd, nor put there."""
     from torch._functorch import config as functorch_config
 
@@ -485,7 +485,9 @@ def on_bytecode(hook: Callable[[Any, Any], None]) -> Any:
 
 
 @contextlib.contextmanager
-def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable], Callable]):
+def observed_graphs(
+    dynamo: Callable[[Any], None], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Any:
     """Context in which all that torch.compile makes is shown, whatever the backend.
 
     What a compiler compiles for itself while it is at work, as Inductor does to match patterns, is not.
@@ -501,9 +503,9 @@ def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable
     call, stage = OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile
     at_work = threading.local()
 
-    def alone(function: Callable) -> Callable:
+    def alone(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def work(*args, **kwargs):
+        def work(*args: Any, **kwargs: Any) -> Any:
             at_work.now = True
             try:
                 return function(*args, **kwargs)
@@ -513,12 +515,19 @@ def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable
         return work
 
     @functools.wraps(call)
-    def call_user_compiler(self, gm, example_inputs):
+    def call_user_compiler(self, gm: Any, example_inputs: Any) -> Any:
         dynamo(gm)
         return call(self, gm, example_inputs)
 
     @functools.wraps(stage)
-    def stage2(state, capture, partition_fn, fw_compiler, bw_compiler=None, inference_compiler=None):
+    def stage2(
+        state: Any,
+        capture: Any,
+        partition_fn: Any,
+        fw_compiler: Any,
+        bw_compiler: Any = None,
+        inference_compiler: Any = None,
+    ) -> Any:
         given = (partition_fn, fw_compiler, bw_compiler or fw_compiler, inference_compiler or fw_compiler)
         if not getattr(at_work, "now", False):
             given = map(wrap, ("joint", "forward", "backward", "inference"), map(alone, given))
@@ -562,7 +571,7 @@ def set_compiler_settings(settings: dict[Any, dict[str, Any]]) -> None:
         config.load_config({name: value for name, value in given.items() if now[name] is not value})
 
 
-def dynamo_counters() -> dict:
+def dynamo_counters() -> dict[str, Any]:
     """Dynamo's counters: group -> name -> count."""
     from torch._dynamo.utils import counters
 

@@ -79,34 +79,34 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-c10d = torch.ops._c10d_functional
+c10d: Any = torch.ops._c10d_functional
 """The functional collectives: a start op and `wait_tensor`."""
 
 register_work = torch._C._distributed_c10d._register_work  # pyright: ignore[reportAttributeAccessIssue]
 """Of a tensor and a work: `wait_tensor` of the tensor waits for the work, too."""
 
-wait_tensors = getattr(c10d, "wait_tensors", None)
+wait_tensors: Any = getattr(c10d, "wait_tensors", None)
 """Waits for all that a coalesced start gave (since torch 2.15; before, each is waited for by itself)."""
 
-UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
+UnknownValue: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
 """What fake tensors raise where a result depends on values."""
 
-disable_dynamo = torch._disable_dynamo
+disable_dynamo: Any = torch._disable_dynamo
 
 
-def never_traced(function):
+def never_traced(function: Any) -> Any:
     """Have Dynamo pass over `function` and all it calls, where it is not traced as a part of its caller. Unlike
     `disable_dynamo` it costs nothing per call."""
     return _passed_over(function, "SKIP")
 
 
-def traced_with_caller(function):
+def traced_with_caller(function: Any) -> Any:
     """Have Dynamo trace `function` as a part of its caller alone, and where that broke the graph what it calls: code
     that stands around users' functions would be compiled for each, and a limit is set to that."""
     return _passed_over(function, "DEFAULT")
 
 
-def _passed_over(function, within: str):
+def _passed_over(function: Any, within: str) -> Any:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     how = _FrameExecStrategy(_FrameAction.SKIP, getattr(_FrameAction, within))
@@ -114,9 +114,9 @@ def _passed_over(function, within: str):
     return function
 
 
-disabled_torch_function = torch._C._disabled_torch_function_impl
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 is_alias_of = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
 # A dispatch key above autograd that DTensor carries and no other tensor does. Every operator falls through it
 # (at no cost) but those that must be seen before torch takes them apart.
@@ -127,7 +127,7 @@ _fallthrough.fallback(torch.library.fallthrough_kernel, OWN_KEY)
 _own = {space: torch.library.Library(space, "IMPL") for space in ("aten", "torch_nn")}
 
 
-def intercept(name: str, kernel) -> None:
+def intercept(name: str, kernel: Any) -> None:
     """Run `kernel` in place of an operator (of aten, if no other namespace is named) that has a DTensor among its
     arguments."""
     space, _, base = name.rpartition("::")
@@ -144,7 +144,7 @@ def catch_higher_order(operator: Any, kernel: Callable[..., Any]) -> None:
     operator.py_impl(torch._C._dispatch_key_parse(OWN_KEY))(functools.partial(kernel, operator))
 
 
-def without_own_key():
+def without_own_key() -> Any:
     """Context in which `intercept` does not apply, to call the intercepted operator itself."""
     return torch._C._ExcludeDispatchKeyGuard(OWN_KEYSET)
 
@@ -181,7 +181,7 @@ def register_value_type(cls: type, members: tuple[str, ...]) -> None:
         opaque_object.register_opaque_type(cls, typ="value", members=kept)
 
 
-def fake_store():
+def fake_store() -> Any:
     """The store of the process group "fake". A testing tool of torch, imported on call."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -235,7 +235,7 @@ def strided_shard(dim: int, strides: int) -> Any:
 
 
 @contextlib.contextmanager
-def threaded_process_group():
+def threaded_process_group() -> Any:
     """Context in which the threads of this process can be ranks of a process group with backend "threaded".
 
     A testing tool of torch, imported on call. Gives its class, whose `exception_handle` ends collectives that wait.
@@ -262,18 +262,18 @@ def set_thread_state(name: str, value: Any) -> None:
     torch._C._stash_obj_in_tls(name, value)
 
 
-def current_device_mesh():
+def current_device_mesh() -> Any:
     """The mesh of the innermost `with mesh:` block, or None."""
     stack = mesh_resources.mesh_stack
     return stack[-1] if stack else None
 
 
-def root_mesh(mesh):
+def root_mesh(mesh: Any) -> Any:
     """The mesh that `mesh` was sliced from; itself if it was not."""
     return mesh._get_root_mesh()
 
 
-def real_object(x):
+def real_object(x: Any) -> Any:
     """What stands behind the stand-in that a mesh has while a graph is traced; `x` itself otherwise, and where Dynamo
     traces this very line."""
     return x.real_obj if not torch.compiler.is_dynamo_compiling() and isinstance(x, FakeScriptObject) else x
@@ -353,7 +353,7 @@ def default_group_timeout() -> timedelta:
     return options._timeout if options is not None else default_pg_timeout  # a fake group has none
 
 
-def process_groups() -> tuple:
+def process_groups() -> tuple[Any, ...]:
     """This rank, and the name, ranks and backends of each process group it is in; empty without any."""
     if not dist.is_initialized():
         return ()
@@ -405,7 +405,7 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def traced_into_backward():
+def traced_into_backward() -> Any:
     """Context in which what is traced during a backward stays in the backward graph; no effect elsewhere."""
     meta = fx_traceback.current_meta
     if meta.get("partitioner_tag") != "is_backward":
@@ -447,7 +447,7 @@ def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-assert_async = torch._assert_async
+assert_async: Any = torch._assert_async
 """(condition, message): raises when the condition is known; a GPU is not waited for. Traced, and never dropped."""
 
 

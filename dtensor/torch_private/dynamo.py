@@ -28,7 +28,9 @@ def inner_sizes_follow(cls: type) -> None:
     own = builder._automatic_dynamic
 
     @functools.wraps(own)
-    def policy(e, tx, source, static_shapes, outer_only=False, *args, **kwargs):
+    def policy(
+        e: Any, tx: Any, source: Any, static_shapes: Any, outer_only: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         parts_count_as_wholes(cls)  # when something is compiled: to import what it changes takes 60 ms
         if type(e) is not cls or outer_only:
             return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)

@@ -40,7 +40,7 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
         return
 
     @functools.wraps(make)
-    def _init_extension(state, device_mesh=None):
+    def _init_extension(state: Any, device_mesh: Any = None) -> Any:
         make(state, device_mesh)
         if state._fsdp_extension is not None:
             kept = state.sharding_strategy is fsdp1.ShardingStrategy.NO_SHARD and state._use_orig_params
@@ -48,7 +48,7 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
         return state
 
     @functools.wraps(register)
-    def _use_unsharded_views(self, as_params):
+    def _use_unsharded_views(self, as_params: Any) -> Any:
         # A parameter's data cannot become a tensor of another class: new parameters take its place for a while.
         known = self.flat_param._param_extensions if isinstance(self._fsdp_extension, extensions) else ()
         before = self._use_orig_params
@@ -59,7 +59,7 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
             self._use_orig_params = before
 
     @functools.wraps(view_gradients)
-    def _use_unsharded_grad_views(self):
+    def _use_unsharded_grad_views(self) -> None:
         # Without reduction, gradients stand beside parameters that are plain: views of the flat one.
         found, known = self.flat_param, self.flat_param._param_extensions
         owners = [getattr(module, name) for name, module, _ in found._param_infos]
@@ -70,7 +70,9 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
             found._param_extensions = known
 
     @functools.wraps(unflatten)
-    def _unflatten_orig_param_states(info, output_states, state_name, shard_state, to_save, cpu_offload):
+    def _unflatten_orig_param_states(
+        info: Any, output_states: Any, state_name: Any, shard_state: Any, to_save: Any, cpu_offload: Any
+    ) -> None:
         state, found = info.state, info.state._fsdp_extension
         mine = {}
         if isinstance(found, extensions):
@@ -83,11 +85,11 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
         unflatten(info, rest, state_name, shard_state, to_save, cpu_offload)
 
     @functools.wraps(gather)
-    def _gather_state_dict(state_dict, *, pg=None, **options):
+    def _gather_state_dict(state_dict: Any, *, pg: Any = None, **options: Any) -> Any:
         return gather(tree_map(lambda x: gathered(x, pg), state_dict), pg=pg, **options)
 
     @functools.wraps(same_storage)
-    def _same_storage(a, b):
+    def _same_storage(a: Any, b: Any) -> Any:
         return same_storage(local(a), local(b))
 
     vars(_init_extension)["_asks"] = extensions
@@ -126,7 +128,7 @@ class FSDP2Unit:
         reduce: over which data axes gradients are reduced: "all", "scatter" or "none".
     """
 
-    modules: tuple
+    modules: tuple[Any, ...]
     parameters: list[FSDP2Parameter]
     mesh: Any
     policy: Any

@@ -51,7 +51,7 @@ def stand_in(mode: FakeTensorMode, x: torch.Tensor, name: str, symbols: bool) ->
     return mode.from_tensor(x, symbolic_context=context, source=ConstantSource(name))
 
 
-def trace_with(mode: FakeTensorMode, function: Callable, *args: Any) -> torch.fx.GraphModule:
+def trace_with(mode: FakeTensorMode, function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
     """The graph of `function` on stand-ins of `mode`: what is left below autograd and dispatch."""
 
     def run(*given: Any) -> Any:
@@ -92,21 +92,21 @@ def guards_hold(mode: FakeTensorMode, code: str, sizes: Sequence[Any]) -> bool:
     return not code or mode.shape_env is None or bool(mode.shape_env.evaluate_guards_expression(code, sizes))
 
 
-def same_size(a, b) -> bool:
+def same_size(a: Any, b: Any) -> bool:
     """Whether two sizes are equal: of sizes that only the data tell, whether that is known anyhow."""
     if type(a) is int and type(b) is int:
         return a == b
     return a is b or bool(guard_or_false(a == b))
 
 
-def hint(size) -> int:
+def hint(size: Any) -> int:
     """The number behind a size: itself, or the example value of a SymInt (adds no guard)."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint if size.node.hint is not None else 8192)
     return int(size)
 
 
-def size_formula(size) -> Any:
+def size_formula(size: Any) -> Any:
     """A size as a sympy expression; of a SymInt, in symbols that are called as the inputs they come from."""
     if not isinstance(size, torch.SymInt):
         return sympy.Integer(int(size))
@@ -120,13 +120,13 @@ def _tidied(m: re.Match) -> str:
     return m[1] if m[1] is not None else f".size({m[2]})"
 
 
-def number_if_known(size) -> Any:
+def number_if_known(size: Any) -> Any:
     """The number that a size has turned out to be; a size that is still a symbol as it is."""
     known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
     return size if known is None else known
 
 
-def number_if_guarded(size) -> Any:
+def number_if_guarded(size: Any) -> Any:
     """The same, also where a guard says so of a formula of symbols that are none. What a trace only assumes of symbols
     counts for nothing."""
     found = number_if_known(size)
@@ -151,7 +151,7 @@ def write_numbers(env: ShapeEnv) -> int:
     return len(env.replacements)
 
 
-def has_hint(size) -> bool:
+def has_hint(size: Any) -> bool:
     """Whether a size is a number or has an example value: not so for sizes that depend on values."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
@@ -319,7 +319,7 @@ def without_guards(env: ShapeEnv) -> Iterator[None]:
         yield
 
 
-def known_equal(a, b) -> bool:
+def known_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal; of symbolic ones, whether a trace knows that without another guard."""
     return statically_known_true(a == b)
 

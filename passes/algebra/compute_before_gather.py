@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from ..graph import ir, sizes
 from .localize_replicated import is_alike
 
-aten = ir.aten
+aten: Any = ir.aten
 
 REDUCTIONS: dict[Any, int] = {
     aten.sum.dim_IntList: 1,

@@ -1,6 +1,7 @@
 """Collectives over ranks that hold the same value already are local."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,7 +11,7 @@ from dtensor.mesh.groups import group_size
 from ..graph import groups, ir
 from .reduce_after_view import KEEP_ORDER, PERMUTE
 
-aten = ir.aten
+aten: Any = ir.aten
 
 MAKES_ALIKE = ("all_reduce", "all_gather")
 """The collectives whose result is the same on every rank of the group."""

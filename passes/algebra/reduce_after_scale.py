@@ -1,5 +1,7 @@
 """Reductions sink below what scales their results, where that brings them next to what they can merge with."""
 
+from typing import Any
+
 from torch import fx
 
 from ..graph import ir, sizes
@@ -7,7 +9,7 @@ from .add_before_reduce import SUMS
 from .localize_replicated import is_alike
 from .reduce_after_view import KEEP_ORDER, Path, sink_to_sum
 
-aten = ir.aten
+aten: Any = ir.aten
 
 SCALES = frozenset((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default))
 """Linear in each argument that is a factor; a divisor is none."""

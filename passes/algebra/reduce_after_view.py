@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from ..graph import ir, sizes
 from .add_before_reduce import SUMS, is_root, leaves, mergeable, operands, reduction
 
-aten = ir.aten
+aten: Any = ir.aten
 
 RESHAPES = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
 """Views that ask for contiguous memory, and give it."""

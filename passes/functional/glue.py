@@ -13,7 +13,7 @@ from torch import fx
 
 from ..graph import ir
 
-aten = ir.aten
+aten: Any = ir.aten
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _piece(node: fx.Node, call: fx.Node, index: Any) -> _Chunk | None:
     return _made(call.args[0], dim, start, _length(node, dim), (call, node))
 
 
-def _made(source: Any, dim: int, start: Any, length: Any, inner: tuple, row: bool = False) -> _Chunk | None:
+def _made(source: Any, dim: int, start: Any, length: Any, inner: tuple[Any, ...], row: bool = False) -> _Chunk | None:
     return _Chunk(source, dim, start, length, inner, row) if isinstance(source, fx.Node) else None
 
 

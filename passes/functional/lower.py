@@ -15,7 +15,7 @@ from dtensor.torch_private.sizes import sizes_before_strides
 from ..graph import ir, sizes
 from ..graph.count import describe
 
-aten = ir.aten
+aten: Any = ir.aten
 
 
 REDUCTIONS = frozenset(
@@ -100,19 +100,19 @@ def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
     return {ir.SENT: most, ir.WRITTEN: ir.is_written(c.x)}
 
 
-def _is_static(args: tuple) -> bool:
+def _is_static(args: tuple[Any, ...]) -> bool:
     lengths = [n for x in args if isinstance(x, torch.Tensor) for n in x.shape]
     return not any(isinstance(n, torch.SymInt) for n in (*args, *lengths))
 
 
-def lowered(op: str, args: tuple) -> fx.Graph:
+def lowered(op: str, args: tuple[Any, ...]) -> fx.Graph:
     """The kernel of `op`, traced on `args`; tensors and symbolic sizes among these are its placeholders, in order."""
     values: list[Any] = [arg for arg in args if isinstance(arg, (torch.Tensor, torch.SymInt))]
     with values[0].fake_mode:
         return make_fx(partial(_call, KERNELS[op][0], args))(*values).graph
 
 
-def _call(kernel: Any, args: tuple, *values: Any) -> Any:
+def _call(kernel: Any, args: tuple[Any, ...], *values: Any) -> Any:
     """`kernel` on `args`, in which `values` stand for the tensors and symbolic sizes."""
     sizes_before_strides(values)
     given = iter(values)

@@ -65,7 +65,7 @@ def _at_once(start: fx.Node, wait: fx.Node) -> bool:
     return True
 
 
-ROWS = {"all_gather": mul, "reduce_scatter": floordiv}
+ROWS: dict[str, Any] = {"all_gather": mul, "reduce_scatter": floordiv}
 """Collective -> how the number of rows that arrive follows from the number that is sent, and that of ranks."""
 
 

@@ -15,7 +15,7 @@ from . import glue
 from .pairs import Pair, pairs, tell_sizes
 from .unlower import unlower
 
-aten = ir.aten
+aten: Any = ir.aten
 
 
 class Raise:
@@ -130,7 +130,7 @@ def _alike(start: fx.Node, *nodes: fx.Node) -> bool:
     return all(_place(node) == _place(start) for node in nodes)
 
 
-def _place(node: fx.Node) -> tuple:
+def _place(node: fx.Node) -> tuple[Any, ...]:
     policy = node.meta.get("recompute", CheckpointPolicy.MUST_SAVE)
     return policy, node.meta.get("ac_graph_id"), node.meta.get("partitioner_tag")
 

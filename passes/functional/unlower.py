@@ -39,7 +39,7 @@ def unlower(start: fx.Node) -> bool:
     return True
 
 
-def _put_back(start: fx.Node, op: str, args: tuple, result: fx.Node, inner: set[fx.Node]) -> None:
+def _put_back(start: fx.Node, op: str, args: tuple[Any, ...], result: fx.Node, inner: set[fx.Node]) -> None:
     new = ir.insert(start, ir.TARGETS[op], args, like=start)
     gone = sorted(inner - {result}, reverse=True)
     ir.replace(result, new)
@@ -55,7 +55,7 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def _with_nodes(args: tuple, holders: list[Any]) -> tuple:
+def _with_nodes(args: tuple[Any, ...], holders: list[Any]) -> tuple[Any, ...]:
     """`args` with the nodes in place of the values that were placeholders."""
     given = iter(holders)
     return tuple([arg if isinstance(arg, (int, str, list, tuple)) else next(given) for arg in args])
@@ -64,7 +64,7 @@ def _with_nodes(args: tuple, holders: list[Any]) -> tuple:
 class _Match:
     """A correspondence of the pattern's nodes with those of the graph."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.known: dict[fx.Node, fx.Node] = {}
 
     def unify(self, a: Any, b: Any) -> bool:

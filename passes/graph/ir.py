@@ -22,7 +22,7 @@ from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, TRACED
 from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
 from dtensor.torch_private.sizes import without_guards
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 REDUCE_OPS = frozenset(("sum", "avg", "max", "min", "product"))
 """The reductions a collective may name."""
@@ -30,7 +30,7 @@ REDUCE_OPS = frozenset(("sum", "avg", "max", "min", "product"))
 LINEAR = frozenset(("sum", "avg"))
 """The reductions f with f(a) + f(b) = f(a + b)."""
 
-FIELDS = {
+FIELDS: dict[Any, Any] = {
     "all_gather": ("x", "gather_dim", "size", "group"),
     "reduce_scatter": ("x", "reduce_op", "scatter_dim", "group"),
     "all_reduce": ("x", "reduce_op", "group"),
@@ -324,7 +324,9 @@ def provenance(node: fx.Node) -> dict[str, Any]:
     return {key: item for key, item in node.meta.items() if key not in _OWN_META}
 
 
-def insert(before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None, *, like: fx.Node) -> fx.Node:
+def insert(
+    before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+) -> fx.Node:
     """Put a call in front of `before`, with its value, and with the provenance of `like`."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)

@@ -6,6 +6,7 @@ reads memory stays on its side of whoever writes to it.
 
 import heapq
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,7 +15,7 @@ from dtensor.torch_private.core import OpOverload
 
 from . import ir
 
-aten = ir.aten
+aten: Any = ir.aten
 
 Before = dict[fx.Node, list[fx.Node]]
 """Node -> the nodes that must come before it; data and effects, direct ones only."""

@@ -67,7 +67,7 @@ def _own(arg: Any) -> Any:
     return arg.clone() if isinstance(arg, torch.Tensor) else arg
 
 
-def _step(graph: fx.Graph, node: fx.Node, envs: list[dict], groups: Groups, draws: int) -> list[Any]:
+def _step(graph: fx.Graph, node: fx.Node, envs: list[dict[fx.Node, Any]], groups: Groups, draws: int) -> list[Any]:
     args = [map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
     try:
         if node.op == "get_attr":
@@ -84,7 +84,7 @@ _SEED_ARGUMENT = {"prims.inductor_random.default": 1, "prims.inductor_randint.de
 """Operators that are said to draw by the seed they are given, though run by themselves they do not -> its place."""
 
 
-def _alone(node: fx.Node, args: tuple, kwargs: dict, seed: int) -> Any:
+def _alone(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> Any:
     """One rank's run of a local operator. The k-th random draw of a graph is the same before and after a pass."""
     assert callable(node.target), f"cannot run a node of kind {node.op}"
     given = _SEED_ARGUMENT.get(str(node.target))
@@ -104,7 +104,7 @@ def _attribute(graph: fx.Graph, path: str) -> Any:
     return found
 
 
-def _together(run: Callable[..., list], node: fx.Node, args: list[tuple], groups: Groups) -> list[Any]:
+def _together(run: Callable[..., list[Any]], node: fx.Node, args: list[tuple[Any, ...]], groups: Groups) -> list[Any]:
     results: list[Any] = [None] * len(args)
     for members in partition(groups, str(node.args[-1])):
         given = [args[rank][0] for rank in members]
@@ -215,7 +215,7 @@ def _each(run: Callable[..., Tensors]) -> Callable[..., list[Tensors]]:
     return coalesced
 
 
-_COLLECTIVES: dict[Any, Callable[..., list]] = {
+_COLLECTIVES: dict[Any, Callable[..., list[Any]]] = {
     ir.TARGETS["all_gather"]: _all_gather,
     ir.TARGETS["reduce_scatter"]: _reduce_scatter,
     ir.TARGETS["all_reduce"]: _all_reduce,

@@ -92,7 +92,7 @@ def target_name(target: Any) -> str:
 
 
 class _Printer:
-    def __init__(self, graph: fx.Graph, labels: Mapping[str, str]):
+    def __init__(self, graph: fx.Graph, labels: Mapping[str, str]) -> None:
         self.labels = labels
         self.names: dict[fx.Node, str] = {}
         taken = set()

@@ -14,7 +14,7 @@ from ..graph import groups, ir
 from ..graph.count import CollectiveInfo, describe
 from ..graph.order import Before, dependencies, floating, sort
 
-aten = ir.aten
+aten: Any = ir.aten
 
 ROOM = 10
 """A bucket is full when its bytes take this many times as long as what is saved by not starting another."""
@@ -81,7 +81,7 @@ class _Start:
     node: fx.Node
     wait: fx.Node
     op: str
-    key: tuple
+    key: tuple[Any, ...]
     size: int
     fixed: float
     per_byte: float
@@ -131,7 +131,7 @@ def _is_even(node: fx.Node) -> bool:
 class _Windows:
     """Between which computations each node may stand, as the others stand; and which starts wait for which."""
 
-    def __init__(self, graph: fx.Graph, before: Before):
+    def __init__(self, graph: fx.Graph, before: Before) -> None:
         self.place = {node: k for k, node in enumerate(graph.nodes)}
         self.users: Before = {}
         self.floats = floats = floating(self.place)
@@ -187,7 +187,7 @@ def _packed(starts: list[_Start], windows: _Windows) -> list[list[_Start]]:
     One kind after the other, in the order of the graph: what sends results on is ready when the bucket is that brings
     these.
     """
-    by_kind: dict[tuple, list[_Start]] = {}
+    by_kind: dict[tuple[Any, ...], list[_Start]] = {}
     for s in starts:
         if s.copy < s.fixed:
             by_kind.setdefault(s.key, []).append(s)

@@ -1,6 +1,7 @@
 """Regathering: what was gathered in the forward is gathered again in the backward, where holding it costs more."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,7 +11,7 @@ from dtensor.comm.collectives import KEPT
 
 from ..graph import groups, ir, sizes
 
-aten = ir.aten
+aten: Any = ir.aten
 
 HELD = 2
 """Gathered parameters that `schedule` holds at once: one in use, and one that is gathered ahead."""
@@ -46,8 +47,9 @@ class Regather:
     name = "regather"
     exactness = "bitwise"
 
-    def __init__(self, budget: int | None = None, held: int = HELD):
-        self.budget, self.held = budget, held
+    def __init__(self, budget: int | None = None, held: int = HELD) -> None:
+        self.budget: Any = budget
+        self.held: Any = held
 
     def __call__(self, graph: fx.Graph) -> int:
         found = [node for node in ir.calls(graph, "all_gather") if _is_open(node)]

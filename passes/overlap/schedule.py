@@ -59,7 +59,7 @@ class Schedule:
     name = "schedule"
     exactness = "bitwise"
 
-    def __init__(self, ahead: int | None = None):
+    def __init__(self, ahead: int | None = None) -> None:
         self.ahead = ahead
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -123,7 +123,7 @@ class _Facts:
         anchors: the computations.
     """
 
-    def __init__(self, nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]):
+    def __init__(self, nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]) -> None:
         self.nodes, self.before = nodes, before
         self.place = {node: k for k, node in enumerate(nodes)}
         self.needed = _first_need(nodes, before, floats, self.place)
@@ -141,7 +141,7 @@ class _Walk:
     that order, and leaves it in `demanded`.
     """
 
-    def __init__(self, facts: _Facts, ahead: int, prefetched: Sequence[fx.Node] = ()):
+    def __init__(self, facts: _Facts, ahead: int, prefetched: Sequence[fx.Node] = ()) -> None:
         self.nodes, self.before, self.ahead = facts.nodes, facts.before, ahead
         self.place, self.needed, self.computed = facts.place, facts.needed, facts.computed
         self.next, self.anchors, self.behind, self.then = facts.next, facts.anchors, facts.behind, facts.then

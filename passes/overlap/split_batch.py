@@ -17,7 +17,7 @@ from dtensor.torch_private.core import OpOverload
 
 from ..graph import ir, sizes
 
-aten = ir.aten
+aten: Any = ir.aten
 
 FEWEST = 2
 """Collectives that have to be split for it to be worth it: of one alone, nothing computes while the other travels."""
@@ -71,7 +71,7 @@ class SplitBatch:
     name = "split_batch"
     exactness = "reassociates"
 
-    def __init__(self, parts: int = 2):
+    def __init__(self, parts: int = 2) -> None:
         if not isinstance(parts, int) or parts < 1:
             raise ValueError(f"parts is how many a batch is cut into, at least 1; got {parts!r}")
         self.parts = parts
@@ -244,7 +244,7 @@ def _fits(c: Candidate, have: list[int | None], call: Call, parts: int) -> bool:
 class _Rewrite:
     """Puts the parts of nodes in front of them, and lets them, put together, stand for the nodes."""
 
-    def __init__(self, splits: dict[fx.Node, Split], parts: int):
+    def __init__(self, splits: dict[fx.Node, Split], parts: int) -> None:
         self.splits, self.parts = splits, parts
         self.kept = _kept(splits)
         self.made: dict[fx.Node, list[fx.Node]] = {}
@@ -285,7 +285,7 @@ class _Rewrite:
         made.meta[ir.PART] = k
         return made
 
-    def arguments(self, node: fx.Node, split: Split, k: int) -> tuple[tuple, dict]:
+    def arguments(self, node: fx.Node, split: Split, k: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What part `k` of `node` is called on."""
         if node.target is getitem:
             return (self.made[split.args[0]][k], split.args[1]), {}

@@ -36,13 +36,14 @@ class InputCheck:
     """The comparison over a mesh of inputs that some of its axes may cut."""
 
     def __init__(self, mesh: Any, cut: Iterable[int]) -> None:
-        self.mesh, known, cut = mesh, facts(mesh), set(cut)
+        self.mesh: Any = mesh
+        known, cut = facts(mesh), set(cut)
         axes = [a for a in range(mesh.ndim) if known.shape[a] > 1 and known.coordinate is not None]
         one_by_one = [known.groups[(a,)] for a in axes]
-        self.along = [known.groups[(a,)] for a in axes if a not in cut]
+        self.along: list[str] = [known.groups[(a,)] for a in axes if a not in cut]
         """Groups over which parts are the same."""
         whole = known.groups.get(tuple(axes))
-        self.everyone = [whole] if axes and whole is not None else one_by_one
+        self.everyone: list[str] = [whole] if axes and whole is not None else one_by_one
         """Groups that make up the mesh: reduced over one after the other."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InputCheck":

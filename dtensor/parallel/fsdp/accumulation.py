@@ -34,11 +34,11 @@ def set_reduced(found: Sequence[tuple[nn.Module, Member]], reduce: str) -> None:
 class Sums:
     """What is reduced when the next backward that reaches one of these modules is done."""
 
-    def __init__(self, found: Sequence[tuple[nn.Module, Member]]):
+    def __init__(self, found: Sequence[tuple[nn.Module, Member]]) -> None:
         self.found = found
         self.awaited = False
         used = {id(p): p for module, _ in found for p in module._parameters.values() if p is not None}
-        self.hooks = [
+        self.hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(self._begun) for p in used.values() if p.requires_grad and p.is_leaf
         ]
 

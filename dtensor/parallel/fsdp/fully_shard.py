@@ -100,7 +100,9 @@ class _Parts:
         moved: what was sharded before, by a call on a module around these.
     """
 
-    def __init__(self, modules: list[nn.Module], unit: Unit, ignored: set[int], placement_fn: PlacementFn | None):
+    def __init__(
+        self, modules: list[nn.Module], unit: Unit, ignored: set[int], placement_fn: PlacementFn | None
+    ) -> None:
         self.modules, self.unit, self.ignored, self.placement_fn = modules, unit, ignored, placement_fn
         self.planned: dict[int, Unshard] = {}
         self.new: dict[nn.Module, dict[str, Unshard]] = {}

@@ -31,7 +31,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
             if not field.name.endswith("_dtype") or given is None:

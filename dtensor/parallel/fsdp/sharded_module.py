@@ -103,7 +103,7 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
 
     @with_own_code
     @functools.wraps(inner)
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, inner, args, kwargs)
 
     inside = {"forward": forward, **{name: _property(name) for name in names}}
@@ -135,7 +135,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 @traced_with_caller
-def _run(module: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of a fully sharded module."""
     refuse_export()
     member: Member = getattr(module, MEMBER)

@@ -48,7 +48,7 @@ class DTensorExtensions:
         kept: whether FSDP1 shards nothing and keeps the user's parameters, which can be no views of a flat one then.
     """
 
-    def __init__(self, others: Any, data_mesh: Any, kept: bool = False):
+    def __init__(self, others: Any, data_mesh: Any, kept: bool = False) -> None:
         self.others = others
         self.data_mesh = data_mesh
         self.kept = kept
@@ -168,7 +168,7 @@ class DTensorExtensions:
 class _Shard:
     """One shard, as torch's ShardedTensor holds it."""
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
@@ -176,13 +176,13 @@ class _Unflattened(torch.autograd.Function):
     """A part of a parameter as the DTensor it is a part of; the gradient is this rank's part of the whole one."""
 
     @staticmethod
-    def forward(ctx, local: torch.Tensor, spec: Spec) -> DTensor:
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.layout = spec.layout
         return DTensor(local.view_as(local), spec.mesh, spec.layout, spec.shape, spec.stride)
 
     @staticmethod
-    def backward(ctx, grad: Any):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None
         return torch.ops.dtensor.redistribute(grad, ctx.layout.text, False).to_local(), None

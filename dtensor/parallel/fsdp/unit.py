@@ -38,11 +38,11 @@ class Unit:
     wanted: str = "all"
     running: int = 0
 
-    def __deepcopy__(self, memo) -> "Unit":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         made = memo[id(self)] = Unit(*self._copied())
         return made
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return Unit, self._copied()
 
     def _copied(self) -> tuple[Any, ...]:

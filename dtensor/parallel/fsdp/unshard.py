@@ -51,7 +51,7 @@ class Unshard:
     inner_mesh: Any = None
     inner: Layout | None = None
 
-    def __deepcopy__(self, memo) -> "Unshard":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unshard":
         return self
 
 
@@ -60,7 +60,18 @@ class _Unsharded(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def forward(ctx, parameter, mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype):
+    def forward(
+        ctx: Any,
+        parameter: Any,
+        mesh: Any,
+        whole: Any,
+        entering: Any,
+        target: Any,
+        inner_mesh: Any,
+        inner: Any,
+        dtype: torch.dtype | None,
+        reduce_dtype: Any,
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.given = mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
         ctx.dtype, ctx.sizes = parameter.dtype, (tuple(parameter.shape), tuple(parameter.stride()))
@@ -73,7 +84,7 @@ class _Unsharded(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             made = None
         elif torch.is_grad_enabled() and grad.requires_grad:
@@ -91,20 +102,32 @@ class _Reduced(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, grad, dtype, sizes, *given):
+    def forward(ctx: Any, grad: Any, dtype: torch.dtype | None, sizes: Any, *given: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.given, ctx.dtype = given, grad.dtype
         return _reduced(grad, dtype, sizes, *given)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype = ctx.given
         given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype)
         made = None if grad is None else _Unsharded.apply(grad, *given)
         return made, None, None, *(None,) * len(ctx.given)
 
 
-def _reduced(grad, dtype, sizes, mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype) -> torch.Tensor:
+def _reduced(
+    grad: Any,
+    dtype: torch.dtype | None,
+    sizes: Any,
+    mesh: Any,
+    whole: Any,
+    entering: Any,
+    target: Any,
+    inner_mesh: Any,
+    inner: Any,
+    _: Any,
+    reduce_dtype: Any,
+) -> torch.Tensor:
     if inner_mesh is not None:
         grad = torch.ops.dtensor.redistribute(grad, inner.text, False).to_local()
     if entering is not None:
@@ -116,7 +139,7 @@ def _reduced(grad, dtype, sizes, mesh, whole, entering, target, inner_mesh, inne
     return grad.to(dtype)
 
 
-def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple) -> DTensor:
+def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple[Any, ...]) -> DTensor:
     return DTensor(local.view_as(local), mesh, layout, sizes[0], sizes[1])
 
 
@@ -128,7 +151,7 @@ library.define(
 )
 
 
-def _unshard_operator(x: DTensor, mesh, whole: str, *given) -> torch.Tensor:
+def _unshard_operator(x: DTensor, mesh: Any, whole: str, *given: Any) -> torch.Tensor:
     """`dtensor::unshard`: taken apart at once, on any tensor and by any mode. What is empty was not given."""
     entering, target, inner_mesh, inner, dtype, reduce_dtype = given
     layouts = [Layout.parse(text, x.dim()) if text else None for text in (whole, entering, target, inner)]

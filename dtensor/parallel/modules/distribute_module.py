@@ -93,7 +93,9 @@ def distribute_module(
 def _take(input_fn: Callable[..., Any], mesh: Any) -> Take:
     wants_module = _takes_module(input_fn, "input_fn", "(module, inputs, device_mesh)")
 
-    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def take(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = input_fn(module, args, mesh) if wants_module else input_fn(args, mesh)
         if found is None:
             return args, kwargs
@@ -105,7 +107,7 @@ def _take(input_fn: Callable[..., Any], mesh: Any) -> Take:
 def _give(output_fn: Callable[..., Any], mesh: Any) -> Give:
     wants_module = _takes_module(output_fn, "output_fn", "(module, outputs, device_mesh)")
 
-    def give(module: nn.Module, args: tuple, output: Any) -> Any:
+    def give(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         found = output_fn(module, output, mesh) if wants_module else output_fn(output, mesh)
         return output if found is None else found
 

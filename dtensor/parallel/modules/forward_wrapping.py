@@ -112,7 +112,7 @@ def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     @with_own_code
     @functools.wraps(inner)
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         take, give = self._dtensor_wrapped
         args, kwargs = take(self, args, kwargs)
         return give(self, args, inner(self, *args, **kwargs))
@@ -138,7 +138,7 @@ def called_class(cls: type[nn.Module]) -> type[nn.Module]:
 
     @with_own_code
     @functools.wraps(inner)
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._dtensor_call(functools.partial(inner, self), *args, **kwargs)
 
     return made_class(called_class, cls, forward=forward)
@@ -159,11 +159,11 @@ def _wrapped(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     return give(module, args, forward(*args, **kwargs))
 
 
-def _taken(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-def _given(module: nn.Module, args: tuple, output: Any) -> Any:
+def _given(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output
 
 
@@ -171,7 +171,9 @@ def _takes(first: Take, then: Take | None) -> Take:
     if then is None:
         return first
 
-    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def take(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return then(module, *first(module, args, kwargs))
 
     return then if first is _taken else take
@@ -181,7 +183,7 @@ def _gives(first: Give, then: Give | None) -> Give:
     if then is None:
         return first
 
-    def give(module: nn.Module, args: tuple, output: Any) -> Any:
+    def give(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return then(module, args, first(module, args, output))
 
     return then if first is _given else give

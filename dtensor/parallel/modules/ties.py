@@ -19,11 +19,13 @@ class Ties:
         shared: each of them, and the modules that hold it, with its name there.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module, name, parameter in _held(model):
             holders.setdefault(parameter, []).append((module, name))
-        self.shared = [(parameter, found) for parameter, found in holders.items() if len(found) > 1]
+        self.shared: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = [
+            (parameter, found) for parameter, found in holders.items() if len(found) > 1
+        ]
 
     def restore(self) -> None:
         """Have what took the place of a parameter in one module take it in all of them.

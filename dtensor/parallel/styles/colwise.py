@@ -35,9 +35,9 @@ class ColwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-    ):
-        self.input_layouts = as_layout("input_layouts", input_layouts) or Replicate()
-        self.output_layouts = as_layout("output_layouts", output_layouts) or Shard(-1)
+    ) -> None:
+        self.input_layouts: Placement = as_layout("input_layouts", input_layouts) or Replicate()
+        self.output_layouts: Placement = as_layout("output_layouts", output_layouts) or Shard(-1)
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

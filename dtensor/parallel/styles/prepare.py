@@ -50,17 +50,21 @@ class PrepareModuleInput(ParallelStyle):
         input_kwarg_layouts: KwargLayouts = None,
         desired_input_kwarg_layouts: KwargLayouts = None,
         use_local_output: bool = False,
-    ):
+    ) -> None:
+        self.input_layouts: tuple[Placement | None, ...]
+        self.desired_input_layouts: tuple[Placement | None, ...]
         self.input_layouts, self.desired_input_layouts = _paired(
             "input_layouts", input_layouts, "desired_input_layouts", desired_input_layouts
         )
-        self.kwarg_layouts = _paired_by_name(input_kwarg_layouts, desired_input_kwarg_layouts)
+        self.kwarg_layouts: dict[str, Any] = _paired_by_name(input_kwarg_layouts, desired_input_kwarg_layouts)
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_keywords(module, self.kwarg_layouts)
 
-        def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def take(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             compared_for = module if self.check_inputs else None
             return self._positional(args, device_mesh, compared_for), self._named(kwargs, device_mesh, compared_for)
 
@@ -112,7 +116,11 @@ class PrepareModuleOutput(ParallelStyle):
         ValueError: layouts that do not match each other or (when called) the outputs.
     """
 
-    def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True):
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
+        self.output_layouts: tuple[Placement | None, ...]
+        self.desired_output_layouts: tuple[Placement | None, ...]
         self.output_layouts, self.desired_output_layouts = _paired(
             "output_layouts", output_layouts, "desired_output_layouts", desired_output_layouts
         )
@@ -121,7 +129,7 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def give(module: nn.Module, args: tuple, outputs: Any) -> Any:
+        def give(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
             return self._prepared(outputs, device_mesh)
 
         wrap_forward(module, give=give)
@@ -161,15 +169,15 @@ class PrepareModuleInputOutput(ParallelStyle):
         output_layouts: Layouts,
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
-    ):
-        self.prepare_module_input = PrepareModuleInput(
+    ) -> None:
+        self.prepare_module_input: PrepareModuleInput = PrepareModuleInput(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,
             input_kwarg_layouts=input_kwarg_layouts,
             desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_input,
         )
-        self.prepare_module_output = PrepareModuleOutput(
+        self.prepare_module_output: PrepareModuleOutput = PrepareModuleOutput(
             output_layouts=output_layouts,
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
@@ -190,7 +198,7 @@ def _as_layouts(argument: str, given: Layouts) -> tuple[Placement | None, ...] |
     return tuple(as_layout(f"{argument}[{index}]", layout) for index, layout in enumerate(layouts))
 
 
-def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layouts) -> tuple:
+def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layouts) -> tuple[Any, ...]:
     """Both arguments as tuples of one length, or both None."""
     layouts, desired_layouts = _as_layouts(argument, given), _as_layouts(desired_argument, desired)
     if layouts is None and desired_layouts is not None:
@@ -211,7 +219,7 @@ def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layou
     return layouts, desired_layouts
 
 
-def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tuple]:
+def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tuple[Any, ...]]:
     """Keyword -> (layout, desired layout)."""
     given, desired = given or {}, desired or {}
     for name, layouts in (("input_kwarg_layouts", given), ("desired_input_kwarg_layouts", desired)):
@@ -232,7 +240,7 @@ def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tup
     }
 
 
-def _check_keywords(module: nn.Module, layouts: dict[str, tuple]) -> None:
+def _check_keywords(module: nn.Module, layouts: dict[str, tuple[Any, ...]]) -> None:
     """Refuse a layout for a keyword that the module's forward does not take."""
     parameters = inspect.signature(module.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

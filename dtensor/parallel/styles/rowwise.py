@@ -37,9 +37,9 @@ class RowwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-    ):
-        self.input_layouts = as_layout("input_layouts", input_layouts)
-        self.output_layouts = as_layout("output_layouts", output_layouts) or Replicate()
+    ) -> None:
+        self.input_layouts: Placement | None = as_layout("input_layouts", input_layouts)
+        self.output_layouts: Placement = as_layout("output_layouts", output_layouts) or Replicate()
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -29,8 +29,8 @@ class SequenceParallel(ParallelStyle):
 
     shards_parameters = True
 
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
-        self.sequence_sharding = Shard(sequence_dim)
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding: Shard = Shard(sequence_dim)
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

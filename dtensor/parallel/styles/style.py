@@ -113,7 +113,9 @@ def to_layout(
 def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh, compared: bool) -> Take:
     """Takes the first positional input in layout `wanted`, the others as they are; `compared` is `check_inputs`."""
 
-    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def take(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not args:
             raise ValueError(
                 f"{type(module).__name__} is parallelized by a style that prepares its first positional input, but "
@@ -127,7 +129,7 @@ def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh, compa
 def output_to_layout(wanted: Placement | None, use_local_output: bool, mesh: DeviceMesh) -> Give:
     """Gives the output in layout `wanted` (None: as it is), as a plain local tensor if asked."""
 
-    def give(module: nn.Module, args: tuple, output: DTensor) -> torch.Tensor:
+    def give(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         output = output if wanted is None else output.redistribute(mesh, (wanted,))
         return output.to_local() if use_local_output else output
 

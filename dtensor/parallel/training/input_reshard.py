@@ -74,11 +74,11 @@ class _Saved:
 class _Resharding:
     """The hooks of one module, and the regions of its forwards that are running."""
 
-    def __init__(self, mesh: DeviceMesh, dim: int):
+    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
         self.mesh, self.dim = mesh, dim
         self.running: list[saved_tensors_hooks] = []
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
         kept = {_memory(x) for x in (*module.parameters(), *module.buffers())}
@@ -87,11 +87,11 @@ class _Resharding:
         region.__enter__()
         self.running.append(region)
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling() and self.running:
             self.running.pop().__exit__()
 
-    def pack(self, x: torch.Tensor, kept: set[int], given: set[tuple]) -> Any:
+    def pack(self, x: torch.Tensor, kept: set[int], given: set[tuple[Any, ...]]) -> Any:
         """This rank's part of `x`; `x` itself where it stays whole."""
         if x.layout is not torch.strided or _memory(x) in kept:
             return x
@@ -134,7 +134,7 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
 
 
-def _identity(x: torch.Tensor) -> tuple:
+def _identity(x: torch.Tensor) -> tuple[Any, ...]:
     """What two plain tensors of the same values in the same memory have in common; a part of one is another."""
     return _memory(x), x.storage_offset(), x.numel(), x._version
 

@@ -4,6 +4,8 @@
 own `linear_cross_entropy` with options, which writes to plain buffers, comes here too when it is given a DTensor.
 """
 
+from typing import Any
+
 import torch
 
 from ...comm.from_plain import refuse_tangent
@@ -70,7 +72,7 @@ def linear_cross_entropy(
     return (loss / _settled(share.sum()) if reduction == "mean" else loss).to(x.dtype)
 
 
-def _check(x, weight, target, bias, reduction: str) -> None:
+def _check(x: Any, weight: Any, target: Any, bias: Any, reduction: str) -> None:
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or x.shape[:-1] != target.shape:
         raise ValueError(
             "linear_cross_entropy takes x (..., d), weight (classes, d) and target (...); got shapes "
@@ -86,7 +88,7 @@ def _check(x, weight, target, bias, reduction: str) -> None:
         raise ValueError(f"reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}")
 
 
-def _smooth(x, weight, bias, class_weight, lse):
+def _smooth(x: Any, weight: Any, bias: Any, class_weight: Any, lse: Any) -> Any:
     """The loss with all classes as targets: linear in the logits, so that their weighted sum needs none of them."""
     shares = torch.ones_like(weight[:, 0]) if class_weight is None else class_weight.to(weight.dtype)
     logits = (x @ _settled(shares @ weight)).to(lse.dtype)
@@ -102,13 +104,26 @@ def _settled(x: torch.Tensor) -> torch.Tensor:
     return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
 
 
-def _chunked(x, weight, target, bias, class_weight, ignore_index, chunk, *accumulation):
+def _chunked(
+    x: Any, weight: Any, target: Any, bias: Any, class_weight: Any, ignore_index: Any, chunk: Any, *accumulation: Any
+) -> Any:
     return linear_cross_entropy(
         x, weight, target, bias, class_weight, ignore_index=ignore_index, reduction="none", chunk=chunk
     )
 
 
-def _chunked_and_reduced(x, weight, target, bias, class_weight, reduction, ignore_index, label_smoothing, chunk, *rest):
+def _chunked_and_reduced(
+    x: Any,
+    weight: Any,
+    target: Any,
+    bias: Any,
+    class_weight: Any,
+    reduction: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    chunk: Any,
+    *rest: Any,
+) -> Any:
     loss = linear_cross_entropy(
         x,
         weight,

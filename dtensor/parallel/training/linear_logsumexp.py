@@ -12,6 +12,7 @@ that hold some of the classes each do together is the rule's business (`rules/li
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
 
 
-def linear_lse(x, weight, bias, row, none: int, chunk: int):
+def linear_lse(x: Any, weight: Any, bias: Any, row: Any, none: int, chunk: int) -> Any:
     if chunk < 1:
         raise ValueError(f"chunk is a number of samples, at least 1; got {chunk}")
     lse = x.new_full((row.numel(),), -torch.inf, dtype=accumulated(x.dtype))
@@ -61,7 +62,9 @@ def linear_lse(x, weight, bias, row, none: int, chunk: int):
     return lse.view(row.shape), picked.view(row.shape)
 
 
-def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none: int, lse, chunk: int):
+def linear_lse_backward(
+    grad_lse: Any, grad_picked: Any, x: Any, weight: Any, bias: Any, row: Any, none: int, lse: Any, chunk: int
+) -> Any:
     wide = accumulated(x.dtype)
     grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
@@ -80,23 +83,25 @@ def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none: int, 
     return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
 
 
-def _fake(x, weight, bias, row, none, chunk):
+def _fake(x: Any, weight: Any, bias: Any, row: Any, none: Any, chunk: Any) -> Any:
     made = x.new_empty(row.shape, dtype=accumulated(x.dtype))
     return made, torch.empty_like(made)
 
 
-def _fake_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk):
+def _fake_backward(
+    grad_lse: Any, grad_picked: Any, x: Any, weight: Any, bias: Any, row: Any, none: Any, lse: Any, chunk: Any
+) -> Any:
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape[0])
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, row, none, chunk = inputs
     ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.save_for_backward(x, weight, bias, row, output[0])
     ctx.none, ctx.chunk = none, chunk
 
 
-def _backward(ctx, grad_lse, grad_picked):
+def _backward(ctx: Any, grad_lse: Any, grad_picked: Any) -> Any:
     x, weight, bias, row, lse = ctx.saved_tensors
     grad_lse, grad_picked = (torch.zeros_like(lse) if g is None else g for g in (grad_lse, grad_picked))
     if torch.is_grad_enabled():
@@ -106,7 +111,9 @@ def _backward(ctx, grad_lse, grad_picked):
     return grads[0], grads[1], None if bias is None else grads[2], None, None, None
 
 
-def _recorded(grad_lse, grad_picked, x, weight, bias, row, none) -> list[torch.Tensor | None]:
+def _recorded(
+    grad_lse: Any, grad_picked: Any, x: Any, weight: Any, bias: Any, row: Any, none: Any
+) -> list[torch.Tensor | None]:
     """The gradients, to be differentiated again: by operators that have derivatives, on whole logits."""
     logits = torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
     left_out = row == none

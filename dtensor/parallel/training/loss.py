@@ -19,7 +19,9 @@ LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 class _WholeTargets(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         given = kwargs or {}
         if func in LOSSES:
             logits = args[0] if args else given["input"]

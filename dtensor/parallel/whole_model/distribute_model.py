@@ -217,7 +217,7 @@ def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
 
     @with_own_code
     @functools.wraps(inner)
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._dtensor_view(functools.partial(inner, self), *args, **kwargs)
 
     inside: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}

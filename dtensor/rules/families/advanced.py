@@ -4,6 +4,8 @@ The dimensions that are not indexed keep their shards; those of the index, to wh
 factors of their own. Elements that are added may be sharded over the index: each rank adds its own to a part.
 """
 
+from typing import Any
+
 import torch
 
 from ..call import Call, LocalCall, rule_for
@@ -18,7 +20,7 @@ MASKS = (torch.bool, torch.uint8)
 """Dtypes of index tensors that select by their values, so that the shape of what is read depends on those."""
 
 
-def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict]:
+def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
     """Factors of the tensor, of the index tensors, of what is read; sizes."""
     shape = call.operands[0].shape
     indices = list(call["indices"])
@@ -39,9 +41,9 @@ def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict]:
     return own, tuple(index), read, {**sizes, **{f"d{d}": shape[d] for d in kept}}
 
 
-def _broadcast_shape(shapes: list[tuple], ndim: int) -> tuple:
+def _broadcast_shape(shapes: list[tuple[Any, ...]], ndim: int) -> tuple[Any, ...]:
     """The shape that all `shapes` broadcast to."""
-    full: list = [1] * ndim
+    full: list[Any] = [1] * ndim
     for shape in shapes:
         for i, s in enumerate(shape, ndim - len(shape)):
             full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
@@ -70,7 +72,7 @@ def index(call: Call) -> Rule:
     return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),), local=_local_index, **lookup(call))
 
 
-def _local_index(call: LocalCall):
+def _local_index(call: LocalCall) -> Any:
     given = list(call["indices"])
     dim, index = len(given) - 1, given[-1]
     source, size = with_a_row(call["self"], dim), call.call["self"].shape[dim]

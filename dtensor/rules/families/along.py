@@ -1,5 +1,7 @@
 """Operators that run along dimensions: softmax, scans, sorting, Fourier transforms. Every other dimension is kept."""
 
+from typing import Any
+
 from ..call import Call, rule_for
 from ..local import unless_empty
 from ..pattern import Pattern, pattern_rules
@@ -40,7 +42,7 @@ def along(call: Call) -> Rule:
     given = given if isinstance(given, (list, tuple)) else [given]
     over = {d % ndim for d in given} if given and ndim else set(range(ndim))
 
-    def others(shape: tuple) -> tuple:
+    def others(shape: tuple[Any, ...]) -> tuple[Any, ...]:
         return tuple(1 if i in over else s for i, s in enumerate(shape, ndim - len(shape)))
 
     shapes = [others(o.shape) for o in (*call.operands, *call.outputs) if o is not None]
@@ -58,7 +60,7 @@ def along(call: Call) -> Rule:
     )
 
 
-def _is_long(size) -> bool:
+def _is_long(size: Any) -> bool:
     return not (isinstance(size, int) and size == 1)
 
 

@@ -12,7 +12,7 @@ from ..call import Call, LocalCall, rule_for
 from ..local import empty_outputs
 from ..rule import Dims, Rule
 
-FUSED = {
+FUSED: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": "attn_mask",
     "_scaled_dot_product_flash_attention": None,
     "_scaled_dot_product_efficient_attention": "attn_bias",
@@ -24,7 +24,7 @@ HEADS = frozenset({"h", "g"})
 """The factors that the kernels divide by: without any on the CPU the process ends."""
 
 
-def _heads(call: Call) -> tuple[Dims, Dims, dict]:
+def _heads(call: Call) -> tuple[Dims, Dims, dict[str, Any]]:
     """Factors of (queries, gradients, output) and of (keys, values); sizes."""
     q, k = call["query"], call["key"]
     sizes = {"b": q.shape[0], "h": k.shape[1]}
@@ -35,13 +35,13 @@ def _heads(call: Call) -> tuple[Dims, Dims, dict]:
     return (("b",), head, (), ()), (("b",), ("h",), (), ()), sizes
 
 
-def _mask(mask, heads: Dims, sizes: dict) -> Dims:
+def _mask(mask: Any, heads: Dims, sizes: dict[str, Any]) -> Dims:
     """Factors of a mask that broadcasts over batch and heads."""
     full = heads[4 - mask.ndim :]
     return tuple(() if not d or s == 1 else d for d, s in zip(full, mask.shape))
 
 
-def _output(o, heads: Dims, query, sizes: dict) -> Dims | None:
+def _output(o: Any, heads: Dims, query: Any, sizes: dict[str, Any]) -> Dims | None:
     """Factors of an output: (b, heads, …) where it has the shape for it, else never sharded."""
     if o is None:
         return None
@@ -61,13 +61,13 @@ def fused(call: Call) -> Rule:
     return _rule(call, ins, outs, sizes, whole=whole)
 
 
-def _rule(call: Call, ins: Iterable[Dims], outs: Iterable[Dims | None], sizes: dict, **more: Any) -> Rule:
+def _rule(call: Call, ins: Iterable[Dims], outs: Iterable[Dims | None], sizes: dict[str, Any], **more: Any) -> Rule:
     """With dropout all factors stay whole, as the kernels draw by position in what they are given."""
     more["blocked"] = frozenset(sizes if call["dropout_p"] else {"g"})
     return Rule(tuple(ins), tuple(outs), sizes, local=_unless_empty, refuses_empty=HEADS, **more)
 
 
-def _unless_empty(call: LocalCall):
+def _unless_empty(call: LocalCall) -> Any:
     """A rank without a batch or a head must not run the kernels, which divide by the number of heads."""
     return call.run() if call["query"].numel() else empty_outputs(call)
 

@@ -14,7 +14,7 @@ from ..call import Call, LocalCall, rule_for
 from ..local import all_reduce, empty_outputs, has_empty_shard, unless_empty
 from ..rule import Dims, Rule
 
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "native_batch_norm": "training",
     "_native_batch_norm_legit": "training",
     "_native_batch_norm_legit_functional": "training",
@@ -60,13 +60,13 @@ def _get(call: Call | LocalCall, name: str) -> Any:
     return next((call[a.name] for a in schema if NAMES.get(a.name, a.name) == name), None)
 
 
-def _factors(ndim: int, shape) -> tuple[Dims, dict]:
+def _factors(ndim: int, shape: Any) -> tuple[Dims, dict[str, Any]]:
     """Factors of the input, (n, c, …), and their sizes."""
     names = ["n", "c", *(f"s{i}" for i in range(2, ndim))]
     return tuple((f,) for f in names), dict(zip(names, shape))
 
 
-def _of_channels(o) -> Dims:
+def _of_channels(o: Any) -> Dims:
     """A vector with one element for each channel; the reserved space and statistics that are not kept are empty."""
     return (("c",),) if o.ndim == 1 and o.shape != (0,) else ((),) * o.ndim
 
@@ -103,7 +103,7 @@ def _reduced(x: torch.Tensor, call: LocalCall) -> torch.Tensor:
     return all_reduce(x, "sum", call, [f for f in call.axes if f != "c"])
 
 
-def _local_evaluation(call: LocalCall):
+def _local_evaluation(call: LocalCall) -> Any:
     """The kernels divide by the number of elements, so that a rank without any must not run them."""
     if not has_empty_shard(call):
         return call.run()
@@ -112,7 +112,7 @@ def _local_evaluation(call: LocalCall):
     return (*made[:-2], *(t.clone() for t in running)) if call.call.name in _FUNCTIONAL else made
 
 
-def _local_forward(call: LocalCall):
+def _local_forward(call: LocalCall) -> Any:
     """The statistics by two passes: the mean, then the squares of what differs from it."""
     x = call["input"]
     if not _over_batch(call) and x.numel():
@@ -171,7 +171,7 @@ def batch_norm_backward(call: Call) -> Rule:
     return Rule(ins, outs, ordered, whole=whole, linear=linear, local=_local_backward, refuses_empty=divisors)
 
 
-def _local_backward(call: LocalCall):
+def _local_backward(call: LocalCall) -> Any:
     """Ioffe and Szegedy (2015), section 3, with both sums over the whole batch in one collective."""
     x, grad = call["input"], _get(call, "grad_out")
     if not _over_batch(call) and x.numel():

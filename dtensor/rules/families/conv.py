@@ -34,7 +34,7 @@ def convolution(call: Call) -> Rule:
     return bind(pattern, call)
 
 
-def _local_convolution(call: LocalCall):
+def _local_convolution(call: LocalCall) -> Any:
     if not is_sharded(call):
         return call.run()
     x, weight, bias = call["input"], call["weight"], call["bias"]
@@ -65,7 +65,7 @@ def convolution_backward(call: Call) -> Rule:
     return bind(pattern, call)
 
 
-def _local_backward(call: LocalCall):
+def _local_backward(call: LocalCall) -> Any:
     if not is_sharded(call):
         return call.run()
     grad, weight = call["grad_output"], call["weight"]

@@ -37,7 +37,7 @@ def embedding(call: Call) -> Rule:
     )
 
 
-def _local_embedding(call: LocalCall):
+def _local_embedding(call: LocalCall) -> Any:
     weight, indices, size = with_a_row(call["weight"], 0), call["indices"], call.call["weight"].shape[0]
     row, mine = own_rows(indices, size, weight.shape[0], call.axes["v"], call.mesh)
     with bounds(indices, size, 0):
@@ -87,7 +87,7 @@ def gather(call: Call) -> Rule:
     return _looked_up(call, (looked, found), found, sizes, dim)
 
 
-def _looked_up(call: Call, ins: tuple[Dims, ...], out: Dims, sizes: dict, dim: int) -> Rule:
+def _looked_up(call: Call, ins: tuple[Dims, ...], out: Dims, sizes: dict[str, Any], dim: int) -> Rule:
     """Rows looked up by index; `v` is the looked-up factor."""
     source = call.operands[0]
     sizes = {**sizes, "v": source.shape[dim]} if source.ndim else sizes
@@ -105,7 +105,7 @@ def lookup(call: Call) -> dict[str, Any]:
     return {"reduce": {"v": "sum"}, "blocked": frozenset("" if pays else "v"), "across": frozenset("v")}
 
 
-def _local_lookup(call: LocalCall):
+def _local_lookup(call: LocalCall) -> Any:
     dim = call.call["dim"] % call["self"].dim()
     source, index, size = with_a_row(call["self"], dim), call["index"], call.call["self"].shape[dim]
     if source.numel() == 0:
@@ -118,7 +118,7 @@ def _local_lookup(call: LocalCall):
     return torch.where(mine, found, torch.zeros_like(found))
 
 
-def _beside(dim: int, shapes: list[tuple]) -> tuple[Dims, dict]:
+def _beside(dim: int, shapes: list[tuple[Any, ...]]) -> tuple[Dims, dict[str, Any]]:
     """Factors of the dimensions other than `dim` in which all shapes have one length, and their sizes."""
     lengths = list(zip(*shapes))
     kept = {k: s[0] for k, s in enumerate(lengths) if k != dim and all(t == s[0] for t in s)}

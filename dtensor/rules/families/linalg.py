@@ -3,6 +3,8 @@
 Where an operator solves for the columns of a right-hand side, each column stands for itself.
 """
 
+from typing import Any
+
 from ..call import Call, LocalCall, rule_for
 from ..local import empty_outputs, is_sharded
 from ..pattern import Pattern, bind, pattern_rules
@@ -92,7 +94,7 @@ def solve_and_factors(call: Call) -> Rule:
     return bind(Pattern(f"*__, {rhs} -> {rhs}, *__, *_, *", whole=whole, local=_unless_no_matrix), call)
 
 
-def _unless_no_matrix(call: LocalCall):
+def _unless_no_matrix(call: LocalCall) -> Any:
     """The factors of A are wanted on a rank that has no column to solve for, too."""
     return empty_outputs(call) if is_sharded(call) and not call["A"].numel() else call.run()
 

@@ -4,6 +4,8 @@ Where classes are, each rank sums up its own; two all_reduces of one and two num
 the backward communicates nothing of its own.
 """
 
+from typing import Any
+
 import torch
 
 from ..call import RULES, Call, LocalCall
@@ -12,7 +14,7 @@ from ..rule import Dims, Rule
 from .own_rows import bounds, own_rows
 
 
-def _factors(call: Call) -> tuple[Dims, Dims, Dims, list[Dims], dict]:
+def _factors(call: Call) -> tuple[Dims, Dims, Dims, list[Dims], dict[str, Any]]:
     """Factors of samples, x, weight and bias (none or one); sizes."""
     x, weight, row = call["x"], call["weight"], call["row"]
     samples: Dims = tuple((f"n{i}",) for i in range(row.ndim))
@@ -38,7 +40,7 @@ NONE = -1
 """What stands for no class where classes are counted from a rank's first."""
 
 
-def _run(call: LocalCall):
+def _run(call: LocalCall) -> Any:
     """The operator, with the picked classes as indices into this rank's and `NONE` for the others'."""
     row, none, axes = call["row"], call["none"], call.axes.get("v", ())
     size, changed = call.call["weight"].shape[0], {}
@@ -50,7 +52,7 @@ def _run(call: LocalCall):
         return call.run(**changed)
 
 
-def _local(call: LocalCall):
+def _local(call: LocalCall) -> Any:
     lse, picked = _run(call)
     if not axes_of(call, {"v"}):
         return lse, picked

@@ -4,6 +4,8 @@ Over the ranks of that one go the maximum and the sum of exponentials of each ro
 logits whose classes are sharded nothing is gathered. Numbers of half precision are widened on the way, as torch does.
 """
 
+from typing import Any
+
 import torch
 
 from ..call import Call, LocalCall, rule_for
@@ -13,7 +15,7 @@ from ..rule import Rule
 HALF = (torch.float16, torch.bfloat16)
 
 
-def _rule(call: Call, local, linear=(), refuses=False) -> Rule:
+def _rule(call: Call, local: Any, linear: Any = (), refuses: bool = False) -> Rule:
     shape = call.operands[0].shape
     over = call["dim"] % max(len(shape), 1)
     order = sorted(range(len(shape)), key=lambda i: i == over)
@@ -42,7 +44,7 @@ def _along(call: LocalCall) -> tuple[int, str]:
     return dim, f"d{dim}"
 
 
-def _local_log_softmax(call: LocalCall):
+def _local_log_softmax(call: LocalCall) -> Any:
     dim, factor = _along(call)
     x = _wide(call["self"])
     lowest = x.new_full([1 if i == dim else n for i, n in enumerate(x.shape)], -torch.inf)
@@ -62,7 +64,7 @@ def log_softmax_backward(call: Call) -> Rule:
     return _rule(call, _local_backward, (frozenset({0}),))
 
 
-def _local_backward(call: LocalCall):
+def _local_backward(call: LocalCall) -> Any:
     dim, factor = _along(call)
     grad, output = _wide(call["grad_output"]), _wide(call["output"])
     total = all_reduce(grad.sum(dim, keepdim=True), "sum", call, {factor})

@@ -1,6 +1,7 @@
 """Losses that are a sum or mean over elements, which may be sharded; a mean divides by the count of the whole."""
 
 from math import prod
+from typing import Any
 
 from ..call import Call, LocalCall, rule_for
 from ..local import guarded, is_sharded
@@ -33,27 +34,27 @@ def elementwise_loss(call: Call) -> Rule:
     return Rule(ins, ((),), sizes, reduce=reduce, local=_local_elementwise, across=_across_mean(call, sizes))
 
 
-def _full(call: Call) -> tuple:
+def _full(call: Call) -> tuple[Any, ...]:
     """The shape that input, target and weights broadcast to."""
     operands = [o for o in call.operands if o is not call.operands[0] or not call.has("grad_output")]
     ndim = max(o.ndim for o in operands)
-    full: list = [1] * ndim
+    full: list[Any] = [1] * ndim
     for o in operands:
         for i, s in enumerate(o.shape, ndim - o.ndim):
             full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
     return tuple(full)
 
 
-def _across_mean(call: Call, sizes: dict) -> frozenset[str]:
+def _across_mean(call: Call, sizes: dict[str, Any]) -> frozenset[str]:
     """The factors that a mean runs over."""
     return frozenset(sizes if call["reduction"] == MEAN else ())
 
 
-def _local_elementwise(call: LocalCall):
+def _local_elementwise(call: LocalCall) -> Any:
     return _mean_by(call, prod(_full(call.call)))
 
 
-def _mean_by(call: LocalCall, count):
+def _mean_by(call: LocalCall, count: Any) -> Any:
     """The operator, or where a factor of a mean is sharded the local sum over the global count."""
     if call["reduction"] != MEAN or not is_sharded(call):
         return call.run()
@@ -71,7 +72,7 @@ def elementwise_loss_backward(call: Call) -> Rule:
     return Rule((grad, full, *rest), (full,), sizes, linear=linear, local=_local_elementwise_backward, across=across)
 
 
-def _local_elementwise_backward(call: LocalCall):
+def _local_elementwise_backward(call: LocalCall) -> Any:
     return _mean_by(call, prod(call.call["self"].shape))
 
 
@@ -93,7 +94,7 @@ def margin_loss(call: Call) -> Rule:
 
 
 @guarded
-def _local_margin(call: LocalCall):
+def _local_margin(call: LocalCall) -> Any:
     return _mean_by(call, call.call["self"].shape[0])
 
 

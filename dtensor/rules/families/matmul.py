@@ -56,7 +56,7 @@ def added_product(call: Call) -> Rule:
     )
 
 
-def _no_rows_is_empty(call: LocalCall):
+def _no_rows_is_empty(call: LocalCall) -> Any:
     """For a matrix without rows the kernel returns the input as it is, not broadcast."""
     return call.run() if call["mat"].shape[0] else empty_outputs(call)
 
@@ -73,7 +73,7 @@ def scaled_mm(call: Call) -> Rule:
     return bind(Pattern(text), call)
 
 
-def _of_groups(call: LocalCall):
+def _of_groups(call: LocalCall) -> Any:
     """The kernel takes rows of a multiple of 16 bytes, which those of a shard need not be."""
     if has_empty_shard(call):
         return empty_outputs(call)
@@ -111,7 +111,7 @@ def grouped_product(call: Call) -> Rule:
 
 
 @shape_for("_grouped_mm")
-def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None):
+def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     """Torch's own takes bfloat16 alone; the kernel of CPUs takes others, too."""
     if x.dtype == torch.bfloat16:
         return torch.ops.aten._grouped_mm.default(x, y, offs, bias, out_dtype)

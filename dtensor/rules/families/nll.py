@@ -5,6 +5,8 @@ ranks. The mean divides by the weight of all targets, so that weight is reduced 
 no class at all is refused as on one device.
 """
 
+from typing import Any
+
 import torch
 
 from ..call import Call, LocalCall, rule_for
@@ -16,7 +18,7 @@ MEAN, SUM = 1, 2
 _SPACE = ("y", "x")
 
 
-def _factors(call: Call, scores) -> tuple[Dims, Dims, dict]:
+def _factors(call: Call, scores: Any) -> tuple[Dims, Dims, dict[Any, Any]]:
     """Factors of the scores and of the target; sizes."""
     if scores.ndim == 1:
         return (("c",),), ((),) * call["target"].ndim, {"c": scores.shape[0]}
@@ -39,7 +41,7 @@ def nll_loss(call: Call) -> Rule:
     return Rule(ins, ((), ()), sizes, reduce=reduce, whole=whole, local=_local_loss, across=across)
 
 
-def _local_loss(call: LocalCall):
+def _local_loss(call: LocalCall) -> Any:
     mean = call["reduction"] == MEAN
     if call.axes.get("c"):
         total, weight = _of_own_classes(call)
@@ -51,7 +53,7 @@ def _local_loss(call: LocalCall):
     return total / weight, weight
 
 
-def _of_own_classes(call: LocalCall):
+def _of_own_classes(call: LocalCall) -> Any:
     """The loss of the targets that are among this rank's classes, summed unless nothing is to be; their weight."""
     scores = call["self"]
     dim = _class_dim(scores)
@@ -64,7 +66,7 @@ def _of_own_classes(call: LocalCall):
     return each, scores.new_zeros(())
 
 
-def _class_dim(scores) -> int:
+def _class_dim(scores: Any) -> int:
     return 0 if scores.dim() == 1 else 1
 
 
@@ -100,7 +102,7 @@ def nll_loss_backward(call: Call) -> Rule:
     return Rule(ins, (full,), sizes, linear=linear, unread=unread, **ways)
 
 
-def _local_backward(call: LocalCall):
+def _local_backward(call: LocalCall) -> Any:
     scores, grad = call["self"], call["grad_output"]
     dim = _class_dim(scores)
     zeros = torch.zeros_like(scores)

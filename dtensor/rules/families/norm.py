@@ -5,13 +5,15 @@ sharded. They have as many numbers as there are features, and left partial would
 optimizer reads them: they are put in the layout of their parameter at once.
 """
 
+from typing import Any
+
 from ..call import Call, LocalCall, rule_for
 from ..local import guarded, parts
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
 
 
-def _factors(call: Call, shape) -> tuple[Dims, Dims, Dims, dict, frozenset[str]]:
+def _factors(call: Call, shape: Any) -> tuple[Dims, Dims, Dims, dict[str, Any], frozenset[str]]:
     """Factors of the input, the parameters and the statistics; sizes; the normalised factors."""
     inner = len(call["normalized_shape"])
     names = [f"d{i}" for i in range(len(shape))]
@@ -49,7 +51,7 @@ def norm_backward(call: Call) -> Rule:
 _GROUPS = {"sizes": {"g": "group"}, "blocked": "k"}
 
 
-def _local_groups(call: LocalCall):
+def _local_groups(call: LocalCall) -> Any:
     """The operator is told the sizes, which on a shard are others."""
     x = call["input"]
     return call.run(N=x.shape[0], C=x.shape[1], group=call.call["group"] // parts(call, "g"))

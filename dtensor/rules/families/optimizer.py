@@ -4,11 +4,13 @@ The operators take lists; they come here index by index, as foreach operators do
 layouts, the gradient is brought to it.
 """
 
+from typing import Any
+
 from ..call import Call, rule_for
 from ..rule import Rule
 from .pointwise import broadcast
 
-FUSED = {
+FUSED: dict[str, Any] = {
     "_fused_adam": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
     "_fused_adamw": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
     "_fused_sgd": ("momentum_buffer_list",),

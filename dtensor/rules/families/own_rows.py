@@ -8,6 +8,8 @@ Its own check of bounds does that, with an exception on the CPU and a device ass
 Inductor's: nothing is added to the graph, and nothing waits for the device.
 """
 
+from typing import Any
+
 import torch
 
 from ...comm.collectives import emit
@@ -15,7 +17,7 @@ from ...mesh.local_sizes import local_length
 from ...mesh.mesh import group_name
 
 
-def first_row(size, axes: tuple[int, ...], mesh, device) -> torch.Tensor:
+def first_row(size: Any, axes: tuple[int, ...], mesh: Any, device: Any) -> torch.Tensor:
     """Index, as an int64 tensor of one element, of this rank's first row when `size` rows are cut by `axes` in turn."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for axis in axes:
@@ -28,7 +30,9 @@ def first_row(size, axes: tuple[int, ...], mesh, device) -> torch.Tensor:
     return total
 
 
-def own_rows(index: torch.Tensor, size, own, axes: tuple[int, ...], mesh) -> tuple[torch.Tensor, torch.Tensor]:
+def own_rows(
+    index: torch.Tensor, size: Any, own: Any, axes: tuple[int, ...], mesh: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Where `index` points to in this rank's `own` (at least one) of `size` rows; and which are its own.
 
     That is the nearest of its own for others' rows, and `own` or more for an index that is not in 0 to size - 1.
@@ -64,14 +68,29 @@ class bounds:
 
     __slots__ = ("dim", "error", "ignored", "index", "least", "size", "what")
 
-    def __init__(self, index, size, dim: int, *, error=None, least=0, what: str = "index", ignored: int | None = None):
-        self.index, self.size, self.dim, self.error = index, size, dim, error
-        self.least, self.what, self.ignored = least, what, ignored
+    def __init__(
+        self,
+        index: Any,
+        size: Any,
+        dim: int,
+        *,
+        error: Any = None,
+        least: int = 0,
+        what: str = "index",
+        ignored: int | None = None,
+    ) -> None:
+        self.index: torch.Tensor = index
+        self.size: Any = size
+        self.dim: int | None = dim
+        self.error: Any = error
+        self.least: int = least
+        self.what: str = what
+        self.ignored: int | None = ignored
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         # Only plain tensors on the CPU have values to look at: after a device assertion nothing can be read.
         index = self.index
         if kind not in (IndexError, RuntimeError) or type(index) is not torch.Tensor or index.device.type != "cpu":

@@ -4,6 +4,7 @@ A dimension of which a part is taken is whole on every rank, the others keep the
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -74,13 +75,13 @@ def unfold(call: Call) -> Rule:
     return follow(call, [*(None if i == over else i for i in range(ndim)), None])
 
 
-def _all_but(dims: set[int], shape: tuple) -> tuple[Dims, dict]:
+def _all_but(dims: set[int], shape: tuple[Any, ...]) -> tuple[Dims, dict[str, Any]]:
     """A factor for each dimension but `dims`; sizes."""
     names = [() if i in dims else (f"d{i}",) for i in range(len(shape))]
     return tuple(names), {f"d{i}": s for i, s in enumerate(shape) if i not in dims}
 
 
-def _part(call: Call, shape: tuple) -> tuple[set[int], Dims]:
+def _part(call: Call, shape: tuple[Any, ...]) -> tuple[set[int], Dims]:
     """The dimensions of a tensor of `shape` of which a part is written, and the factors of that part."""
     name = call.name.rpartition("_")[0]
     ndim = len(shape)

@@ -14,6 +14,7 @@ maximum of what relu makes of the parts. A copy lets Partial with any reduce op 
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from ...torch_private.sizes import same_size
 from ..call import Call, LocalCall, rule_for
@@ -163,11 +164,11 @@ POINTWISE = [
 """Operators whose outputs have the broadcast shape of all tensor operands, and that torch does not tag as pointwise."""
 
 
-def broadcast(shapes: list[tuple], out: tuple) -> tuple[tuple[Dims, ...], dict]:
+def broadcast(shapes: list[tuple[Any, ...]], out: tuple[Any, ...]) -> tuple[tuple[Dims, ...], dict[str, Any]]:
     """Factors of operands that broadcast to `out`, and the factors' sizes: one factor per output dimension."""
     names = [f"d{i}" for i in range(len(out))]
 
-    def of(shape: tuple) -> Dims:
+    def of(shape: tuple[Any, ...]) -> Dims:
         last = names[len(out) - len(shape) :]
         full = out[len(out) - len(shape) :]
         return tuple([() if same_size(s, 1) and not same_size(o, 1) else (f,) for s, o, f in zip(shape, full, last)])
@@ -263,7 +264,7 @@ def new(call: Call) -> Rule:
     return Rule((((),) * source.ndim,), (nothing,), {}, unread=frozenset({0}))
 
 
-def _new_strided(call: LocalCall):
+def _new_strided(call: LocalCall) -> Any:
     """Dense, with the dimensions in memory in the order of the global strides."""
     shape, stride = call["size"], call.call["stride"]
     order = sorted(range(len(shape)), key=lambda i: stride[i], reverse=True)

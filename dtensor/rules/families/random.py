@@ -24,7 +24,7 @@ from ..sampling import BLOCK, sample
 from .pointwise import broadcast
 
 
-def keep_shard(x: torch.Tensor, layout, mesh) -> torch.Tensor:
+def keep_shard(x: torch.Tensor, layout: Layout, mesh: Any) -> torch.Tensor:
     """This rank's shard of the global tensor `x`."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
@@ -69,7 +69,7 @@ def _never(tensor: Any) -> Dims:
     return ((),) * tensor.ndim
 
 
-def _draw(call: LocalCall):
+def _draw(call: LocalCall) -> Any:
     layout, made, spec, template = call.layouts[0], call.call.outputs[0], call.call.operands[0], call.args[0]
     assert layout is not None
     assert made is not None
@@ -79,7 +79,7 @@ def _draw(call: LocalCall):
     rest: tuple[Any, ...] = call.args[1:]
     if name in SEQUENTIAL and _in_blocks(template, spec):
 
-        def draw(size, **_: Any) -> torch.Tensor:
+        def draw(size: Any, **_: Any) -> torch.Tensor:
             return call.func(template.new_empty(size), *rest, **call.kwargs)
 
         mine = sample(draw, Spec.make(call.mesh, layout, spec.shape, spec.stride, made.dtype), BLOCK)
@@ -103,7 +103,7 @@ def native_dropout(call: Call) -> Rule:
     return Rule((ins,), (ins, ins), sizes, local=_local_dropout)
 
 
-def _local_dropout(call: LocalCall):
+def _local_dropout(call: LocalCall) -> Any:
     x, p, layout, spec = call["input"], call["p"], call.layouts[0], call.call.operands[0]
     made = call.call.outputs[1]
     assert layout is not None
@@ -130,7 +130,7 @@ def rrelu(call: Call) -> Rule:
     return Rule((_never(call.operands[0]), full[0]), outs, sizes, unread=frozenset({1}), local=_local_rrelu)
 
 
-def _local_rrelu(call: LocalCall):
+def _local_rrelu(call: LocalCall) -> Any:
     x, noise, layout = call["self"], call["noise"], call.layouts[0]
     assert layout is not None
     if not any(layout.dims):

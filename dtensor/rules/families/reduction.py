@@ -92,7 +92,7 @@ def elementwise_extremum(call: Call) -> Rule:
     return Rule(ins, (tuple((f,) for f in sizes),), sizes)
 
 
-def _mean(call: LocalCall):
+def _mean(call: LocalCall) -> Any:
     """The local sum over the global count, so that uneven parts weigh right."""
     over, keep = reduced_dims(call.call)
     shape = call.call.operands[0].shape
@@ -101,7 +101,7 @@ def _mean(call: LocalCall):
     return total / prod(shape[i] for i in over)
 
 
-def _extremum(call: LocalCall):
+def _extremum(call: LocalCall) -> Any:
     """An empty shard gives the value that loses against every other."""
     if not has_empty_shard(call):
         return call.run()
@@ -117,7 +117,7 @@ def _extremum(call: LocalCall):
     return [made] if call.call.many else made
 
 
-def _truth(call: LocalCall):
+def _truth(call: LocalCall) -> Any:
     """`any` is the largest truth value of all ranks, `all` the smallest."""
     made = call.run()
     op = "max" if call.call.name == "any" else "min"
@@ -128,7 +128,7 @@ def _reduced_factors(call: LocalCall) -> set[str]:
     return {f"d{i}" for i in reduced_dims(call.call)[0]}
 
 
-def _logsumexp(call: LocalCall):
+def _logsumexp(call: LocalCall) -> Any:
     """The largest value of all ranks is taken out first, so that no exponential overflows."""
     (o,) = call.call.outputs
     assert o is not None
@@ -144,7 +144,7 @@ def _logsumexp(call: LocalCall):
     return made if keep else made.reshape([s for i, s in enumerate(made.shape) if i not in over])
 
 
-def _variance(call: LocalCall):
+def _variance(call: LocalCall) -> Any:
     """By two passes: the mean, then the squares of what differs from it."""
     name, x = call.call.name, call["self"]
     over, keep = reduced_dims(call.call)
@@ -161,7 +161,7 @@ def _variance(call: LocalCall):
     return (made, mean) if name.endswith("_mean") else made
 
 
-def _correction(call: LocalCall):
+def _correction(call: LocalCall) -> Any:
     if call.call.has("unbiased"):
         return int(call["unbiased"])
     return 1 if call["correction"] is None else call["correction"]

@@ -4,12 +4,14 @@ A window reaches into its neighbours' shards, and resampling rounds by the globa
 (pixel shuffle) or are independent (the grid of a grid sampler) space may be sharded as well.
 """
 
+from typing import Any
+
 from ..pattern import Pattern, pattern_rules
 
 FIRST = ({0},)
 
 
-def _by_dims(name: str, numbers: tuple[int, ...], text: str, **rest) -> dict[str, Pattern]:
+def _by_dims(name: str, numbers: tuple[int, ...], text: str, **rest: Any) -> dict[str, Pattern]:
     """The same pattern for 1, 2 or 3 spatial dimensions, which `s` stands for in `text`."""
     return {name.format(n): Pattern(text.replace("s", "_" * n), **rest) for n in numbers}
 
@@ -28,7 +30,7 @@ POOLS = {
     **_by_dims("max_unpool{}d", (2, 3), "*s, *s -> *s", linear=FIRST),
 }
 
-UPSAMPLED = {
+UPSAMPLED: dict[str, Any] = {
     "upsample_nearest{}d": (1, 2, 3),
     "_upsample_nearest_exact{}d": (1, 2, 3),
     "upsample_linear{}d": (1,),

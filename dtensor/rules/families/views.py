@@ -8,6 +8,7 @@ index maps.
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, prod
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from .pointwise import broadcast
 LINEAR = (frozenset({0}),)
 
 
-def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
+def groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[int], list[int]]]:
     """Cut two shapes of equal product into the smallest groups of consecutive dimensions of equal product.
 
     Dimensions of length 1 are in no group.
@@ -44,11 +45,11 @@ def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def view_factors(before: tuple, after: tuple) -> tuple[Dims, Dims, dict]:
+def view_factors(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[Dims, Dims, dict[str, Any]]:
     """Factors of a tensor of shape `before` and of its view as `after`, and the factors' sizes."""
     ins: list[Dim] = [()] * len(before)
     outs: list[Dim] = [()] * len(after)
-    sizes: dict = {}
+    sizes: dict[str, Any] = {}
     if any(isinstance(s, int) and s == 0 for s in before):
         return tuple(ins), tuple(outs), sizes
     for a, b in groups(before, after):
@@ -67,14 +68,14 @@ def view_factors(before: tuple, after: tuple) -> tuple[Dims, Dims, dict]:
     return tuple(ins), tuple(outs), sizes
 
 
-def _common(x, y):
+def _common(x: Any, y: Any) -> Any:
     """The greatest common divisor; of symbolic sizes only if one divides the other, else 1."""
     if isinstance(x, int) and isinstance(y, int):
         return gcd(x, y)
     return x if y % x == 0 else y if x % y == 0 else 1
 
 
-def _share_major(a, b, before, after, ins, outs, sizes) -> None:
+def _share_major(a: Any, b: Any, before: Any, after: Any, ins: Any, outs: Any, sizes: Any) -> None:
     """Many dimensions to many others: only a major factor common to both first dimensions can be followed."""
     x, y = before[a[0]], after[b[0]]
     small = _common(x, y)
@@ -101,7 +102,7 @@ def _size(call: Call) -> str:
     return "size" if call.has("size") else "shape"
 
 
-def _reinterpreted(call: Call, out) -> Rule:
+def _reinterpreted(call: Call, out: Any) -> Rule:
     """`x.view(dtype)`: not linear, and the last dimension changes its length where the element size does."""
     shape = call.operands[0].shape
     rule = follow(call, list(range(out.ndim)))
@@ -114,7 +115,9 @@ def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
     return frozenset(f for t in (ins, outs) for d in t for f in d if f not in leading)
 
 
-def follow(call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg=None) -> Rule:
+def follow(
+    call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg: Any = None
+) -> Rule:
     """Output dimension i is input dimension `source[i]`, or a new one (None)."""
     shape = call.operands[0].shape
     (ins,), sizes = broadcast([shape], shape)
@@ -162,7 +165,7 @@ def squeeze(call: Call) -> Rule:
     given = given if isinstance(given, (list, tuple)) else [given]
     gone = {d % len(shape) for d in given if same_size(shape[d], 1)} if shape else set()
 
-    def local(call: LocalCall):
+    def local(call: LocalCall) -> Any:
         # By dimension: a shard may have length 1 where the whole has not, and 0 where the whole has 1.
         x = call.args[0]
         if all(same_size(x.shape[d], 1) for d in gone):

@@ -1,5 +1,6 @@
 """Whole: operators that have no rule, and why. They run replicated."""
 
+from ...torch_private.core import OpOverload
 from ..call import base_name
 
 VALUES = "its result is a number, or of a shape, that depends on all values"
@@ -64,7 +65,7 @@ BY_MEANING = (VALUES, ORDER, DRAWS)
 """Reasons that no rule could do away with: gathering the arguments is what the user asked for, and no fallback."""
 
 
-def needs_whole(func) -> bool:
+def needs_whole(func: OpOverload) -> bool:
     """Whether an operator needs whole tensors by its meaning, so that running it on them is worth no warning."""
     return WHOLE.get(base_name(func).removeprefix("aten::")) in BY_MEANING
 

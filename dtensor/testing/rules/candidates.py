@@ -19,7 +19,7 @@ from ...rules.call import is_in_place
 from ...rules.choose import _assemble, _fits
 from ...rules.rule import Candidate, candidates
 from ...tensor.tensor import DTensor
-from ...torch_private.core import overloads_of
+from ...torch_private.core import OpOverload, overloads_of
 from ..threads import run_threads
 
 State = int | str | None
@@ -37,11 +37,11 @@ class Case:
     """
 
     func: Any
-    args: tuple
+    args: tuple[Any, ...]
     at_least: int = 1
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         found = overloads_of(self.func)
         if len(found) != 1:
             names = ", ".join(map(str, found))
@@ -49,7 +49,7 @@ class Case:
         self.func = found[0]
 
 
-def case(func, *args, at_least: int = 1, **kwargs) -> Case:
+def case(func: OpOverload, *args: Any, at_least: int = 1, **kwargs: Any) -> Case:
     """The call `func(*args, **kwargs)` as a case."""
     return Case(func, args, at_least, kwargs)
 
@@ -69,7 +69,7 @@ def booleans(*shape: int) -> torch.Tensor:
     return torch.rand(shape) < 0.5
 
 
-def mapped(value, of) -> Any:
+def mapped(value: Any, of: Any) -> Any:
     """`value` with `of` applied to the tensors inside its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return of(value)
@@ -78,13 +78,13 @@ def mapped(value, of) -> Any:
     return type(value)(mapped(v, of) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def tensors(value) -> list:
-    found: list = []
+def tensors(value: Any) -> list[Any]:
+    found: list[Any] = []
     mapped(value, found.append)
     return found
 
 
-def as_list(out) -> list:
+def as_list(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
@@ -116,7 +116,7 @@ def can_be(x: torch.Tensor, state: State) -> bool:
     return not isinstance(state, str) or is_real(x) or (x.dtype != torch.bool and state == "sum")
 
 
-REDUCE = {
+REDUCE: dict[str, Any] = {
     "sum": lambda x: x.sum(0),
     "avg": lambda x: x.mean(0),
     "max": lambda x: x.amax(0),
@@ -138,7 +138,7 @@ def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> b
     return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
 
 
-def close(a, b) -> bool:
+def close(a: Any, b: Any) -> bool:
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
     single = a.dtype in (torch.float32, torch.complex64)
     return torch.allclose(
@@ -151,11 +151,11 @@ def layout_of(state: State, ndim: int) -> Layout:
     return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
 
 
-def placed(case: Case, mesh, states, pieces) -> tuple[Any, Any]:
+def placed(case: Case, mesh: Any, states: Any, pieces: Any) -> tuple[Any, Any]:
     """The case's arguments with a DTensor for each operand; 0-dim tensors that are no operands stay plain."""
     supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
 
-    def one(_):
+    def one(_: Any) -> Any:
         x, state, piece = next(supply)
         if state == "plain":
             return x
@@ -164,7 +164,7 @@ def placed(case: Case, mesh, states, pieces) -> tuple[Any, Any]:
     return mapped(case.args, one), mapped(case.kwargs, one)
 
 
-def call_and_rule(case: Case, mesh):
+def call_and_rule(case: Case, mesh: Any) -> Any:
     states = [None] * len(tensors((case.args, case.kwargs)))
     args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
     call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
@@ -173,7 +173,7 @@ def call_and_rule(case: Case, mesh):
     return call, make(call)
 
 
-def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.Tensor | None]:
+def run_candidate(case: Case, mesh: Any, candidate: Candidate, pieces: Any) -> list[torch.Tensor | None]:
     """Local outputs of this rank when the call runs as `candidate` says."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)
     call, rule = call_and_rule(case, mesh)
@@ -193,17 +193,17 @@ class OneAxis:
     ndim = 1
     device_type = "cpu"
 
-    def __init__(self, n):
-        self.shape = (n,)
-        self.mesh = torch.arange(n)
+    def __init__(self, n: Any) -> None:
+        self.shape: tuple[int, ...] = (n,)
+        self.mesh: torch.Tensor = torch.arange(n)
 
-    def _get_root_mesh(self):
+    def _get_root_mesh(self) -> Any:
         return self
 
-    def get_coordinate(self):
+    def get_coordinate(self) -> Any:
         return [0]
 
-    def get_group(self, axis):
+    def get_group(self, axis: Any) -> Any:
         return SimpleNamespace(group_name="")
 
 
@@ -216,7 +216,7 @@ class Job:
     pieces: list[list[torch.Tensor]]
     dense: list[torch.Tensor | None]
 
-    def __str__(self):
+    def __str__(self) -> Any:
         states = [[layout_of(s, 9).text for s in side] for side in (self.candidate.inputs, self.candidate.outputs)]
         shapes = [list(t.shape) for t in tensors((self.case.args, self.case.kwargs))]
         return f"{self.case.func} {shapes}: {' '.join(states[0])} -> {' '.join(states[1])}"
@@ -238,7 +238,7 @@ def jobs_of(case: Case, n: int) -> list[Job]:
     return jobs
 
 
-def run_jobs(rank, n, jobs):
+def run_jobs(rank: Any, n: Any, jobs: Any) -> Any:
     mesh = init_device_mesh("cpu", (n,))
     outs = []
     for j in jobs:

@@ -49,11 +49,11 @@ class ShardingConverter:
         replicate_only: bool = False,
         uneven: bool = False,
         partial: bool = False,
-    ):
+    ) -> None:
         self.hit = 0
         self.miss = 0
         self.mesh = mesh
-        self.arguments = (args, kwargs)
+        self.arguments: tuple[Any, Any] = (args, kwargs)
         self.replicate_only = replicate_only
         self.uneven = uneven
         self.partial = partial

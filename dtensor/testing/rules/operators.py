@@ -36,11 +36,11 @@ class Sample:
 
     operator: str
     call: Callable[..., Any]
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self):
-        def text(value):
+    def __str__(self) -> Any:
+        def text(value: Any) -> Any:
             return f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
         given = [*map(text, self.args), *(f"{k}={text(v)}" for k, v in self.kwargs.items())]
@@ -87,12 +87,12 @@ def samples(name: str, most: int, dtype: torch.dtype = torch.float32) -> list[Sa
     return found + extra
 
 
-def _without_gradient(sample: Sample) -> tuple[tuple, dict[str, Any]]:
+def _without_gradient(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return mapped((sample.args, sample.kwargs), torch.Tensor.detach)
 
 
 def _with_out(call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         made = call(*args, **kwargs)
         out = mapped(made, torch.zeros_like)
         call(*args, **kwargs, out=out)
@@ -101,7 +101,7 @@ def _with_out(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def drawn(items: list, most: int, key: str) -> list:
+def drawn(items: list[Any], most: int, key: str) -> list[Any]:
     """The first of `items` and others, `most` in all: the same ones for the same key."""
     if len(items) <= most:
         return items
@@ -227,7 +227,7 @@ class NotPlain(Exception):
     """The operator does not run on plain tensors either."""
 
 
-def _run(sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any], twice: bool):
+def _run(sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any], twice: bool) -> Any:
     """Outputs and gradients of a plain call; None for the gradients if it has none."""
     _seed()
     try:

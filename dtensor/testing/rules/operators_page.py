@@ -23,6 +23,7 @@ from ...rules import FAMILIES, RULES, WHOLE, base_name, is_in_place, rule_of
 from ...rules.families.whole import VALUES
 from ...rules.pattern import Pattern
 from ...rules.rule import Candidate, Rule, candidates
+from ...torch_private.core import OpOverload
 from .candidates import Case, OneAxis, State, call_and_rule, layout_of, placed, tensors
 from .recording import recorded
 
@@ -62,7 +63,7 @@ class Row:
     sharded: str = ""
     partial: str = ""
 
-    def __str__(self):
+    def __str__(self) -> Any:
         cells = (f"`{self.operator}`", self.how, self.tensors, self.sharded, self.partial)
         return f"| {' | '.join(cells)} |"
 
@@ -91,7 +92,7 @@ def _rows() -> Iterator[Row]:
             yield _row(func, [Case(func, args, kwargs=kwargs) for args, kwargs in given])
 
 
-def _row(func, cases: list[Case]) -> Row:
+def _row(func: OpOverload, cases: list[Case]) -> Row:
     """The row of an operator, by the call with most candidates; a call that has to be refused says nothing."""
     name = str(func).removeprefix("aten.").removesuffix(".default")
     case = max(cases, key=lambda c: (all(x.numel() for x in tensors((c.args, c.kwargs))), len(_candidates(c))))
@@ -107,7 +108,7 @@ def _row(func, cases: list[Case]) -> Row:
     return Row(family_of(func), name, "native", shapes, cuts or "nothing", _linear(case))
 
 
-def _without(func, decision: Decision | None) -> str:
+def _without(func: OpOverload, decision: Decision | None) -> str:
     short = base_name(func).removeprefix("aten::")
     if decision is not None and decision.kind in DECOMPOSED:
         return "decomposed"
@@ -164,7 +165,7 @@ def _given(case: Case, name: str) -> Any:
     return case.args[index] if index < len(case.args) else case.kwargs.get(name)
 
 
-def family_of(func) -> str:
+def family_of(func: OpOverload) -> str:
     """The module that holds an operator's rule: of the rule function, or of the table of patterns with its name."""
     make = rule_of(func)
     short = base_name(func).removeprefix("aten::")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...rules import base_name
-from ...torch_private.core import TorchDispatchMode, operator_database, operator_samples
+from ...torch_private.core import OpOverload, TorchDispatchMode, operator_database, operator_samples
 from .candidates import mapped, tensors
 
 SAMPLES, CALLS, ELEMENTS = 2, 2, 600
@@ -25,17 +25,19 @@ SKIPPED = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
 UNINITIALISED = ("empty", "new_empty", "resize", "_efficientzerotensor")
 """How the names of operators begin whose values are whatever lay in memory."""
 
-Given = tuple[tuple, dict[str, Any]]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Recorder(TorchDispatchMode):
     """Keeps the first calls of each aten operator, by the shapes of their tensors."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.calls: dict[Any, dict[str, Given]] = defaultdict(dict)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         given = tensors((args, kwargs))
         wanted = func.namespace == "aten" and given and sum(t.numel() for t in given) < ELEMENTS
@@ -64,7 +66,7 @@ def recorded() -> dict[Any, list[Given]]:
     return {func: list(found.values()) for func, found in recorder.calls.items()}
 
 
-def _record(op, recorder: Recorder) -> None:
+def _record(op: Any, recorder: Recorder) -> None:
     supported = op.supported_dtypes("cpu")
     dtype = next((d for d in (torch.float64, torch.float32, *supported) if d in supported), None)
     if dtype is None:
@@ -78,14 +80,14 @@ def _record(op, recorder: Recorder) -> None:
             continue  # not for this device
 
 
-def _run(op, sample, differentiable: bool) -> None:
+def _run(op: Any, sample: Any, differentiable: bool) -> None:
     outs = [o for o in tensors(op(sample.input, *sample.args, **sample.kwargs)) if o.requires_grad]
     ins = [t for t in tensors((sample.input, sample.args, sample.kwargs)) if t.requires_grad]
     if differentiable and outs and ins:
         torch.autograd.grad(outs, ins, [torch.randn_like(o) for o in outs], allow_unused=True)
 
 
-def is_comparable(func, args: Iterable[Any]) -> bool:
+def is_comparable(func: OpOverload, args: Iterable[Any]) -> bool:
     """Whether a call of `func` gives the same twice, in a shape that does not depend on values: what has out=, a list
     with masks, random numbers or memory as it was does not."""
     masks = any(t.dtype in (torch.bool, torch.uint8) for a in args if isinstance(a, (list, tuple)) for t in tensors(a))

@@ -68,7 +68,7 @@ class Refusal:
         """The states of the operands, such as "R S(1) P"; what reasons are given for."""
         return " ".join(_text(s) for s in self.inputs)
 
-    def __str__(self):
+    def __str__(self) -> Any:
         outs = " ".join(_text(s) for s in self.outputs)
         return f"{self.operator} {[list(s) for s in self.shapes]} on {self.n}: {self.pattern} -> {outs}"
 
@@ -176,7 +176,7 @@ def draws_of(case: Case) -> list[Draw]:
     return made
 
 
-def _redrawn(x: torch.Tensor, redraw: Callable, generator: torch.Generator) -> torch.Tensor:
+def _redrawn(x: torch.Tensor, redraw: Callable[..., Any], generator: torch.Generator) -> torch.Tensor:
     """Real numbers as `redraw` says, truth values at random, integers in another order: they may be indices."""
     if is_real(x):
         return redraw(x, torch.randn(x.shape, generator=generator, dtype=x.dtype))
@@ -221,7 +221,7 @@ def _right(draws: list[Draw], states: tuple[State, ...], n: int) -> tuple[State,
     return found
 
 
-def _sizes(case: Case, n: int) -> Iterator[tuple]:
+def _sizes(case: Case, n: int) -> Iterator[tuple[Any, ...]]:
     """Ways to localise the arguments that hold shapes: as they are, or one number in one of them divided by `n`."""
     yield ()
     names = [a.name for a in case.func._schema.arguments]
@@ -232,7 +232,7 @@ def _sizes(case: Case, n: int) -> Iterator[tuple]:
                     yield position, [*value[:i], size // n, *value[i + 1 :]]
 
 
-def _outputs(draw: Draw, pieces: list[list[torch.Tensor]], sizes: tuple, n: int) -> tuple[State, ...] | None:
+def _outputs(draw: Draw, pieces: list[list[torch.Tensor]], sizes: tuple[Any, ...], n: int) -> tuple[State, ...] | None:
     try:
         local = [as_list(_call(draw.case, [p[rank] for p in pieces], sizes)) for rank in range(n)]
     except (RuntimeError, IndexError, ValueError):
@@ -260,7 +260,7 @@ def _reductions(dense: torch.Tensor) -> list[str]:
     return [op for op in REDUCE if op not in without]
 
 
-def _call(case: Case, operands: list[torch.Tensor], sizes: tuple) -> Any:
+def _call(case: Case, operands: list[torch.Tensor], sizes: tuple[Any, ...]) -> Any:
     supply = iter(operands)
     args, kwargs = mapped((case.args, case.kwargs), lambda _: next(supply).clone())
     if sizes:
