@@ -7,23 +7,18 @@ if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder compile/ was imported as {__name__!r}; write: import dtensor.compile")
 
 from .backends.backend import backend
-from .backends.inductor import STAGES, Partition, source_hash, trace_key
 from .backends.options import Options
 from .recording.statistics import GraphRecord, Statistics, statistics
 from .recording.watch import dump
 from .reports.report import Report, report
 
 __all__ = [
-    "STAGES",
     "GraphRecord",
     "Options",
-    "Partition",
     "Report",
     "Statistics",
     "backend",
     "dump",
     "report",
-    "source_hash",
     "statistics",
-    "trace_key",
 ]

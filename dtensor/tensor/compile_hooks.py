@@ -22,6 +22,9 @@ STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
 """The lists of Inductor's that the passes of plain `torch.compile` are in."""
 
 
+INDUCTOR = "dtensor.compile.backends.inductor"
+"""The module that has what runs in Inductor's places."""
+
 PARTITIONER = "custom_partitioner_fn"
 """Inductor's name for the partitioner, of which there is one."""
 
@@ -41,15 +44,15 @@ class PlainPasses(CustomInferenceAwareGraphPass):
 
     def __call__(self, graph: Any, is_inference: bool = False) -> None:
         if _has_ours(graph) and not environment.passes_are_off():
-            compile_ = importlib.import_module("dtensor.compile")
-            run = compile_.STAGES[self.stage](compile_.Options.of_environment())
+            options = importlib.import_module("dtensor.compile").Options.of_environment()
+            run = importlib.import_module(INDUCTOR).STAGES[self.stage](options)
             run(graph, is_inference)
 
     def uuid(self) -> Any:
         """None, so that nothing is taken from a cache, where graphs are to be written down or replayed."""
         if environment.text("dump") or environment.text("verify") == "1":
             return None
-        return self.stage, environment.fingerprint(), importlib.import_module("dtensor.compile").trace_key()
+        return self.stage, environment.fingerprint(), importlib.import_module(INDUCTOR).trace_key()
 
 
 class PlainPartition(CustomPartitionerFn):
@@ -61,11 +64,11 @@ class PlainPartition(CustomPartitionerFn):
     def __call__(self, gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
         if not _has_ours(gm.graph) or environment.passes_are_off():
             return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
-        compile_ = importlib.import_module("dtensor.compile")
-        return compile_.Partition(compile_.Options.of_environment(), self.then)(gm, joint_inputs, **kwargs)
+        options = importlib.import_module("dtensor.compile").Options.of_environment()
+        return importlib.import_module(INDUCTOR).Partition(options, self.then)(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
-        key = importlib.import_module("dtensor.compile").trace_key()
+        key = importlib.import_module(INDUCTOR).trace_key()
         return environment.fingerprint(), key, self.then and self.then.uuid()
 
 
