@@ -9,7 +9,7 @@ if not __name__.startswith("dtensor."):
 from .backends.backend import backend
 from .backends.options import Options
 from .recording.statistics import GraphRecord, Statistics, statistics
-from .recording.watch import dump
+from .recording.watch_compiles import dump
 from .reports.report import Report, report
 
 __all__ = [

@@ -32,7 +32,7 @@ from .state import safetensors as safetensors
 from .state.checkpoints import Checkpoints
 from .state.torch_checkpoints import load_torch_checkpoint
 from .tensor import compile_hooks as hooks  # registers the backend and the passes
-from .tensor import composite as composite  # registers what is caught whole
+from .tensor import composite_operators as composite_operators  # registers what is caught whole
 from .tensor import control_flow as control_flow  # registers branches and loops
 from .tensor import random as random
 from .tensor.explain import explain

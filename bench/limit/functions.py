@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.comm.starts import FUNCTIONAL, OVER_GLOO, Starts, starts
+from dtensor.comm.start_collectives import FUNCTIONAL, OVER_GLOO, Starts, starts
 from dtensor.torch_private.compiling import lower_as_collective
 
 c10d = torch.ops._c10d_functional
@@ -22,7 +22,7 @@ class Group:
     """A process group and this rank in it. Of one rank, nothing is gathered.
 
     What starts gathers and scatters is the library's: over gloo it sends both ways at once, and has no reduce_scatter,
-    which would send what an all_reduce does; parts are exchanged and added up here (`dtensor.comm.starts`).
+    which would send what an all_reduce does; parts are exchanged and added up here (`dtensor.comm.start_collectives`).
     """
 
     name: str = ""

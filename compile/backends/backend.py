@@ -29,7 +29,7 @@ from dtensor.torch_private.compiling import (
     traced_again_if_settled,
 )
 
-from ..recording.watch import dumped
+from ..recording.watch_compiles import dumped
 from .inductor import STAGES, Partition
 from .options import Options
 from .run_passes import branches, optimise, prepare_partition, simplify_joint

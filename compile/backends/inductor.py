@@ -9,7 +9,7 @@ from torch import fx
 
 import dtensor
 from dtensor.comm.replication_check import noted
-from dtensor.comm.starts import OVER_GLOO
+from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.dispatch import registration, strictness
 from dtensor.mesh.local_sizes import local_lengths
 from dtensor.torch_private.compiling import (

@@ -89,7 +89,8 @@ def _said(node: fx.Node) -> str:
 
 
 def _is_tagged(node: fx.Node) -> bool:
-    """Whether over gloo a collective consists of messages of `dtensor.comm.starts`, whose tags tell graphs apart."""
+    """Whether over gloo a collective consists of messages of `dtensor.comm.start_collectives`, whose tags tell graphs
+    apart."""
     target: Any = node.target
     return target.namespace == "dtensor" and target is not torch.ops.dtensor.all_reduce.default
 

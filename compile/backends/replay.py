@@ -26,7 +26,7 @@ from dtensor.passes import Simulation
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.simulate import Partition
 from dtensor.torch_private.core import disable_current_modes
-from dtensor.torch_private.sizes import has_hint, hint
+from dtensor.torch_private.symbolic_sizes import has_hint, hint
 
 MAX_RANKS = 16
 """So many ranks are simulated at most."""

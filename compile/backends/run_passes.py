@@ -17,16 +17,16 @@ from dtensor.errors import InvalidInputError
 from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Pass, Raise, Regather, Schedule, SplitBatch
 from dtensor.passes.graph import ir
 from dtensor.torch_private.compiling import check_settled, static_inputs, static_placeholders
-from dtensor.torch_private.sizes import binary_products
+from dtensor.torch_private.symbolic_sizes import binary_products
 
 from ..estimates.meshes import mesh_groups
 from ..recording.frames import current_frame
 from ..recording.logs import log_passes
 from ..recording.statistics import record
-from ..recording.watch import finished, stage_written
+from ..recording.watch_compiles import finished, stage_written
 from .insert_agreement import seal
 from .options import Options
-from .pin import pin
+from .pin_order import pin
 from .replay import simulation
 from .written_inputs import copy_first
 

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import OpOverload
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 from .traffic import bytes_of, called
 

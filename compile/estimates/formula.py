@@ -16,7 +16,7 @@ import sympy
 from dtensor.layout.cost import WORK, wire_bytes
 from dtensor.mesh.provenance import Moved
 from dtensor.passes.graph import groups
-from dtensor.torch_private.sizes import hint, size_formula
+from dtensor.torch_private.symbolic_sizes import hint, size_formula
 
 from .traffic import Sent
 

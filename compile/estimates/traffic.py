@@ -18,7 +18,7 @@ from dtensor.layout import cost
 from dtensor.mesh.groups import group_ranks
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import tree_leaves
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 NAMES = {
     "all_reduce": "all_reduce",

@@ -29,7 +29,7 @@ from dtensor.torch_private.compiling import compile_context
 from ..estimates.formula import Formula, formula
 from ..estimates.timeline import Timeline, timeline
 from ..estimates.traffic import Sent, traffic
-from .remark import asked
+from .node_remarks import asked
 
 KEPT = 256
 """Frames that are remembered."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from . import lock as locks
+from . import lockfile
 from .differences import differences
 from .inspection import clear, imagined, inspect, wait_for_others
 from .page import write_page
@@ -152,10 +152,10 @@ def check_command(
 def _compare(lock: Path, root: Path, write: bool) -> None:
     try:
         if write:
-            lock.write_text(locks.locked(root), encoding="utf-8")
+            lock.write_text(lockfile.locked(root), encoding="utf-8")
             click.echo(f"{lock} is written.")
             return
-        found = locks.check(lock, root)
+        found = lockfile.check(lock, root)
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     for text in found.gone:

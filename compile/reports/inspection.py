@@ -25,7 +25,7 @@ from dtensor.torch_private.compiling import symbolic_sizes
 from dtensor.torch_private.core import fake_store
 
 from ..recording.folder import rank_folder, write_whole
-from ..recording.watch import dump
+from ..recording.watch_compiles import dump
 
 DONE = "finished.txt"
 """The file that a rank writes when its program has ended."""

@@ -12,7 +12,7 @@ that they never had themselves; neither can be let go any more, and both raise, 
 long as a collective would wait, the default group's time-out.
 
 Later runs look the text up, and note on the group which graph it is; ranks that call different ones of those they all
-know are then found waiting for each other (`starts`, `job`).
+know are then found waiting for each other (`start_collectives`, `job`).
 
 Sizes that are symbols match any size.
 """
@@ -30,10 +30,10 @@ from ..mesh.collective_order import Entry, alike, difference, mark, said
 from ..mesh.environment import switched
 from ..mesh.groups import Calls, calls_on
 from ..mesh.job import Job, job
-from ..mesh.library import library
+from ..mesh.operator_library import library
 from ..torch_private.core import default_group_timeout, resolve_process_group
 from .replication_check import EVERY, Given, Look
-from .starts import meet
+from .start_collectives import meet
 
 PAUSES = (0.001, 0.05)
 """Seconds between two looks at the store: the first, and the longest."""

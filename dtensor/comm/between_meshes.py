@@ -17,11 +17,11 @@ import torch
 from ..layout.layout import Layout
 from ..mesh.groups import group_rank, group_ranks
 from ..mesh.mesh import group_between, mesh_shape
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..torch_private.core import c10d
-from .pending import waited
+from .pending_tensor import waited
 from .redistribute import plan_of, redistribute_local
-from .starts import starts
+from .start_collectives import starts
 
 Box = tuple[tuple[int, int], ...]
 

@@ -10,8 +10,8 @@
 `x` is a local tensor, `group` the name of a process group. Shards are cut as `torch.chunk` cuts, so lengths that do
 not divide, and shards that are empty, are legal. `senders[r]` is the rank of the group whose tensor rank r holds
 afterwards; all ranks hold tensors of one shape. The rank is looked up when an operator runs, never when it is traced:
-where sizes divide, every rank traces the same graph. The kernels are written over what starts a collective (`starts`);
-the `lower` pass traces these same kernels to get start/wait pairs.
+where sizes divide, every rank traces the same graph. The kernels are written over what starts a collective
+(`start_collectives`); the `lower` pass traces these same kernels to get start/wait pairs.
 
 A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
 be left for later (`start`). It starts one whatever the sizes: if tensors without elements were left out, the
@@ -29,11 +29,11 @@ import torch
 from ..layout.chunks import chunk_length
 from ..mesh.groups import group_rank, group_size
 from ..mesh.job import explain
-from ..mesh.library import library
 from ..mesh.local_sizes import divides, local_length
+from ..mesh.operator_library import library
 from ..torch_private.core import c10d, traced_into_backward
-from ..torch_private.sizes import known_equal
-from .starts import ANY_ORDER, starts
+from ..torch_private.symbolic_sizes import known_equal
+from .start_collectives import ANY_ORDER, starts
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
 library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> Tensor")

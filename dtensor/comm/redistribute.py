@@ -14,10 +14,10 @@ from ..layout.planner import Plan, Prefer, Step, plan
 from ..layout.transitions import senders
 from ..mesh.mesh import MeshFacts, facts
 from ..mesh.provenance import note_layout, note_move, note_shards
-from ..mesh.spec import Spec
-from ..torch_private.sizes import has_hint, hint
+from ..mesh.tensor_spec import Spec
+from ..torch_private.symbolic_sizes import has_hint, hint
 from .collectives import COMMUNICATING, emit, start
-from .pending import Pending
+from .pending_tensor import Pending
 
 UNKNOWN = 8191
 """Stands in plans for a size that is not known at all: a prime, so that nothing is planned that needs it to divide."""

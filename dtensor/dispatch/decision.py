@@ -19,7 +19,7 @@ from ..comm.from_plain import take_from_source
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.local_sizes import written as written_size
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules import (
     MASKS,
     RULES,

@@ -17,12 +17,11 @@ from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError
 from ..layout.layout import Layout
 from ..mesh.caches import cache
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules.call import is_in_place, replaced
 from ..torch_private.core import OpOverload, disable_proxy_modes_tracing
-from ..torch_private.sizes import is_traced
-from . import strictness
-from . import view_copies as aliasing
+from ..torch_private.symbolic_sizes import is_traced
+from . import strictness, view_copies
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .global_view import may_be_written
 from .plain_operands import mark_alike, mark_local
@@ -53,7 +52,7 @@ def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> No
     """Tell dispatch which class carries specs and how to build it."""
     global wrap, DTensorType
     DTensorType, wrap = cls, make
-    aliasing.install(make)
+    view_copies.install(make)
 
 
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

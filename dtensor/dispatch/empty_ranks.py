@@ -15,12 +15,12 @@ import torch
 from ..layout.layout import Layout
 from ..mesh import local_sizes
 from ..mesh.mesh import mesh_shape
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules.call import Call, replaced
 from ..rules.choose import Choice
 from ..rules.rule import Rule
 from ..torch_private.core import disable_current_modes, tree_map
-from ..torch_private.sizes import hint
+from ..torch_private.symbolic_sizes import hint
 
 
 def is_empty_somewhere(spec: Spec, layout: Layout) -> bool:

@@ -13,7 +13,7 @@ from ..comm.redistribute import plan_of
 from ..layout.layout import Layout
 from ..layout.placements import Placement, Replicate
 from ..layout.planner import Plan, Step
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..torch_private.core import OpOverload
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..mesh.spec import Spec, contiguous_stride
+from ..mesh.tensor_spec import Spec, contiguous_stride
 from ..torch_private.core import tree_map
-from ..torch_private.sizes import hint, known_equal
+from ..torch_private.symbolic_sizes import hint, known_equal
 
 IN_MEMORY = frozenset(
     f"aten::{name}"

@@ -12,7 +12,7 @@ import torch
 from ..comm.redistribute import redistribute_local
 from ..errors import OperatorError, ShardingError, StrictReason
 from ..layout.layout import Layout
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules import Output, needs_whole, rule_of
 from ..torch_private.core import OpOverload, decompositions, return_and_correct_aliasing
 from . import dispatch, strictness

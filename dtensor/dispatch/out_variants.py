@@ -12,7 +12,7 @@ import torch
 from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError, OperatorError
 from ..layout.layout import Layout
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..torch_private.core import OpOverload, return_and_correct_aliasing
 from . import dispatch
 from .decision import check_operands, functional_of, is_dtensor, mapped

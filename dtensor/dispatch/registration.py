@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 
 from ..errors import OperatorError
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules import RULES, Call, Output
 from ..rules import Rule as EngineRule
 from ..rules.call import RuleFunction, argument

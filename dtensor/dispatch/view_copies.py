@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from ..comm.pending import Pending, waited
+from ..comm.pending_tensor import Pending, waited
 from ..comm.redistribute import redistribute_local
 from ..errors import OperatorError, ShardingError
 from ..layout.layout import Layout
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..torch_private.core import FakeTensor, OpOverload, below_autograd, functionalized, graph_node, is_alias_of
 
 ATTRIBUTE = "dtensor_memory"

@@ -16,7 +16,7 @@ from ..comm.from_plain import check_module
 from ..mesh.local_sizes import divisibility_guarded
 from ..tensor.tensor import DTensor
 from ..torch_private.core import tree_flatten, tree_leaves, tree_unflatten
-from ..torch_private.sizes import guards_hold, guards_on, stand_in, symbolic_mode, trace_with
+from ..torch_private.symbolic_sizes import guards_hold, guards_on, stand_in, symbolic_mode, trace_with
 
 TRACED = "_traced"
 """The module inside a program that holds the graph."""

@@ -20,7 +20,7 @@ class Calls:
         over_gloo: whether it carries CPU tensors over gloo.
         count: how many graphs.
         last: the collectives of the last one on the group.
-        mark: a number that tells the last one from others; part of the tags of its messages (`starts`).
+        mark: a number that tells the last one from others; part of the tags of its messages (`start_collectives`).
         looked: at which count what is taken as the same on all ranks was last looked at (`replication_check`).
         taken: how many tensors styles have taken so in eager mode.
     """

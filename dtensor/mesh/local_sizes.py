@@ -23,7 +23,7 @@ import sympy
 import torch
 
 from ..layout.chunks import chunk_length
-from ..torch_private.sizes import (
+from ..torch_private.symbolic_sizes import (
     CeilDiv,
     FloorDiv,
     Max,
@@ -45,7 +45,7 @@ from ..torch_private.sizes import (
     traced_size,
 )
 from .groups import group_rank, group_size
-from .library import library
+from .operator_library import library
 
 ATTRIBUTE = "dtensor_lengths"
 """Attribute of the environment in which a trace keeps its symbols: its `_Lengths`, which go with it."""

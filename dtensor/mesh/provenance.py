@@ -14,7 +14,7 @@ import torch
 
 from ..torch_private.compiling import weigh_by
 from ..torch_private.core import FakeTensor, FunctionalTensor, graph_node
-from ..torch_private.sizes import has_hint
+from ..torch_private.symbolic_sizes import has_hint
 
 LOCAL = "dtensor_local"
 """The node is the local tensor of a computed DTensor: this rank's part, whatever it was computed from."""

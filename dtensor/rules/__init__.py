@@ -3,12 +3,12 @@
 from .call import RULES, SHAPES, Call, LocalCall, Output, base_name, is_in_place
 from .choose import Choice, choose
 from .families import (
-    advanced,
-    along,
+    advanced_indexing,
+    along_dim,
     attention,
     batch_norm,
     conv,
-    indexing,
+    embedding_and_gather,
     linalg,
     linear_lse,
     log_softmax,
@@ -17,27 +17,27 @@ from .families import (
     nll,
     norm,
     optimizer,
-    parts,
     pointwise,
     random,
     reduction,
+    slices,
     spatial,
     views,
     weight_norm,
 )
-from .families.advanced import MASKS
-from .families.whole import WHOLE, needs_whole
-from .local import unless_empty
+from .families.advanced_indexing import MASKS
+from .families.replicated import WHOLE, needs_whole
+from .local_calls import unless_empty
 from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
 
 FAMILIES = (
-    advanced,
-    along,
+    advanced_indexing,
+    along_dim,
     attention,
     batch_norm,
     conv,
-    indexing,
+    embedding_and_gather,
     linalg,
     linear_lse,
     log_softmax,
@@ -46,10 +46,10 @@ FAMILIES = (
     nll,
     norm,
     optimizer,
-    parts,
     pointwise,
     random,
     reduction,
+    slices,
     spatial,
     views,
     weight_norm,

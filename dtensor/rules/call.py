@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..layout.layout import Layout
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..torch_private.core import OpOverload
 from .rule import Rule
 

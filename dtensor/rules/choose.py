@@ -11,8 +11,8 @@ from typing import Any
 from ..layout.cost import Network, seconds
 from ..layout.layout import Layout
 from ..mesh.mesh import facts
-from ..mesh.spec import Spec
-from ..torch_private.sizes import hint
+from ..mesh.tensor_spec import Spec
+from ..torch_private.symbolic_sizes import hint
 from .rule import Candidate, Factor, Rule, candidates, shares_dim
 
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..torch_private.sizes import same_size
+from ..torch_private.symbolic_sizes import same_size
 from .call import Call, rule_for
-from .local import unless_empty
+from .local_calls import unless_empty
 from .rule import Dims, Rule
 
 Item = str | tuple[str, ...]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..torch_private.sizes import same_size
+from ..torch_private.symbolic_sizes import same_size
 
 Factor = str
 Dim = tuple[Factor, ...]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..mesh.spec import Spec, chunk
+from ..mesh.tensor_spec import Spec, chunk
 
 BLOCK = 1 << 20
 

@@ -26,7 +26,8 @@ from ..errors import CheckpointError
 from ..mesh.job import all_here
 from ..torch_private.core import default_group_timeout
 from .files import Reader, attempted, gathered, line, of_ranks, read_into, said, save_from, tried, without_objects
-from .index import read_index, verify
+from .index import read_index
+from .verify import verify
 
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
 

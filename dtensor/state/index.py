@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -190,26 +190,4 @@ def _checked(x: Any, fits: bool) -> Any:
     return x
 
 
-def verify(
-    folder: Path,
-    share: tuple[int, int] = (0, 1),
-    shown: Callable[[list[Part]], Iterable[Part]] = iter,
-) -> str:
-    """What is wrong with a checkpoint, "" if nothing is: every byte is read.
-
-    Args:
-        folder: the checkpoint's.
-        share: (k, n) reads the k-th of n shares of the parts.
-        shown: goes through the parts one by one, and may show how far it is.
-    """
-    k, n = share
-    try:
-        parts = sorted(read_index(folder).parts(), key=lambda p: (p.file, p.begin))
-        for part in shown(parts[k::n]):
-            part.read(folder)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-__all__ = ["INDEX", "DamagedError", "Index", "Part", "content_of", "read_index", "verify", "write_index"]
+__all__ = ["INDEX", "DamagedError", "Index", "Part", "content_of", "read_index", "write_index"]

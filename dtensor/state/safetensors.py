@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
-from ..mesh.spec import chunk
+from ..mesh.tensor_spec import chunk
 from ..tensor.tensor import DTensor
 
 DTYPES = {

@@ -24,10 +24,10 @@ from ..errors import OperatorError
 from ..layout.layout import Layout
 from ..mesh.local_sizes import written
 from ..mesh.provenance import note_alike
-from ..mesh.spec import contiguous_stride
+from ..mesh.tensor_spec import contiguous_stride
 from ..torch_private.core import catch_higher_order, higher_order_operators, tree_flatten, tree_map
 from ..torch_private.dynamo import higher_order_take
-from ..torch_private.sizes import has_hint
+from ..torch_private.symbolic_sizes import has_hint
 from .tensor import DTensor, FromLocal
 
 

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..mesh.spec import Spec, chunk
+from ..mesh.tensor_spec import Spec, chunk
 
 
 def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:

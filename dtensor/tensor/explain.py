@@ -21,7 +21,7 @@ from ..errors import ShardingError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..mesh.mesh import mesh_shape
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules import rule_of
 from ..rules.choose import Weighed, weigh
 from ..torch_private.core import (
@@ -32,7 +32,7 @@ from ..torch_private.core import (
     UnknownValue,
     disable_current_modes,
 )
-from .composite import inside
+from .composite_operators import inside
 from .tensor import DTensor, fake_like
 
 KINDS = {

@@ -11,10 +11,10 @@ from ..comm.from_plain import from_source, mesh_of
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placements
-from ..mesh.spec import Spec, contiguous_stride
+from ..mesh.tensor_spec import Spec, contiguous_stride
 from ..rules.families.random import keep_shard
 from ..rules.sampling import sample
-from .declared import is_size
+from .declared_layouts import is_size
 from .tensor import DTensor
 
 

@@ -18,7 +18,7 @@ from ..errors import MeshError, PlacementError
 from ..layout.chunks import chunk_length
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placement, as_placements
-from ..mesh.spec import contiguous_stride
+from ..mesh.tensor_spec import contiguous_stride
 from ..torch_private.core import tree_flatten, tree_unflatten
 from .tensor import DTensor
 

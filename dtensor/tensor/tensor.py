@@ -14,7 +14,7 @@ import torch
 
 from ..comm.between_meshes import exchanged
 from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
-from ..comm.pending import Pending, waited
+from ..comm.pending_tensor import Pending, waited
 from ..comm.redistribute import check_dtypes, check_target, redistribute_local
 from ..comm.replication_check import BY_STYLE, note_taken
 from ..dispatch import multi_step as multi_step  # registers what dispatch does without a rule
@@ -27,9 +27,9 @@ from ..errors import PlacementError, ShardingError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from ..layout.planner import Prefer
-from ..mesh.library import library
 from ..mesh.mesh import facts, mesh_shape, world_of
-from ..mesh.spec import Spec, contiguous_stride, define_local_sizes
+from ..mesh.operator_library import library
+from ..mesh.tensor_spec import Spec, contiguous_stride, define_local_sizes
 from ..torch_private.core import (
     OWN_KEYSET,
     OpOverload,
@@ -40,7 +40,7 @@ from ..torch_private.core import (
 )
 from ..torch_private.dynamo import attributes_stand_with_their_tensors, inner_sizes_follow
 from . import dcp_protocol
-from .declared import gradient_placements, wrong_sizes
+from .declared_layouts import gradient_placements, wrong_sizes
 from .raw_memory import BY_ELEMENT, OUTSIDE, on_local_tensors
 
 PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ..torch_private.compiling import leave_guards_untimed
+from .process_reset import Beginning
 from .references import FunctionReference
-from .renewal import Beginning
 
 STACKS_SIGNAL = signal.SIGUSR1
 """Makes a rank write its stacks to its file."""

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from ..state.checkpoints import checkpoints_in
-from ..state.index import INDEX, verify
+from ..state.index import INDEX
+from ..state.verify import verify
 
 
 @click.group()

@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from .core import OpOverload, tree_map  # first: it checks the version of torch
-from .sizes import ShapeEnv, free_symbols
+from .symbolic_sizes import ShapeEnv, free_symbols
 
 # isort: split
 from torch._dynamo import guards as dynamo_guards

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .compiling import parts_count_as_wholes  # first: it checks the version of torch
-from .sizes import free_symbols
+from .symbolic_sizes import free_symbols
 
 # isort: split
 from torch._dynamo.source import AttrSource

@@ -10,7 +10,7 @@ from torch import fx
 from dtensor.comm.collectives import KERNELS, LOWERED
 from dtensor.mesh.groups import group_size
 from dtensor.torch_private.core import make_fx
-from dtensor.torch_private.sizes import sizes_before_strides
+from dtensor.torch_private.symbolic_sizes import sizes_before_strides
 
 from ..graph import ir, sizes
 from ..graph.count import describe
@@ -40,8 +40,8 @@ class Lower:
         %getitem_1: f32[4,4] = getitem(%split, 1)
         %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
 
-    Over gloo the starts are ours (`dtensor.comm.starts`), and a reduce_scatter becomes an all_to_all of its parts and a
-    local reduction of them.
+    Over gloo the starts are ours (`dtensor.comm.start_collectives`), and a reduce_scatter becomes an all_to_all of its
+    parts and a local reduction of them.
 
     `shard` and `collective_permute` stay: their rank is looked up when the graph runs, so that all ranks have one
     graph. Each start carries the `CollectiveInfo` of what it was lowered from, under `meta["dtensor_collective"]`, and

@@ -12,7 +12,7 @@ from dtensor.comm.collectives import CARRIED
 
 from ..graph import ir
 from . import glue
-from .pairs import Pair, pairs, tell_sizes
+from .start_wait_pairs import Pair, pairs, tell_sizes
 from .unlower import unlower
 
 aten: Any = ir.aten

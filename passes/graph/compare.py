@@ -9,7 +9,7 @@ from torch import fx
 
 from dtensor.errors import PassError
 from dtensor.torch_private.core import disable_current_modes
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 from . import ir
 from .simulate import Groups, Partition, partition, simulate

@@ -15,7 +15,7 @@ from torch import fx
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.layout import cost
 from dtensor.mesh.groups import group_size
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 from . import ir
 

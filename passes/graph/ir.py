@@ -20,7 +20,7 @@ from torch.fx.node import map_arg
 from dtensor.comm.collectives import ops
 from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, TRACED
 from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
-from dtensor.torch_private.sizes import without_guards
+from dtensor.torch_private.symbolic_sizes import without_guards
 
 aten: Any = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch import fx
 from dtensor.mesh.groups import group_size
 from dtensor.mesh.provenance import SHARDS, shards_of
 from dtensor.torch_private.core import FakeTensor, tree_map
-from dtensor.torch_private.sizes import hint, number_if_guarded, number_if_known, write_numbers
+from dtensor.torch_private.symbolic_sizes import hint, number_if_guarded, number_if_known, write_numbers
 
 from . import ir
 

@@ -12,7 +12,7 @@ from dtensor.mesh.provenance import TRACED
 
 from ..graph import groups, ir
 from ..graph.count import CollectiveInfo, describe
-from ..graph.order import Before, dependencies, floating, sort
+from ..graph.node_order import Before, dependencies, floating, sort
 
 aten: Any = ir.aten
 

@@ -7,10 +7,10 @@ import torch
 from torch import fx
 
 from dtensor.mesh.groups import group_size
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 from ..graph import ir
-from ..graph.order import Before, dependencies, floating, rearrange
+from ..graph.node_order import Before, dependencies, floating, rearrange
 
 
 class Schedule:

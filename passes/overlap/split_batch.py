@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from dtensor.layout.layout import Layout
-from dtensor.mesh.spec import Spec
+from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules import Call, Candidate, Output, Rule, candidates, rule_of, unless_empty
 from dtensor.rules.call import replaced
 from dtensor.rules.families.pointwise import pointwise

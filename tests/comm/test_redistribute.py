@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.comm.collectives import fit, start
-from dtensor.comm.pending import Pending
+from dtensor.comm.pending_tensor import Pending
 from dtensor.layout.cost import Network
 from dtensor.layout.layout import Layout
 from dtensor.layout.planner import plan

@@ -13,7 +13,7 @@ from dtensor.errors import PassError
 from dtensor.passes import EXACTNESS, PIPELINE, PREPARE, SIMPLIFY, count, run, text
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.sizes import settle
-from dtensor.torch_private.sizes import stand_in, symbolic_mode
+from dtensor.torch_private.symbolic_sizes import stand_in, symbolic_mode
 
 
 def program(bench):

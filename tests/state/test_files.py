@@ -28,7 +28,8 @@ from dtensor import (
     init_device_mesh,
     load_torch_checkpoint,
 )
-from dtensor.state.index import INDEX, verify
+from dtensor.state.index import INDEX
+from dtensor.state.verify import verify
 from dtensor.testing import with_ranks
 from dtensor.tools.cli import main
 

@@ -19,7 +19,7 @@ from ...comm.from_plain import of_all_ranks
 from ...comm.replication_check import BY_STYLE, compare, is_due
 from ...mesh.mesh import facts
 from ...torch_private.core import assert_async, is_in_graph, never_traced
-from .misfit import PLANNED
+from .size_misfit import PLANNED
 
 DIFFERS = (
     "distribute_model: ranks do not give argument {name} of forward alike; give all the same values, or write "

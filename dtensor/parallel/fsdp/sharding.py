@@ -18,7 +18,7 @@ from ...mesh.mesh import one_object
 from ...tensor.factories import distribute_tensor
 from ...tensor.tensor import DTensor
 from ...torch_private.core import root_mesh
-from ..checks.variance import WATCHED
+from ..checks.rank_variance import WATCHED
 from ..modules.ties import shared_otherwise
 from .unshard import Unshard
 

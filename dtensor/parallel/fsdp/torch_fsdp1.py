@@ -16,7 +16,7 @@ from torch import nn
 
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
-from ...mesh.spec import Spec
+from ...mesh.tensor_spec import Spec
 from ...tensor.tensor import DTensor, move
 from ...tensor.torch_dtensor import from_torch, is_torch_dtensor
 from ...torch_private.core import disable_dynamo

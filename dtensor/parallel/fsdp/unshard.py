@@ -20,7 +20,7 @@ from torch.fx.traceback import annotate
 from ...comm.collectives import KEPT
 from ...dispatch.decision import COMPOSITES
 from ...layout.layout import Layout
-from ...mesh.library import library
+from ...mesh.operator_library import library
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced
 

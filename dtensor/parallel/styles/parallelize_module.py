@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.from_plain import check_module, mesh_of
 from ...torch_private.core import mesh_resources
-from ..checks.misfit import Planned, tell_of_misfits
-from ..checks.variance import watch
+from ..checks.rank_variance import watch
+from ..checks.size_misfit import Planned, tell_of_misfits
 from ..modules.ties import Ties
 from .style import ParallelStyle
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...comm.from_plain import check_module, mesh_of
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
-from ...mesh.spec import Spec
+from ...mesh.tensor_spec import Spec
 from ...tensor.tensor import DTensor, move
 from ...torch_private.core import tree_leaves
 

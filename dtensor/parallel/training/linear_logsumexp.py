@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...mesh.library import library
+from ...mesh.operator_library import library
 
 library.define(
     "linear_lse(Tensor x, Tensor weight, Tensor? bias, Tensor row, int none, int chunk) -> (Tensor lse, Tensor picked)",

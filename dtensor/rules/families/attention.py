@@ -7,9 +7,9 @@ is caught before torch takes it apart, in `composite`.
 from collections.abc import Iterable
 from typing import Any
 
-from ...mesh.spec import Spec
+from ...mesh.tensor_spec import Spec
 from ..call import Call, LocalCall, rule_for
-from ..local import empty_outputs
+from ..local_calls import empty_outputs
 from ..rule import Dims, Rule
 
 FUSED: dict[str, Any] = {

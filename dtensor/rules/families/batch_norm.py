@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import all_reduce, empty_outputs, has_empty_shard, unless_empty
+from ..local_calls import all_reduce, empty_outputs, has_empty_shard, unless_empty
 from ..rule import Dims, Rule
 
 TRAINING: dict[str, Any] = {

@@ -7,7 +7,7 @@ the channels are a (group, channel) pair of factors of which only the group can 
 from typing import Any
 
 from ..call import Call, LocalCall, rule_for
-from ..local import empty_outputs, has_empty_shard, is_sharded, parts
+from ..local_calls import empty_outputs, has_empty_shard, is_sharded, parts
 from ..pattern import Pattern, bind
 from ..rule import Rule
 

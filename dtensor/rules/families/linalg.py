@@ -6,7 +6,7 @@ Where an operator solves for the columns of a right-hand side, each column stand
 from typing import Any
 
 from ..call import Call, LocalCall, rule_for
-from ..local import empty_outputs, is_sharded
+from ..local_calls import empty_outputs, is_sharded
 from ..pattern import Pattern, bind, pattern_rules
 from ..rule import Rule
 

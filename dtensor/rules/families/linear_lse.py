@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..call import RULES, Call, LocalCall
-from ..local import all_reduce, axes_of
+from ..local_calls import all_reduce, axes_of
 from ..rule import Dims, Rule
-from .own_rows import bounds, own_rows
+from .row_lookup import bounds, own_rows
 
 
 def _factors(call: Call) -> tuple[Dims, Dims, Dims, list[Dims], dict[str, Any]]:

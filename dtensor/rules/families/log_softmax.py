@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import all_reduce
+from ..local_calls import all_reduce
 from ..rule import Rule
 
 HALF = (torch.float16, torch.bfloat16)

@@ -4,7 +4,7 @@ from math import prod
 from typing import Any
 
 from ..call import Call, LocalCall, rule_for
-from ..local import guarded, is_sharded
+from ..local_calls import guarded, is_sharded
 from ..pattern import Pattern, bind
 from ..rule import Rule
 from .pointwise import broadcast

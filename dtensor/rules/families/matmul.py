@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..call import Call, LocalCall, rule_for, shape_for
-from ..local import empty_outputs, has_empty_shard
+from ..local_calls import empty_outputs, has_empty_shard
 from ..pattern import Pattern, bind
 from ..rule import Rule, dims
 

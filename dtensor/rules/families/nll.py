@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import all_reduce
+from ..local_calls import all_reduce
 from ..rule import Dims, Rule
-from .own_rows import bounds, own_rows, with_a_row
+from .row_lookup import bounds, own_rows, with_a_row
 
 MEAN, SUM = 1, 2
 _SPACE = ("y", "x")

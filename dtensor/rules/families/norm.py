@@ -8,7 +8,7 @@ optimizer reads them: they are put in the layout of their parameter at once.
 from typing import Any
 
 from ..call import Call, LocalCall, rule_for
-from ..local import guarded, parts
+from ..local_calls import guarded, parts
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
 

@@ -16,7 +16,7 @@ maximum of what relu makes of the parts. A copy lets Partial with any reduce op 
 from collections.abc import Mapping
 from typing import Any
 
-from ...torch_private.sizes import same_size
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..rule import Dims, Rule
 

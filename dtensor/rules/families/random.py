@@ -17,7 +17,7 @@ from ...comm.collectives import emit
 from ...comm.redistribute import redistribute_local
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
-from ...mesh.spec import Spec, contiguous_stride
+from ...mesh.tensor_spec import Spec, contiguous_stride
 from ..call import Call, LocalCall, rule_for
 from ..rule import Dims, Rule
 from ..sampling import BLOCK, sample

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import all_reduce, has_empty_shard
+from ..local_calls import all_reduce, has_empty_shard
 from ..rule import Dims, Rule
 from .pointwise import broadcast
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...torch_private.sizes import same_size
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..rule import Dim, Dims, Rule
 from .pointwise import broadcast

@@ -20,7 +20,7 @@ from ...dispatch.fallback import uncounted
 from ...dispatch.plain_operands import implicit_replication
 from ...errors import ShardingError
 from ...rules import FAMILIES, RULES, WHOLE, base_name, is_in_place, rule_of
-from ...rules.families.whole import VALUES
+from ...rules.families.replicated import VALUES
 from ...rules.pattern import Pattern
 from ...rules.rule import Candidate, Rule, candidates
 from ...torch_private.core import OpOverload

@@ -18,7 +18,7 @@ from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_
 from dtensor.layout.chunks import chunk_length
 from dtensor.mesh.local_sizes import _lengths, local_length, local_lengths
 from dtensor.testing import fake_ranks, with_ranks
-from dtensor.torch_private.sizes import number_if_known, stand_in, symbolic_mode
+from dtensor.torch_private.symbolic_sizes import number_if_known, stand_in, symbolic_mode
 
 PROGRAMS = {
     "mlp": lambda x, w, b: (x + F.gelu(F.linear(x, w, b)) @ w).logsumexp(-1).mean(),

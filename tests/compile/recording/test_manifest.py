@@ -13,7 +13,7 @@ from dtensor.compile.estimates.timeline import timeline
 from dtensor.compile.estimates.traffic import sent, traffic
 from dtensor.compile.recording import frames
 from dtensor.compile.recording.logs import LOG
-from dtensor.compile.reports import lock
+from dtensor.compile.reports import lockfile
 from dtensor.compile.reports.differences import differences
 from dtensor.compile.reports.reading import read
 from dtensor.compile.reports.summary import changed, most_exposed, seconds, summary, what, who
@@ -259,13 +259,13 @@ def test_lock(mesh, tmp_path):
     x = distribute_tensor(torch.ones(4, 8), mesh, [R])
     dumped(Net(mesh), x, tmp_path / "a")
     path = tmp_path / "manifest.lock"
-    path.write_text(lock.locked(tmp_path / "a"))
+    path.write_text(lockfile.locked(tmp_path / "a"))
     dumped(Net(mesh), x, tmp_path / "b")
-    assert lock.check(path, tmp_path / "b") == lock.Checked((), ())
+    assert lockfile.check(path, tmp_path / "b") == lockfile.Checked((), ())
     torch.compiler.reset()
     with dtensor.compile.dump(tmp_path / "b"):
         compiled(extra)(distribute_tensor(torch.ones(16, 4), mesh, [S0]))
-    found = lock.check(path, tmp_path / "b")
+    found = lockfile.check(path, tmp_path / "b")
     assert found.gone == ()
     (added,) = found.added
     assert added.startswith(
@@ -275,9 +275,9 @@ def test_lock(mesh, tmp_path):
     assert added.endswith("return x.redistribute(placements=[R]) * 2")
     path.write_text("something else")
     with pytest.raises(ValueError, match="is no lock of communication; write one with `dtensor check"):
-        lock.check(path, tmp_path / "b")
+        lockfile.check(path, tmp_path / "b")
     with pytest.raises(ValueError, match="holds no dump; write one with `dtensor inspect SCRIPT`"):
-        lock.locked(tmp_path / "c")
+        lockfile.locked(tmp_path / "c")
 
 
 def test_differences(mesh, tmp_path):

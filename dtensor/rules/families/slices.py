@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import OperatorError
-from ...torch_private.sizes import same_size
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..rule import Dims, Rule
 from .views import LINEAR, follow

@@ -7,7 +7,7 @@ import torch
 
 from ..comm.collectives import emit
 from ..mesh.mesh import group_name, mesh_shape
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from .call import LocalCall
 
 

@@ -29,7 +29,7 @@ from .frames import UNNAMED, Follower, Frame, current_frame
 from .labels import labels
 from .logs import log_manifest
 from .manifest import write_manifest
-from .remark import place, remark
+from .node_remarks import place, remark
 
 
 @contextmanager

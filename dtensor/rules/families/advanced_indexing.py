@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import empty_outputs
+from ..local_calls import empty_outputs
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
-from .indexing import lookup
-from .own_rows import bounds, own_rows, with_a_row
+from .embedding_and_gather import lookup
 from .pointwise import broadcast
+from .row_lookup import bounds, own_rows, with_a_row
 
 MASKS = (torch.bool, torch.uint8)
 """Dtypes of index tensors that select by their values, so that the shape of what is read depends on those."""

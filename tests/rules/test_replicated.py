@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import Shard, distribute_tensor
 from dtensor.rules import WHOLE, rule_of
-from dtensor.rules.families.advanced import MASKS
+from dtensor.rules.families.advanced_indexing import MASKS
 from dtensor.testing import with_threads
 
 aten = torch.ops.aten

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ...torch_private.sizes import hint
+from ...torch_private.symbolic_sizes import hint
 from ..call import Call, LocalCall, rule_for
-from ..local import empty_outputs
+from ..local_calls import empty_outputs
 from ..rule import Dims, Rule
-from .own_rows import bounds, own_rows, with_a_row
 from .pointwise import broadcast
+from .row_lookup import bounds, own_rows, with_a_row
 
 
 def _names(prefix: str, ndim: int) -> Dims:

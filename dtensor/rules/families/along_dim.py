@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..call import Call, rule_for
-from ..local import unless_empty
+from ..local_calls import unless_empty
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
 from .pointwise import broadcast

@@ -28,10 +28,10 @@ from ..errors import StrictReason
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..mesh.local_sizes import divides
-from ..mesh.spec import contiguous_stride
+from ..mesh.tensor_spec import contiguous_stride
 from ..rules.families.random import keep_shard
 from ..torch_private.core import OpOverload, intercept, meets_only_autograd, never_traced, tree_map, without_own_key
-from ..torch_private.sizes import same_size
+from ..torch_private.symbolic_sizes import same_size
 from .tensor import DTensor
 
 aten: Any = torch.ops.aten

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..mesh.groups import calls_on
-from ..mesh.library import library
+from ..mesh.operator_library import library
 from ..torch_private.core import OpOverload, backend_of, c10d, register_work, resolve_process_group
 
 ANY_ORDER = (torch.Tag.flexible_layout,)

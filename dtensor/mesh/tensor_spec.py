@@ -13,7 +13,7 @@ import torch
 from ..errors import PlacementError
 from ..layout.layout import Layout
 from ..torch_private.core import real_object
-from ..torch_private.sizes import define_strides, hint, keep_first_definitions, number_if_guarded
+from ..torch_private.symbolic_sizes import define_strides, hint, keep_first_definitions, number_if_guarded
 from .caches import cache
 from .local_sizes import define_local_length, local_length, written
 from .mesh import facts, mesh_shape
