@@ -228,6 +228,7 @@ class _Runner:
         self.stage += 1
 
     def to_fixpoint(self, passes: Sequence[Pass]) -> None:
+        active: list[str] = []
         for round in range(MAX_ROUNDS):
             active = [p.name for p in passes if self.apply(p, round)]
             if not active:

@@ -108,7 +108,7 @@ class Network:
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     merged: frozenset[tuple[int, ...]]
-    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     @staticmethod
     def of(sizes: tuple[int, ...], links: tuple[Link, ...] | Link = DEFAULT, merged: Any = ()) -> "Network":
@@ -120,7 +120,7 @@ class Network:
         links = (links,) * len(sizes) if isinstance(links, Link) else tuple(links)
         if len(links) != len(sizes):
             raise ValueError(f"the mesh has {len(sizes)} axes but {len(links)} links were given; write one for each")
-        key = (tuple(sizes), links, frozenset(map(tuple, merged)))
+        key = (tuple(sizes), links, frozenset([tuple(axes) for axes in merged]))
         found = _networks.get(key)
         if found is None:
             found = _networks.setdefault(key, Network(*key))

@@ -67,7 +67,7 @@ class Layout:
     def of(placements: tuple[Placement, ...], ndim: int) -> "Layout":
         """The layout of checked placements (`as_placements`) of an `ndim`-dimensional tensor."""
         dims: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
-        partial = []
+        partial: list[tuple[int, str]] = []
         for axis, p in enumerate(placements):
             if isinstance(p, Shard):
                 dims[p.dim].append((axis if p.cut is None else p.cut, axis))
@@ -107,7 +107,7 @@ class Layout:
 
     def local_box(self, shape: Any, mesh_shape: tuple[int, ...], coordinate: Any) -> tuple[tuple[int, int], ...]:
         """Where the shard at `coordinate` begins and ends along each dimension of a tensor of global `shape`."""
-        box = []
+        box: list[tuple[int, int]] = []
         for length, axes in zip(shape, self.dims):
             begin = 0
             for axis in axes:
@@ -157,7 +157,8 @@ class Layout:
 
 def _parse(text: str, ndim: int) -> Layout:
     dims: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
-    partial, axis, end = [], 0, 0
+    partial: list[tuple[int, str]] = []
+    axis = end = 0
     for token in _TOKEN.finditer(text):
         if token.start() != end:
             break

@@ -113,7 +113,7 @@ def as_placement(given: Any) -> Placement:
     raise PlacementError(f"a placement is Shard(dim), Replicate() or Partial(); got {given!r}")
 
 
-def as_placements(given: Sequence | Placement | None, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
+def as_placements(given: Sequence[Any] | Placement | None, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
     """Check `given` against a mesh of `mesh_ndim` axes and a tensor of `ndim` dimensions.
 
     Returns one placement per mesh axis, with dims counted from the front; None means Replicate on every axis.
@@ -146,7 +146,7 @@ def _check_cuts(placements: tuple[Placement, ...]) -> None:
             )
 
 
-def words(given: Sequence | None) -> str:
+def words(given: Sequence[Any] | None) -> str:
     """Placements as text, such as `S(-1)R`, which `parsed` reads; None is "". Does little, for Dynamo traces it.
 
     Raises:

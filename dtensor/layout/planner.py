@@ -247,7 +247,7 @@ def _search(space: Space, start: State, goal: State, itemsize: int, limit: float
 
 def _sent(path: list[Edge], space: Space) -> float:
     """Elements that each rank sends."""
-    return sum([wire_bytes(e.op, e.count * space.elements(e.pieces), space.network.size(e.axes)) for e in path])
+    return sum([wire_bytes(e.op, e.times * space.elements(e.pieces), space.network.size(e.axes)) for e in path])
 
 
 def _sent_by_way_of_whole(space: Space, start: State, goal: State) -> float:
@@ -262,7 +262,7 @@ def _sent_by_way_of_whole(space: Space, start: State, goal: State) -> float:
 
 
 def _path(came: dict[State, tuple[State, Edge]], at: State) -> list[Edge]:
-    path = []
+    path: list[Any] = []
     while at in came:
         at, edge = came[at]
         path.append(edge)
@@ -349,7 +349,8 @@ def _least_peak(space: Space, start: State, goal: State) -> float:
 
 def _named_steps(path: list[Edge], src: Layout, dst: Layout, space: Space, itemsize: int) -> tuple[Step, ...]:
     """The steps of a path with whole layouts: axes of one rank lie as in `dst` from the first step on."""
-    sizes, steps = space.network.sizes, []
+    sizes = space.network.sizes
+    steps: list[Step] = []
     single = [tuple([a for a in axes if sizes[a] == 1]) for axes in dst.dims]
     partial = tuple([p for p in dst.partial if sizes[p[0]] == 1])
     at, held = src, space.elements(_bare(src, [n > 1 for n in sizes]).dims)
@@ -359,7 +360,7 @@ def _named_steps(path: list[Edge], src: Layout, dst: Layout, space: Space, items
         to = dst if last else Layout.make(src.mesh_ndim, dims, tuple(sorted(edge.to.partial + partial)))
         after = space.elements(edge.to.dims)
         one = itemsize * space.elements(edge.pieces)
-        sent = wire_bytes(edge.op, one * edge.count, space.network.size(edge.axes))
+        sent = wire_bytes(edge.op, one * edge.times, space.network.size(edge.axes))
         time = edge.fixed + edge.per_byte * one
         steps.append(Step(edge.op, edge.axes, at, to, *edge[2:7], sent, time, itemsize * (held + after)))
         at, held = to, after

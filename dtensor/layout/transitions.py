@@ -45,7 +45,7 @@ class Edge(NamedTuple):
         scatter_dim: for all_to_all the dimension that is cut.
         reduce_op: for the reducing steps and "partial".
         pieces: what `cost.wire_bytes` calls the size of the step, as the layout's cuts of one rank's buffer...
-        count: ... and the number of such buffers.
+        times: ... and the number of such buffers.
         to: the state after it.
         fixed, per_byte: seconds of the step whatever the size, and per byte of one buffer.
     """
@@ -56,7 +56,7 @@ class Edge(NamedTuple):
     scatter_dim: int | None
     reduce_op: str | None
     pieces: Dims
-    count: int
+    times: int
     to: State
     fixed: float
     per_byte: float
@@ -132,7 +132,7 @@ class Space:
 
     def _targets(self, dims: Dims) -> list[int]:
         """Dimensions worth cutting: of several empty ones that are alike, the first."""
-        found = []
+        found: list[int] = []
         for alike in self.classes:
             for d in alike:
                 found.append(d)
@@ -217,7 +217,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=4096)
 def _reducible_sets(partial: Partials) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    found = []
+    found: list[tuple[str, tuple[int, ...]]] = []
     for op in dict.fromkeys([op for _, op in partial]):
         axes = [a for a, o in partial if o == op]
         last = max([a for a, o in partial if not commute(o, op)], default=-1)
@@ -241,7 +241,8 @@ def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...
         return tuple(_relabelled(axes, dims))
     ways = [_dealt(order, dims, network) for order in permutations(axes)]
     assert ways[0] is not None, "the axes as they are cut the dimensions as they are cut"
-    digits, found, ascending = ways[0][1], [], sorted(axes)
+    digits, ascending = ways[0][1], sorted(axes)
+    found: list[Any] = []
     for way in ways[1:]:
         if way is not None:
             found.append((way[0], tuple([a for a in ascending if way[1][a] != digits[a]])))
@@ -262,7 +263,9 @@ def _dealt(order: tuple[int, ...], dims: Dims, network: Network) -> tuple[Dims, 
 
     Also for each axis the dimension, and by how many blocks of it a step along the axis goes on.
     """
-    found, digits, begin, sizes = [], {}, 0, network.sizes
+    found: list[Any] = []
+    digits: dict[Any, Any] = {}
+    begin, sizes = 0, network.sizes
     for d, cut in enumerate(dims):
         end, blocks = begin, network.size(cut)
         while blocks > 1 and end < len(order) and blocks % sizes[order[end]] == 0:
@@ -280,7 +283,7 @@ def senders(before: Dims, after: Dims, group: tuple[int, ...], sizes: tuple[int,
     """For each rank of the group over `group`, the rank of that group whose block it holds after a permutation."""
 
     def block(dims: Dims, at: dict[int, int]) -> tuple[int, ...]:
-        found = []
+        found: list[Any] = []
         for axes in dims:
             index = 0
             for a in axes:

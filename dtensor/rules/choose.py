@@ -90,11 +90,11 @@ def weigh(rule: Rule, operands: list[Spec], in_place: bool = False) -> list[list
     network = facts(operands[0].mesh).network
     table = candidates(rule)
     shared: dict[Factor, int] = {}
-    found = []
+    found: list[list[Weighed]] = []
     for axis, n in enumerate(network.sizes):
         before = dict(shared)
         best = _cheapest(rule, table, operands, in_place, axis, network, shared)
-        rows = []
+        rows: list[Weighed] = []
         for c in table:
             why = _refusal(rule, c, n, before, in_place)
             price = None if why else _price(rule, c, operands, axis, network, inf, in_place)
@@ -187,7 +187,7 @@ def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], in_plac
         partial = tuple((a, s) for a, s in enumerate(states) if isinstance(s, str))
         return Layout.make(len(picked), tuple(cut), partial)
 
-    ins = []
+    ins: list[Layout] = []
     for i, spec in enumerate(operands):
         target = layout("inputs", i, spec.ndim)
         ins.append(spec.layout if _stays(rule, i, spec.layout.dims != target.dims) else target)

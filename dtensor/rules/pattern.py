@@ -13,7 +13,7 @@ An argument that is None is passed over with its word. Where the tensors do not 
 everything is replicated.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -42,8 +42,8 @@ class Pattern:
 
     text: str
     linear: tuple[set[int], ...] = ()
-    reduce: Mapping[str, str] = field(default_factory=dict)
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    reduce: Mapping[str, str] = field(default_factory=dict[str, str])
+    sizes: Mapping[str, str] = field(default_factory=dict[str, str])
     blocked: str = ""
     addends: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
@@ -95,7 +95,7 @@ def bind(pattern: Pattern, call: Call) -> Rule:
         sizes,
         reduce={g: op for f, op in pattern.reduce.items() for g in (every if f == "*" else [f])},
         linear=tuple(g for g in (frozenset(index[w] for w in s if w in index) for s in pattern.linear) if g),
-        blocked=frozenset(clash) | frozenset(pattern.blocked) | (frozenset(every) if "*" in pattern.blocked else set()),
+        blocked=frozenset(clash) | frozenset(pattern.blocked) | frozenset(every if "*" in pattern.blocked else ()),
         addends=frozenset(index[w] for w in pattern.addends if w in index),
         unread=frozenset(index[w] for w in pattern.unread if w in index),
         whole=frozenset(pattern.whole) | empty,
@@ -129,7 +129,7 @@ def _spread(word: Word, ndim: int, gone: set[str]) -> Dims | None:
 def _sizes(spread: list[Dims], shapes: list[tuple[Any, ...]], sizes: dict[str, Any]) -> set[str]:
     """Fill in the factors' sizes; gives the factors whose dimensions do not agree, or that have no size."""
     clash: set[str] = set()
-    shared = []
+    shared: list[tuple[Sequence[str], Any]] = []
     for dims, shape in zip(spread, shapes):
         for factors, size in zip(dims, shape):
             if len(factors) > 1:

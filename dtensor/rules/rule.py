@@ -58,7 +58,7 @@ class Rule:
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims | None, ...]
     sizes: Mapping[Factor, Any]
-    reduce: Mapping[Factor, str] = field(default_factory=dict)
+    reduce: Mapping[Factor, str] = field(default_factory=dict[Factor, str])
     linear: tuple[frozenset[int], ...] = ()
     keeps: tuple[tuple[frozenset[int], Mapping[str, str]], ...] = ()
     blocked: frozenset[Factor] = frozenset()
@@ -66,7 +66,7 @@ class Rule:
     unread: frozenset[int] = frozenset()
     whole: frozenset[int | tuple[int, Factor]] = frozenset()
     written: frozenset[int] = frozenset()
-    home: Mapping[int, int] = field(default_factory=dict)
+    home: Mapping[int, int] = field(default_factory=dict[int, int])
     local: Callable[[Any], Any] | None = None
     across: frozenset[Factor] | None = None
     refuses_empty: frozenset[Factor] = frozenset()

@@ -81,7 +81,8 @@ def is_root(node: fx.Node) -> bool:
 
 def leaves(root: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
     """The terms of a sum of equal shapes and dtypes, each with the addition it is an operand of."""
-    found, todo = [], [root]
+    found: list[tuple[fx.Node, fx.Node]] = []
+    todo = [root]
     while todo:
         node = todo.pop()
         pair = operands(node)

@@ -82,7 +82,7 @@ Holds = Callable[[ir.Collective, Path], bool]
 
 def _above(node: fx.Node, passes: Passes) -> tuple[fx.Node, Path]:
     """The node from which calls that a reduction `passes`, each with one user, lead to `node`; and these, in order."""
-    path = []
+    path: Path = []
     while (x := passes(node)) is not None and ir.only_user(node) is not None:
         path.append(node)
         node = x
@@ -111,7 +111,7 @@ def sink_to_sum(node: fx.Node, passes: Passes, holds: Holds = _always) -> int:
 
 def _sink_terms(terms: list[fx.Node], passes: Passes, holds: Holds) -> int:
     """Sink every reduction above `terms` that finds another of its kind there."""
-    found = []
+    found: list[tuple[fx.Node, Path, ir.Collective]] = []
     for term in terms:
         node, path = _above(term, passes)
         c = _reduced(node, path, holds)

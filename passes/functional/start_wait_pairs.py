@@ -38,7 +38,7 @@ def pairs(start: fx.Node) -> list[Pair]:
     *given, group = start.args[1:]
     if start.kwargs or not isinstance(group, str):
         return []
-    found = []
+    found: list[Pair] = []
     for x, started in _started(start, sent):
         waits = glue.readers(started)
         if len(waits) != 1 or waits[0].target is not ir.WAIT or not _at_once(start, waits[0]):

@@ -88,7 +88,7 @@ def sort(graph: fx.Graph, before: Before) -> None:
             after.setdefault(x, []).append(node)
     ready = [(place[node], node) for node, n in missing.items() if n == 0]
     heapq.heapify(ready)
-    order = []
+    order: list[fx.Node] = []
     while ready:
         _, node = heapq.heappop(ready)
         order.append(node)

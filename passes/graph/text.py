@@ -95,7 +95,7 @@ class _Printer:
     def __init__(self, graph: fx.Graph, labels: Mapping[str, str]) -> None:
         self.labels = labels
         self.names: dict[fx.Node, str] = {}
-        taken = set()
+        taken: set[str] = set()
         for node in graph.nodes:
             base = node.name if node.op == "placeholder" else _base(node)
             name, k = base, 0

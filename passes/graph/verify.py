@@ -46,8 +46,8 @@ class Seen:
         calls: operators, what they were called on and what they gave, up to the data: layers of a model are alike.
     """
 
-    nodes: dict[fx.Node, State] = field(default_factory=dict)
-    calls: set[Hashable] = field(default_factory=set)
+    nodes: dict[fx.Node, State] = field(default_factory=dict[fx.Node, State])
+    calls: set[Hashable] = field(default_factory=set[Hashable])
 
     @staticmethod
     def of(graph: fx.Graph, *, traced: bool = False) -> "Seen":
@@ -90,7 +90,7 @@ def verify(graph: fx.Graph | fx.GraphModule, pass_name: str, seen: Seen | None =
 
 
 def _order(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
-    known = set()
+    known: set[fx.Node] = set()
     for node in graph.nodes:
         for x in node.all_input_nodes:
             if x not in known:

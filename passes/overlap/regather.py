@@ -158,7 +158,8 @@ def _is_of_parameter(node: fx.Node) -> bool:
 def _beyond(found: list[fx.Node], budget: int) -> list[fx.Node]:
     """Those that are not saved if `budget` bytes may be."""
     order = {node: k for k, node in enumerate(found)}
-    again, left = [], budget
+    again: list[fx.Node] = []
+    left = budget
     for node in sorted(found, key=lambda x: (-_seconds(x) / max(_freed(x), 1), order[x])):
         if _freed(node) > left:
             again.append(node)

@@ -141,7 +141,7 @@ _FUNCTIONAL = ("_native_batch_norm_legit_functional", "_batch_norm_with_update_f
 def _updated(call: LocalCall, mean: torch.Tensor, variance: torch.Tensor) -> list[torch.Tensor]:
     """The running statistics after this batch: in place, or as results of the functional operators."""
     momentum = _get(call, "momentum")
-    made = []
+    made: list[torch.Tensor] = []
     for old, new in ((_get(call, "running_mean"), mean), (_get(call, "running_var"), variance)):
         if old is None:
             continue

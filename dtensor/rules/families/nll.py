@@ -36,7 +36,8 @@ def nll_loss(call: Call) -> Rule:
         own = frozenset("c")
         return Rule(ins, (batch, ()), sizes, reduce={"c": "sum"}, whole=frozenset({1}), local=_local_loss, across=own)
     mean = call["reduction"] == MEAN
-    whole, across = (frozenset({1}), frozenset(sizes)) if mean else (frozenset(), frozenset("c"))
+    whole: frozenset[int] = frozenset({1} if mean else ())
+    across = frozenset(sizes if mean else "c")
     reduce = dict.fromkeys(sizes, "sum")
     return Rule(ins, ((), ()), sizes, reduce=reduce, whole=whole, local=_local_loss, across=across)
 
@@ -97,8 +98,12 @@ def nll_loss_backward(call: Call) -> Rule:
     weight = [(("c",),)] if call["weight"] is not None else []
     ins = (grad, full, batch, *weight, ())
     unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})
-    linear, own = (frozenset({0}),), frozenset("c")
-    ways = {"local": _local_backward, "across": own, "refuses_empty": own}  # the kernel writes to a class all the same
+    linear, own = (frozenset({0}),), frozenset("c")  # of no samples, too: the kernel writes to a class all the same
+    ways: dict[str, Any] = {
+        "local": _local_backward,
+        "across": own,
+        "refuses_empty": own,
+    }
     return Rule(ins, (full,), sizes, linear=linear, unread=unread, **ways)
 
 

@@ -48,7 +48,7 @@ def norm_backward(call: Call) -> Rule:
     return Rule(ins, outs, sizes, reduce=reduce, linear=linear, blocked=blocked, unread=unread, home=home)
 
 
-_GROUPS = {"sizes": {"g": "group"}, "blocked": "k"}
+_GROUPS: dict[str, Any] = {"sizes": {"g": "group"}, "blocked": "k"}
 
 
 def _local_groups(call: LocalCall) -> Any:

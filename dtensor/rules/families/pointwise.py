@@ -230,7 +230,7 @@ def pointwise(call: Call) -> Rule:
     ins, sizes = broadcast(shapes, out.shape)
     full = tuple((f,) for f in sizes)
     outs = tuple(None if o is None else full if o.ndim == len(full) else ((),) * o.ndim for o in call.outputs)
-    unread = frozenset({0}) if call.name in ("fill", "zero") else frozenset()
+    unread: frozenset[int] = frozenset({0} if call.name in ("fill", "zero") else ())
     return Rule(ins, outs, sizes, linear=linearity(call), keeps=kept(call), unread=unread)
 
 

@@ -72,7 +72,7 @@ def reduction(call: Call) -> Rule:
     if name in WITHIN and not call.operands[0].dtype.is_complex:
         whole = frozenset(range(len(call.outputs)))
         local, across = WITHIN[name], frozenset(factors)
-        refuses = across if local is _logsumexp else frozenset()
+        refuses: frozenset[str] = across if local is _logsumexp else frozenset()
         return Rule(
             (ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across, refuses_empty=refuses
         )
@@ -184,7 +184,7 @@ def histogram(call: Call) -> Rule:
     """Counts add up, if the range is given and not to be found first."""
     shape = call.operands[0].shape
     (ins,), sizes = broadcast([shape], shape)
-    blocked = frozenset(sizes) if call["min"] == call["max"] else frozenset()
+    blocked: frozenset[str] = frozenset(sizes if call["min"] == call["max"] else ())
     return Rule((ins,), (((),),), sizes, reduce=dict.fromkeys(sizes, "sum"), blocked=blocked)
 
 

@@ -95,7 +95,7 @@ def _part(call: Call, shape: tuple[Any, ...]) -> tuple[set[int], Dims]:
     if name == "select":
         full = _all_but({dim}, shape)[0]
         return {dim}, full[:dim] + full[dim + 1 :]
-    over = set() if same_size(call.operands[-1].shape[dim], shape[dim]) else {dim}
+    over: set[int] = set() if same_size(call.operands[-1].shape[dim], shape[dim]) else {dim}
     return over, _all_but(over, shape)[0]
 
 

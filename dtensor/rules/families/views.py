@@ -27,7 +27,8 @@ def groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[i
     """
     ins = [i for i, s in enumerate(before) if not same_size(s, 1)]
     outs = [i for i, s in enumerate(after) if not same_size(s, 1)]
-    found, i, o = [], 0, 0
+    found: list[tuple[list[int], list[int]]] = []
+    i = o = 0
     while i < len(ins) and o < len(outs):
         a, b = [ins[i]], [outs[o]]
         x, y = before[ins[i]], after[outs[o]]
