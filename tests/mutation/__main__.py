@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -35,6 +36,8 @@ TIMEOUT = 150.0
 """Seconds for the tests of one mutant."""
 MOST = 60
 """Tests of one mutant at most, those that take least; where a line is run by more, the others would rarely tell more."""
+PLAIN = ("-o", "addopts=--import-mode=importlib")
+"""In this process: coverage does not tell tests apart where pytest-xdist is asked to distribute them."""
 HEAVY = (
     "torch",
     "torch._dynamo",
@@ -116,7 +119,19 @@ def covering(target: str, folder: Path) -> dict[tuple[str, int], list[str]]:
 
     files, tests = TARGETS[target]
     report = folder / "times.json"
-    command = [sys.executable, "-m", "pytest", *tests, "-q", "-n", "0", "-p", "no:cacheprovider", "-x"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        *tests,
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-x",
+        *PLAIN,
+        "-m",
+        "not nightly",
+    ]
     command += [f"--cov={file}" for file in ("dtensor", "passes")] + ["--cov-context=test", "--cov-report="]
     environment = os.environ | {
         "PYTHONPATH": str(folder),
@@ -133,18 +148,15 @@ def covering(target: str, folder: Path) -> dict[tuple[str, int], list[str]]:
     data.read()
     found: dict[tuple[str, int], list[str]] = {}
     for file in files:
+        path = str((folder / file).resolve())
         everywhere: set[str] = set()
-        for line, contexts in data.contexts_by_lineno(str((folder / _measured(file)).resolve())).items():
+        for line, contexts in data.contexts_by_lineno(path).items():
             ran = {c.partition("|")[0] for c in contexts if c}
             everywhere |= ran
             found[file, line] = sorted(ran, key=lambda t: times.get(t, 0.0))
         found[file, 0] = sorted(everywhere, key=lambda t: times.get(t, 0.0))
     print(f"{target}: {len(times)} tests in {sum(times.values()):.0f} s", flush=True)
     return found
-
-
-def _measured(file: str) -> str:
-    return file
 
 
 def _is_of_function(file: str) -> set[int]:
@@ -157,19 +169,23 @@ def _is_of_function(file: str) -> set[int]:
     return lines
 
 
-def killed(mutant: Mutant, tests: list[str], folder: Path) -> tuple[str, str, float]:
-    """ "killed", "timeout", "survived" or "same" (no code was changed); by which test; seconds. Runs in a fork."""
+def changed(mutant: Mutant) -> str | None:
+    """The file's text with the change; None where that is no program, or changes nothing."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
     source = (ROOT / mutant.file).read_text()
-    changed = mutate_code(source, get_operator(f"core/{mutant.operator}")(), mutant.occurrence)
-    if changed is None or changed == source:
-        return "same", "", 0.0
-    begin = time.monotonic()
-    path = folder / mutant.file
-    path.write_text(changed)
-    log = folder / "mutant.log"
+    text = mutate_code(source, get_operator(f"core/{mutant.operator}")(), mutant.occurrence)
+    with contextlib.suppress(SyntaxError):
+        if text is not None and ast.dump(ast.parse(text)) != ast.dump(ast.parse(source)):
+            return text
+    return None
+
+
+def verdict_on(file: str, text: str, tests: list[str], folder: Path) -> tuple[str, str, float]:
+    """ "killed", "timeout" or "survived", by which test, after how many seconds, with `text` in `file`. Runs in a fork."""
+    begin, log = time.monotonic(), folder / "mutant.log"
+    (folder / file).write_text(text)
     try:
         pid = os.fork()
         if not pid:
@@ -177,8 +193,8 @@ def killed(mutant: Mutant, tests: list[str], folder: Path) -> tuple[str, str, fl
         while time.monotonic() - begin < TIMEOUT:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                text = log.read_text() if log.exists() else ""
-                by = next((line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+                lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+                by = next((line for line in lines if line.startswith(("FAILED", "ERROR"))), "")
                 return ("survived" if status == 0 else "killed"), by[:160], time.monotonic() - begin
             time.sleep(0.02)
         with contextlib.suppress(ProcessLookupError):
@@ -186,7 +202,7 @@ def killed(mutant: Mutant, tests: list[str], folder: Path) -> tuple[str, str, fl
         os.waitpid(pid, 0)
         return "timeout", "", time.monotonic() - begin
     finally:
-        path.write_text(source)
+        (folder / file).write_text((ROOT / file).read_text())
 
 
 def _child(tests: list[str], folder: Path, log: Path) -> None:
@@ -201,12 +217,16 @@ def _child(tests: list[str], folder: Path, log: Path) -> None:
     for name in [n for n in sys.modules if n == "tests" or n.startswith(("tests.", "dtensor"))]:
         del sys.modules[name]
     pytest = importlib.import_module("pytest")
-    options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-p", "no:cov", "--no-header", "-m", ""]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:cov", "--no-header", *PLAIN]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", "not nightly"]
     code = 1
     try:
         code = int(pytest.main([*tests, *options]))
+    except BaseException:
+        traceback.print_exc()
     finally:
-        os._exit(min(code, 1) if code != 5 else 1)
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(min(code, 1))
 
 
 def main() -> None:
@@ -241,13 +261,23 @@ def _run(target: str, given: argparse.Namespace) -> dict[str, object]:
             tests = ran.get((mutant.file, at), [])[:MOST]
             if (mutant.file, mutant.text, mutant.operator) in EQUIVALENT:
                 return mutant, "equivalent", EQUIVALENT[mutant.file, mutant.text, mutant.operator], 0.0
+            text = changed(mutant)
+            if text is None:
+                return mutant, "same", "", 0.0
             if not tests:
                 return mutant, "survived", "no test runs this line", 0.0
             folder = folders.pop()
             try:
-                return mutant, *killed(mutant, tests, folder)
+                return mutant, *verdict_on(mutant.file, text, tests, folder)
             finally:
                 folders.append(folder)
+
+        for file in files:  # a test that fails in a fork of the unchanged program would kill every mutant
+            said = verdict_on(file, (ROOT / file).read_text(), ran[file, 0][:MOST], folders[0])
+            if said[0] != "survived":
+                sys.exit(
+                    f"the unchanged {file} is {said[0]} by {said[1]}: {(folders[0] / 'mutant.log').read_text()[-2000:]}"
+                )
 
         from tqdm import tqdm
 
