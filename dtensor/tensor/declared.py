@@ -1,8 +1,8 @@
-"""What users declare of a local tensor: global sizes that it has to be a shard of, placements of its gradient.
+"""Checks of what users declare about a local tensor: the global shape and stride, and the placements of its gradient.
 
-Nobody could notice later. A local tensor of another size than the layout gives this rank makes wrong numbers out of
-whatever is padded or cut off, and a local gradient that is read as another shard than it is lands in the wrong place.
-What is checked is this rank's own: with `run_check=True` of `from_local` all ranks learn of it before any raises.
+A wrong declaration would go unnoticed later. A local tensor of another size than the layout assigns to this rank yields
+wrong numbers wherever it is padded or trimmed, and a local gradient read as the wrong shard ends up in the wrong place.
+Each rank checks only itself; with `run_check=True` in `from_local`, all ranks learn of a failure before any raises.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from ..mesh.mesh import facts, mesh_shape
 def wrong_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], shape, stride) -> str:
     """Why `local` is not this rank's shard of a tensor of global `shape` and `stride`; empty if it is.
 
-    Sizes that are symbols while a graph is traced are believed.
+    Symbolic sizes, while a graph is traced, are not checked.
     """
     for name, sizes in (("shape", shape), ("stride", stride)):
         if not isinstance(sizes, Sequence) or not all(is_size(n) for n in sizes):
@@ -52,10 +52,10 @@ def is_size(n: Any) -> bool:
 def gradient_placements(
     given: Sequence[Placement], mesh_ndim: int, ndim: int, local: Sequence[Placement] | None = None
 ) -> tuple[Placement, ...]:
-    """Checked placements of a gradient; with `local`, of the local gradient of a local tensor that lies so.
+    """Validated placements of a gradient; with `local`, of the local gradient of a local tensor placed as `local`.
 
     Raises:
-        PlacementError: they do not fit mesh or tensor, one is Partial of what no gradient is put together by, or a
+        PlacementError: they do not fit mesh or tensor, one is Partial with a reduction other than sum or avg, or a
             local gradient could not have the shape of its local tensor.
     """
     checked = as_placements(given, mesh_ndim, ndim)
