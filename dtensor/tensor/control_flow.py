@@ -92,7 +92,7 @@ class Results:
             self.forms += [Form.of(_reduced(x)) for x in made[len(self.forms) :]]
             self.complete = True
         if len(made) != len(self.forms):
-            raise OperatorError(f"{self.name}: one function gives {len(self.forms)} results, another {len(made)}")
+            raise OperatorError(f"{self.name}: one function returns {len(self.forms)} results, another {len(made)}")
         return tuple([self._part(i, x, form) for i, (x, form) in enumerate(zip(made, self.forms, strict=True))])
 
     def _part(self, i: int, x: Any, form: Form | None) -> Any:
@@ -106,7 +106,7 @@ class Results:
         if tuple(x.shape) != form.shape:
             raise OperatorError(
                 f"{self.name}: value {i} has shape {tuple(x.shape)} in one place and {form.shape} in another; "
-                "on DTensors both have to be of one shape"
+                "for DTensors both must have the same shape"
             )
         return _in_layout(x, form.layout).to_local().contiguous()
 
@@ -278,8 +278,8 @@ CAUGHT = {
 
 def _refuse(operator: Any, *args: Any, **kwargs: Any) -> Any:
     raise OperatorError(
-        f"{operator.name()}: this higher-order operator of torch does not take DTensors; write dtensor.local_map "
-        "around the function that calls it, which then sees local tensors"
+        f"{operator.name()}: this higher-order operator of torch does not accept DTensors; wrap the function that "
+        "calls it in dtensor.local_map, so that it sees local tensors"
     )
 
 

@@ -24,7 +24,7 @@ def wrong_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...
     """
     for name, sizes in (("shape", shape), ("stride", stride)):
         if not isinstance(sizes, Sequence) or not all(is_size(n) for n in sizes):
-            return f"{name} holds one length of at least 0 for each dimension of the global tensor, got {sizes!r}"
+            return f"{name} must hold one int of at least 0 for each dimension of the global tensor, got {sizes!r}"
         if len(sizes) != local.dim():
             return (
                 f"the {name} {tuple(sizes)} has {len(sizes)} dimensions, the local tensor {local.dim()}: "
@@ -38,8 +38,8 @@ def wrong_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...
         return ""
     return (
         f"of a tensor of shape {tuple(shape)}, placed as {list(placements)} on a mesh of shape {mesh_shape(mesh)}, the "
-        f"rank at {tuple(coordinate)} holds {tuple(wanted)}, but the local tensor is of shape {tuple(local.shape)}; "
-        "write the global shape, of which shards are cut as torch.chunk cuts, or leave shape and stride out where "
+        f"rank at {tuple(coordinate)} holds {tuple(wanted)}, but the local tensor has shape {tuple(local.shape)}; "
+        "write the global shape, which is split into shards as by torch.chunk, or leave shape and stride out if "
         "shards are even"
     )
 
@@ -62,15 +62,15 @@ def gradient_placements(
     for axis, p in enumerate(checked):
         if p.is_partial() and not (p.is_partial("sum") or p.is_partial("avg")):
             raise PlacementError(
-                f"grad_placements: over mesh axis {axis} a gradient is a sum of parts, Partial(), or their average, "
-                f"got {p!r}"
+                f"grad_placements: over mesh axis {axis} a partial gradient is a sum, Partial(), or an average, "
+                f'Partial("avg"), got {p!r}'
             )
         if local is None or not (p.is_shard() or local[axis].is_shard()) or p == local[axis]:
             continue
         fits = repr(local[axis]) if local[axis].is_shard() else "Replicate() or Partial()"
         raise PlacementError(
-            f"grad_placements: a local gradient has the shape of the local tensor, which lies as {local[axis]!r} over "
-            f"mesh axis {axis}, so it cannot be {p!r} there; write {fits}"
+            f"grad_placements: a local gradient has the shape of the local tensor, which is placed as {local[axis]!r} "
+            f"over mesh axis {axis}, so it cannot be {p!r} there; write {fits}"
         )
     return checked
 

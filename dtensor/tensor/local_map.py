@@ -101,7 +101,7 @@ def local_map(
         if len(made) != len(outs):
             raise PlacementError(
                 f"local_map: out_placements holds placements for {len(outs)} outputs, {_name(func)} returned "
-                f"{len(made)}; write a tuple with the placements of each, None for one that is no tensor"
+                f"{len(made)}; write a tuple with the placements of each, None for one that is not a tensor"
             )
         inputs = [a for a in placed if isinstance(a, DTensor)]
         whole = [_whole(func, i, made[i], outs[i], inputs, mesh) for i in range(len(made))]
@@ -140,7 +140,7 @@ def _per_argument(func, argument: str, given: Sequence[Wanted] | None, flat: lis
     if len(given) != len(flat):
         raise PlacementError(
             f"local_map: {argument} holds placements for {len(given)} arguments, {_name(func)} was given {len(flat)}; "
-            "write one for each positional argument, None for one that is no DTensor"
+            "write one for each positional argument, None for one that is not a DTensor"
         )
     return given
 
@@ -149,8 +149,8 @@ def _check_keywords(func, kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(isinstance(a, DTensor) for a in tree_flatten(value)[0]):
             raise TypeError(
-                f"local_map: {_name(func)} was given a DTensor by the keyword {name!r}; in_placements count positional "
-                "arguments, pass it by position"
+                f"local_map: {_name(func)} was given a DTensor by the keyword {name!r}, but in_placements are for "
+                "positional arguments; pass it by position"
             )
 
 
@@ -170,7 +170,7 @@ def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool
     if not isinstance(x, DTensor):
         if wanted is not None and not isinstance(x, torch.Tensor):
             raise PlacementError(
-                f"local_map: in_placements[{index}] is {list(wanted)}, but argument {index} of {_name(func)} is no "
+                f"local_map: in_placements[{index}] is {list(wanted)}, but argument {index} of {_name(func)} is not a "
                 f"tensor but {x!r}; write None for it"
             )
         if wanted is not None:
@@ -181,14 +181,14 @@ def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool
     if wanted is None:
         raise PlacementError(
             f"local_map: in_placements[{index}] is None, but argument {index} of {_name(func)} is a DTensor; "
-            f"write the placements it has to have, such as {list(x.placements)}"
+            f"write the placements it must have, such as {list(x.placements)}"
         )
     target = as_placements(wanted, x.device_mesh.ndim, x.dim())
     if x.placements == target:
         return x
     if not move:
         raise PlacementError(
-            f"local_map: argument {index} of {_name(func)} has placements {list(x.placements)}, in_placements says "
+            f"local_map: argument {index} of {_name(func)} has placements {list(x.placements)}, but in_placements has "
             f"{list(target)}; redistribute it first, or write redistribute_inputs=True"
         )
     return x.redistribute(placements=target)
@@ -205,8 +205,8 @@ def _check_gradients(func, args: list[Any], grads: Sequence[Wanted], outs, mesh:
     for i, x in enumerate(args):
         if grads[i] is not None and not isinstance(x, torch.Tensor):
             raise PlacementError(
-                f"local_map: in_grad_placements[{i}] is {grads[i]!r}, but argument {i} of {_name(func)} is no tensor "
-                f"but {x!r}; write None for it"
+                f"local_map: in_grad_placements[{i}] is {grads[i]!r}, but argument {i} of {_name(func)} is not a "
+                f"tensor but {x!r}; write None for it"
             )
         if not isinstance(x, DTensor) or not x.requires_grad or grads[i] is not None:
             continue
@@ -219,12 +219,12 @@ def _check_gradients(func, args: list[Any], grads: Sequence[Wanted], outs, mesh:
 
 def _ask(func, index: int, x: DTensor, axis: int, p: Placement) -> str:
     local = "Replicate()" if p.is_partial() else "Partial()"
-    why = "holds parts of a sum" if p.is_partial() else "is replicated, other arguments or outputs are not,"
+    why = "is partial" if p.is_partial() else "is replicated, other arguments or outputs are not,"
     example = [local if a == axis else repr(q) for a, q in enumerate(x.placements)]
     return (
-        f"local_map: argument {index} of {_name(func)} {why} over mesh axis {axis}, and where its gradient lies there "
-        f"depends on the function: write in_grad_placements with [{', '.join(example)}] for it if the function "
-        "does not communicate over that axis, or what its backward leaves on each rank"
+        f"local_map: argument {index} of {_name(func)} {why} over mesh axis {axis}, so the placement of its gradient "
+        f"there depends on the function; write in_grad_placements with [{', '.join(example)}] for it if the function "
+        "does not communicate over that axis, otherwise the placements that its backward produces"
     )
 
 
@@ -232,14 +232,14 @@ def _whole(func, index: int, x: Any, wanted, inputs: list[DTensor], mesh: Any) -
     """An output of the function as the DTensor it was declared to be."""
     if isinstance(x, DTensor):
         raise TypeError(
-            f"local_map: output {index} of {_name(func)} is a DTensor; the function works on local tensors, return "
-            "x.to_local()"
+            f"local_map: output {index} of {_name(func)} is a DTensor, but the function must return local tensors; "
+            "return x.to_local()"
         )
     if wanted is None:
         return x
     if not isinstance(x, torch.Tensor):
         raise PlacementError(
-            f"local_map: out_placements says {list(wanted)} for output {index} of {_name(func)}, which is no tensor "
+            f"local_map: out_placements has {list(wanted)} for output {index} of {_name(func)}, which is not a tensor "
             f"but {x!r}; write None for it"
         )
     placements = as_placements(wanted, mesh.ndim, x.dim())
@@ -263,9 +263,9 @@ def _global_shape(func, index: int, x: torch.Tensor, layout: Layout, inputs: lis
         found = [n for n in lengths if _own(n, axes, mesh) == own]
         if lengths and len(found) != 1:
             raise PlacementError(
-                f"local_map: output {index} of {_name(func)} has length {own} in dimension {dim} on this rank, the "
-                f"inputs cut over the same mesh axes have global lengths {lengths}: its global length cannot be told; "
-                "pad the inputs to a length that divides, or return it to the caller plain and write "
+                f"local_map: output {index} of {_name(func)} has length {own} in dimension {dim} on this rank, and the "
+                f"inputs sharded over the same mesh axes have global lengths {lengths}, so its global length is not "
+                "known; pad the inputs to a length that divides, or return it to the caller plain and write "
                 "DTensor.from_local(x, mesh, placements, shape=…, stride=…)"
             )
         shape.append(found[0] if lengths else own * _parts(axes, mesh))

@@ -58,7 +58,7 @@ def check_states(device_mesh: Any) -> None:
     if len(set(states.values())) > 1:
         raise ShardingError(
             f"the generators are in different states on the ranks of the mesh (rank: digest): {states}; seed them with "
-            "dtensor.random.manual_seed(seed, device_mesh), and draw random numbers alike on all ranks"
+            "dtensor.random.manual_seed(seed, device_mesh), and draw the same random numbers on all ranks"
         )
 
 

@@ -20,8 +20,8 @@ def on_local_tensors(name: str) -> Callable[..., NoReturn]:
 
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
-            f"{name} needs the memory of one tensor, and a DTensor's lies on several ranks; "
-            f"call it on x.to_local(), which is this rank's part, or on x.full_tensor(), which is the whole"
+            f"{name} needs the memory of one tensor, but a DTensor's is spread over several ranks; "
+            f"call it on x.to_local() for this rank's part, or on x.full_tensor() for the full tensor"
         )
 
     method.__name__ = name

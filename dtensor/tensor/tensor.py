@@ -75,9 +75,9 @@ class DTensor(torch.Tensor):
             layout = Layout.of(tuple(layout), len(shape))
         if local_tensor.requires_grad and torch.is_grad_enabled():
             raise ShardingError(
-                f"a DTensor that its class makes of a tensor that requires a gradient (of shape "
-                f"{list(local_tensor.shape)}) would be cut off from that tensor's graph, and its gradient lost; write "
-                "DTensor.from_local(x, device_mesh, placements), or x.detach() for one without a history"
+                f"calling the DTensor class on a tensor that requires a gradient (of shape "
+                f"{list(local_tensor.shape)}) would detach the result from its graph and lose the gradient; write "
+                "DTensor.from_local(x, device_mesh, placements), or pass x.detach() if no gradient is needed"
             )
         if device_mesh.get_coordinate() is None:
             local_tensor = local_tensor.new_empty(0)

@@ -87,7 +87,7 @@ def _layout_of(x: Any) -> Layout:
 
 def _unknown(x: Any) -> PlacementError:
     return PlacementError(
-        f"a tensor placed as {x.placements!r} is what an operator of torch leaves between two others; write "
+        f"a tensor placed as {x.placements!r} has placements that torch only uses between two of its operators; write "
         "x.redistribute(placements=…) with Shard, Replicate and Partial first"
     )
 
