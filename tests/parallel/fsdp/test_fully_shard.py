@@ -508,7 +508,7 @@ def refusals(mesh):
         (
             lambda: fully_shard(nn.Sequential(nn.LayerNorm(2), by_hand(linear, mesh)), mesh),
             MeshError,
-            "not made of axes of one mesh",
+            "not slices of one mesh",
         ),
     ]
 
