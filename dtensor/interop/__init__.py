@@ -23,8 +23,8 @@ def convert_module(module: nn.Module) -> nn.Module:
     Parameters, buffers and gradients become DTensors that share the memory of torch's; shared parameters stay shared.
     The hooks that torch's styles have installed continue to work: they receive torch's DTensors, and their results are
     converted back. FSDP2 is replaced by `dtensor.parallel.fully_shard`, over the same mesh and dims, with the same
-    mixed precision, resharding and shared units. Plain parameters and everything else are unchanged. Create optimizers
-    afterwards: one created before holds the old parameters.
+    mixed precision, resharding and shared units. Plain parameters and everything else are unchanged. If the conversion
+    raises, nothing is changed. Create optimizers afterwards: one created before holds the old parameters.
 
     Args:
         module: the model.
@@ -36,8 +36,7 @@ def convert_module(module: nn.Module) -> nn.Module:
         PlacementError: a parameter has a placement that dtensor does not support.
         MeshError: FSDP2 and a style were applied over meshes that are not slices of one mesh.
         NotImplementedError: a module is sharded by FSDP1 or `replicate`, offloaded, or has torch's `input_reshard`.
-        ValueError: `module` is only a part of what one FSDP2 call has sharded, or FSDP2 holds unreduced gradients. If
-            this function raises, nothing is changed.
+        ValueError: `module` is only a part of what one FSDP2 call has sharded, or FSDP2 holds unreduced gradients.
     """
     for name, found in module.named_modules():
         _check(found, name)

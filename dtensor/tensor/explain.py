@@ -30,16 +30,16 @@ from .tensor import DTensor, fake_like
 
 KINDS = {
     "rule": "runs on local tensors by its rule",
-    "replicated": "has no rule: runs whole on every rank",
+    "replicated": "has no rule: runs on full tensors on every rank",
     "dynamic": "its result depends on values: gathered, and run on every rank",
     "composite": "runs as the operators below it",
     "decomposed": "has no rule: runs as the operators of torch's decomposition below it",
     "functional": "runs as the operator below it, whose result is copied",
     "out": "runs as the operator below it, whose result is copied",
-    "inplace_view": "becomes what the operator below it gives",
+    "inplace_view": "becomes the result of the operator below it",
     "foreach": "runs list item by list item, below it",
     "redistribute": "asked for",
-    "implied": "not asked for: an operator that is seen whole moves its operand",
+    "implied": "not asked for: a composite operator redistributes its operand",
 }
 """Kind of an `OperatorExplanation` -> its description in the printed text."""
 
@@ -229,7 +229,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
           S(0) -> R: all_gather over axis 0, 256 B
     """
     if not callable(op):
-        raise TypeError(f"explain takes what is called, and then its arguments; got {op!r}")
+        raise TypeError(f"explain takes a callable, and then its arguments; got {op!r}")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(mode)
     stopped = ""

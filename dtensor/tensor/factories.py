@@ -25,7 +25,7 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Distribute a global tensor over a mesh.
+    """Distributes a global tensor over a mesh.
 
     A tensor on the meta device stays there, and nothing is communicated. A DTensor that already has this mesh and these
     placements is returned as it is.

@@ -166,7 +166,7 @@ class DTensor(torch.Tensor):
         """A DTensor whose local tensor on this rank is `local_tensor`; differentiable.
 
         Args:
-            local_tensor: this rank's part of the global tensor. The result shares its memory.
+            local_tensor: this rank's part of the global tensor. Without `run_check` the result shares its memory.
             device_mesh: the mesh; None uses the current one.
             placements: one per mesh axis; None replicates.
             run_check: compare shape and dtype across ranks, and broadcast replicas from the first rank of their axis.
@@ -178,9 +178,9 @@ class DTensor(torch.Tensor):
                 sharded as in `placements`.
 
         Raises:
-            PlacementError: placements do not fit mesh or tensor; `local_tensor` is not this rank's shard of a tensor
-                of `shape`, which is raised on this rank only unless `run_check`; or `grad_placements` cannot be those
-                of a local gradient.
+            PlacementError: placements do not fit mesh or tensor; `grad_placements` cannot be those of a local gradient;
+                `local_tensor` is not this rank's shard of a tensor of `shape`, which is raised on this rank only unless
+                `run_check`; or, with `run_check`, shape or dtype differ between ranks, which is raised on all of them.
             ValueError: only one of shape and stride was given.
             TypeError: `local_tensor` is not a plain, strided tensor.
             MeshError: `device_mesh` is not a mesh, or is None and no mesh is current.
@@ -267,7 +267,7 @@ class DTensor(torch.Tensor):
                 lowest peak memory. See `dtensor.layout.planner`.
 
         Returns:
-            A DTensor; this tensor itself if nothing changes.
+            A DTensor; this tensor itself if placements, mesh, dtypes and `grad_placements` leave nothing to do.
 
         Raises:
             PlacementError: placements do not fit mesh or tensor, or would turn another placement into Partial.

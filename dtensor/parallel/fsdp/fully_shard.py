@@ -136,8 +136,8 @@ class _Parts:
         if found or any(part is module for module in self.modules):
             if isinstance(part, torch.jit.ScriptModule):
                 raise TypeError(
-                    f"{prefix or 'the module itself'} is a scripted module, which reads its parameters by itself; give "
-                    "fully_shard the module it was made from, or these parameters as ignored_params"
+                    f"{prefix or 'the module itself'} is a scripted module, which reads its parameters by itself; call "
+                    "fully_shard on the module it was made from, or pass these parameters as ignored_params"
                 )
             sharded_class(plain_class(part), tuple(sorted({*done, *found})))
             self.new[part] = found
@@ -163,15 +163,15 @@ class _Parts:
         kind = type(part).__name__.removeprefix("FullySharded")
         if member.unit.mesh != self.unit.mesh:
             raise MeshError(
-                f"the parameters of this {kind} are fully sharded over {member.unit.mesh} already, by a call on a "
-                f"module around it; give the same mesh, not {self.unit.mesh}, or call fully_shard on this module first"
+                f"the parameters of this {kind} are fully sharded over {member.unit.mesh} already, by a call on an "
+                f"enclosing module; pass the same mesh, not {self.unit.mesh}, or call fully_shard on this module first"
             )
         ignored = [name for name, p in part._parameters.items() if id(p) in self.ignored and name in member.how]
         if self.placement_fn is not None or ignored:
             given = "shard_placement_fn" if self.placement_fn is not None else f"ignored_params ({ignored[0]})"
             raise ValueError(
-                f"{given} comes too late: the parameters of this {kind} are sharded already, by a call on a module "
-                "around it; call fully_shard on this module first"
+                f"{given} comes too late: the parameters of this {kind} are sharded already, by a call on an "
+                "enclosing module; call fully_shard on this module first"
             )
 
 
@@ -181,7 +181,7 @@ def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -
     placement = None if placement_fn is None else placement_fn(parameter)
     (checked,) = as_placements([Shard(0) if placement is None else placement], 1, parameter.dim())
     if not isinstance(checked, Shard):
-        raise TypeError(f"shard_placement_fn gives Shard(dim) or None; it gave {placement!r} for parameter {name}")
+        raise TypeError(f"shard_placement_fn must return Shard(dim) or None; got {placement!r} for parameter {name}")
     return checked.dim
 
 
@@ -195,14 +195,14 @@ def _parameters(ignored: Any) -> list[torch.Tensor]:
 
 def _check_modules(modules: list[Any]) -> None:
     if not modules:
-        raise ValueError("fully_shard was given an empty list; give it the modules that are gathered together")
+        raise ValueError("fully_shard got an empty list; pass the modules that are gathered together")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard takes an nn.Module, or a list of them; got {type(module).__name__}")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"{type(module).__name__} has no forward, during which its parameters would be gathered; give "
-                "fully_shard the modules inside, or the one around it"
+                f"{type(module).__name__} has no forward, during which its parameters would be gathered; call "
+                "fully_shard on the modules inside, or on the enclosing one"
             )
         if any(found is module and member.given for found, member in members(module)):
             raise ValueError(f"this {type(module).__name__} is fully sharded already; call fully_shard once on each")

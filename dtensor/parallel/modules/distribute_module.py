@@ -47,7 +47,7 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Distribute a module's parameters and buffers in place, and convert its inputs and outputs.
+    """Distributes a module's parameters and buffers in place, and converts its inputs and outputs.
 
     Args:
         module: the module; its plain parameters and buffers become DTensors.

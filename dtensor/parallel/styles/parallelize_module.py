@@ -129,7 +129,7 @@ def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, Pa
         if told and rest:
             raise ValueError(
                 f"parallelize_plan shards {names[told[0]]!r}, which shares a parameter with {names[rest[0]]!r}, but "
-                f"has no entry for that; add an entry for {names[rest[0]]!r} (ColwiseParallel for an nn.Linear goes "
+                f"does not shard that; add an entry for {names[rest[0]]!r} (ColwiseParallel for an nn.Linear goes "
                 "with RowwiseParallel for the nn.Embedding tied to it)"
             )
 
