@@ -1,11 +1,15 @@
-"""Composite operators seen whole: what torch would take apart before DTensor gets to see it.
+"""Composite operators that are intercepted before torch decomposes them.
 
-DTensor carries a dispatch key above autograd; operators registered here are caught on it. The math path of attention
-makes its causal mask as a plain tensor on the way and merges batch with heads; the gradient of an embedding depends on
-how its table is sharded, which the derivative formula does not pass on; so do the gradients of weight and bias of group
-and instance norm; RMS norm works in place on a mean that may be partial; bags of embeddings and recurrent layers are
-kernels that take whole tensors, and can be written in operators that do not; and a few make constants on the way, which
-a region lets pass.
+DTensor carries a dispatch key above autograd, and the operators registered here are intercepted on it. Each one would
+lose something in torch's decomposition:
+
+- The math path of attention creates its causal mask as a plain tensor and merges batch with heads.
+- The gradients of an embedding's table, and of weight and bias of group and instance norm, depend on how the parameter
+  is sharded, which the derivative formula does not receive.
+- RMS norm works in place on a mean that may be partial.
+- Embedding bags and recurrent layers are kernels that take full tensors, but they can be written in operators that
+  take shards.
+- A few others create constants, which are accepted inside a region (see `dtensor.dispatch.plain_operands`).
 """
 
 import contextlib
@@ -42,11 +46,11 @@ class _Inside(threading.local):
 
 
 inside: _Inside = _Inside()
-"""The operator that this thread is inside of, by `name`, if it moves operands itself; for `explain`."""
+"""The `name` of the operator this thread is running, if that operator redistributes operands itself; for `explain`."""
 
 
 def _moving(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say in `inside` that the function runs the operator called `name`."""
+    """Decorator that records in `inside` that the function runs the operator called `name`."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -75,10 +79,10 @@ def attention_math(
     scale: Any = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """The math path of scaled_dot_product_attention, run whole on local tensors.
+    """The math path of scaled_dot_product_attention as one operator on local tensors.
 
-    Batch and head dimensions keep their shards; sequence and features are put together first. Taken apart, it would
-    merge batch and heads into one dimension, which only a sharded batch survives.
+    Batch and head dims stay sharded; sequence and feature dims are gathered first. Torch's decomposition would merge
+    batch and heads into one dim, which can only stay sharded over batch.
     """
     given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask}
     mesh = next(x.device_mesh for x in given.values() if isinstance(x, DTensor))
@@ -108,7 +112,7 @@ def attention_math(
 
 
 def _distributed(x: Any, name: str, mesh: Any) -> Any:
-    """The argument as a DTensor; a plain tensor that is alike on all ranks is taken as replicated."""
+    """The argument as a DTensor. A plain tensor that is the same on all ranks counts as replicated."""
     if not isinstance(x, torch.Tensor) or isinstance(x, DTensor):
         return x
     check_global("scaled_dot_product_attention", name, x, mesh)
@@ -116,7 +120,7 @@ def _distributed(x: Any, name: str, mesh: Any) -> Any:
 
 
 def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
-    """Placements while the math path runs: shards of batch and heads stay where queries and keys are cut alike."""
+    """Placements while the math path runs. Batch and heads stay sharded where query, key and value split the same."""
     kept: list[Placement] = []
     parts = [1] * query.dim()
     for axis, p in enumerate(query.placements):
@@ -131,7 +135,7 @@ def _kept(query: DTensor, key: DTensor, value: DTensor) -> list[Placement]:
 
 
 def _mask_placements(mask: DTensor, target: list[Placement], ndim: int) -> list[Placement]:
-    """Where a mask that broadcasts over leading dimensions lies for scores in the placements `target`."""
+    """Placements of a mask that broadcasts over leading dims, for scores placed as `target`."""
     missing = ndim - mask.dim()
     return [
         Shard(p.dim - missing, p.cut)
@@ -142,14 +146,14 @@ def _mask_placements(mask: DTensor, target: list[Placement], ndim: int) -> list[
 
 
 def _local_mask(mask: DTensor, target: list[Placement], ndim: int) -> torch.Tensor:
-    """This rank's part of a mask."""
+    """This rank's shard of a mask."""
     wanted = _mask_placements(mask, target, ndim)
     partial = [Partial() if isinstance(p, Shard) and not isinstance(w, Shard) else w for p, w in zip(target, wanted)]
     return mask.redistribute(placements=wanted).to_local(grad_placements=partial)
 
 
 def attention(*args: Any, **kwargs: Any) -> Any:
-    """Attention, taken apart by torch, which makes a plain result where an operand has no elements."""
+    """Attention, decomposed by torch. The decomposition creates a plain result if an operand has no elements."""
     args, kwargs = tree_map(_autocast, (args, kwargs))  # whose key lies below the one that this runs at
     empty = any(isinstance(x, DTensor) and 0 in x.shape for x in (*args, *kwargs.values()))
     with region_of_torch() if empty else contextlib.nullcontext():
@@ -157,7 +161,7 @@ def attention(*args: Any, **kwargs: Any) -> Any:
 
 
 def _autocast(x: Any) -> Any:
-    """What autocast gives an operator that it has run in lower precision."""
+    """`x` in the dtype that autocast passes to an operator it runs in lower precision."""
     if not isinstance(x, torch.Tensor) or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type)) if x.is_floating_point() and x.dtype != torch.float64 else x
@@ -189,9 +193,9 @@ _EMBEDDING = aten.embedding.default
 def embedding(
     weight: Any, indices: Any, padding_idx: Any = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Any:
-    """Embedding whose gradient comes in the layout of its table."""
+    """Embedding whose gradient has the layout of its table."""
     if type(weight) is type(indices) is DTensor and not weight.requires_grad and meets_only_autograd():
-        # What autograd would not note can go where it would have gone next.
+        # Autograd would record nothing, so go straight to dispatch.
         return dispatch(_EMBEDDING, (weight, indices, padding_idx, scale_grad_by_freq, sparse), {})
     with without_own_key():
         if sparse or not isinstance(weight, DTensor) or not isinstance(indices, DTensor):
@@ -200,17 +204,17 @@ def embedding(
 
 
 def _homing(x: Any) -> Any:
-    """`x` with its gradient in the layout of `x`, not partial."""
+    """`x`, with a gradient that arrives in the layout of `x` and is not partial."""
     if not isinstance(x, DTensor) or not x.requires_grad or not torch.is_grad_enabled():
         return x
     refuse_tangent(x, "this norm's weight or bias")
-    return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient goes back to where it came from
+    return torch.ops.dtensor.redistribute(x, x._spec.layout.text, False)  # its gradient returns to this layout
 
 
 def _norm(operator: OpOverload, weight: int) -> Any:
-    """A norm whose weight, the argument at `weight`, and bias, the next one, get gradients in their own layout.
+    """A norm whose weight (the argument at index `weight`) and bias (the next one) get gradients in their own layout.
 
-    They have as many numbers as there are features, and left partial would be summed over the ranks whenever an
+    These gradients are small, one number per feature. If they stayed partial, they would be all-reduced every time an
     optimizer reads them.
     """
 
@@ -229,9 +233,9 @@ for _name, _place in {"group_norm": 2, "instance_norm": 1}.items():
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: Any = None) -> Any:
-    """RMS norm; where a normalised dimension is sharded by operators that reduce it over the ranks.
+    """RMS norm. If a normalised dim is sharded, or the input partial, it runs as operators that reduce over the ranks.
 
-    torch's own takes itself apart with an in-place operator on the mean, which a mean that is partial does not allow.
+    Torch's decomposition has an in-place operator on the mean, which is not possible on a partial mean.
     """
     ndim = len(normalized_shape)
     weight = _homing(weight)
@@ -255,7 +259,7 @@ def _rms_norm_by_parts(x: Any, ndim: int, weight: Any, eps: Any) -> Any:
 
 
 def tensor_split(x: Any, tensor_indices_or_sections: Any, dim: int = 0) -> Any:
-    """`tensor_split` by the values of a tensor, which torch reads straight from memory."""
+    """`tensor_split` at indices given as a tensor, whose values torch reads directly from memory."""
     given = tensor_indices_or_sections
     if strictness.active() and isinstance(given, DTensor):
         target = Layout.make(given.device_mesh.ndim, ((),) * given.dim(), ())
@@ -265,8 +269,11 @@ def tensor_split(x: Any, tensor_indices_or_sections: Any, dim: int = 0) -> Any:
 
 
 def one_hot(x: Any, num_classes: Any = -1) -> Any:
-    """One-hot codes. torch's own, given a subclass of tensor, makes zeros of what is no class; in eager code, where
-    torch looks at the values of plain tensors, an error does. In a graph torch looks at none, nor do we."""
+    """One-hot encoding that raises on invalid classes in eager mode, as torch does for plain tensors.
+
+    On a tensor subclass torch's own encodes an invalid class as zeros. In a graph torch checks no values, and neither
+    does this.
+    """
     with without_own_key(), region_of_torch():
         made = aten.one_hot(x, num_classes)
     if isinstance(x, DTensor) and not is_tracing(x):
@@ -289,10 +296,10 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: Any = None,
 ) -> Any:
-    """Sums and means of bags as an embedding, whose table may be cut, and a sum of its rows by bag.
+    """Sums and means of bags as an embedding, whose table may be sharded, and a sum of its rows per bag.
 
-    It holds a row for each index, which torch's kernel does not; that takes whole tensors, and has those that are, and
-    maxima.
+    This materialises one row per index, which torch's kernel does not. Torch's kernel needs full tensors: it runs if
+    all operands are replicated, for maxima, for sparse gradients and with `scale_grad_by_freq`.
     """
     offsets = _of_sizes(offsets, indices)
     given = (weight, indices, offsets, per_sample_weights)
@@ -306,7 +313,7 @@ def embedding_bag(
         bag = torch.bucketize(places, offsets[:bags], right=True) - 1
         try:
             rows = torch.embedding(weight, indices)
-        except IndexError as error:  # of bags torch says so by another class
+        except IndexError as error:  # for bags torch raises another class
             raise RuntimeError(f"embedding_bag: {error}") from None
         sizes = torch.ones(count, device=weight.device, dtype=weight.dtype)
         if padding_idx is not None:
@@ -322,7 +329,7 @@ def embedding_bag(
 
 
 def _of_sizes(offsets: Any, indices: Any) -> Any:
-    """Offsets of bags of one length, as torch makes them itself, are taken as replicated: sizes say what they are."""
+    """Offsets, as a replicated DTensor if all bags have one length: such offsets follow from the sizes alone."""
     if isinstance(offsets, DTensor) or not isinstance(indices, DTensor) or is_tracing(indices) or is_alike(offsets):
         return offsets
     count, bags = indices.shape[0], offsets.shape[0]
@@ -336,7 +343,7 @@ def _is_cut(x: Any) -> bool:
 
 
 def lstm(operator: OpOverload) -> Any:
-    """An LSTM step by step, as torch computes it where there is no oneDNN, which takes whole tensors."""
+    """An LSTM step by step, as torch computes it without oneDNN; the oneDNN kernel takes full tensors."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_own_key(), region_of_torch(), torch.backends.mkldnn.flags(enabled=False):
@@ -346,15 +353,15 @@ def lstm(operator: OpOverload) -> Any:
 
 
 IN_REGION = ("combinations", "linalg_matrix_power", "linalg_matrix_rank", "matrix_power", "nanquantile", "quantile")
-"""Composites that make plain tensors of sizes and numbers on the way and combine them with their operands."""
+"""Composites that create plain tensors from sizes and numbers and combine them with their operands."""
 
 
 OUT = ("matmul",)
-"""Composites that with out= write in parts of another shape; those of `IN_REGION` make a new tensor and leave out=."""
+"""Composites whose out= form writes to tensors of another shape. Those of `IN_REGION` would leave `out` unwritten."""
 
 
 def _whole(operator: OpOverload) -> Any:
-    """`operator` as it is, in a region; with out= the form without it, and a copy."""
+    """`operator` inside a region. An out= form runs the functional form and copies the result into `out`."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_own_key(), region_of_torch():

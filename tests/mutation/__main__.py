@@ -1,11 +1,13 @@
 """Mutation tests: python -m tests.mutation layout --sample 150 --seed 1 --out DIR
 
-Cosmic Ray's operators change one place of a file: a comparison, a number, a condition, a loop that runs no more. A test that fails
-kills the mutant; one that all tests pass survives, and is either a hole in the tests or equivalent to the original (`EQUIVALENT`).
+Cosmic Ray's operators change one place of a file: a comparison, a number, a condition, a loop that runs no more. A test
+that fails kills the mutant; one that all tests pass survives, and is either a hole in the tests or equivalent to the
+original (`EQUIVALENT`).
 
-Every worker has a copy of the source tree of its own, in which one file is mutated. A mutant runs in a fork of a process that has
-imported torch and what else takes long, but nothing of dtensor; there run the tests that execute the changed line, the fast ones
-first. Which these are a first run of the unchanged tests finds out, by coverage. A mutant that takes longer than `TIMEOUT` is killed.
+Every worker has a copy of the source tree of its own, in which one file is mutated. A mutant runs in a fork of a
+process that has imported torch and what else takes long, but nothing of dtensor; there run the tests that execute the
+changed line, the fast ones first. Which these are a first run of the unchanged tests finds out, by coverage. A mutant
+that takes longer than `TIMEOUT` is killed.
 """
 
 import argparse
@@ -35,7 +37,8 @@ TREE = ("dtensor", "compile", "passes", "tests", "docs", "pyproject.toml")
 TIMEOUT = 150.0
 """Seconds for the tests of one mutant."""
 MOST = 60
-"""Tests of one mutant at most, those that take least; where a line is run by more, the others would rarely tell more."""
+"""Tests of one mutant at most, those that take least; where a line is run by more, the others would rarely tell
+more."""
 PLAIN = ("-o", "addopts=--import-mode=importlib")
 """In this process: coverage does not tell tests apart where pytest-xdist is asked to distribute them."""
 HEAVY = (
@@ -183,7 +186,8 @@ def changed(mutant: Mutant) -> str | None:
 
 
 def verdict_on(file: str, text: str, tests: list[str], folder: Path) -> tuple[str, str, float]:
-    """ "killed", "timeout" or "survived", by which test, after how many seconds, with `text` in `file`. Runs in a fork."""
+    """ "killed", "timeout" or "survived", by which test, after how many seconds, with `text` in `file`. Runs in a
+    fork."""
     begin, log = time.monotonic(), folder / "mutant.log"
     (folder / file).write_text(text)
     try:

@@ -49,7 +49,8 @@ OPERATORS = (
     *("ReplaceBinaryOperator_Mul_Div", "ReplaceBinaryOperator_Div_Mul", "ReplaceBinaryOperator_FloorDiv_Mul"),
     *("ReplaceBinaryOperator_Mod_Add", "ReplaceBinaryOperator_BitOr_BitAnd", "ReplaceBinaryOperator_BitAnd_BitOr"),
 )
-"""Those of Cosmic Ray that change what a program computes; one for each operator, not all by which it could be replaced."""
+"""Those of Cosmic Ray that change what a program computes; one for each operator, not all by which it could be
+replaced."""
 
 EQUIVALENT: dict[tuple[str, str, str], str] = {}
 """(file, text of the line, operator) -> why no test can tell the mutant from the original."""

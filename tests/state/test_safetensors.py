@@ -61,7 +61,7 @@ def test_it_is_the_format_of_the_library(tmp_path):
 def test_several_files_and_what_does_not_fit(tmp_path):
     export({"a": torch.ones(2)}, tmp_path / "1.safetensors")
     export({"b": torch.zeros(3)}, tmp_path / "2.safetensors")
-    with pytest.raises(CheckpointError, match=r"no folder with one file or model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match=r"nor a folder with one such file or model.safetensors.index.json"):
         load({}, tmp_path)
     names = {"a": "1.safetensors", "b": "2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -69,10 +69,10 @@ def test_several_files_and_what_does_not_fit(tmp_path):
     load(state, tmp_path)
     assert state["a"].tolist() == [1, 1]
     assert state["b"].tolist() == [0, 0, 0]
-    with pytest.raises(CheckpointError, match=r"lacks \['c'\], and has \['b'\] beside; write strict=False"):
+    with pytest.raises(CheckpointError, match=r"lacks \['c'\] and has in addition \['b'\]; write strict=False"):
         load({"a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path)
     assert load({"a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path, strict=False) == ["c"]
-    with pytest.raises(CheckpointError, match=r"'a' has shape \[2\] in .*, and \[3\] in the state"):
+    with pytest.raises(CheckpointError, match=r"'a' has shape \[2\] in .*, but \[3\] in the state"):
         load({"a": torch.zeros(3), "b": torch.zeros(3)}, tmp_path)
 
 
@@ -90,7 +90,7 @@ def test_what_is_torn_or_cannot_be_written(tmp_path):
             load({k: torch.zeros_like(v) for k, v in FULL.items()}, path)
     with pytest.raises(TypeError, match="'step' is int, leave it out"):
         export({"step": 3}, path)
-    with pytest.raises(ValueError, match=r"cannot hold torch.complex128, which 'z' is of"):
+    with pytest.raises(ValueError, match=r"cannot hold torch.complex128, the dtype of 'z'"):
         export({"z": torch.zeros(1, dtype=torch.complex128)}, path)
 
 

@@ -19,7 +19,7 @@ from dtensor.testing import fake_ranks, with_threads
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 SIZES = {
-    "too short": ([S0], (5, 6), (6, 1), r"of shape \(5, 6\).*holds \(3, 6\).*local tensor is of shape \(4, 6\)"),
+    "too short": ([S0], (5, 6), (6, 1), r"of shape \(5, 6\).*holds \(3, 6\).*local tensor has shape \(4, 6\)"),
     "too long": ([S0], (9, 6), (6, 1), "holds"),
     "not sharded there": ([S1], (8, 6), (6, 1), "holds"),
     "replicated": ([R], (8, 6), (6, 1), "holds"),
@@ -27,10 +27,10 @@ SIZES = {
     "more dimensions": ([S0], (8, 6, 1), (6, 1, 1), "has 3 dimensions, the local tensor 2"),
     "no dimensions": ([S0], (), (), "has 0 dimensions"),
     "short stride": ([S0], (8, 6), (6,), "stride .* has 1 dimensions"),
-    "negative stride": ([S0], (8, 6), (-6, 1), "stride holds one length of at least 0"),
-    "negative shape": ([S0], (-8, 6), (6, 1), "shape holds one length of at least 0"),
-    "fractions": ([S0], (8.0, 6), (6, 1), "shape holds one length of at least 0"),
-    "one number": ([S0], 8, 1, "shape holds one length of at least 0"),
+    "negative stride": ([S0], (8, 6), (-6, 1), "stride must hold one int of at least 0"),
+    "negative shape": ([S0], (-8, 6), (6, 1), "shape must hold one int of at least 0"),
+    "fractions": ([S0], (8.0, 6), (6, 1), "shape must hold one int of at least 0"),
+    "one number": ([S0], 8, 1, "shape must hold one int of at least 0"),
 }
 """Sizes that a local tensor of shape (4, 6) on the first of two ranks contradicts."""
 
@@ -88,7 +88,7 @@ GRADIENTS = {
     "another dimension": ([S1], r"cannot be Shard\(dim=1\)"),
     "whole": ([R], r"cannot be Replicate\(\)"),
     "parts": ([P], "cannot be Partial"),
-    "largest of parts": ([Partial("max")], "a gradient is a sum of parts"),
+    "largest of parts": ([Partial("max")], "a partial gradient is a sum"),
 }
 """Placements that no gradient of a tensor sharded on dimension 0 has, for one reason or another."""
 BORDERS = {
@@ -140,7 +140,7 @@ def test_local_map_looks_at_what_is_no_dtensor(fake_mesh):
     x = distribute_tensor(torch.zeros(4, 6), fake_mesh(2), [S0])
     with pytest.raises(PlacementError, match=r"Shard\(9\) does not fit"):
         local_map(lambda a, b: a, [S0], ([S0], [Shard(9)]))(x, torch.zeros(3))
-    with pytest.raises(PlacementError, match=r"in_grad_placements\[1\].* is no tensor but 3"):
+    with pytest.raises(PlacementError, match=r"in_grad_placements\[1\].* is not a tensor but 3"):
         local_map(lambda a, b: a, [S0], ([S0], None), (None, [S0]))(x, 3)
     with pytest.raises(PlacementError, match="in_placements holds placements for each argument"):
         local_map(torch.sin, [S0], 3)(x)

@@ -134,7 +134,7 @@ def test_an_operator_without_a_rule(mesh):
         explain(torch.histogram, make(mesh, (8, 16), S0), 3),
         """
 histogram: 256 bytes, 10.03 us
-aten.histogram.bin_ct [replicated: has no rule: runs whole on every rank]
+aten.histogram.bin_ct [replicated: has no rule: runs on full tensors on every rank]
   self torch.float32[8, 16] S(0) -> torch.float32[3] R, torch.float32[4] R
   on mesh axis 0 of 2 ranks:
   *   10.03 us  R -> R, R

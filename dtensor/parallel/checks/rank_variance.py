@@ -1,12 +1,12 @@
-"""Plain parameters under a plan: each rank of the axis has all of it, and is to train the same one.
+"""Checks that parameters that a plan left plain, which every rank of the axis holds in full, get the same gradient.
 
-Where such a parameter meets local tensors (a norm over this rank's heads), each rank has another part of its gradient,
-and trains a copy of its own, without a word from anyone. So before an optimizer's first steps, and every so often then,
-the ranks of the axis compare: of a parameter that is alike on them the gradient has to be, too. What is summed by hand
-before the step is alike then, and what differs from rank to rank by intention (experts) is no such parameter.
+If such a parameter meets local tensors (a norm over this rank's heads), each rank gets a different part of its gradient
+and silently trains its own copy. So before an optimizer's first steps, and periodically later, the ranks of the axis
+compare: if a parameter is the same on all of them, its gradient must be too. A gradient that was summed by hand before
+the step passes, and a parameter that differs between ranks on purpose (experts) is not checked.
 
-Values that are alike may differ in their last bits, and the comparison is to cost nothing: a norm and a few sums of
-each tensor are compared, in one all_reduce for each axis.
+Equal values may differ in their last bits, and the check must be cheap. So it compares a norm and a few sums of each
+tensor, in one all-reduce per axis.
 """
 
 import ast
@@ -30,14 +30,14 @@ from ...torch_private.core import never_traced
 from ..modules.forward_wrapping import users_class
 
 FIRST, EVERY = 2, 100
-"""How many first steps of an optimizer are looked at, and which ones later."""
+"""The check runs before the `FIRST` steps of an optimizer, and later before every `EVERY`-th step."""
 
 WATCHED = "_dtensor_watched"
-"""The attribute of a parameter that a plan has left plain: its `Watched`."""
+"""The attribute that holds the `Watched` of a parameter that a plan has left plain."""
 
 
 class Watched(NamedTuple):
-    """Where a parameter lies in its model, the class of its module, and the axis over which it is to be alike."""
+    """A parameter's name in its model, the class of its module, and the axis (with its process group) to check over."""
 
     name: str
     kind: type[nn.Module]
@@ -49,7 +49,7 @@ _steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 def watch(model: nn.Module, mesh: Any) -> None:
-    """Have optimizers look at the parameters of `model` that a plan over a mesh of one axis has left plain."""
+    """Make optimizers check the parameters of `model` that a plan over a one-axis mesh has left plain."""
     group = facts(mesh).groups[(0,)]
     axis = (mesh.mesh_dim_names or ("0",))[0]
     for prefix, module in model.named_modules():
@@ -64,7 +64,7 @@ _hooked: list[Any] = []
 
 
 def _lies_on(parameter: torch.Tensor, group: str) -> bool:
-    """Whether a parameter is placed over the axis of `group`, so that its gradient is, too."""
+    """Whether a parameter is a DTensor on a mesh with the axis of `group`, so that its gradient is one too."""
     return isinstance(parameter, DTensor) and group in facts(parameter.device_mesh).groups.values()
 
 
@@ -79,10 +79,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @never_traced
 def _compare(optimizer: Optimizer) -> None:
-    """Compare over ranks what is watched among the parameters of `optimizer`.
+    """Compare the watched parameters of `optimizer`, and their gradients, over the ranks.
 
     Raises:
-        ShardingError: on all ranks of the axis, if a parameter is alike on them and its gradient is not.
+        ShardingError: a parameter is the same on all ranks of the axis but its gradient is not; raised on all of them.
     """
     by_group: dict[str, list[tuple[Watched, nn.Parameter]]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -99,7 +99,7 @@ def _compare_over(group: str, found: list[tuple[Watched, nn.Parameter]]) -> None
     numbers = torch.stack([torch.stack([_numbers(p), _numbers(p.grad, like=p)]).to(device) for _, p in found])
     most = torch.ops.dtensor.all_reduce(torch.stack([numbers, -numbers]), "max", group)
     spread, norms = (most[0] + most[1]).amax(-1), most[0, :, :, 0]
-    # A gradient that is nothing but rounding may be another one everywhere.
+    # A gradient that consists only of rounding errors may differ on every rank.
     noise = torch.tensor([torch.finfo(p.dtype).eps for _, p in found], device=device) * norms[:, 1].max()
     norms = torch.stack([norms[:, 0], norms[:, 1].maximum(noise)], 1).clamp(min=1e-30)
     for (of, _), (by, gradient_by) in zip(found, (spread / norms).tolist()):
@@ -108,7 +108,7 @@ def _compare_over(group: str, found: list[tuple[Watched, nn.Parameter]]) -> None
 
 
 def _numbers(x: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor:
-    """The norm of this rank's part of a tensor, and sums of its elements; zeros where there is none."""
+    """The norm of this rank's part of a tensor and sums of its elements; zeros, on the device of `like`, for None."""
     if x is None:
         assert like is not None
         return torch.zeros(1 + len(STRIDES), dtype=torch.float64, device=_local(like).device)
@@ -122,22 +122,22 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 def _error(of: Watched, by: float) -> ShardingError:
     pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", of.name.rpartition(".")[0])
     entry = (
-        f"write {pattern!r}: SequenceParallel(sequence_dim=d, use_local_output=True) into the plan, where its input is "
-        "cut along dimension d; or "
+        f"write {pattern!r}: SequenceParallel(sequence_dim=d, use_local_output=True) into the plan, if its input is "
+        "sharded on dim d; or "
     )
     kind, where = of.kind.__name__, used_at(of.kind, of.name.rpartition(".")[2])
     entry = entry if "norm" in kind.lower() else ""
     return ShardingError(
-        f"the gradient of {of.name} differs between the ranks of axis {of.axis!r} (by {by:.0%} of its norm), and the "
-        f"parameter does not: {kind} computes{where} with this rank's part of a value, or the ranks were given other "
-        f"inputs, and each would train a copy of its own; {entry}sum the gradient over the axis before the step, or "
-        "shard the model by distribute_model, in which no value is local"
+        f"the gradient of {of.name} differs between the ranks of axis {of.axis!r} (by {by:.0%} of its norm), but the "
+        f"parameter does not: {kind} computes{where} with this rank's part of a value, or the ranks were given "
+        f"different inputs, so that each would train its own copy; {entry}sum the gradient over the axis before the "
+        "step, or shard the model with distribute_model, where no value is local"
     )
 
 
 def used_at(cls: type, name: str) -> str:
-    """The first line that reads the attribute `name` of instances of a class, of its forward if it is there, as text
-    such as " (norms.py:12: return self.weight * x)"; "" if there is none to be found."""
+    """The first line that reads attribute `name` of an instance of `cls`, if possible in its forward, as text such as
+    " (norms.py:12: return self.weight * x)"; empty if none is found."""
     functions = [
         f for base in cls.__mro__ if base is not nn.Module for f in vars(base).values() if inspect.isfunction(f)
     ]

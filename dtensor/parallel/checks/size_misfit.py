@@ -1,9 +1,9 @@
-"""Plans that do not fit a model: what an operator says of sizes, told in terms of the plan.
+"""Explains size errors of operators in terms of the parallelization plan that causes them.
 
-Under a plan the code of a module meets this rank's parts: a view by three heads of a projection of which each rank has
-half, a column-wise layer behind another one. The operator that fails knows nothing of that. In eager mode the module
-that was given to `parallelize_module` takes its error and finds, in the frames that it went through, whose code ran;
-while Dynamo traces, its own frames tell.
+Under a plan the code of a module sees this rank's shards. An operator then fails if, for example, the code views as
+three heads a projection of which each rank has half, or a column-wise layer follows another one, and its error does not
+mention the plan. In eager mode the module passed to `parallelize_module` catches the error and finds in the traceback
+whose code ran; while Dynamo traces, its own frames show that.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +22,7 @@ from ...torch_private.dynamo import explain_traced_errors
 from ..modules.forward_wrapping import CALL, wrap_call
 
 PLANNED = "_dtensor_planned"
-"""The attribute of a module that an entry of a plan is for: its `Planned`."""
+"""The attribute that holds the `Planned` of a module with an entry in a plan."""
 
 
 MOST = 4
@@ -30,7 +30,7 @@ MOST = 4
 
 
 class Planned(NamedTuple):
-    """The name of a module in what was parallelized, and the entry of the plan."""
+    """The name of a module within the parallelized one, and the pattern and style of its entry in the plan."""
 
     name: str
     pattern: str
@@ -38,7 +38,7 @@ class Planned(NamedTuple):
 
 
 def tell_of_misfits(root: nn.Module, planned: Iterable[tuple[nn.Module, Planned]]) -> None:
-    """Have errors of operators in the forward of `root` name the entries of the plan that they come from."""
+    """Make operator errors in the forward of `root` name the plan entries that cause them."""
     for module, entry in planned:
         vars(module)[PLANNED] = entry
     if CALL not in vars(root):
@@ -60,7 +60,7 @@ def _told(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_its_own(error: RuntimeError) -> bool:
-    """Whether an error says already what is wrong: it is of a class of its own, or the model's code raises it."""
+    """Whether an error already explains itself: it has a specific class, or the model's code raised it."""
     if type(error) is not RuntimeError:
         return True
     *_, last = _chain(error.__traceback__)
@@ -75,28 +75,28 @@ def _chain(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _modules(traceback: TracebackType | None) -> list[nn.Module]:
-    """The modules whose code an error went through, innermost first."""
+    """The modules in whose code an error was raised, innermost first."""
     frames = [t.tb_frame for t in _chain(traceback)]
     found = [f.f_locals.get(name) for f in reversed(frames) for name in f.f_code.co_varnames[:1]]
     return [m for m in found if isinstance(m, nn.Module)]
 
 
 def _explained(modules: Iterable[nn.Module], what: str) -> str | None:
-    """What is wrong, given the modules whose code ran, innermost first; None if no plan is for any of them."""
+    """The error message, given the modules whose code ran, innermost first; None if no plan covers any of them."""
     concerned = [(m, inside) for m in modules if (inside := _planned(m))]
     if not concerned:
         return None
-    # Of a module that has an entry itself, it is the code around it that matters.
+    # For a module that has an entry itself, the code around it is what matters.
     around = [found for found in concerned if PLANNED not in vars(found[0])]
     module, inside = around[0] if around else concerned[-1]
     path, first = inside[0]
     name = vars(first)[PLANNED].name.removesuffix(path).rstrip(".")
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
     return (
-        f"the plan of parallelize_module does not fit {where}: {what.rstrip('.')}. Its code meets parts of this rank: "
-        f"{'; '.join(_entry(m) for _, m in inside[:MOST])}. Let a row-wise layer take what a column-wise one gives, "
-        "and the sizes in the code between them be those of a part (of heads, those of one rank); or shard the model "
-        "by distribute_model, in which every size is that of the whole"
+        f"the plan of parallelize_module does not fit {where}: {what.rstrip('.')}. Its code sees this rank's shards: "
+        f"{'; '.join(_entry(m) for _, m in inside[:MOST])}. Let a row-wise layer take the output of a column-wise one, "
+        "and use local sizes in the code between them (such as the number of heads on one rank); or shard the model "
+        "with distribute_model, where every size is global"
     )
 
 

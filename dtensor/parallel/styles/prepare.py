@@ -1,8 +1,7 @@
-"""PrepareModuleInput, PrepareModuleOutput and both in one: the layouts in which a module takes and gives its
-values.
+"""PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput: the placements of a module's inputs and outputs.
 
-They shard nothing: plain tensors become DTensors of a declared layout, which are redistributed to the desired
-one. They go on modules whose parts are sharded by other styles.
+They shard no parameters. Plain tensors become DTensors in a declared placement and are redistributed to the desired
+one. Use them on modules whose submodules are sharded by other styles.
 """
 
 import difflib
@@ -19,27 +18,25 @@ from ..modules.forward_wrapping import wrap_forward
 from .style import ParallelStyle, as_layout, to_layout
 
 Layouts: TypeAlias = Placement | Sequence[Placement | None] | None
-"""One placement, or one for each value with None for values to be left alone."""
+"""One placement, or one for each value, with None for a value that is passed on unchanged."""
 
 KwargLayouts: TypeAlias = dict[str, Placement] | None
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Bring the inputs of a module to desired layouts.
+    """Redistributes the inputs of a module to the placements it needs.
 
     Args:
-        input_layouts: for each positional input the layout of a plain tensor that arrives there; None for an
-            input to be left alone. One placement stands for a single input. Without it positional inputs are
-            left alone.
-        desired_input_layouts: for each of them the layout it is redistributed to; None leaves it as it is.
-        input_kwarg_layouts: keyword -> layout of a plain tensor that arrives there; other keywords are left
-            alone.
-        desired_input_kwarg_layouts: the same keywords -> the layout it is redistributed to.
-        use_local_output: whether the module gets plain local tensors rather than DTensors.
+        input_layouts: for each positional input its placement if it is a plain tensor; None passes the input on
+            unchanged. One placement stands for a single input. Without this argument no positional input is changed.
+        desired_input_layouts: for each of these inputs the placement to redistribute it to; None does not redistribute.
+        input_kwarg_layouts: keyword -> placement of that input if it is a plain tensor. Other keywords are unchanged.
+        desired_input_kwarg_layouts: the same keywords -> the placement to redistribute the input to.
+        use_local_output: pass plain local tensors to the module instead of DTensors.
 
     Raises:
-        ValueError: layouts that do not match each other, the signature of the module, or (when called) its
-            inputs.
+        ValueError: the layouts do not match each other, the signature of the module or, when it is called, its inputs.
+        TypeError: keyword layouts are not a dict.
     """
 
     def __init__(
@@ -104,16 +101,17 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Bring the outputs of a module to desired layouts.
+    """Redistributes the outputs of a module.
 
     Args:
-        output_layouts: for each output the layout of a plain tensor that leaves there; None for an output to
-            be left alone. One placement stands for a single output.
-        desired_output_layouts: for each of them the layout it is redistributed to; None leaves it as it is.
-        use_local_output: whether the outputs leave as plain local tensors rather than as DTensors.
+        output_layouts: for each output its placement if it is a plain tensor; None passes the output on unchanged. One
+            placement stands for a single output.
+        desired_output_layouts: for each of these outputs the placement to redistribute it to; None does not
+            redistribute.
+        use_local_output: return plain local tensors instead of DTensors.
 
     Raises:
-        ValueError: layouts that do not match each other or (when called) the outputs.
+        ValueError: the layouts do not match each other or, when the module is called, its outputs.
     """
 
     def __init__(
@@ -155,8 +153,18 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` on one module; `use_local_input` is the former's
-    use_local_output."""
+    """Applies `PrepareModuleInput` and `PrepareModuleOutput` to one module.
+
+    Args:
+        input_layouts: as in `PrepareModuleInput`.
+        desired_input_layouts: as in `PrepareModuleInput`.
+        input_kwarg_layouts: as in `PrepareModuleInput`.
+        desired_input_kwarg_layouts: as in `PrepareModuleInput`.
+        use_local_input: `use_local_output` of `PrepareModuleInput`.
+        output_layouts: as in `PrepareModuleOutput`.
+        desired_output_layouts: as in `PrepareModuleOutput`.
+        use_local_output: as in `PrepareModuleOutput`.
+    """
 
     def __init__(
         self,
@@ -199,7 +207,7 @@ def _as_layouts(argument: str, given: Layouts) -> tuple[Placement | None, ...] |
 
 
 def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layouts) -> tuple[Any, ...]:
-    """Both arguments as tuples of one length, or both None."""
+    """Both arguments as tuples of the same length, or both None."""
     layouts, desired_layouts = _as_layouts(argument, given), _as_layouts(desired_argument, desired)
     if layouts is None and desired_layouts is not None:
         raise ValueError(
@@ -241,7 +249,7 @@ def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tup
 
 
 def _check_keywords(module: nn.Module, layouts: dict[str, tuple[Any, ...]]) -> None:
-    """Refuse a layout for a keyword that the module's forward does not take."""
+    """Raise ValueError if a layout names a keyword that the module's forward does not take."""
     parameters = inspect.signature(module.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -279,7 +287,7 @@ def _all_to_layout(
 ) -> tuple[torch.Tensor | Any, ...]:
     if len(values) != len(given):
         raise ValueError(
-            f"{argument} has {len(given)} layouts, but the module was met with {len(values)} values; "
+            f"{argument} has {len(given)} layouts, but the module has {len(values)} values; "
             "write one layout for each, None for a value to be left alone"
         )
     return tuple([_one_to_layout(v, mesh, g, d, local, compared_for) for v, g, d in zip(values, given, desired)])

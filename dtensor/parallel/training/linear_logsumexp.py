@@ -1,14 +1,14 @@
-"""The logsumexp of logits that are never whole: `dtensor::linear_lse` and its backward, on one rank.
+"""`dtensor::linear_lse` and its backward on one rank: the logsumexp of logits that are never materialised in full.
 
     linear_lse(x, weight, bias, row, none, chunk) -> (lse, picked)
     linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk)
         -> (grad_x, grad_weight, grad_bias)
 
-x is (..., d), weight (v, d), bias (v) or none; row (...) is the class picked of each sample, where it is not the number
-`none`. lse and picked (...) are the logsumexp over the classes of `x @ weight.T + bias` and the logit of the picked
-class, or 0. Logits live for `chunk` samples at a time; the backward makes them again. A gradient that is to be
-differentiated again (create_graph=True) takes all logits at once. Numbers of half precision are widened. What ranks
-that hold some of the classes each do together is the rule's business (`rules/linear_lse.py`).
+x has shape (..., d), weight (v, d) and bias (v,) or None. row (...) is the class picked for each sample; the number
+`none` picks no class. lse (...) is the logsumexp over the classes of `x @ weight.T + bias`, and picked (...) the logit
+of the picked class, or 0. Logits are in memory for `chunk` samples at a time, and the backward computes them again. A
+gradient that is differentiated again (create_graph=True) materialises all logits at once. Half precision is widened to
+float32. The rule in `dtensor.rules.families.linear_lse` combines ranks that hold different classes.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which logits are exponentiated and summed."""
+    """The dtype in which logits are exponentiated and summed: float32 for half precision, else `dtype`."""
     return torch.float32 if dtype in HALF else dtype
 
 
@@ -58,7 +58,7 @@ def linear_lse(x: Any, weight: Any, bias: Any, row: Any, none: int, chunk: int) 
             found = logits.gather(-1, (classes * counts).unsqueeze(-1)).squeeze(-1)
             picked[part] = torch.where(counts, found, torch.zeros_like(found))
     else:
-        picked.new_zeros(1).index_select(0, (row != none).reshape(-1).int())  # refuses to pick what there is none of
+        picked.new_zeros(1).index_select(0, (row != none).reshape(-1).int())  # raises if a class is picked
     return lse.view(row.shape), picked.view(row.shape)
 
 
@@ -114,7 +114,7 @@ def _backward(ctx: Any, grad_lse: Any, grad_picked: Any) -> Any:
 def _recorded(
     grad_lse: Any, grad_picked: Any, x: Any, weight: Any, bias: Any, row: Any, none: Any
 ) -> list[torch.Tensor | None]:
-    """The gradients, to be differentiated again: by operators that have derivatives, on whole logits."""
+    """The gradients, such that they can be differentiated again: by operators with derivatives, on all logits."""
     logits = torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
     left_out = row == none
     found = logits.gather(-1, row.masked_fill(left_out, 0).unsqueeze(-1)).squeeze(-1)

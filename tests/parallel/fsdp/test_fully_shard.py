@@ -508,7 +508,7 @@ def refusals(mesh):
         (
             lambda: fully_shard(nn.Sequential(nn.LayerNorm(2), by_hand(linear, mesh)), mesh),
             MeshError,
-            "not made of axes of one mesh",
+            "not slices of one mesh",
         ),
     ]
 
@@ -577,7 +577,7 @@ def test_what_comes_too_late_for_an_inner_module(rank):
         fully_shard(model[0], mesh, shard_placement_fn=lambda p: Shard(0))
     with pytest.raises(ValueError, match=r"ignored_params \(bias\) comes too late"):
         fully_shard(model[0], mesh, ignored_params=[model[0].bias])
-    with pytest.raises(MeshError, match=r"over .* already, by a call on a module around it; give the same mesh"):
+    with pytest.raises(MeshError, match=r"over .* already, by a call on an enclosing module; pass the same mesh"):
         fully_shard(model[0], other)
 
 
