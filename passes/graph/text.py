@@ -9,7 +9,7 @@ Placeholders keep their names. A symbolic size prints as its expression; a group
 Sizes are local. The placements, where known, follow them, one for each mesh axis: `f32[4,8]{S(0)R}`. If `remark`
 returns text for a node, it follows the node's line:
 
-    %h: f32[8,8]{R} = dtensor.all_gather(%x, 0, 8, tp)  # 128 bytes over tp, S(0)->R, asked for; train.py:12
+    %h: f32[8,8]{R} = dtensor.all_gather(%x, 0, 8, tp)  # 128 bytes over tp, S(0)->R, explicit; train.py:12
 """
 
 from collections.abc import Callable, Mapping
