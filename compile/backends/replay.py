@@ -161,7 +161,7 @@ def _check_bytes(graph: fx.Graph, world: int) -> None:
     total = world * sum([_bytes(x) for node in own for x in ir.tensors(node)])
     if total > MAX_BYTES:
         raise NotReplayed(
-            f"its tensors take {total / 2**30:.1f} GiB on {world} ranks, and at most {MAX_BYTES / 2**30:.0f} may be used"
+            f"its tensors take {total / 2**30:.1f} GiB on {world} ranks; at most {MAX_BYTES / 2**30:.0f} may be used"
         )
 
 
