@@ -1,5 +1,4 @@
-"""torch.compile for DTensor: the `dtensor` backend, the same passes inside plain Inductor, and reports on compiled
-programs.
+"""torch.compile for DTensor: the `dtensor` backend, the passes inside plain Inductor, and reports on compiled programs.
 
 Dynamo -> AOTAutograd -> forward and backward graphs -> `dtensor.passes` -> Inductor, or eager execution of the graph
 """

@@ -1,2 +1,2 @@
-"""From AOTAutograd's graphs to code that runs: the backend, where the passes are installed, and the agreement of the
+"""From AOTAutograd's graphs to code that runs: the backend, the passes in their places, and the agreement of the
 ranks."""

@@ -1,5 +1,4 @@
-"""A summary of a dump in a few lines: how much it communicates, what is most exposed, what requested it, what the
-passes did."""
+"""A summary of a dump: how much it communicates, what is most exposed, what requested it, what the passes did."""
 
 import re
 from collections import Counter

@@ -12,8 +12,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 class AddBeforeReduce:
-    """Rewrites the sum or difference of two all_reduces, or of two reduce_scatters, to one reduction of the sum or
-    difference.
+    """Rewrites the sum or difference of two all_reduces or two reduce_scatters to a single reduction.
 
     Before:
 

@@ -22,8 +22,7 @@ IDEMPOTENT = frozenset(("max", "min", "avg"))
 
 
 class LocalizeReplicated:
-    """Rewrites an all_reduce, reduce_scatter or all_gather of a value that is the same on all ranks of the group to a
-    local computation.
+    """Turns an all_reduce, reduce_scatter or all_gather of a replicated value into a local computation.
 
     Before:
 
@@ -43,10 +42,10 @@ class LocalizeReplicated:
     reduce_scatter a shard of the result. Reductions are rewritten for floating-point values only, and products never. A
     multiple is not rounded as the sum is, hence `reassociates`.
 
-    A value counts as the same on all ranks if it comes from an all_reduce or all_gather over the group, or over a wider
-    group of the same mesh, and only pointwise operators and views of such values lie between. Inputs of the graph never
-    count, nor do results of operators with number arguments that may differ between ranks. The number arguments of an
-    operator called on DTensors are known not to differ.
+    A value counts as replicated over the group if it comes from an all_reduce or all_gather over the group, or over a
+    wider group of the same mesh, and only pointwise operators and views of such values lie between. Inputs of the graph
+    never count, nor do results of operators with number arguments that may differ between ranks. The number arguments
+    of an operator called on DTensors are known not to differ.
     """
 
     name = "localize_replicated"

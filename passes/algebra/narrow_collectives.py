@@ -14,8 +14,7 @@ CASTS = frozenset((ir.aten._to_copy.default, torch.ops.prims.convert_element_typ
 
 
 class NarrowCollectives:
-    """Moves a narrowing cast from after a collective to before it, and a widening cast from before a collective to
-    after it.
+    """Moves a narrowing cast from after a collective to before it, and a widening cast the other way.
 
     Before:
 

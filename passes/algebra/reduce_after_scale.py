@@ -15,8 +15,7 @@ SCALES = frozenset((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.
 
 
 class ReduceAfterScale:
-    """Rewrites k * all_reduce(x) to all_reduce(k * x) and -all_reduce(x) to all_reduce(-x), and likewise for
-    reduce_scatter.
+    """Moves a reduction after the scaling of its result: k * all_reduce(x) becomes all_reduce(k * x).
 
     Before:
 
@@ -32,11 +31,11 @@ class ReduceAfterScale:
         %all_reduce_1: f32[4] = dtensor.all_reduce(%mul, 'sum', tp)
         %add: f32[4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 
-    The pass moves a reduction only towards a term of the same sum with the same kind of reduction, so that
-    `add_before_reduce` can merge the two. It moves them past views as `reduce_after_view` does. The scale must be the
-    same on all ranks of the group: a number given to an operator on DTensors, or a tensor that `localize_replicated`
-    knows to be the same on all ranks (before a reduce_scatter, one without dims). Rounding happens before the sum,
-    hence `reassociates`.
+    Negation counts as scaling, and reduce_scatter moves like all_reduce. The pass moves a reduction only towards a term
+    of the same sum with the same kind of reduction, so that `add_before_reduce` can merge the two. It moves them past
+    views as `reduce_after_view` does. The scale must be the same on all ranks of the group: a number given to an
+    operator on DTensors, or a tensor that `localize_replicated` knows to be the same on all ranks (before a
+    reduce_scatter, one without dims). Rounding happens before the sum, hence `reassociates`.
     """
 
     name = "reduce_after_scale"

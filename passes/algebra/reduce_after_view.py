@@ -21,8 +21,7 @@ PERMUTE = frozenset((aten.t.default, aten.transpose.int, aten.permute.default))
 
 
 class ReduceAfterView:
-    """Rewrites view(all_reduce(x)) to all_reduce(view(x)), and the sum of two equally permuted all_reduces to a
-    permuted sum.
+    """Moves a reduction after views of its result: view(all_reduce(x)) becomes all_reduce(view(x)).
 
     Before:
 

@@ -1,5 +1,4 @@
-"""If a tensor is gathered for one user, a reduction of it that is gathered for another is computed from the gathered
-tensor."""
+"""If a tensor is gathered anyway, a reduction of it that is gathered too is computed from the gathered tensor."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,5 +1,4 @@
-"""A reduction over several axes that is then sharded over some of them scatters over these first, and then reduces a
-shard."""
+"""A reduction over several axes that is then sharded over some of them scatters first, and then reduces a shard."""
 
 from dataclasses import replace
 
@@ -9,8 +8,7 @@ from ..graph import groups, ir
 
 
 class ScatterBeforeReduce:
-    """Rewrites an all_reduce followed by a shard over some of its axes, or by a reduce_scatter over other axes, to a
-    reduce_scatter followed by an all_reduce of the shard.
+    """Rewrites an all_reduce that is then sharded over some of its axes to a reduce_scatter and a smaller all_reduce.
 
     Before:
 
@@ -22,9 +20,9 @@ class ScatterBeforeReduce:
         %reduce_scatter: f32[4,4] = dtensor.reduce_scatter(%x, 'sum', 0, tp)
         %all_reduce: f32[4,4] = dtensor.all_reduce(%reduce_scatter, 'sum', dp)
 
-    A reduce_scatter over tp of an all_reduce over dp becomes the same. The pass fires only if all users of the
-    all_reduce are the same shard, or its only user is the reduce_scatter, and if the groups are known as axes of one
-    mesh.
+    A reduce_scatter over tp of an all_reduce over dp becomes the same: the scatter goes first. The pass fires only if
+    all users of the all_reduce are the same shard, or its only user is the reduce_scatter, and if the groups are known
+    as axes of one mesh.
 
     For an all_reduce followed by a shard, let n be the bytes of the operand, p the number of ranks in the shard's
     group, and r the number along the remaining axes. Each rank sends 2 (1 - 1/pr) n bytes before and (1 - 1/p) n + 2 (1

@@ -25,8 +25,7 @@ REDUCTIONS = frozenset(
 
 
 class Lower:
-    """Replaces each communicating operator whose kernel is the same on every rank by that kernel, traced to a start, a
-    wait and local operators.
+    """Replaces each communicating operator by its traced kernel: a start, a wait and local operators.
 
     Before:
 

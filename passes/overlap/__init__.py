@@ -1,2 +1,1 @@
-"""Passes that decide what is saved for the backward, which collectives travel together, and when they start and are
-waited for."""
+"""What is saved for the backward, which collectives travel together, and when they start and are waited for."""

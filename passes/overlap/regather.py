@@ -45,6 +45,10 @@ class Regather:
     that the program annotates as kept (`dtensor.comm.collectives.KEPT`). But a result of a region that communicates is
     saved if the forward outside of any region reads it, as in eager mode: the partitioner would otherwise repeat the
     region's last collectives for it alone.
+
+    Args:
+        budget: bytes of gathered tensors that may be saved; None saves all but gathers of parameters.
+        held: without a budget, the most gathers of parameters at the end of the forward that are saved.
     """
 
     name = "regather"

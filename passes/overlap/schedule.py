@@ -59,8 +59,11 @@ class Schedule:
     all microbatches counted as one. An all_reduce of a computed tensor counts nothing: its result replaces its operand,
     so that waiting for it frees no memory.
 
-    The order of the starts follows from the graph and from the sizes of their buffers, where shards are uneven from
-    those on the rank with the largest. It is therefore the same on all ranks.
+    The order of the starts follows from the graph and from the sizes of their buffers. Where shards are uneven, the
+    sizes on the rank with the largest shard count. So the order is the same on all ranks.
+
+    Args:
+        ahead: bound on the bytes of the buffers in flight; None for the default.
     """
 
     name = "schedule"

@@ -26,7 +26,7 @@ VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
 
 
 class SplitBatch:
-    """Splits a batch into microbatches, as if sharded over a mesh axis all of whose ranks are this one.
+    """Splits a batch into microbatches, as if it were sharded over a mesh axis whose ranks are all this one.
 
     Before:
 
@@ -72,6 +72,12 @@ class SplitBatch:
 
     After Domino (Wang et al., "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and
     Overlapping", 2024), which does this by hand for one model.
+
+    Args:
+        parts: number of microbatches, at least 1.
+
+    Raises:
+        ValueError: `parts` is not such a number.
     """
 
     name = "split_batch"
