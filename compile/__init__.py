@@ -1,6 +1,6 @@
-"""torch.compile for DTensor: the `dtensor` backend, the passes in plain Inductor, and what was compiled.
+"""torch.compile for DTensor: the `dtensor` backend, the passes inside plain Inductor, and reports on compiled programs.
 
-Dynamo -> AOTAutograd -> forward and backward graph -> `dtensor.passes` -> Inductor, or eager execution of the graph
+Dynamo -> AOTAutograd -> forward and backward graphs -> `dtensor.passes` -> Inductor, or eager execution of the graph
 """
 
 if not __name__.startswith("dtensor."):

@@ -1,7 +1,7 @@
-"""Whether the ranks of a job compile alike: what each of them communicates in its graphs, compared.
+"""Whether the ranks of a job compile matching graphs: compares what each rank communicates in its graphs.
 
-`agreement` compares at run time and ends in an error. Here the graphs of all ranks lie in one process, compiled one
-after the other as each of them (`dtensor.testing.fake_ranks`), and nothing runs.
+`insert_agreement` makes the ranks compare at run time, where a difference is an error. Here one process holds the
+graphs of all ranks, compiled one after the other as each rank in turn (`dtensor.testing.fake_ranks`), and nothing runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,15 @@ from .insert_agreement import Collectives
 
 
 def disagreement(told: Mapping[int, Sequence[Collectives]]) -> str | None:
-    """What is wrong with graphs of which `told` says what each rank communicates in them; None if nothing is.
+    """Describe what is wrong with the communication of the ranks' graphs; None if nothing is.
 
-    Two ranks must run the same collectives in the same order on the groups that they share. Groups that share ranks
-    must come in an order which all of these can keep, or they wait for each other in a circle.
+    Two ranks must run the same collectives in the same order on the groups that they share. The order in which groups
+    that share ranks are used must be one that all of their ranks can keep; otherwise the ranks wait for each other in a
+    cycle.
 
     Args:
-        told: rank -> its graphs in the order in which they were compiled, as `insert_agreement.overheard` gives them.
+        told: rank -> what its graphs communicate, in the order in which they were compiled, as
+            `insert_agreement.overheard` gives it.
     """
     counts = {rank: len(graphs) for rank, graphs in told.items()}
     if len(set(counts.values())) > 1:
@@ -41,7 +43,7 @@ def _differing(graphs: Mapping[int, Collectives]) -> str | None:
 
 
 def _circular(graphs: Mapping[int, Collectives]) -> str | None:
-    """Run all ranks in step; where none can go on, what each of them waits for."""
+    """Run all ranks in lockstep. Where none can continue, describe what each of them waits for."""
     at = dict.fromkeys(graphs, 0)
     moved = True
     while moved:
@@ -57,7 +59,7 @@ def _circular(graphs: Mapping[int, Collectives]) -> str | None:
     if not waiting:
         return None
     lines = [f"  rank {rank}: {what} with ranks {list(ranks)}" for rank, (ranks, what) in sorted(waiting.items())]
-    return "\n".join(["the ranks wait for each other in a circle:", *lines])
+    return "\n".join(["the ranks wait for each other in a cycle:", *lines])
 
 
 __all__ = ["disagreement"]

@@ -1,8 +1,8 @@
-"""Pinning: the order that `schedule` gave to collectives and computations stays so in Inductor.
+"""Pinning: keeps the order that `schedule` gave to collectives and computations when Inductor compiles the graph.
 
-Inductor reorders what does not depend on each other, to hold less memory, and so waits for a collective right after it
-was started. What takes long and runs in a library's kernel, fused with nothing, holds the places: such calls between a
-start and its wait depend on the start, and the wait on the last of them.
+Inductor reorders independent nodes to hold less memory, and so waits for a collective right after its start.
+Long-running calls of library kernels, which Inductor does not fuse, anchor the order: the calls between a start and its
+wait are made to depend on the start, and the wait on the last of them.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ LONG = frozenset(
 
 
 def pin(graph: fx.Graph) -> int:
-    """Pin the starts and waits between which something long is computed; the number of pairs that were."""
+    """Pin the starts and waits that have a long computation in between; return the number of pairs."""
     nodes = list(graph.nodes)
     place = {node: k for k, node in enumerate(nodes)}
     later: dict[fx.Node, list[fx.Node]] = {}

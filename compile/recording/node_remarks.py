@@ -1,8 +1,8 @@
-"""What is remarked on a node behind its line of text: of a collective its bytes, axis and placements, and whose it is.
+"""The remark behind a node's line of text: for a collective its bytes, axis and placements, and what requested it.
 
-    4,096 bytes over tp, P->R, asked for; train.py:12 in layers.0.wo
+    4,096 bytes over tp, P->R, explicit; train.py:12 in layers.0.wo
 
-Of other nodes the line of the user's code.
+For other nodes, the line of the user's code.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from ..estimates.traffic import Sent, sent
 
 
 def remark(node: fx.Node, labels: Mapping[str, str]) -> str:
-    """The words; "" if nothing is known. `labels` maps the names of process groups to those of axes."""
+    """Return the remark; "" if nothing is known. `labels` maps the names of process groups to those of axes."""
     if node.op in ("placeholder", "output", "get_attr"):
         return ""
     where, found = place(node), sent(node)
@@ -24,14 +24,15 @@ def remark(node: fx.Node, labels: Mapping[str, str]) -> str:
 
 
 def place(node: fx.Node) -> str:
-    """`train.py:12 in layers.0.wo`, as far as it is known."""
+    """Return `train.py:12 in layers.0.wo`, as far as it is known."""
     found, path = source(node), module(node)
     return " in ".join(filter(None, [str(found) if found else "", path]))
 
 
 def asked(node: fx.Node) -> str:
-    """Whether the program asked for a collective in so many words ("explicit"), or some operator needed its operand
-    elsewhere ("implicit"). Of what is not traced from our DTensors, the call in Dynamo's graph tells."""
+    """Whether the program requested a collective itself ("explicit") or an operator needed its operand in another
+    layout ("implicit"). For nodes not traced from DTensors of this library, the call in Dynamo's graph decides;
+    "unknown" without one."""
     if MOVE in node.meta:
         return "explicit" if node.meta[MOVE].asked else "implicit"
     calls = node.meta.get("source_fn_stack") or node.meta.get("fwd_source_fn_stack") or ()
@@ -52,7 +53,7 @@ EXPLICIT = (
     "wait_tensor",
     "broadcast",
 )
-"""Parts of the names of calls by which a program asks for communication."""
+"""Parts of the names of calls by which a program requests communication."""
 
 
 def _said(node: fx.Node, found: Sent, labels: Mapping[str, str]) -> str:

@@ -1,10 +1,10 @@
-"""Watching torch.compile, whoever calls it with whatever backend: what `with dtensor.compile.dump(folder)` does.
+"""Watches torch.compile, with any backend and any caller: the implementation of `with dtensor.compile.dump(folder)`.
 
     Dynamo       -> its graph, guards, graph breaks, reasons for recompilation, bytecode
-    AOTAutograd  -> the joint graph, forward and backward as they come to the inner compiler, and as that leaves them
+    AOTAutograd  -> the joint graph; forward and backward before and after the inner compiler
 
-Graphs are seen on their way. The rest are the records that torch writes for TORCH_TRACE, and Dynamo's hook for
-bytecode. Inside, nothing is taken from the caches of compiled code nor put there, and no graph is changed.
+Graphs are observed as they pass by. The rest comes from the records that torch writes for TORCH_TRACE, and from
+Dynamo's bytecode hook. Inside, nothing is taken from or added to the caches of compiled code, and no graph is changed.
 """
 
 import json
@@ -34,10 +34,16 @@ from .node_remarks import place, remark
 
 @contextmanager
 def dump(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write down all that is compiled inside (see `dtensor.compile.recording.folder`), and give the folder's path.
+    """Write everything that is compiled inside the context to `folder` (see `dtensor.compile.recording.folder`).
 
-    Compiled code stays as it is, in memory and in caches. Backwards that are compiled only when they run are written
-    if they run inside.
+    Code that was compiled before stays as it is, in memory and in caches. Backwards that are compiled only when they
+    first run are written if they run inside.
+
+    Args:
+        folder: path of the folder.
+
+    Returns:
+        A context manager that gives the absolute path of the folder.
     """
     root = Path(os.path.abspath(os.fspath(folder)))
     with ExitStack() as stack:
@@ -50,7 +56,7 @@ def dump(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def dumped(gm: fx.GraphModule, folder: str) -> Iterator[None]:
-    """Write down what is compiled inside of one frame, whose graph is `gm`; what the option `dump` asks for."""
+    """Write what is compiled inside the context for one frame, whose graph is `gm`; implements the option `dump`."""
     frame = current_frame()
     frame.roots.append(Path(folder))
     _keep_listening()
@@ -60,9 +66,10 @@ def dumped(gm: fx.GraphModule, folder: str) -> Iterator[None]:
 
 
 def stage_written(frame: Frame, direction: str, *, resumed: bool = False) -> Callable[[int, str, fx.Graph], None]:
-    """What `passes.run(observe=...)` calls: follows the collectives of a graph, and writes its stages down.
+    """Return the observer for `passes.run(observe=...)`, which follows the collectives of a graph and writes its
+    stages.
 
-    `resumed`: after those that were written before.
+    `resumed`: continue after the stages that were written before.
     """
     follow, names = Follower(frame, direction), labels()
     written = len(frame.story(direction).stages) if resumed else 0
@@ -80,12 +87,12 @@ def stage_written(frame: Frame, direction: str, *, resumed: bool = False) -> Cal
 
 
 def readable(graph: fx.Graph, names: dict[str, str]) -> str:
-    """The text of a graph, with remarks."""
+    """Return the text of a graph, with remarks."""
     return text(graph, names, lambda node: remark(node, names))
 
 
 def finished(frame: Frame, direction: str, graph: fx.Graph) -> None:
-    """Take down what a graph communicates as it is going to run, and write the manifest."""
+    """Record what a graph communicates as it is going to run, and write the manifest."""
     with known(mesh_groups()):
         frame.finish(direction, graph)
     write_manifest(frame)
@@ -93,7 +100,7 @@ def finished(frame: Frame, direction: str, graph: fx.Graph) -> None:
 
 
 def dynamo_graph(gm: fx.GraphModule) -> None:
-    """Write down Dynamo's graph, and why it ends where it does."""
+    """Write Dynamo's graph, and why the frame was recompiled."""
     frame = current_frame()
     frame.identify(gm.graph)
     if is_wanted(frame):
@@ -103,7 +110,8 @@ def dynamo_graph(gm: fx.GraphModule) -> None:
 
 
 def _watched(direction: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which AOTAutograd calls with the graph of that direction; looks at the graph before and after."""
+    """Wrap `function`, which AOTAutograd calls with the graph of that direction, to observe the graph before and
+    after."""
 
     @wraps(function)
     def call(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +143,7 @@ _forever = ExitStack()
 
 @cache
 def _keep_listening() -> None:
-    """Listen until the process ends: guards and bytecode of a frame come when its backend is done."""
+    """Listen until the process ends: guards and bytecode of a frame arrive only after its backend has finished."""
     _forever.enter_context(_listening())
 
 
@@ -146,7 +154,7 @@ def _bytecode(before: Any, after: Any) -> None:
 
 
 class _Records(logging.Handler):
-    """Writes what torch records of a frame: guards, graph breaks, why it was compiled again."""
+    """Writes what torch records of a frame: guards, graph breaks, reasons for a recompilation."""
 
     def emit(self, record: logging.LogRecord) -> None:
         found: dict[str, Any] = getattr(record, "metadata", {})
@@ -180,6 +188,6 @@ READERS: dict[str, Callable[[Frame, Any], None]] = {
     "dynamo_graph_break_reason": _graph_break,
     "recompile_reasons": _recompiled,
 }
-"""Record of torch -> what writes it down."""
+"""Name of a torch record -> the function that handles it."""
 
 __all__ = ["dump", "dynamo_graph", "finished", "stage_written"]

@@ -1,11 +1,12 @@
-"""The lock of a program's communication: what `dtensor check` compares a dump with.
+"""The lock of a program's communication, with which `dtensor check` compares a dump.
 
-A text file with one line for each kind of collective, how often the program sends it, for a human to read in review:
+The lock is a text file for review by people. It has one line for each kind of collective, with how often the program
+sends it:
 
     2 x forward all_reduce sum over tp, float32 [[8, 64, 64]], 16,384 bytes, implicit P->R in layers.0.attention.wo
 
-No line numbers, and no estimates: what moves in a file, or is calibrated anew, breaks no lock. Frames are not told
-apart, nor are ranks: all ranks of a program run one sequence, and the lock holds that of the first.
+It holds no line numbers and no estimates, so that code that moves and new calibrations do not break it. Frames are not
+distinguished, nor are ranks: all ranks of a program run the same sequence, and the lock holds that of the first.
 """
 
 import re
@@ -22,14 +23,19 @@ LINE = re.compile(r"(\d+) x (.+)")
 
 @dataclass(frozen=True)
 class Checked:
-    """What differs: lines that are new or come more often than in the lock, with places; and those that are gone."""
+    """The differences between a dump and a lock.
+
+    Attributes:
+        added: lines that are new or occur more often than in the lock, with their places in the code.
+        gone: lines that occur less often than in the lock.
+    """
 
     added: tuple[str, ...]
     gone: tuple[str, ...]
 
 
 def line(c: dict[str, Any]) -> str:
-    """A collective of a manifest as the lock names it."""
+    """Return the line of the lock for a collective of a manifest."""
     reduced = f" {c['reduce_op']}" if c["reduce_op"] else ""
     move = f" {c['move']}" if c["move"] else ""
     module = f" in {c['module']}" if c["module"] else ""
@@ -40,7 +46,7 @@ def line(c: dict[str, Any]) -> str:
 
 
 def locked(root: Path) -> str:
-    """The content of the lock of a dump.
+    """Return the lock for a dump.
 
     Raises:
         ValueError: there is no dump.
@@ -53,7 +59,7 @@ def check(lock: Path, root: Path) -> Checked:
     """Compare a dump with a lock.
 
     Raises:
-        ValueError: there is no dump, or the file is no lock.
+        ValueError: there is no dump, or the file is not a lock.
         OSError: the lock cannot be read.
     """
     known, found = _read(lock), _first(root)
@@ -80,12 +86,12 @@ def _first(root: Path) -> list[dict[str, Any]]:
 def _read(lock: Path) -> Counter[str]:
     lines = lock.read_text(encoding="utf-8").splitlines()
     if lines[:1] != [HEAD]:
-        raise ValueError(f"{lock} is no lock of communication; write one with `dtensor check {lock} SCRIPT --write`")
+        raise ValueError(f"{lock} is not a communication lock; write one with `dtensor check --write {lock} SCRIPT`")
     counts = Counter[str]()
     for text in filter(None, lines[1:]):
         m = LINE.fullmatch(text)
         if m is None:
-            raise ValueError(f"{lock} is damaged at {text!r}; write it anew with `dtensor check --write`")
+            raise ValueError(f"{lock} is damaged at {text!r}; rewrite it with `dtensor check --write`")
         counts[m[2]] += int(m[1])
     return counts
 

@@ -12,12 +12,12 @@ def verify(
     share: tuple[int, int] = (0, 1),
     shown: Callable[[list[Part]], Iterable[Part]] = iter,
 ) -> str:
-    """What is wrong with a checkpoint, "" if nothing is: every byte is read.
+    """Read every byte of a checkpoint and describe what is wrong with it; "" if nothing is.
 
     Args:
-        folder: the checkpoint's.
-        share: (k, n) reads the k-th of n shares of the parts.
-        shown: goes through the parts one by one, and may show how far it is.
+        folder: the folder of the checkpoint.
+        share: (k, n) reads only the k-th of n shares of the parts, counted from 0.
+        shown: iterates over the list of parts, and may show progress.
     """
     k, n = share
     try:

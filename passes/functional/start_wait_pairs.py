@@ -1,4 +1,4 @@
-"""Reading start/wait pairs of functional collectives: what is sent, over which group, and where it is waited for."""
+"""Reads start/wait pairs of functional collectives: what is sent, over which group, and where it is waited for."""
 
 from dataclasses import dataclass
 from operator import floordiv, getitem, mul
@@ -15,9 +15,16 @@ from . import glue
 
 @dataclass(frozen=True)
 class Pair:
-    """One tensor `x` sent by `start`; `started` is the start, or the item of a coalesced one, that `wait` waits for.
+    """One tensor `x` sent by `start`.
 
-    `given` are the arguments between tensor and group; `n` is the number of ranks in the group.
+    Attributes:
+        start: the start, plain or coalesced.
+        x: the tensor that is sent.
+        started: what `wait` waits for: the start itself, or one item of a coalesced start.
+        wait: the wait.
+        given: the arguments between tensor and group.
+        group: name of the process group.
+        n: number of ranks in the group.
     """
 
     start: fx.Node
@@ -30,9 +37,11 @@ class Pair:
 
 
 def pairs(start: fx.Node) -> list[Pair]:
-    """All that `start` starts, provided each is waited for once and at once: nothing that takes time lies before.
+    """Return the pairs of `start`, if each tensor is waited for exactly once and immediately, with no computation in
+    between.
 
-    Empty if that is not so, and where the group is no name: where one rank compiles for all, it is an input.
+    Otherwise the list is empty. It is also empty if the group is not a name: where one rank compiles for all, the group
+    is an input of the graph.
     """
     sent: Any = start.args[0]
     *given, group = start.args[1:]
@@ -55,7 +64,7 @@ def _started(start: fx.Node, sent: Any) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _at_once(start: fx.Node, wait: fx.Node) -> bool:
-    """Whether no write, and nothing that computes a tensor, lies between a start and its wait."""
+    """Whether no write, and nothing that computes a tensor, stands between a start and its wait."""
     node = start.next
     while node is not wait:
         computes = isinstance(ir.value(node), (torch.Tensor, tuple, list)) and not ir.aliases(node)
@@ -66,11 +75,12 @@ def _at_once(start: fx.Node, wait: fx.Node) -> bool:
 
 
 ROWS: dict[str, Any] = {"all_gather": mul, "reduce_scatter": floordiv}
-"""Collective -> how the number of rows that arrive follows from the number that is sent, and that of ranks."""
+"""Collective -> the function that gives the number of rows received, from the number of rows sent and the number of
+ranks."""
 
 
 def tell_sizes(pair: Pair) -> None:
-    """Answer what asks for a size of what arrives by sizes of what is sent."""
+    """Replace queries for sizes of the received tensor by expressions on sizes of the sent tensor."""
     rows = ROWS.get(ir.STARTS[pair.start.target])
     for node in (pair.started, pair.wait):
         for ask in [user for user in node.users if user.target is glue.SIZE]:

@@ -1,7 +1,7 @@
-"""The order of a graph: what has to come before what, and giving the nodes another order.
+"""The order of a graph: which nodes must come before which, and how to reorder them.
 
-Beside data there are effects: what draws random numbers keeps its order, so does whatever else is not pure, and who
-reads memory stays on its side of whoever writes to it.
+Apart from data dependencies there are effects. Random draws keep their order, and so do other nodes that are not pure.
+A node that reads memory stays before or after each node that writes to it, as it was.
 """
 
 import heapq
@@ -18,11 +18,11 @@ from . import ir
 aten: Any = ir.aten
 
 Before = dict[fx.Node, list[fx.Node]]
-"""Node -> the nodes that must come before it; data and effects, direct ones only."""
+"""Node -> the nodes that must come directly before it, for their data or their effects."""
 
 
 def dependencies(graph: fx.Graph) -> Before:
-    """For each node what must come before it, in a graph whose order is valid."""
+    """Return the direct dependencies of each node of a graph whose order is valid."""
     found: Before = {}
     roots: dict[fx.Node, frozenset[fx.Node]] = {}
     readers: dict[fx.Node, list[fx.Node]] = {}
@@ -39,7 +39,7 @@ def dependencies(graph: fx.Graph) -> Before:
         for root in memory - targets:
             readers.setdefault(root, []).append(node)
         if is_effect(node):
-            # What is drawn has an order of its own: a rank whose shard is empty draws nothing.
+            # Draws are ordered separately from other effects: a rank whose shard is empty draws nothing.
             kind = ir.draws(node)
             before += [effects[kind]] if kind in effects else []
             effects[kind] = node
@@ -49,12 +49,13 @@ def dependencies(graph: fx.Graph) -> Before:
 
 
 def is_effect(node: fx.Node) -> bool:
-    """Whether `node` does more than compute its result: writes, draws random numbers, talks to the outside."""
+    """Whether `node` does more than compute its result: it writes, draws random numbers, or has some other side
+    effect."""
     return node.op == "call_function" and not ir.is_pure(node)
 
 
 def _targets(node: fx.Node) -> list[fx.Node]:
-    """The arguments that `node` writes to, as far as its schema tells."""
+    """Return the arguments that `node` writes to, according to its schema."""
     if not isinstance(node.target, OpOverload) or not ir.mutates(node):
         return []
     arguments = ir.schema(node.target).arguments
@@ -67,17 +68,17 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 
 
 def rearrange(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    """Give all nodes of `graph` this order."""
+    """Put all nodes of `graph` in the given order."""
     nodes = list(order)
-    assert len(nodes) == len(graph.nodes), "an order names each node once"
+    assert len(nodes) == len(graph.nodes), "an order contains each node once"
     for node in nodes:
         nodes[-1].prepend(node) if node is not nodes[-1] else None
 
 
 def sort(graph: fx.Graph, before: Before) -> None:
-    """Put every node after those that `before` says, and otherwise leave the order as it is.
+    """Move every node after its dependencies in `before`, and otherwise keep the order.
 
-    Nodes that `before` does not know come after what they read.
+    Nodes that `before` does not contain come after their inputs.
     """
     place = {node: k for k, node in enumerate(graph.nodes)}
     missing, after = dict[fx.Node, int](), dict[fx.Node, list[fx.Node]]()
@@ -96,13 +97,13 @@ def sort(graph: fx.Graph, before: Before) -> None:
             missing[user] -= 1
             if missing[user] == 0:
                 heapq.heappush(ready, (place[user], user))
-    assert len(order) == len(place), "what must come before what is a circle"
+    assert len(order) == len(place), "the dependencies have a cycle"
     rearrange(graph, order)
 
 
 def floats(node: fx.Node) -> bool:
-    """Whether `node` goes where the computations around it want it: collectives, what carries, scales or adds up what
-    they send."""
+    """Whether the position of `node` follows from the computations around it: collectives, and the nodes that move,
+    scale or add up the data that collectives send."""
     if node.op != "call_function":
         return node.op in ("placeholder", "get_attr")
     if node.target in ir.STARTS or node.target in (ir.WAIT, ir.WAIT_FOR_ALL):
@@ -114,7 +115,7 @@ def floats(node: fx.Node) -> bool:
 
 
 def floating(nodes: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """Those of `nodes` that float."""
+    """Return those of `nodes` that float."""
     return frozenset([node for node in nodes if floats(node)])
 
 
@@ -130,9 +131,10 @@ CARRIERS = frozenset(
         torch.ops.prims.convert_element_type.default,
     )
 )
-"""Beside views, what carries elements to and from a collective, and computes nothing."""
+"""Operators, apart from views, that move elements to and from a collective and compute nothing."""
 
 SCALES = frozenset((aten.div.Tensor, aten.mul.Tensor, aten.div.Scalar, aten.mul.Scalar, aten.neg.default))
-"""What scales one tensor by a number: what an average is made of, and fused with whatever reads it."""
+"""Operators that scale one tensor by a number, as an average does; they are fused with the nodes that read the
+result."""
 
 __all__ = ["CARRIERS", "SCALES", "Before", "dependencies", "floating", "floats", "is_effect", "rearrange", "sort"]

@@ -132,7 +132,7 @@ def test_an_input_that_does_not_verify_is_said_and_compiled(mesh):
     gm = make_fx(lambda t: torch.ops.dtensor.all_reduce(t, "sum", group) + 1, tracing_mode="fake")(x)
     (added,) = [n for n in gm.graph.nodes if n.target is torch.ops.aten.add.Tensor]
     del added.meta["val"]
-    unknown = r"the forward graph does not verify as it came.*has no meta\['val'\]"
+    unknown = r"the forward graph is invalid before any pass.*has no meta\['val'\]"
     with pytest.warns(UserWarning, match=unknown), statistics() as s:
         run_passes.optimise(gm.graph, Options())
     assert [c.op for c in s.forward] == ["all_reduce"]

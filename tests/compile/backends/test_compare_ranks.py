@@ -157,6 +157,6 @@ def test_groups_that_wait_for_each_other_are_found():
         told[rank] = [[(by[rank], "all_reduce sum of float32[4]"), (then[rank], "all_reduce sum of float32[4]")]]
     text = disagreement(told)
     assert text is not None
-    assert "wait for each other in a circle" in text
+    assert "wait for each other in a cycle" in text
     assert "rank 3: all_reduce sum of float32[4] with ranks [2, 3]" in text
     assert disagreement({r: [sorted(graphs[0], key=lambda c: c[0] != rows[r])] for r, graphs in told.items()}) is None

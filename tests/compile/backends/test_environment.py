@@ -79,7 +79,7 @@ BAD = {
         "1GB",
         "the environment variable DTENSOR_MEMORY_BUDGET is '1GB'; write a number of bytes",
     ),
-    "DTENSOR_SPLIT_BATCH": ("0", "the environment variable DTENSOR_SPLIT_BATCH is a number of parts, got 0; write 1"),
+    "DTENSOR_SPLIT_BATCH": ("0", "the environment variable DTENSOR_SPLIT_BATCH is a number of microbatches, got 0"),
     "DTENSOR_DUMP": (__file__, "the environment variable DTENSOR_DUMP is the path of a folder, but .* is a file"),
 }
 
