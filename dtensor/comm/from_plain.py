@@ -114,7 +114,7 @@ def check_replicas(
             f"from_local: shape and dtype differ between the ranks of the mesh: {ranks}; "
             "pass the global shape and stride for uneven shards"
         )
-    local = local if local.requires_grad else local.clone()
+    local = local.clone()  # the caller's stays as it is; gradients reach it
     for axis, p in enumerate(placements):
         if p.is_replicate():
             local = local.contiguous()

@@ -68,8 +68,7 @@ def export(
     if writer is not None:
         writer.write(header)
     for x in state.values():
-        kept: Any = x.detach()
-        whole = kept.full_tensor() if isinstance(x, DTensor) else kept
+        whole = _whole(x)
         if writer is not None:
             writer.write(raw_bytes(whole))
     said = [None if writer is None else writer.close()]
@@ -77,6 +76,24 @@ def export(
         dist.broadcast_object_list(said, src=0)
     if said[0] is not None:
         raise CheckpointError(f"{path} could not be written: {said[0]}")
+
+
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """The full tensor, on rank 0 too, where that is not on the tensor's mesh."""
+    kept: Any = x.detach()
+    if not isinstance(x, DTensor):
+        return kept
+    whole = kept.full_tensor()
+    ranks = x.device_mesh.mesh.flatten().tolist()
+    if 0 in ranks:
+        return whole
+    first = min(ranks)
+    if dist.get_rank() == first:
+        dist.send(whole.contiguous(), 0)
+    elif dist.get_rank() == 0:
+        whole = torch.empty(x.shape, dtype=x.dtype, device=whole.device)
+        dist.recv(whole, first)
+    return whole
 
 
 class _Writer:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor import CheckpointError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
 from dtensor.state.safetensors import DTYPES, export, load
@@ -41,6 +42,16 @@ def test_written_and_read_on_another_mesh(rank, tmp_path):
         assert torch.equal(state[name].full_tensor(), value), name
     assert torch.equal(state["plain"], torch.ones(2, dtype=torch.float64))
     assert not path.with_name("model.safetensors.partial").exists()
+
+
+@with_ranks(3)
+def test_tensors_on_a_mesh_without_the_first_rank(rank, tmp_path):
+    """Which writes the file; it was written without them."""
+    mesh = DeviceMesh("cpu", [1, 2])
+    export({"w": distribute_tensor(FULL["w"], mesh, [Shard(0)]), "plain": torch.ones(2)}, tmp_path / "w.safetensors")
+    state = {"w": torch.zeros(7, 5), "plain": torch.zeros(2)}
+    assert load(state, tmp_path / "w.safetensors") == []
+    assert torch.equal(state["w"], FULL["w"]) and torch.equal(state["plain"], torch.ones(2))
 
 
 def test_it_is_the_format_of_the_library(tmp_path):
