@@ -51,7 +51,8 @@ def test_tensors_on_a_mesh_without_the_first_rank(rank, tmp_path):
     export({"w": distribute_tensor(FULL["w"], mesh, [Shard(0)]), "plain": torch.ones(2)}, tmp_path / "w.safetensors")
     state = {"w": torch.zeros(7, 5), "plain": torch.zeros(2)}
     assert load(state, tmp_path / "w.safetensors") == []
-    assert torch.equal(state["w"], FULL["w"]) and torch.equal(state["plain"], torch.ones(2))
+    assert torch.equal(state["w"], FULL["w"])
+    assert torch.equal(state["plain"], torch.ones(2))
 
 
 def test_it_is_the_format_of_the_library(tmp_path):
