@@ -167,7 +167,7 @@ def test_three_times(rank):
 def test_the_class_does_not_cut_a_graph(fake_mesh):
     mesh = fake_mesh(2)
     x = torch.ones(4, requires_grad=True)
-    with pytest.raises(ShardingError, match=r"shape \[4\]\) would be cut off .*write DTensor.from_local"):
+    with pytest.raises(ShardingError, match=r"shape \[4\]\) would detach .*write DTensor.from_local"):
         DTensor(x * 2, mesh, [Shard(0)], (8,), (1,))
     assert DTensor(x.detach(), mesh, [Shard(0)], (8,), (1,)).shape == (8,)
 

@@ -274,7 +274,7 @@ def test_lock(mesh, tmp_path):
     assert "test_manifest.py" in added
     assert added.endswith("return x.redistribute(placements=[R]) * 2")
     path.write_text("something else")
-    with pytest.raises(ValueError, match="is no lock of communication; write one with `dtensor check"):
+    with pytest.raises(ValueError, match="is not a communication lock; write one with `dtensor check"):
         lockfile.check(path, tmp_path / "b")
     with pytest.raises(ValueError, match="holds no dump; write one with `dtensor inspect SCRIPT`"):
         lockfile.locked(tmp_path / "c")
