@@ -66,7 +66,7 @@ class Side:
     words: str
 
 
-HALVES = "dtensor in halves"
+HALVES = "dtensor in microbatches"
 
 SIDES: dict[str, Side] = {
     "dtensor": Side("dtensor", lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True), 'backend="dtensor"'),

@@ -38,7 +38,7 @@ WARM_UP = 3
 """Steps of each side before the first block; the first compiles."""
 
 IN_HALVES = ("tp", "sp")
-"""Plans by which what is computed on communicates: others have nothing that a batch in halves would hide."""
+"""Plans by which what is computed on communicates: others have nothing that a batch in microbatches would hide."""
 
 TOLERANCE = 1e-3
 """How far the losses of two sides may lie apart, relatively."""
