@@ -91,7 +91,9 @@ def _same_as(x: fx.Node) -> fx.Node:
 def _gathers(wide: fx.Node, reduced: _Reduced, narrow: fx.Node) -> bool:
     """Whether `wide` gathers the operand of the reduction as `narrow` gathers the result."""
     c, d = ir.collective(wide), ir.collective(narrow)
-    if c is None or d is None or _same_as(c.x) is not reduced.x or not ir.same_phase(wide, narrow):
+    assert c is not None
+    assert d is not None
+    if _same_as(c.x) is not reduced.x or not ir.same_phase(wide, narrow):
         return False
     alike = (c.gather_dim, c.group) == (reduced.gather_dim, d.group)
     return alike and not ir.is_written(reduced.x) and not ir.is_written(wide)

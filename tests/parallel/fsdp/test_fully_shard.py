@@ -496,10 +496,14 @@ def refusals(mesh):
         (lambda: fully_shard(linear, mesh, mp_policy=torch.bfloat16), TypeError, "mp_policy is a MixedPrecisionPolicy"),
         (lambda: fully_shard(linear, mesh, activations="batch"), ValueError, "'local' or 'global'; got 'batch'"),
         (lambda: fully_shard(linear, mesh, shard_placement_fn=lambda p: Shard(2)), PlacementError, r"Shard\(2\) does"),
-        (lambda: fully_shard(linear, mesh, shard_placement_fn=lambda p: Replicate()), TypeError, r"must return Shard\(dim\)"),
+        (
+            lambda: fully_shard(linear, mesh, shard_placement_fn=lambda p: Replicate()),
+            TypeError,
+            r"return Shard\(dim\)",
+        ),
         (lambda: fully_shard(nn.LazyLinear(2), mesh), ValueError, "weight has no shape yet"),
         (lambda: MixedPrecisionPolicy("bf16"), TypeError, "param_dtype is a torch.dtype or None; got 'bf16'"),
-        (lambda: MixedPrecisionPolicy(reduce_dtype=torch.int8), ValueError, "reduce_dtype must be a floating point dtype"),
+        (lambda: MixedPrecisionPolicy(reduce_dtype=torch.int8), ValueError, "must be a floating point dtype"),
         (
             lambda: fully_shard(nn.Sequential(torch.jit.script(linear)), mesh),
             TypeError,
