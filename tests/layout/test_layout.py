@@ -117,3 +117,22 @@ def test_torch_placements_are_accepted():
 
     given = [theirs.Shard(-1), theirs.Replicate(), theirs.Partial("avg")]
     assert as_placements(given, 3, 2) == (Shard(1), Replicate(), Partial("avg"))
+
+
+def test_kinds_of_placements():
+    assert Shard(1).is_shard()
+    assert Shard(1).is_shard(1)
+    assert not Shard(1).is_shard(0)
+    assert not Replicate().is_shard()
+    assert Partial().is_partial()
+    assert not Shard(0).is_partial()
+    assert Replicate().is_replicate()
+    assert not Partial().is_replicate()
+
+
+def test_layouts_are_equal_only_to_themselves():
+    """They are interned, so the same text gives the same object."""
+    one = Layout.parse("S(0)R", 2)
+    assert one == Layout.parse("S(0)R", 2)
+    assert one != Layout.parse("RS(0)", 2)
+    assert one != "S(0)R"
