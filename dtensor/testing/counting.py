@@ -6,6 +6,7 @@ reports the same.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from ..layout.cost import wire_bytes
 from ..mesh.groups import group_size
 from ..tensor.tensor import DTensor
-from ..torch_private.core import TorchDispatchMode
+from ..torch_private.core import OpOverload, TorchDispatchMode
 
 OPERATORS = {
     "dtensor::all_gather": "all_gather",
@@ -87,7 +88,9 @@ class CountCollectives(TorchDispatchMode):
         counts = Counter(c.op for c in self.collectives)
         return {_operator(op): n for op, n in counts.items()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor then dispatches, and its local operators come back here
         op = OPERATORS.get(func.name().split(".")[0])

@@ -1,9 +1,10 @@
 """`DebugMode`: torch's debug mode, extended to show operators on DTensors."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..tensor.tensor import DTensor
-from ..torch_private.core import DebugOpCall, TorchDebugMode, tensor_debug_string, tree_map
+from ..torch_private.core import DebugOpCall, OpOverload, TorchDebugMode, tensor_debug_string, tree_map
 
 
 class DebugMode(TorchDebugMode):
@@ -15,7 +16,9 @@ class DebugMode(TorchDebugMode):
     local tensors.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             self._record_call(DebugOpCall(func, args, kwargs or {}, self.call_depth, stack=self.record_stack_trace))
             return NotImplemented  # DTensor then dispatches, and its local operators come back here

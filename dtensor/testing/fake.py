@@ -4,6 +4,7 @@ This gives graphs, plans and sharding rules for any mesh without starting the ot
 """
 
 import contextlib
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -11,7 +12,7 @@ from ..torch_private.core import fake_store
 
 
 @contextlib.contextmanager
-def fake_ranks(world_size: int, rank: int = 0):
+def fake_ranks(world_size: int, rank: int = 0) -> Iterator[None]:
     """Context manager with a default process group of `world_size` ranks, of which only this process exists.
 
     Collectives return at once, with this rank's own data or zeros in place of the data of other ranks. Shapes,

@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float = 1e-6):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
@@ -44,9 +44,9 @@ class MLPModule(nn.Module):
     def __init__(self, device: torch.device | str | None, bias: bool = True):
         super().__init__()
         torch.manual_seed(5)
-        self.net1 = nn.Linear(10, 16, bias=bias, device=device)
-        self.relu = nn.ReLU()
-        self.net2 = nn.Linear(16, 10, bias=bias, device=device)
+        self.net1: nn.Linear = nn.Linear(10, 16, bias=bias, device=device)
+        self.relu: nn.ReLU = nn.ReLU()
+        self.net2: nn.Linear = nn.Linear(16, 10, bias=bias, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net2(self.relu(self.net1(x)))
@@ -61,7 +61,7 @@ class MLPStacked(nn.Module):
 
     def __init__(self, device: torch.device | str | None, n_layers: int = 2):
         super().__init__()
-        self.layers = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
+        self.layers: nn.ModuleList = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -103,15 +103,15 @@ class Attention(nn.Module):
         super().__init__()
         if args.dim % args.n_heads:
             raise ValueError(f"dim must be a multiple of n_heads; got dim={args.dim}, n_heads={args.n_heads}")
-        self.n_heads = args.n_heads
-        self.head_dim = args.dim // args.n_heads
-        self.dropout_p = args.dropout_p
-        self.use_attn_mask = args.use_attn_mask
-        self.resid_dropout = nn.Dropout(args.dropout_p)
-        self.wq = nn.Linear(args.dim, args.dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.dim, bias=False)
-        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+        self.n_heads: int = args.n_heads
+        self.head_dim: int = args.dim // args.n_heads
+        self.dropout_p: float = args.dropout_p
+        self.use_attn_mask: bool = args.use_attn_mask
+        self.resid_dropout: nn.Dropout = nn.Dropout(args.dropout_p)
+        self.wq: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wk: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wv: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wo: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
 
     def _heads(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
         """(batch, seq, dim) -> (batch, heads, seq, head_dim)"""
@@ -134,10 +134,10 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, dropout_p: float):
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim)
-        self.gelu = nn.GELU()
-        self.w2 = nn.Linear(hidden_dim, dim)
-        self.resid_dropout = nn.Dropout(dropout_p)
+        self.w1: nn.Linear = nn.Linear(dim, hidden_dim)
+        self.gelu: nn.GELU = nn.GELU()
+        self.w2: nn.Linear = nn.Linear(hidden_dim, dim)
+        self.resid_dropout: nn.Dropout = nn.Dropout(dropout_p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.resid_dropout(self.w2(self.gelu(self.w1(x))))
@@ -148,10 +148,10 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, args: ModelArgs):
         super().__init__()
-        self.attention_norm = nn.LayerNorm(args.dim)
-        self.attention = Attention(args)
-        self.ffn_norm = nn.LayerNorm(args.dim)
-        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.dropout_p)
+        self.attention_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.attention: Attention = Attention(args)
+        self.ffn_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.feed_forward: FeedForward = FeedForward(args.dim, 4 * args.dim, args.dropout_p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x + self.attention(self.attention_norm(x))
@@ -164,16 +164,16 @@ class Transformer(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
         self.model_args = args
-        self.max_seq_len = args.max_seq_len
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.pos_embeddings = nn.Embedding(args.max_seq_len, args.dim)
-        self.dropout = nn.Dropout(args.dropout_p)
-        self.layers = nn.ModuleList([TransformerBlock(args) for _ in range(args.n_layers)])
-        self.norm = nn.LayerNorm(args.dim)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.max_seq_len: int = args.max_seq_len
+        self.tok_embeddings: nn.Embedding = nn.Embedding(args.vocab_size, args.dim)
+        self.pos_embeddings: nn.Embedding = nn.Embedding(args.max_seq_len, args.dim)
+        self.dropout: nn.Dropout = nn.Dropout(args.dropout_p)
+        self.layers: nn.ModuleList = nn.ModuleList([TransformerBlock(args) for _ in range(args.n_layers)])
+        self.norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.output: nn.Linear = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
-        self.checkpoint_activations = args.checkpoint_activations
+        self.checkpoint_activations: bool = args.checkpoint_activations
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         _, seq = tokens.size()
@@ -238,6 +238,9 @@ def _sequence_plan() -> dict[str, ParallelStyle]:
 
 class Tied(nn.Module):
     """An embedding and a linear head with tied weights: two modules share one parameter."""
+
+    table: nn.Embedding
+    head: nn.Linear
 
     def __init__(self, words: int = 8, width: int = 4):
         super().__init__()

@@ -79,8 +79,8 @@ class Beginning:
     """The settings of this process at the time when the object is made."""
 
     def __init__(self) -> None:
-        self.settings = {name: read() for name, (read, _) in SETTINGS.items()}
-        self.threads = set(threading.enumerate())
+        self.settings: dict[str, Any] = {name: read() for name, (read, _) in SETTINGS.items()}
+        self.threads: set[threading.Thread] = set(threading.enumerate())
         _collect()
         collect_seldom()
 

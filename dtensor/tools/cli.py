@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 import torch
@@ -29,6 +30,11 @@ from .calibration import Outcome as Constants
 from .checkpoint_commands import checkpoint
 from .demo import BACKENDS, BATCH, HEADS, SEQ, Options, Outcome, Run, default_text, demonstrate, under_torchrun
 from .demo_plans import PLANS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
 
 SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
 """Short names of the collectives, for the table."""
@@ -154,7 +160,7 @@ def operators() -> None:
     click.echo(operators_page(), nl=False)
 
 
-def _carried_out(work: Callable):
+def _carried_out(work: Callable[[], T]) -> T:
     """Return the result of `work`; turn the failure of a rank and a timeout into errors of the command."""
     try:
         return work()
@@ -334,7 +340,7 @@ def _draw_fits(fits: tuple[Fit, ...], path: Path) -> None:
     _write(figure, path, "fits")
 
 
-def _write(figure, path: Path, what: str) -> None:
+def _write(figure: "Figure", path: Path, what: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ import statistics as numbers
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from dtensor.compile import statistics
+from dtensor.compile import Statistics, statistics
 
 from ..mesh.mesh import init_device_mesh
 from ..parallel import clip_grad_norm_
@@ -190,7 +190,7 @@ class Step:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-Wrap: TypeAlias = Callable[[Callable], Callable]
+Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def loss_of(model: Transformer, dtype: torch.dtype | None = None, wrap: Wrap = lambda fn: fn) -> Step:
@@ -250,7 +250,7 @@ def largest_difference(curves: Sequence[Sequence[float]]) -> float:
     return max((max(at_step) - min(at_step) for at_step in zip(*curves)), default=0.0)
 
 
-def _batches(options: Options):
+def _batches(options: Options) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield (inputs, targets) of each step, both (BATCH, SEQ), sampled from the text; the same on all ranks."""
     text = torch.frombuffer(bytearray(options.data), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(options.seed)
@@ -260,7 +260,7 @@ def _batches(options: Options):
         yield rows[:, :-1], rows[:, 1:]
 
 
-def _compiled_traffic(seen, backend: str) -> Traffic:
+def _compiled_traffic(seen: Statistics, backend: str) -> Traffic:
     """Return the traffic of the compiled graphs; with Dynamo's "eager" backend there is no graph of collectives."""
     if backend == "eager":
         return Traffic()
@@ -281,7 +281,7 @@ def _averaged(run: Run) -> Run:
 
 def _gathered(curves: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """Return the curves of all ranks."""
-    everyone: list = [None] * dist.get_world_size()
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, curves)
     return [curve for of_rank in everyone for curve in of_rank]
 

@@ -6,10 +6,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..parallel import MixedPrecisionPolicy, fully_shard
 from ..testing import Transformer
@@ -52,7 +52,7 @@ class DemoPlan:
         layers = sizes.get(TENSOR, 1)
         return prod(sizes.values()) // layers, layers
 
-    def apply(self, model: Transformer, mesh: Any, dtype: torch.dtype) -> Transformer:
+    def apply(self, model: Transformer, mesh: DeviceMesh, dtype: torch.dtype) -> Transformer:
         """Shard `model` in place over `mesh` and return it; fully sharded layers gather parameters and compute in
         `dtype`."""
         if TENSOR in self.axes:
@@ -70,7 +70,7 @@ class DemoPlan:
         """Names of the axes over which batches are split."""
         return tuple([name for name in self.axes if name != TENSOR])
 
-    def own_part(self, batch: torch.Tensor, mesh: Any) -> torch.Tensor:
+    def own_part(self, batch: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """Return this rank's part of `batch`."""
         index, parts = 0, 1
         for name in self.data_axes:

@@ -5,20 +5,21 @@ mesh axis, on ranks that hold random shards and partial values, and compares the
 and `is_right` define what placements mean, without using the library.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ...dispatch.decision import call_of, carry_out
 from ...dispatch.dispatch import run
 from ...layout.layout import Layout
 from ...rules import rule_of
-from ...rules.call import is_in_place
+from ...rules.call import Call, is_in_place
 from ...rules.choose import _assemble, _fits
-from ...rules.rule import Candidate, candidates
+from ...rules.rule import Candidate, Rule, candidates
 from ...tensor.tensor import DTensor
 from ...torch_private.core import overloads_of
 from ..threads import run_threads
@@ -42,11 +43,11 @@ class Case:
     """
 
     func: Any
-    args: tuple
+    args: tuple[Any, ...]
     at_least: int = 1
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         found = overloads_of(self.func)
         if len(found) != 1:
             names = ", ".join(map(str, found))
@@ -54,7 +55,7 @@ class Case:
         self.func = found[0]
 
 
-def case(func, *args, at_least: int = 1, **kwargs) -> Case:
+def case(func: Any, *args: Any, at_least: int = 1, **kwargs: Any) -> Case:
     """Return the call `func(*args, **kwargs)` as a case."""
     return Case(func, args, at_least, kwargs)
 
@@ -74,7 +75,7 @@ def booleans(*shape: int) -> torch.Tensor:
     return torch.rand(shape) < 0.5
 
 
-def mapped(value, of) -> Any:
+def mapped(value: Any, of: Callable[[torch.Tensor], Any]) -> Any:
     """Return `value` with `of` applied to the tensors inside its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return of(value)
@@ -83,13 +84,13 @@ def mapped(value, of) -> Any:
     return type(value)(mapped(v, of) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def tensors(value) -> list:
-    found: list = []
+def tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
     mapped(value, found.append)
     return found
 
 
-def as_list(out) -> list:
+def as_list(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
@@ -121,7 +122,7 @@ def can_be(x: torch.Tensor, state: State) -> bool:
     return not isinstance(state, str) or is_real(x) or (x.dtype != torch.bool and state == "sum")
 
 
-REDUCE = {
+REDUCE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda x: x.sum(0),
     "avg": lambda x: x.mean(0),
     "max": lambda x: x.amax(0),
@@ -143,7 +144,7 @@ def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> b
     return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
 
 
-def close(a, b) -> bool:
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
     single = a.dtype in (torch.float32, torch.complex64)
     return torch.allclose(
@@ -156,11 +157,13 @@ def layout_of(state: State, ndim: int) -> Layout:
     return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
 
 
-def placed(case: Case, mesh, states, pieces) -> tuple[Any, Any]:
+def placed(
+    case: Case, mesh: "DeviceMesh | OneAxis", states: Sequence[State], pieces: Sequence[torch.Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of the case with DTensors in place of operands; those of state "plain" stay as they are."""
     supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
 
-    def one(_):
+    def one(_: torch.Tensor) -> torch.Tensor:
         x, state, piece = next(supply)
         if state == "plain":
             return x
@@ -169,16 +172,18 @@ def placed(case: Case, mesh, states, pieces) -> tuple[Any, Any]:
     return mapped(case.args, one), mapped(case.kwargs, one)
 
 
-def call_and_rule(case: Case, mesh):
-    states = [None] * len(tensors((case.args, case.kwargs)))
+def call_and_rule(case: Case, mesh: "DeviceMesh | OneAxis") -> tuple[Call, Rule]:
+    states: list[State] = [None] * len(tensors((case.args, case.kwargs)))
     args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
-    call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
+    call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])  # pyright: ignore[reportAttributeAccessIssue]
     make = rule_of(case.func)
     assert make is not None, f"{case.func} has no rule; give it one with dtensor.register_sharding"
     return call, make(call)
 
 
-def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.Tensor | None]:
+def run_candidate(
+    case: Case, mesh: DeviceMesh, candidate: Candidate, pieces: Sequence[torch.Tensor]
+) -> list[torch.Tensor | None]:
     """Run the call as `candidate` and return the local outputs of this rank."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)
     call, rule = call_and_rule(case, mesh)
@@ -198,17 +203,17 @@ class OneAxis:
     ndim = 1
     device_type = "cpu"
 
-    def __init__(self, n):
-        self.shape = (n,)
-        self.mesh = torch.arange(n)
+    def __init__(self, n: int):
+        self.shape: tuple[int, ...] = (n,)
+        self.mesh: torch.Tensor = torch.arange(n)
 
-    def _get_root_mesh(self):
+    def _get_root_mesh(self) -> "OneAxis":
         return self
 
-    def get_coordinate(self):
+    def get_coordinate(self) -> list[int]:
         return [0]
 
-    def get_group(self, axis):
+    def get_group(self, axis: int | str) -> SimpleNamespace:
         return SimpleNamespace(group_name="")
 
 
@@ -228,7 +233,7 @@ class Job:
     pieces: list[list[torch.Tensor]]
     dense: list[torch.Tensor | None]
 
-    def __str__(self):
+    def __str__(self) -> str:
         states = [[layout_of(s, 9).text for s in side] for side in (self.candidate.inputs, self.candidate.outputs)]
         shapes = [list(t.shape) for t in tensors((self.case.args, self.case.kwargs))]
         return f"{self.case.func} {shapes}: {' '.join(states[0])} -> {' '.join(states[1])}"
@@ -250,9 +255,9 @@ def jobs_of(case: Case, n: int) -> list[Job]:
     return jobs
 
 
-def run_jobs(rank, n, jobs):
+def run_jobs(rank: int, n: int, jobs: list[Job]) -> list[Sequence[torch.Tensor | Exception | None]]:
     mesh = init_device_mesh("cpu", (n,))
-    outs = []
+    outs: list[Sequence[torch.Tensor | Exception | None]] = []
     for j in jobs:
         try:
             outs.append(run_candidate(j.case, mesh, j.candidate, [p[rank] for p in j.pieces]))

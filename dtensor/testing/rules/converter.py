@@ -51,10 +51,10 @@ class ShardingConverter:
         uneven: bool = False,
         partial: bool = False,
     ):
-        self.hit = 0
-        self.miss = 0
+        self.hit: int = 0
+        self.miss: int = 0
         self.mesh = mesh
-        self.arguments = (args, kwargs)
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = (args, kwargs)
         self.replicate_only = replicate_only
         self.uneven = uneven
         self.partial = partial

@@ -7,11 +7,12 @@ one of them, forward and backward, and describes in one line how the results dif
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...layout.placements import Partial, Placement, Replicate, Shard
 from ...tensor.factories import distribute_tensor
@@ -20,6 +21,7 @@ from ...torch_private.core import operator_database, operator_samples
 from .candidates import mapped, tensors
 
 Placements = tuple[Placement, ...]
+T = TypeVar("T")
 RTOL = ATOL = 2e-4
 """Tolerances in float32: sharded sums are computed in a different order."""
 
@@ -37,11 +39,11 @@ class Sample:
 
     operator: str
     call: Callable[..., Any]
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self):
-        def text(value):
+    def __str__(self) -> str:
+        def text(value: Any) -> str:
             return f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
         given = [*map(text, self.args), *(f"{k}={text(v)}" for k, v in self.kwargs.items())]
@@ -88,12 +90,12 @@ def samples(name: str, most: int, dtype: torch.dtype = torch.float32) -> list[Sa
     return found + extra
 
 
-def _without_gradient(sample: Sample) -> tuple[tuple, dict[str, Any]]:
+def _without_gradient(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return mapped((sample.args, sample.kwargs), torch.Tensor.detach)
 
 
 def _with_out(call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         made = call(*args, **kwargs)
         out = mapped(made, torch.zeros_like)
         call(*args, **kwargs, out=out)
@@ -102,14 +104,14 @@ def _with_out(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def drawn(items: list, most: int, key: str) -> list:
+def drawn(items: list[T], most: int, key: str) -> list[T]:
     """Return the first of `items` and some of the others, at most `most` in all; the choice depends on `key` only."""
     if len(items) <= most:
         return items
     return [items[0], *random.Random(zlib.crc32(key.encode())).sample(items[1:], most - 1)]
 
 
-def placements(sample: Sample, mesh: Any, most: int) -> list[tuple[Placements | None, ...]]:
+def placements(sample: Sample, mesh: DeviceMesh, most: int) -> list[tuple[Placements | None, ...]]:
     """Return up to `most` ways to place the tensors of a call on a mesh; in the first one all are replicated.
 
     On each mesh axis a tensor is replicated, sharded on any dim, evenly or not, or, if it is floating-point or complex,
@@ -128,7 +130,7 @@ def placements(sample: Sample, mesh: Any, most: int) -> list[tuple[Placements | 
     return [tuple(c[0] for c in each), *(tuple(chance.choice(c) for c in each) for _ in range(most - 1))]
 
 
-def _choices(x: torch.Tensor, mesh: Any) -> Iterator[Placements | None]:
+def _choices(x: torch.Tensor, mesh: DeviceMesh) -> Iterator[Placements | None]:
     if x.layout != torch.strided:
         return iter([None])
     one: list[Placement] = [Replicate(), *map(Shard, range(x.dim()))]
@@ -137,7 +139,9 @@ def _choices(x: torch.Tensor, mesh: Any) -> Iterator[Placements | None]:
     return itertools.product(one, repeat=mesh.ndim)
 
 
-def place(x: torch.Tensor, mesh: Any, target: Placements | None, shuffled: bool = False) -> torch.Tensor:
+def place(
+    x: torch.Tensor, mesh: DeviceMesh, target: Sequence[Placement] | None, shuffled: bool = False
+) -> torch.Tensor:
     """Return a DTensor with the values of `x`, which every rank holds, and the placements `target`.
 
     On a partial axis the first rank holds the value and the others hold zeros. With `shuffled` the dims of the local
@@ -168,7 +172,7 @@ def _shuffled(x: torch.Tensor) -> torch.Tensor:
 
 def disagreement(
     sample: Sample,
-    mesh: Any,
+    mesh: DeviceMesh,
     where: tuple[Placements | None, ...],
     *,
     compiled: Callable[..., Any] | None = None,
@@ -233,7 +237,9 @@ class NotPlain(Exception):
     """The operator does not run on plain tensors."""
 
 
-def _run(sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any], twice: bool):
+def _run(
+    sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any], twice: bool
+) -> tuple[list[Any], list[torch.Tensor | None] | None]:
     """Return the outputs and the gradients of a plain call; the gradients are None if it has none."""
     _seed()
     try:

@@ -24,6 +24,7 @@ from ...rules import FAMILIES, RULES, WHOLE, base_name, is_in_place, rule_of
 from ...rules.families.whole import VALUES
 from ...rules.pattern import Pattern
 from ...rules.rule import Candidate, Rule, candidates
+from ...torch_private.core import OpOverload
 from .candidates import Case, OneAxis, State, call_and_rule, layout_of, placed, tensors
 from .recording import recorded
 
@@ -66,7 +67,7 @@ class Row:
     sharded: str = ""
     partial: str = ""
 
-    def __str__(self):
+    def __str__(self) -> str:
         cells = (f"`{self.operator}`", self.how, self.tensors, self.sharded, self.partial)
         return f"| {' | '.join(cells)} |"
 
@@ -95,7 +96,7 @@ def _rows() -> Iterator[Row]:
             yield _row(func, [Case(func, args, kwargs=kwargs) for args, kwargs in given])
 
 
-def _row(func, cases: list[Case]) -> Row:
+def _row(func: OpOverload, cases: list[Case]) -> Row:
     """Return the row of an operator, by its call with the most candidates.
 
     Calls whose tensors all have elements are preferred. A call that raises counts as one without candidates.
@@ -114,7 +115,7 @@ def _row(func, cases: list[Case]) -> Row:
     return Row(family_of(func), name, "native", shapes, cuts or "nothing", _linear(case))
 
 
-def _without(func, decision: Decision | None) -> str:
+def _without(func: OpOverload, decision: Decision | None) -> str:
     short = base_name(func).removeprefix("aten::")
     if decision is not None and decision.kind in DECOMPOSED:
         return "decomposed"
@@ -171,7 +172,7 @@ def _given(case: Case, name: str) -> Any:
     return case.args[index] if index < len(case.args) else case.kwargs.get(name)
 
 
-def family_of(func) -> str:
+def family_of(func: OpOverload) -> str:
     """Return the name of the module that holds the operator's rule: the module of the table of patterns that has its
     name, or of the rule function."""
     make = rule_of(func)

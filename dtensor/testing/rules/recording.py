@@ -9,13 +9,13 @@ kept.
 import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ...rules import base_name
-from ...torch_private.core import TorchDispatchMode, operator_database, operator_samples
+from ...torch_private.core import OpOverload, TorchDispatchMode, operator_database, operator_samples
 from .candidates import mapped, tensors
 
 SAMPLES, CALLS, ELEMENTS = 2, 2, 600
@@ -27,17 +27,19 @@ SKIPPED = {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view}
 UNINITIALISED = ("empty", "new_empty", "resize", "_efficientzerotensor")
 """Prefixes of the names of operators that return uninitialised memory."""
 
-Given = tuple[tuple, dict[str, Any]]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Recorder(TorchDispatchMode):
     """Dispatch mode that keeps the first calls of each aten operator that differ in the shapes of their tensors."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.calls: dict[Any, dict[str, Given]] = defaultdict(dict)
+        self.calls: dict[OpOverload, dict[str, Given]] = defaultdict(dict)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         given = tensors((args, kwargs))
         wanted = func.namespace == "aten" and given and sum(t.numel() for t in given) < ELEMENTS
@@ -53,7 +55,7 @@ class Recorder(TorchDispatchMode):
 
 
 @functools.cache
-def recorded() -> dict[Any, list[Given]]:
+def recorded() -> dict[OpOverload, list[Given]]:
     """Return calls `(args, kwargs)` of every aten operator that the database runs on the CPU, with plain tensors.
 
     There are at most `CALLS` of each operator, in float64 where that is supported. The result is cached and shared by
@@ -69,7 +71,7 @@ def recorded() -> dict[Any, list[Given]]:
     return {func: list(found.values()) for func, found in recorder.calls.items()}
 
 
-def _record(op, recorder: Recorder) -> None:
+def _record(op: Any, recorder: Recorder) -> None:
     supported = op.supported_dtypes("cpu")
     dtype = next((d for d in (torch.float64, torch.float32, *supported) if d in supported), None)
     if dtype is None:
@@ -83,14 +85,14 @@ def _record(op, recorder: Recorder) -> None:
             continue  # not supported on this device
 
 
-def _run(op, sample, differentiable: bool) -> None:
+def _run(op: Any, sample: Any, differentiable: bool) -> None:
     outs = [o for o in tensors(op(sample.input, *sample.args, **sample.kwargs)) if o.requires_grad]
     ins = [t for t in tensors((sample.input, sample.args, sample.kwargs)) if t.requires_grad]
     if differentiable and outs and ins:
         torch.autograd.grad(outs, ins, [torch.randn_like(o) for o in outs], allow_unused=True)
 
 
-def is_comparable(func, args: Iterable[Any]) -> bool:
+def is_comparable(func: OpOverload, args: Iterable[Any]) -> bool:
     """Return whether a call of `func` always returns the same values, in a shape that does not depend on values.
 
     This excludes operators with out=, with a list that holds masks, with random numbers, and with uninitialised memory.

@@ -46,6 +46,9 @@ of bounds."""
 SIZES = ("size", "input_sizes", "normalized_shape")
 """Names of arguments that hold a shape, of which a rank may need a localized version."""
 
+Localized = tuple[()] | tuple[int, list[Any]]
+"""Index of an argument and the value that replaces it; empty to replace none."""
+
 
 @dataclass(frozen=True)
 class Refusal:
@@ -70,7 +73,7 @@ class Refusal:
         """States of the operands, such as "R S(1) P"; documented reasons refer to this text."""
         return " ".join(_text(s) for s in self.inputs)
 
-    def __str__(self):
+    def __str__(self) -> str:
         outs = " ".join(_text(s) for s in self.outputs)
         return f"{self.operator} {[list(s) for s in self.shapes]} on {self.n}: {self.pattern} -> {outs}"
 
@@ -189,7 +192,9 @@ def draws_of(case: Case) -> list[Draw]:
     return made
 
 
-def _redrawn(x: torch.Tensor, redraw: Callable, generator: torch.Generator) -> torch.Tensor:
+def _redrawn(
+    x: torch.Tensor, redraw: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], generator: torch.Generator
+) -> torch.Tensor:
     """Return other values for `x`: by `redraw` for floating-point and complex numbers, and random bools.
 
     Integers are only permuted, as they may be indices.
@@ -238,7 +243,7 @@ def _right(draws: list[Draw], states: tuple[State, ...], n: int) -> tuple[State,
     return found
 
 
-def _sizes(case: Case, n: int) -> Iterator[tuple]:
+def _sizes(case: Case, n: int) -> Iterator[Localized]:
     """Yield ways to localize the arguments that hold shapes: unchanged, or with one number of one divided by `n`."""
     yield ()
     names = [a.name for a in case.func._schema.arguments]
@@ -249,7 +254,7 @@ def _sizes(case: Case, n: int) -> Iterator[tuple]:
                     yield position, [*value[:i], size // n, *value[i + 1 :]]
 
 
-def _outputs(draw: Draw, pieces: list[list[torch.Tensor]], sizes: tuple, n: int) -> tuple[State, ...] | None:
+def _outputs(draw: Draw, pieces: list[list[torch.Tensor]], sizes: Localized, n: int) -> tuple[State, ...] | None:
     try:
         local = [as_list(_call(draw.case, [p[rank] for p in pieces], sizes)) for rank in range(n)]
     except (RuntimeError, IndexError, ValueError):
@@ -277,7 +282,7 @@ def _reductions(dense: torch.Tensor) -> list[str]:
     return [op for op in REDUCE if op not in without]
 
 
-def _call(case: Case, operands: list[torch.Tensor], sizes: tuple) -> Any:
+def _call(case: Case, operands: list[torch.Tensor], sizes: Localized) -> Any:
     supply = iter(operands)
     args, kwargs = mapped((case.args, case.kwargs), lambda _: next(supply).clone())
     if sizes:
