@@ -1,8 +1,8 @@
 """Small models to shard: a two-layer perceptron and a decoder-only Transformer.
 
-They have the structure, names, arguments and default values of the toy models that PyTorch's own tests of
-tensor parallelism use (the Transformer after nanoGPT, https://github.com/karpathy/nanoGPT), so that results
-compare one to one. `Transformer.parallelize` shards the latter with `dtensor.parallel`. Tensors: tokens
+They have the structure, names, arguments and default values of the toy models in PyTorch's own tests of tensor
+parallelism, so that results can be compared one to one. The Transformer there follows nanoGPT
+(https://github.com/karpathy/nanoGPT); `Transformer.parallelize` shards it with `dtensor.parallel`. Shapes: tokens
 (batch, seq), activations (batch, seq, dim), logits (batch, seq, vocab).
 """
 
@@ -26,8 +26,7 @@ from ..parallel import (
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dim (Zhang and Sennrich, 2019), written out in tensor
-    operations."""
+    """Root mean square norm over the last dim (Zhang and Sennrich, 2019), written as separate tensor operations."""
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -40,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class MLPModule(nn.Module):
-    """Linear(10, 16), ReLU, Linear(16, 10); the same initial values each time."""
+    """Linear(10, 16), ReLU, Linear(16, 10); every instance has the same initial values."""
 
     def __init__(self, device: torch.device | str | None, bias: bool = True) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class MLPModule(nn.Module):
 
 
 class MLPStacked(nn.Module):
-    """`n_layers` MLPModules, one after the other."""
+    """A sequence of `n_layers` MLPModules."""
 
     def __init__(self, device: torch.device | str | None, n_layers: int = 2) -> None:
         super().__init__()
@@ -72,7 +71,19 @@ class MLPStacked(nn.Module):
 
 @dataclass
 class ModelArgs:
-    """Sizes and switches of `Transformer`."""
+    """Sizes and options of `Transformer`.
+
+    Attributes:
+        n_layers: number of Transformer blocks.
+        vocab_size: number of different tokens.
+        max_seq_len: the longest sequence the model takes, in tokens.
+        dim: width of the activations; a multiple of `n_heads`.
+        n_heads: number of attention heads.
+        dropout_p: probability of dropout.
+        use_attn_mask: whether attention is causal.
+        weight_tying: whether the output layer shares the weight of the token embedding.
+        checkpoint_activations: whether the backward recomputes the activations of each block.
+    """
 
     n_layers: int = 2
     vocab_size: int = 8
@@ -86,7 +97,7 @@ class ModelArgs:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, causal if `args.use_attn_mask`."""
+    """Multi-head self-attention, causal if `args.use_attn_mask` is set."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -133,7 +144,7 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual connection."""
+    """Attention and feed-forward, each with a norm before it and a residual connection around it."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -167,7 +178,7 @@ class Transformer(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         _, seq = tokens.size()
         if seq > self.max_seq_len:
-            raise ValueError(f"{seq} tokens in a row exceed max_seq_len={self.max_seq_len}; write a larger one")
+            raise ValueError(f"a sequence of {seq} tokens exceeds max_seq_len={self.max_seq_len}; write a larger one")
         h = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(seq, device=tokens.device))
         h = self.dropout(h)
         for layer in self.layers:
@@ -176,14 +187,18 @@ class Transformer(nn.Module):
 
     @staticmethod
     def parallelize(module: "Transformer", device_mesh: DeviceMesh, use_seq_parallel: bool) -> "Transformer":
-        """Shard `module` in place over a mesh of one axis and return it; it takes and gives plain replicated
-        tensors.
+        """Shard `module` in place over a mesh of one axis.
+
+        The sharded model takes and returns plain tensors that are replicated.
 
         Args:
-            module: the model; its n_heads is a multiple of the number of ranks.
-            device_mesh: the mesh.
-            use_seq_parallel: also shard the activations between attention and feed-forward along the
-                sequence, which is then a multiple of the number of ranks.
+            module: the model; its number of heads must be a multiple of the number of ranks.
+            device_mesh: the mesh, of one axis.
+            use_seq_parallel: also shard the activations between attention and feed-forward along the sequence, whose
+                length must then be a multiple of the number of ranks.
+
+        Returns:
+            `module`.
         """
         parallelize_module(module, device_mesh, _sequence_plan() if use_seq_parallel else _tensor_plan())
         if module.model_args.weight_tying:
@@ -192,7 +207,7 @@ class Transformer(nn.Module):
 
 
 def _tensor_plan() -> dict[str, ParallelStyle]:
-    """Weights sharded, activations replicated between the blocks."""
+    """Return the plan that shards weights, with activations replicated between the blocks."""
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
         "pos_embeddings": RowwiseParallel(input_layouts=Replicate()),
@@ -205,7 +220,7 @@ def _tensor_plan() -> dict[str, ParallelStyle]:
 
 
 def _sequence_plan() -> dict[str, ParallelStyle]:
-    """Weights sharded, activations sharded along the sequence between the blocks."""
+    """Return the plan that shards weights, with activations sharded along the sequence between the blocks."""
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "pos_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
@@ -222,7 +237,10 @@ def _sequence_plan() -> dict[str, ParallelStyle]:
 
 
 class Tied(nn.Module):
-    """A head that is its table: one parameter of two modules."""
+    """An embedding and a linear head with tied weights: two modules share one parameter."""
+
+    table: nn.Embedding
+    head: nn.Linear
 
     def __init__(self, words: int = 8, width: int = 4) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Putting a process back as it was, so that one that has run a rank's job can run another's.
+"""Restores the state of a process, so that a process that has run one job can run another.
 
-A job leaves caches, settings and groups behind. `Beginning` remembers the settings; `restore` puts them back, forgets
-what was compiled and says what it cannot undo: a process of which it says anything is not used again.
+A job leaves caches, settings and process groups behind. `Beginning` saves the settings. `Beginning.restore` restores
+them, discards what was compiled, and reports what it cannot undo; a process with such remains is not reused.
 """
 
 import gc
@@ -53,29 +53,30 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "the compilers' settings": (compiler_settings, set_compiler_settings),
 }
-"""What is put back: how it is read, and how it is set."""
+"""Setting to restore -> the functions that read and write it."""
 
 IDLE = ("ThreadPoolExecutor", "tqdm_monitor")
-"""How names of threads begin that wait and touch nothing of a job's: Inductor's workers, Dynamo's progress bar."""
+"""Prefixes of the names of threads that may remain, as they wait and do not touch data of a job: Inductor's workers,
+Dynamo's progress bar."""
 
 ENDING = 3.0
-"""Seconds that other threads have to see that their process group is gone, and end."""
+"""Seconds that the remaining threads have to notice that their process group is gone, and to end."""
 
 
 def _collect() -> None:
-    """Free what is garbage, and look no more at what lives: modules of some hundred thousand objects, for half a second
-    each time."""
+    """Free garbage, and exclude the live objects from later collections: the some hundred thousand objects of imported
+    modules would take half a second each time."""
     gc.collect()
     gc.freeze()
 
 
 def collect_seldom() -> None:
-    """Have Python look for garbage less often: of the time of a test that compiles it would take a fifteenth."""
+    """Make Python collect garbage less often; it would take a fifteenth of the time of a test that compiles."""
     gc.set_threshold(5_000, 20, 20)
 
 
 class Beginning:
-    """The settings of this process as they are when it is made."""
+    """The settings of this process at the time when the object is made."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Any] = {name: read() for name, (read, _) in SETTINGS.items()}
@@ -84,7 +85,11 @@ class Beginning:
         collect_seldom()
 
     def restore(self) -> str:
-        """Leave the process group, forget what was compiled, put the settings back; what is left, "" for nothing."""
+        """Leave the process group, discard what was compiled, and restore the settings.
+
+        Returns:
+            A description of what could not be undone; "" if nothing remains.
+        """
         leave()
         if dist.is_initialized():
             dist.destroy_process_group()

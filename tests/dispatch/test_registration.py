@@ -349,7 +349,7 @@ def test_what_is_written_to_without_a_rule(mesh):
 
 
 def test_a_case_names_one_operator():
-    with pytest.raises(ValueError, match=r"a Case calls one operator; .*: name the overload"):
+    with pytest.raises(ValueError, match=r"a Case calls one operator, but .*; name the overload"):
         Case(torch.ops.aten.add, (f(2), f(2)))
     with pytest.raises(AssertionError, match=r"composite.default has no rule; give it one with dtensor.register_shard"):
         wrong_candidates([Case(composite, (f(2),))], 2)
