@@ -260,7 +260,7 @@ def test_a_function_sees_the_arguments(mesh):
         ("mk,m", {}, r"a rule reads 'operands->outputs', such as 'mk,kn->mn'; got 'mk,m'"),
         ("mk,m->n", {}, r"factor 'n' of an output is in no operand.* write 1 for that dimension"),
         ("m2,m->m1", {}, r"a dimension is a letter, 1, or ... for several; got '2' in 'm2'"),
-        ("...k...,m->k", {}, r"... may stand once in a term"),
+        ("...k...,m->k", {}, r"... may occur only once in a term"),
         ("mk,m->mk", {"reduce": "z"}, r"has no factor 'z'; its factors are k, m"),
         ("mk,m->mk", {"blocked": "z"}, r"has no factor 'z'"),
         ("mk,m->mk", {"reduce": "k"}, r"factor 'k' is in every output, so it is not reduced"),
