@@ -1,8 +1,8 @@
 """Negative log likelihood: samples and classes may be sharded, so that a loss on sharded logits gathers nothing.
 
-A rank that holds some of the classes adds what the targets among these contribute, and the loss is a sum over the
-ranks. The mean divides by the weight of all targets, so that weight is reduced over the ranks first. A target that is
-no class at all is refused as on one device.
+A rank that holds some of the classes adds the contributions of the targets among these, and the loss is the sum over
+the ranks. The mean divides by the weight of all targets, so that weight is all-reduced first. A target that is not a
+valid class is refused as on one device.
 """
 
 import torch
@@ -52,7 +52,7 @@ def _local_loss(call: LocalCall):
 
 
 def _of_own_classes(call: LocalCall):
-    """The loss of the targets that are among this rank's classes, summed unless nothing is to be; their weight."""
+    """The loss of the targets among this rank's classes, summed unless the reduction is "none"; their weight."""
     scores = call["self"]
     dim = _class_dim(scores)
     row, weight = _own_targets(call)
@@ -75,7 +75,7 @@ def _bounds(call: LocalCall) -> bounds:
 
 
 def _own_targets(call: LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each target the index among this rank's classes, and its weight: 0 for those of others and ignored ones."""
+    """Each target's index among this rank's classes, and its weight: 0 for other ranks' classes and ignored targets."""
     scores, target, weight = call["self"], call["target"], call["weight"]
     dim = _class_dim(scores)
     own = scores.shape[dim]
@@ -96,7 +96,7 @@ def nll_loss_backward(call: Call) -> Rule:
     ins = (grad, full, batch, *weight, ())
     unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})
     linear, own = (frozenset({0}),), frozenset("c")
-    ways = {"local": _local_backward, "across": own, "refuses_empty": own}  # the kernel writes to a class all the same
+    ways = {"local": _local_backward, "across": own, "refuses_empty": own}  # the kernel writes to a class in any case
     return Rule(ins, (full,), sizes, linear=linear, unread=unread, **ways)
 
 
