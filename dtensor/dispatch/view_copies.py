@@ -185,7 +185,7 @@ def remember(func, args: tuple, kwargs: dict[str, Any], out: Any, *, moved: bool
         if is_alias_of(source, made._local_tensor):
             if not moved:
                 continue
-            # All other ranks treat it as a copy, so make it one.
+            # Its base was redistributed, so all ranks treat it as a copy: make it one.
             made._local_tensor = made._local_tensor.clone()
         storage = made._local_tensor.untyped_storage()
         memory = getattr(storage, ATTRIBUTE, None)
