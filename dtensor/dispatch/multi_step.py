@@ -1,7 +1,7 @@
-"""Detours: operators that do not run as one local operator.
+"""Runs operators that do not run as one local operator.
 
-Lists of tensors (foreach), operators written in terms of others, decompositions, views in place, and results whose
-shape depends on values. Registers itself with `dispatch`.
+These are operators on lists of tensors (foreach), operators written in terms of others, decompositions, in-place views,
+and operators whose result depends on values. Importing this module fills `dispatch.KINDS` with a function for each.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from .plain_operands import region_of_torch
 
 
 def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A foreach operator runs list index by list index; an index that holds only plain tensors runs as it is."""
+    """Run a foreach operator index by index; an index that holds only plain tensors runs unchanged."""
     names = [a.name for a in func._schema.arguments]
     lists = {n: v for n, v in [*zip(names, args), *kwargs.items()] if isinstance(v, (list, tuple))}
     length = max(len(v) for v in lists.values())
@@ -41,11 +41,11 @@ def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 NUMBERS = ("lr", "state_steps")
-"""Arguments of fused optimizers that are numbers on every rank, in tensors of whatever shape, and on whatever mesh."""
+"""Arguments of fused optimizers that hold a number on every rank, in a tensor of any shape and on any mesh."""
 
 
 def _number(a: Any) -> Any:
-    """A replicated tensor of one element as a plain one without dimensions; a list of it likewise."""
+    """Turn a plain or replicated tensor of one element into a plain tensor without dims; do so in lists too."""
     if isinstance(a, list):
         return [_number(x) for x in a]
     if is_dtensor(a) and a._spec.layout.is_replicated:
@@ -54,7 +54,7 @@ def _number(a: Any) -> Any:
 
 
 def _at(i: int, a: Any) -> Any:
-    """The list of what a list has at index `i`; an empty list, an optional argument not given, stays empty."""
+    """The list of element `i` of a list; an empty list (an optional argument that is not given) stays empty."""
     return list(a[i : i + 1]) if isinstance(a, (list, tuple)) else a
 
 
@@ -90,7 +90,7 @@ def _tensors(a: Any, found: list[Any]) -> None:
 
 
 def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose strict errors speak of the operator that was called and not only of those it runs as."""
+    """Wrap `run` so that its strict errors name the operator that was called, not only those it runs as."""
 
     def named(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -109,7 +109,7 @@ def _decompose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Everything gathered, the operator on every rank."""
+    """Gather all operands and run the operator on every rank."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     call = call_of(func, args, kwargs, operands)
@@ -118,13 +118,13 @@ def _whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 @_blamed
 def _functional(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An in-place operator by the one that makes a new tensor."""
+    """Run an in-place operator by its functional overload and copy the result back."""
     return args[0].copy_(functional_of(func)(*args, **kwargs))
 
 
 @_blamed
 def _inplace_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that changes the shape of its tensor: that becomes what the view is."""
+    """Run an operator that changes the shape of its tensor, by giving it the local tensor and spec of the view."""
     functional = functional_of(func)
     if functional is None:
         raise OperatorError(f"{func} is not possible on a DTensor; make a new tensor instead")
@@ -135,26 +135,26 @@ def _inplace_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _set(x: Any, *_: Any) -> None:
-    """`set_`, and what a graph makes of an assignment to `data`.
+    """`set_`, and the operator that a graph records for an assignment to `data`.
 
     Raises:
         ShardingError: always.
     """
     raise ShardingError(
-        f"a DTensor of shape {list(x.shape)} is to take the memory of another tensor, by set_ or by an assignment to "
+        f"a DTensor of shape {list(x.shape)} cannot take the memory of another tensor by set_, or by an assignment to "
         "its data in a compiled function; write x.data = y outside of compiled code, or x.copy_(y)"
     )
 
 
 @_blamed
 def _implicit(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
+    """An operator that torch itself writes in terms of others; it gets here only from within a decomposition."""
     with region_of_torch():
         return func.decompose(*args, **kwargs)
 
 
 def _dynamic(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
+    """Run an operator whose result, or its shape, depends on values: on gathered operands, with replicated results."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     mesh = operands[0].mesh
@@ -187,7 +187,7 @@ def _composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def vector_norm(
     x: Any, ord: int = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """`linalg_vector_norm` by operators that have rules, so that only the reduced value is communicated."""
+    """`linalg_vector_norm` in terms of operators that have rules, so that only the reduced value is communicated."""
     x = x.to(dtype) if dtype is not None else x
     over = list(range(x.dim())) if dim is None else dim
     if ord == float("inf"):
@@ -202,7 +202,7 @@ def vector_norm(
 
 
 def _size(x: Any) -> list[int]:
-    """The sizes as numbers, for kernels of torch that know no symbols: what is traced is then for these."""
+    """The sizes as ints, for torch kernels that do not support symbols; it specializes the trace to these sizes."""
     return [int(n) for n in x.shape]
 
 

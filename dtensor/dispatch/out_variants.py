@@ -1,8 +1,8 @@
-"""out=: an operator that writes its results to given tensors.
+"""Runs `out=` variants: operators that write their results to tensors passed by the caller.
 
-The result is computed by the overload that makes a new tensor, moved to the layout of what was given, and copied. An
-empty tensor, of whatever kind, becomes what the result is: torch's own operators pass such ones on for results that
-nobody reads. Registers itself with `dispatch`.
+The overload that returns a new tensor computes the result, which is redistributed to the layout of the tensor passed as
+`out=` and copied into it. An empty tensor, plain or DTensor, takes on the result instead: torch's own operators pass
+empty tensors for results that are not read. Importing this module registers it in `dispatch.KINDS`.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ from .dispatch import KINDS
 
 
 def _out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `func` and give what it was to write to.
+    """Run `func` and return the tensors passed as `out=`.
 
     Raises:
-        MixedTensorError: out= is a plain tensor with elements.
-        OperatorError: out= has another number of elements than the result.
+        MixedTensorError: `out=` is a plain tensor with elements.
+        OperatorError: `out=` has elements, but not as many as the result, or is a view of another shape.
     """
     targets = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out}
     rest = {k: v for k, v in kwargs.items() if k not in targets}
@@ -40,7 +40,7 @@ def _out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 def put(func: OpOverload, name: str, given: torch.Tensor, value: Any) -> None:
-    """Write `value`, a result of `func`, to `given`, its argument `name`."""
+    """Write `value`, a result of `func`, to `given`, which was passed as its argument `name`."""
     if not is_dtensor(value):
         given.copy_(value)
     elif not is_dtensor(given):
@@ -75,7 +75,7 @@ def _become(x: Any, value: Any) -> None:
 
 
 def _on_whole(func: OpOverload, args: tuple[Any, ...], rest: dict[str, Any], targets: dict[str, Any]) -> Any:
-    """The results of an operator that has no other form, run on whole tensors; one, or a list of several."""
+    """Run an operator that has no functional overload on gathered tensors; return one result or a list."""
     operands: list[Spec] = []
     check_operands(func, args, rest | targets, operands)
     mesh = operands[0].mesh

@@ -1,4 +1,8 @@
-"""The sharding rules of aten, as tables by family. `RULES` maps an operator's name to its rule function."""
+"""The sharding rules of aten operators, as tables by family. `RULES` maps an operator's name to its rule function.
+
+For each call `dtensor.dispatch.decision` looks up the rule (`lookup`), applies it to the call (`call`, `rule`) and
+chooses the cheapest layouts that it allows (`choose`).
+"""
 
 from .call import RULES, SHAPES, Call, LocalCall, Output, base_name, is_in_place
 from .choose import Choice, choose
@@ -54,7 +58,7 @@ FAMILIES = (
     views,
     weight_norm,
 )
-"""The modules whose import fills `RULES`."""
+"""The modules that fill `RULES` when they are imported."""
 
 __all__ = [
     "FAMILIES",

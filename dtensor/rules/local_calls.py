@@ -1,4 +1,4 @@
-"""Local: what `local` functions share, for operators that would be wrong on a shard, or that refuse an empty one."""
+"""Helpers for `local` functions, which run operators that would be wrong on a shard or that refuse an empty one."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +22,14 @@ def axes_of(call: LocalCall, factors: Any = None) -> list[int]:
 
 
 def all_reduce(x: torch.Tensor, op: str, call: LocalCall, factors: Any = None) -> torch.Tensor:
-    """`x` reduced by `op` over the mesh axes that shard `factors` (all by default)."""
+    """All-reduce `x` by `op` over the mesh axes that shard `factors` (all by default)."""
     for axis in axes_of(call, factors):
         x = emit.all_reduce(x, op, group_name(call.mesh, axis))
     return x
 
 
 def parts(call: LocalCall, factor: str) -> int:
-    """Into how many parts `factor` is cut."""
+    """The number of shards of `factor`."""
     count = 1
     for axis in call.axes.get(factor, ()):
         count *= mesh_shape(call.mesh)[axis]
@@ -37,7 +37,7 @@ def parts(call: LocalCall, factor: str) -> int:
 
 
 def empty_outputs(call: LocalCall) -> Any:
-    """Zeros in the local shape of each output: what a rank without any data contributes."""
+    """Zeros in the local shape of each output, for a rank that holds no data."""
     like = _tensors([call.args, list(call.kwargs.values())])[0]
     made = [
         None
@@ -59,12 +59,12 @@ def has_empty_shard(call: LocalCall) -> bool:
 
 
 def unless_empty(call: LocalCall) -> Any:
-    """The operator itself, but for a rank that holds an empty shard: many kernels refuse one."""
+    """Run the operator, except on a rank with an empty shard, which many kernels refuse; that rank returns zeros."""
     return empty_outputs(call) if has_empty_shard(call) else call.run()
 
 
 def guarded(run: Callable[[LocalCall], Any]) -> Callable[[LocalCall], Any]:
-    """`run`, but for a rank that holds an empty shard."""
+    """Wrap `run` so that a rank with an empty shard returns zeros instead."""
     return lambda call: empty_outputs(call) if has_empty_shard(call) else run(call)
 
 

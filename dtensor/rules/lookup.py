@@ -1,4 +1,4 @@
-"""Lookup: the rule of an operator, from the tables or from what torch says of it."""
+"""Looks up the rule of an operator, in the tables or by torch's tags."""
 
 from functools import cache
 
@@ -12,8 +12,8 @@ from .families.pointwise import pointwise
 def rule_of(func: OpOverload) -> RuleFunction | None:
     """The rule function of an operator; None if it has none.
 
-    What stands in `RULES` comes first: for this very overload, else under the name that `base_name` gives. Then an
-    operator that torch tags as pointwise, in any of its overloads, has the pointwise rule.
+    An entry in `RULES` comes first: one for this overload, then one under its `base_name`. Otherwise an operator gets
+    the pointwise rule if torch tags any of its overloads as pointwise.
     """
     return RULES.get(str(func)) or RULES.get(base_name(func)) or (pointwise if _is_pointwise(base_name(func)) else None)
 

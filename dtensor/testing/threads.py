@@ -118,7 +118,8 @@ class _Run:
             file.seek(0)
             stacks = file.read()
         late = ", ".join(t.name for t in threads if t.is_alive())
-        text = f"{getattr(self.fn, '__qualname__', self.fn)} was not done after {self.timeout:g} s in {late}; all threads:\n{stacks}"
+        name = getattr(self.fn, "__qualname__", self.fn)
+        text = f"{name} was not done after {self.timeout:g} s in {late}; all threads:\n{stacks}"
         print(text, file=sys.stderr, flush=True)
         error = TimeoutError(text)
         self.failures.append((-1, text))

@@ -91,8 +91,8 @@ aten.add_.Tensor [rule: runs on local tensors by its rule]
       43.02 us  P(avg), P(avg) -> P(avg)
       42.02 us  P(max), R -> P(max)
       42.02 us  P(min), R -> P(min)
-             -  R, P(max) -> P(max)  (in place: the result would not lie as the operand)
-             -  R, P(min) -> P(min)  (in place: the result would not lie as the operand)
+             -  R, P(max) -> P(max)  (in place: the result would have another layout than the operand)
+             -  R, P(min) -> P(min)  (in place: the result would have another layout than the operand)
   other is redistributed, 32 bytes, 11.00 us:
       S(0) -> R: all_gather over axis 0, 32 B
       R -> P: partial over axis 0, local
@@ -124,7 +124,7 @@ def test_an_in_place_result_lies_as_its_operand(mesh):
     x, other = make(mesh, (4,), P), make(mesh, (4,), R)
     (found,) = explain(torch.Tensor.mul_, x, other).operators
     assert {str(o): o.refused for o in found.options[0]}["R, P -> P"] == (
-        "in place: the result would not lie as the operand"
+        "in place: the result would have another layout than the operand"
     )
 
 

@@ -284,7 +284,7 @@ def _forward_mode():
         "a product with a constant": (
             lambda x: x * distribute_tensor(v, x.device_mesh, [Shard(0)]),
             MixedTensorError,
-            "which has none, beside DTensors; write torch.autograd.functional.jvp",
+            "has no tangent, and forward-mode.* beside DTensors; write torch.autograd.functional.jvp",
         ),
         "linear_cross_entropy": (
             lambda x: linear_cross_entropy(x, x, torch.zeros(4, dtype=torch.int64)),

@@ -1,7 +1,7 @@
-"""Advanced indexing: `x[i, :, j]` read and written by tensors of indices.
+"""Advanced indexing: reads and writes of `x[i, :, j]` by tensors of indices.
 
-The dimensions that are not indexed keep their shards; those of the index, to which all index tensors broadcast, are
-factors of their own. Elements that are added may be sharded over the index: each rank adds its own to a part.
+Dims that are not indexed stay sharded. The dims of the index, to which all index tensors broadcast, are factors of
+their own. Elements that are accumulated may be sharded over the index: each rank adds its own to a partial result.
 """
 
 from typing import Any
@@ -17,11 +17,11 @@ from .pointwise import broadcast
 from .row_lookup import bounds, own_rows, with_a_row
 
 MASKS = (torch.bool, torch.uint8)
-"""Dtypes of index tensors that select by their values, so that the shape of what is read depends on those."""
+"""Dtypes of index tensors that are masks, so that the shape of the result depends on their values."""
 
 
 def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
-    """Factors of the tensor, of the index tensors, of what is read; sizes."""
+    """Factors of the tensor, the index tensors and the indexed result; their sizes."""
     shape = call.operands[0].shape
     indices = list(call["indices"])
     tensors = [i for i in indices if i is not None]
@@ -33,7 +33,7 @@ def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
     found: Dims = tuple((f"i{f[1:]}",) for f in sizes)
     sizes = {f"i{f[1:]}": s for f, s in sizes.items()}
     own: Dims = tuple(() if d in at else (f"d{d}",) for d in range(len(shape)))
-    # Adjacent indices leave their dimensions where they stood, others in front.
+    # The dims of adjacent indices stay in place; those of other indices come first.
     first = at[0] if at and at == list(range(at[0], at[-1] + 1)) else 0
     kept = [d for d in range(len(shape)) if d not in at]
     before = [own[d] for d in kept if d < first]
@@ -55,14 +55,14 @@ def _has_mask(call: Call) -> bool:
 
 
 def _fills_by_mask(call: Call) -> bool:
-    """Whether one value is written wherever a mask says so: then each element stands for itself."""
+    """Whether a single value is written where a mask is true, so that each element is independent of the others."""
     indices = call["indices"]
     return len(indices) == 1 and _has_mask(call) and not call["values"].ndim and not call["accumulate"]
 
 
 @rule_for("index", "_unsafe_index")
 def index(call: Call) -> Rule:
-    """Read; with one index tensor the dimension it looks up may be sharded, as in `index_select`."""
+    """Read by index; with a single index tensor the dim it indexes may be sharded, as in `index_select`."""
     own, indices, read, sizes = _indexed(call)
     if len(indices) != 1:
         return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),))
@@ -115,7 +115,7 @@ FLAT = {
     "masked_scatter": Pattern("~, ~, ~ -> ~", linear=({0, 2},), local=None),
     "masked_scatter_backward": Pattern("~, ~ -> ~", linear=({0},), local=None),
 }
-"""Operators that count through a tensor as if it had one dimension, so that it is whole."""
+"""Operators that index a tensor as if it were flat, so that it has to be unsharded."""
 
 pattern_rules(FLAT)
 

@@ -1,4 +1,4 @@
-"""Operators that run along dimensions: softmax, scans, sorting, Fourier transforms. Every other dimension is kept."""
+"""Operators that run along dims: softmax, scans, sorting, Fourier transforms. All other dims may stay sharded."""
 
 from typing import Any
 
@@ -30,12 +30,12 @@ ALONG: dict[str, tuple[str, tuple[set[int], ...]]] = {
     "_fft_r2c": ("dim", ({0},)),
     "_fft_c2r": ("dim", ({0},)),
 }
-"""Operator -> the argument that names the dimensions it runs along, and the operands it is linear in."""
+"""Operator -> the argument that names the dims it runs along, and the sets of operands it is linear in."""
 
 
 @rule_for(*ALONG)
 def along(call: Call) -> Rule:
-    """The dimensions run along may have another length in each tensor; the others broadcast."""
+    """The dims that the operator runs along may have another length in each tensor; the others broadcast."""
     argument, linear = ALONG[call.name]
     ndim = max(o.ndim for o in call.operands)
     given = call[argument]
@@ -74,14 +74,14 @@ SEARCHED = {
     "isin.Tensor_Tensor": Pattern("*, ~ -> *", local=None),
     "isin.Tensor_Scalar": Pattern("* -> *", local=None),
 }
-"""Operators that look values up among others."""
+"""Operators that search for values in other tensors."""
 
 pattern_rules(SEARCHED)
 
 
 @rule_for("renorm")
 def renorm(call: Call) -> Rule:
-    """Each slice along `dim` is scaled by its own norm: only that dimension may be sharded."""
+    """Each slice along `dim` is scaled by its own norm, so only that dim may be sharded."""
     shape = call.operands[0].shape
     kept = call["dim"] % len(shape)
     dims: Dims = tuple((f"d{i}",) if i == kept else () for i in range(len(shape)))

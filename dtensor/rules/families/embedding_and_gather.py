@@ -1,7 +1,7 @@
-"""Embedding, gather and index_select: looking rows up.
+"""Embedding, gather, index_select and scatter: reads and writes of rows by index.
 
-The looked-up dimension of an embedding table may be sharded: each rank looks up what falls into its rows (`own_rows`)
-and puts zeros elsewhere, so the result is Partial(sum). The offset of a rank's rows is looked up when the graph runs.
+The dim that is looked up may be sharded: each rank looks up the indices that fall into its rows (`own_rows`) and puts
+zeros elsewhere, so the result is Partial(sum). The offset of a rank's rows is computed when the graph runs.
 """
 
 from math import prod
@@ -74,10 +74,10 @@ def index_select(call: Call) -> Rule:
 
 @rule_for("gather")
 def gather(call: Call) -> Rule:
-    """Dimensions other than the looked-up one keep their shard where source and index have the same length."""
+    """Dims other than the looked-up one may stay sharded where source and index have the same length."""
     source, index = call.operands
     if source.ndim != index.ndim:
-        # An index without elements may have any number of dimensions, and a scalar is as good as a vector of one.
+        # An empty index may have any number of dims, and a scalar is accepted in place of a vector of length 1.
         return Rule((((),) * source.ndim, ((),) * index.ndim), (((),) * index.ndim,), {}, linear=(frozenset({0}),))
     dim = call["dim"] % max(source.ndim, 1)
     one, sizes = _beside(dim, [source.shape, index.shape])
@@ -88,16 +88,17 @@ def gather(call: Call) -> Rule:
 
 
 def _looked_up(call: Call, ins: tuple[Dims, ...], out: Dims, sizes: dict[str, Any], dim: int) -> Rule:
-    """Rows looked up by index; `v` is the looked-up factor."""
+    """The rule of a lookup of rows by index; `v` is the looked-up factor."""
     source = call.operands[0]
     sizes = {**sizes, "v": source.shape[dim]} if source.ndim else sizes
     return Rule(ins, (out,), sizes, linear=(frozenset({0}),), local=_local_lookup, **lookup(call))
 
 
 def lookup(call: Call) -> dict[str, Any]:
-    """What a rule says of the factor `v` that is looked up: sharded, each rank gives zeros for the others' rows.
+    """Fields of a rule for the looked-up factor `v`: if it is sharded, each rank returns zeros for other ranks' rows.
 
-    That pays if putting the result together moves no more than gathering the source, of which it is half at most.
+    It may be sharded only where this pays: an all-reduce of the result sends no more than a gather of the source if
+    the result has at most half as many elements.
     """
     source, (result,) = call.operands[0], call.outputs
     assert result is not None
@@ -119,7 +120,7 @@ def _local_lookup(call: LocalCall) -> Any:
 
 
 def _beside(dim: int, shapes: list[tuple[Any, ...]]) -> tuple[Dims, dict[str, Any]]:
-    """Factors of the dimensions other than `dim` in which all shapes have one length, and their sizes."""
+    """Factors of the dims other than `dim` in which all shapes have the same length, and their sizes."""
     lengths = list(zip(*shapes))
     kept = {k: s[0] for k, s in enumerate(lengths) if k != dim and all(t == s[0] for t in s)}
     return tuple((f"d{k}",) if k in kept else () for k in range(len(lengths))), {f"d{k}": s for k, s in kept.items()}
@@ -127,9 +128,9 @@ def _beside(dim: int, shapes: list[tuple[Any, ...]]) -> tuple[Dims, dict[str, An
 
 @rule_for("scatter", "scatter_add", "scatter_reduce")
 def scatter(call: Call) -> Rule:
-    """As gather, the other way round: dimensions other than the written one keep their shard.
+    """The reverse of gather: dims other than the written one may stay sharded.
 
-    What is added may be sharded along the written dimension too: each rank adds its own to a part.
+    Values that are added may be sharded along the written dim too: each rank adds its own to a partial result.
     """
     target, index = call.operands[:2]
     dim = call["dim"] % max(target.ndim, 1)
@@ -152,7 +153,7 @@ def scatter(call: Call) -> Rule:
 
 @rule_for("index_add", "index_copy", "index_fill", "index_reduce")
 def index_write(call: Call) -> Rule:
-    """Rows of one dimension are written; the others keep their shard. Rows that are added may be sharded, too."""
+    """Writes rows along one dim; the other dims may stay sharded, and so may the rows if they are added."""
     target, index = call.operands[:2]
     dim = call["dim"] % max(target.ndim, 1)
     one, sizes = _beside(dim, [target.shape])

@@ -1,7 +1,7 @@
-"""The logsumexp of linear logits, never whole: samples and classes may be sharded.
+"""The logsumexp of linear logits, without materializing the full logits: samples and classes may be sharded.
 
-Where classes are, each rank sums up its own; two all_reduces of one and two numbers a sample put the sums together, and
-the backward communicates nothing of its own.
+If classes are sharded, each rank sums over its own. Two all-reduces, of one and of two numbers per sample, combine the
+sums. The backward itself does not communicate.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from .row_lookup import bounds, own_rows
 
 
 def _factors(call: Call) -> tuple[Dims, Dims, Dims, list[Dims], dict[str, Any]]:
-    """Factors of samples, x, weight and bias (none or one); sizes."""
+    """Factors of the samples, of x, weight and bias (a list of none or one); sizes."""
     x, weight, row = call["x"], call["weight"], call["row"]
     samples: Dims = tuple((f"n{i}",) for i in range(row.ndim))
     sizes = {**{f"n{i}": n for i, n in enumerate(row.shape)}, "v": weight.shape[0], "d": x.shape[-1]}
@@ -37,11 +37,11 @@ def linear_lse(call: Call) -> Rule:
 
 
 NONE = -1
-"""What stands for no class where classes are counted from a rank's first."""
+"""The index of no class, among indices relative to a rank's first class."""
 
 
 def _run(call: LocalCall) -> Any:
-    """The operator, with the picked classes as indices into this rank's and `NONE` for the others'."""
+    """Run the operator with the picked classes as indices into this rank's classes, and `NONE` for other ranks'."""
     row, none, axes = call["row"], call["none"], call.axes.get("v", ())
     size, changed = call.call["weight"].shape[0], {}
     if axes:

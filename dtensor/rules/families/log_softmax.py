@@ -1,7 +1,7 @@
-"""Log softmax: any dimension may be sharded, the one it runs along too.
+"""Log softmax: any dim may be sharded, including the one it runs along.
 
-Over the ranks of that one go the maximum and the sum of exponentials of each row, which is little beside the rows: of
-logits whose classes are sharded nothing is gathered. Numbers of half precision are widened on the way, as torch does.
+If that dim is sharded, the maximum and the sum of exponentials of each row are all-reduced, which is little compared to
+the rows; logits whose classes are sharded are not gathered. Half precision is widened in between, as torch does.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def log_softmax(call: Call) -> Rule:
 
 
 def _along(call: LocalCall) -> tuple[int, str]:
-    """The dimension run along, and its factor."""
+    """The dim that the operator runs along, and its factor."""
     dim = call["dim"] % max(len(call.call.operands[0].shape), 1)
     return dim, f"d{dim}"
 

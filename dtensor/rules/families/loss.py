@@ -1,4 +1,4 @@
-"""Losses that are a sum or mean over elements, which may be sharded; a mean divides by the count of the whole."""
+"""Losses that are a sum or mean over elements, which may be sharded; a mean divides by the global count."""
 
 from math import prod
 from typing import Any
@@ -46,7 +46,7 @@ def _full(call: Call) -> tuple[Any, ...]:
 
 
 def _across_mean(call: Call, sizes: dict[str, Any]) -> frozenset[str]:
-    """The factors that a mean runs over."""
+    """The factors that a mean is taken over; none for other reductions."""
     return frozenset(sizes if call["reduction"] == MEAN else ())
 
 
@@ -55,7 +55,7 @@ def _local_elementwise(call: LocalCall) -> Any:
 
 
 def _mean_by(call: LocalCall, count: Any) -> Any:
-    """The operator, or where a factor of a mean is sharded the local sum over the global count."""
+    """Run the operator; for a mean over a sharded factor, divide the local sum by the global count."""
     if call["reduction"] != MEAN or not is_sharded(call):
         return call.run()
     made = call.run(reduction=SUM)
@@ -64,8 +64,8 @@ def _mean_by(call: LocalCall, count: Any) -> Any:
 
 @rule_for(*(f"{name}_backward" for name in ELEMENTWISE))
 def elementwise_loss_backward(call: Call) -> Rule:
-    """The gradient of a mean divides by the local count, which a shard has to correct."""
-    # What flows back to a mean or a sum is one number; but where this is differentiated again, one for each element.
+    """The gradient of a mean: the kernel would divide by the local count, so a shard uses the global one."""
+    # A mean or sum gets one number as its gradient, but one per element where this is differentiated again.
     (grad, full, *rest), sizes = broadcast([o.shape for o in call.operands], call["self"].shape)
     linear = (frozenset({0}), frozenset({1, 2})) if call.name == "mse_loss_backward" else (frozenset({0}),)
     across = _across_mean(call, sizes)
@@ -82,7 +82,7 @@ MARGIN = {
     "multilabel_margin_loss_forward": ("n_, n_ -> n, n_", "n_, n_ -> , n_"),
     "multilabel_margin_loss_backward": ("n, n_, n_, n_ -> n_", "~, n_, n_, n_ -> n_"),
 }
-"""Losses over the classes of each sample -> the pattern without and with a reduction."""
+"""Loss over the classes of each sample -> its patterns without and with a reduction."""
 
 
 @rule_for(*MARGIN)

@@ -1,8 +1,8 @@
 """Negative log likelihood: samples and classes may be sharded, so that a loss on sharded logits gathers nothing.
 
-A rank that holds some of the classes adds what the targets among these contribute, and the loss is a sum over the
-ranks. The mean divides by the weight of all targets, so that weight is reduced over the ranks first. A target that is
-no class at all is refused as on one device.
+A rank that holds some of the classes adds the contributions of the targets among these, and the loss is the sum over
+the ranks. The mean divides by the weight of all targets, so that weight is all-reduced first. A target that is not a
+valid class is refused as on one device.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def _local_loss(call: LocalCall) -> Any:
 
 
 def _of_own_classes(call: LocalCall) -> Any:
-    """The loss of the targets that are among this rank's classes, summed unless nothing is to be; their weight."""
+    """The loss of the targets among this rank's classes, summed unless the reduction is "none"; their weight."""
     scores = call["self"]
     dim = _class_dim(scores)
     row, weight = _own_targets(call)
@@ -78,7 +78,7 @@ def _bounds(call: LocalCall) -> bounds:
 
 
 def _own_targets(call: LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each target the index among this rank's classes, and its weight: 0 for those of others and ignored ones."""
+    """Each target's index among this rank's classes, and its weight: 0 for other ranks' classes and ignored targets."""
     scores, target, weight = call["self"], call["target"], call["weight"]
     dim = _class_dim(scores)
     own = scores.shape[dim]

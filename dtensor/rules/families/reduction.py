@@ -1,8 +1,8 @@
-"""Reductions.
+"""Reductions over dims.
 
-A reduced factor may be sharded where the reduction is associative over ranks; what the operator returns is then
-Partial. Where it is not (variance, logsumexp) or where no collective has it (any, all) a small reduction over the ranks
-within the operator does.
+A reduced factor may be sharded if a collective can combine the ranks' results; the output is then Partial. Where it
+cannot (variance, logsumexp), or where no collective has the reduction (any, all), the operator itself all-reduces small
+intermediate values, and its result is replicated.
 """
 
 from collections.abc import Callable
@@ -41,13 +41,13 @@ REDUCTIONS: dict[str, str | None] = {
     "kthvalue": None,
     "count_nonzero": "sum",
 }
-"""Operator -> the reduce op of its parts; None where a collective cannot put parts together (but see `WITHIN`)."""
+"""Operator -> the reduce op that combines the ranks' results; None if no collective can (but see `WITHIN`)."""
 
 LINEAR_REDUCTIONS = ("sum", "mean")
 
 
 def reduced_dims(call: Call) -> tuple[list[int], bool]:
-    """The reduced dimensions, counted from the front, and whether they are kept with length 1."""
+    """The reduced dims, counted from the front, and whether they are kept with length 1."""
     ndim = call.operands[0].ndim
     given = call["dim"] if call.has("dim") else None
     keep = bool(call["keepdim"]) if call.has("keepdim") else False
@@ -93,7 +93,7 @@ def elementwise_extremum(call: Call) -> Rule:
 
 
 def _mean(call: LocalCall) -> Any:
-    """The local sum over the global count, so that uneven parts weigh right."""
+    """The local sum divided by the global count, so that uneven shards are weighted correctly."""
     over, keep = reduced_dims(call.call)
     shape = call.call.operands[0].shape
     dtype = call.call["dtype"]
@@ -102,7 +102,7 @@ def _mean(call: LocalCall) -> Any:
 
 
 def _extremum(call: LocalCall) -> Any:
-    """An empty shard gives the value that loses against every other."""
+    """The extremum of the shard; for an empty shard, the value that never wins against another."""
     if not has_empty_shard(call):
         return call.run()
     x = call["self"][0] if call.call.many else call["self"]
@@ -118,7 +118,7 @@ def _extremum(call: LocalCall) -> Any:
 
 
 def _truth(call: LocalCall) -> Any:
-    """`any` is the largest truth value of all ranks, `all` the smallest."""
+    """`any` is the maximum of all ranks' truth values, `all` the minimum."""
     made = call.run()
     op = "max" if call.call.name == "any" else "min"
     return all_reduce(made.to(torch.uint8), op, call, _reduced_factors(call)).to(made.dtype)
@@ -129,7 +129,7 @@ def _reduced_factors(call: LocalCall) -> set[str]:
 
 
 def _logsumexp(call: LocalCall) -> Any:
-    """The largest value of all ranks is taken out first, so that no exponential overflows."""
+    """The maximum over all ranks is subtracted first, so that no exponential overflows."""
     (o,) = call.call.outputs
     assert o is not None
     over, keep = reduced_dims(call.call)
@@ -145,7 +145,7 @@ def _logsumexp(call: LocalCall) -> Any:
 
 
 def _variance(call: LocalCall) -> Any:
-    """By two passes: the mean, then the squares of what differs from it."""
+    """Compute the variance in two passes: first the mean, then the squared deviations from it."""
     name, x = call.call.name, call["self"]
     over, keep = reduced_dims(call.call)
     factors = _reduced_factors(call)
@@ -176,12 +176,12 @@ WITHIN: dict[str, Callable[[LocalCall], Any]] = {
     "var_mean": _variance,
     "std_mean": _variance,
 }
-"""Operator whose parts no collective puts together -> what reduces over the ranks within it. Results are Replicate."""
+"""Operator whose results no collective can combine -> its `local` function, which does. Results are Replicate."""
 
 
 @rule_for("histc")
 def histogram(call: Call) -> Rule:
-    """Counts add up, if the range is given and not to be found first."""
+    """Counts add up over the ranks, provided that the range is given and does not have to be found first."""
     shape = call.operands[0].shape
     (ins,), sizes = broadcast([shape], shape)
     blocked: frozenset[str] = frozenset(sizes if call["min"] == call["max"] else ())

@@ -1,12 +1,12 @@
-"""Whole: operators that have no rule, and why. They run replicated."""
+"""Lists the operators that have no rule and run replicated, with the reason for each."""
 
 from ...torch_private.core import OpOverload
 from ..call import base_name
 
-VALUES = "its result is a number, or of a shape, that depends on all values"
-ORDER = "it counts through the tensor as one sequence"
+VALUES = "its result is a number, or has a shape, that depends on all values"
+ORDER = "it runs through the tensor as one sequence"
 DRAWS = "the numbers it draws depend on all probabilities"
-RAGGED = "segments of different lengths cross any cut"
+RAGGED = "segments of different lengths cross shard boundaries"
 ALGORITHM = "the algorithm runs over all of its data"
 
 WHOLE: dict[str, str] = {
@@ -62,11 +62,11 @@ WHOLE: dict[str, str] = {
 """Operator -> why it has no sharding rule."""
 
 BY_MEANING = (VALUES, ORDER, DRAWS)
-"""Reasons that no rule could do away with: gathering the arguments is what the user asked for, and no fallback."""
+"""Reasons that no rule could remove: gathering the arguments is then what the user asked for, not a fallback."""
 
 
 def needs_whole(func: OpOverload) -> bool:
-    """Whether an operator needs whole tensors by its meaning, so that running it on them is worth no warning."""
+    """Whether an operator needs unsharded tensors by definition, so that gathering them does not deserve a warning."""
     return WHOLE.get(base_name(func).removeprefix("aten::")) in BY_MEANING
 
 

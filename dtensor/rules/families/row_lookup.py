@@ -1,11 +1,11 @@
-"""Own rows: where indices into a sharded dimension point to on this rank.
+"""Maps indices into a sharded dim to indices into this rank's rows.
 
     global index -> own_rows -> index into this rank's rows, and whether it is one of them
 
-An index of another rank's row is looked up in the nearest of this one's, and what is found there is masked. One that
-lies outside the whole dimension is nobody's: it is mapped past this rank's last row, for the local operator to refuse.
-Its own check of bounds does that, with an exception on the CPU and a device assertion on a GPU, in eager code as in
-Inductor's: nothing is added to the graph, and nothing waits for the device.
+The index of another rank's row is mapped to the nearest row of this rank, and the result is masked by the caller. An
+index outside the global dim is mapped past this rank's last row, so that the local operator refuses it with its own
+bounds check: an exception on the CPU, a device assertion on a GPU, in eager code and in Inductor's. Nothing is added to
+the graph, and nothing waits for the device.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ from ...mesh.mesh import group_name
 
 
 def first_row(size: Any, axes: tuple[int, ...], mesh: Any, device: Any) -> torch.Tensor:
-    """Index, as an int64 tensor of one element, of this rank's first row when `size` rows are cut by `axes` in turn."""
+    """Index of this rank's first row if `size` rows are sharded over `axes` in turn: an int64 tensor of one element."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
     for axis in axes:
         n = mesh.size(axis)
         step = -(-size // n)
-        # The coordinate by itself, so that a graph looks it up once.
+        # The coordinate is computed separately, so that a graph looks it up only once.
         place = emit.shard(torch.arange(0, n, device=device), 0, group_name(mesh, axis))
         total = total + place * step
         size = local_length(size, group_name(mesh, axis))
@@ -33,9 +33,9 @@ def first_row(size: Any, axes: tuple[int, ...], mesh: Any, device: Any) -> torch
 def own_rows(
     index: torch.Tensor, size: Any, own: Any, axes: tuple[int, ...], mesh: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where `index` points to in this rank's `own` (at least one) of `size` rows; and which are its own.
+    """Map `index`, into `size` rows, to this rank's `own` rows (at least one); also return which indices are its own.
 
-    That is the nearest of its own for others' rows, and `own` or more for an index that is not in 0 to size - 1.
+    An index of another rank's row is mapped to the nearest own row, and one outside 0 to size - 1 to `own` or more.
     """
     nearest = index.clamp(0, size - 1)
     outside = nearest != index if size != 0 else torch.ones_like(index, dtype=torch.bool)
@@ -47,23 +47,23 @@ def own_rows(
 
 
 def with_a_row(source: torch.Tensor, dim: int) -> torch.Tensor:
-    """`source`, or where this rank has no rows of it one row of zeros: something to look up in."""
+    """`source`, or one row of zeros if this rank has no rows, so that a lookup has something to read."""
     if source.shape[dim] != 0:
         return source
     return source.new_zeros([1 if d == dim else n for d, n in enumerate(source.shape)])
 
 
 class bounds:
-    """Context in which an index that the local operator refuses is refused in terms of the global tensor.
+    """Context that restates the local operator's error about an index in terms of the global tensor.
 
     Args:
-        index: the indices, global.
-        size: length of the dimension that they point into.
-        dim: that dimension.
-        error: what kind the operator raises on one device; None if the local operator is the same.
-        least: the least legal index.
-        what: what the operator calls an index.
-        ignored: an index that is always legal.
+        index: the global indices.
+        size: global length of the dim that they index.
+        dim: that dim.
+        error: the exception type that the operator raises on one device; None for the local operator's own.
+        least: the smallest valid index.
+        what: the operator's word for an index in its messages.
+        ignored: an index that is always valid.
     """
 
     __slots__ = ("dim", "error", "ignored", "index", "least", "size", "what")

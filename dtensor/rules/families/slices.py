@@ -1,6 +1,6 @@
-"""Parts of a tensor, select, slice, split, diagonal, windows, and the operators that put a part back.
+"""Parts of a tensor: select, slice, split, diagonal, windows, and the operators that put a part back.
 
-A dimension of which a part is taken is whole on every rank, the others keep their shards.
+A dim of which a part is taken may not be sharded; all other dims may stay sharded.
 """
 
 from functools import partial
@@ -36,7 +36,7 @@ CUTS = (
 
 @rule_for(*CUTS)
 def cut(call: Call) -> Rule:
-    """The cut dimension is whole on every rank, unless nothing is cut off."""
+    """The sliced dim may not be sharded, unless the slice is the entire dim."""
     shape = call.operands[0].shape
     order: list[int | None] = list(range(len(shape)))
     dim = call["dim"] % len(shape)
@@ -76,13 +76,13 @@ def unfold(call: Call) -> Rule:
 
 
 def _all_but(dims: set[int], shape: tuple[Any, ...]) -> tuple[Dims, dict[str, Any]]:
-    """A factor for each dimension but `dims`; sizes."""
+    """One factor for each dim except `dims`; sizes."""
     names = [() if i in dims else (f"d{i}",) for i in range(len(shape))]
     return tuple(names), {f"d{i}": s for i, s in enumerate(shape) if i not in dims}
 
 
 def _part(call: Call, shape: tuple[Any, ...]) -> tuple[set[int], Dims]:
-    """The dimensions of a tensor of `shape` of which a part is written, and the factors of that part."""
+    """The dims of a tensor of `shape` in which only a part is written, and the factors of that part."""
     name = call.name.rpartition("_")[0]
     ndim = len(shape)
     if name == "unfold":
@@ -101,7 +101,7 @@ def _part(call: Call, shape: tuple[Any, ...]) -> tuple[set[int], Dims]:
 
 @rule_for("slice_backward", "select_backward", "diagonal_backward", "unfold_backward")
 def put_back(call: Call) -> Rule:
-    """The gradient of a part: zeros but for what was taken."""
+    """The gradient of taking a part: zeros, except for the part that was taken."""
     (out,) = call.outputs
     assert out is not None
     if not out.ndim:
@@ -122,10 +122,11 @@ def put_into(call: Call) -> Rule:
 
 @rule_for("as_strided", "as_strided_scatter")
 def as_strided(call: Call) -> Rule:
-    """Strides say nothing about dimensions: everything is whole. But not for a tensor as it lies, with or without
-    dimensions of one, which is what autograd asks for around what was written to a view.
+    """Strides do not relate to dims, so everything is replicated.
 
-    They count in memory, of which a tensor that is put together has its own.
+    The exception is a result with the tensor's own sizes and strides, up to dims of length 1: autograd requests it
+    around a write to a view, and the tensor may stay sharded. Otherwise strides refer to memory, and a gathered tensor
+    has memory of its own.
 
     Raises:
         OperatorError: the tensor is sharded and not contiguous.
@@ -140,8 +141,8 @@ def as_strided(call: Call) -> Rule:
     if given.static and given.unusual_stride is not None and not given.layout.is_replicated:
         raise OperatorError(
             f"{call.func} of a tensor of shape {list(given.shape)} and strides {list(given.stride)}, sharded as "
-            f"{given.layout}: no rank has the memory that strides are counted in; write x.contiguous().as_strided(…), "
-            "or select, slice, transpose or unfold it"
+            f"{given.layout}: strides refer to the global tensor's memory, which no rank holds; write "
+            "x.contiguous().as_strided(…), or select, slice, transpose or unfold it"
         )
     nothing = tuple(((),) * o.ndim for o in call.operands)
     outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
@@ -149,8 +150,10 @@ def as_strided(call: Call) -> Rule:
 
 
 def _as_it_lies(call: Call) -> tuple[int | None, ...] | None:
-    """For each dimension of an as_strided result that of the tensor which it is, None for a new one of length one; None
-    if it is anything but the tensor itself with other such dimensions."""
+    """For each dim of an as_strided result the tensor's dim that it equals, or None for a new dim of length 1.
+
+    None as a whole if the result differs from the tensor by more than dims of length 1.
+    """
     given = call.operands[0]
     if call.name != "as_strided" or not given.static or call["storage_offset"] not in (None, 0):
         return None

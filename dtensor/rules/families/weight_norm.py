@@ -1,6 +1,6 @@
-"""Weight norm: w = v * g / |v|, with a norm for each index of one dimension (Salimans and Kingma, 2016).
+"""Weight norm: w = v * g / |v|, with a norm for each index of one dim (Salimans and Kingma, 2016).
 
-Any dimension of v may be sharded; where the norm runs over it, sums of squares are reduced over the ranks.
+Any dim of v may be sharded; where the norm runs over it, sums of squares are all-reduced.
 """
 
 from typing import Any
@@ -13,14 +13,14 @@ from ..rule import Dims, Rule
 
 
 def _factors(call: Call, v: Any) -> tuple[Dims, Dims, dict[str, Any]]:
-    """Factors of v, and of what has a number for each index of `dim`; sizes."""
+    """Factors of v, and of tensors with one number per index of `dim`; sizes."""
     dim = call["dim"] % v.ndim
     full: Dims = tuple((f"d{i}",) for i in range(v.ndim))
     return full, tuple(d if i == dim else () for i, d in enumerate(full)), {f"d{i}": n for i, n in enumerate(v.shape)}
 
 
 def _summed(x: torch.Tensor, call: LocalCall, ndim: int) -> torch.Tensor:
-    """`x` summed over all dimensions but `dim`, and over the ranks."""
+    """`x` summed over all dims except `dim`, and over the ranks."""
     dim = call["dim"] % ndim
     over = [i for i in range(ndim) if i != dim]
     return all_reduce(x.sum(over, keepdim=True), "sum", call, {f"d{i}" for i in over})
