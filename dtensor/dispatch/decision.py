@@ -39,6 +39,7 @@ from ..rules.rule import Rule
 from ..torch_private.core import (
     FakeTensorMode,
     OpOverload,
+    conjugates_resolved,
     decompositions,
     detect_fake_mode,
     disable_current_modes,
@@ -339,7 +340,33 @@ def _resolved(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return func(*args, **kwargs).resolve_conj().resolve_neg()
 
 
+_CONJUGATING = ("aten::linalg_pinv", "aten::linalg_lstsq")
+"""Operators whose kernels call others with lazy conjugates. No others of torch's operators on complex numbers compute
+something else on DTensors for it; `tests/sweep` tries them."""
+
+
+def called(func: OpOverload) -> Callable[..., Any]:
+    """`func` as it is called on local tensors: those in `_CONJUGATING` may call others with lazy conjugates.
+
+    Inside `__torch_dispatch__` torch leaves out the dispatch keys that resolve them, and such a kernel would silently
+    compute with the values that are not conjugated.
+    """
+    if func._schema.name not in _CONJUGATING:
+        return func
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        with conjugates_resolved():
+            return func(*args, **kwargs)
+
+    return running
+
+
+def _called(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return called(func)(*args, **kwargs)
+
+
 _LOCAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_CONJUGATING, _called),
     **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape),
     **dict.fromkeys(("aten::_conj", "aten::_neg_view"), _resolved),
 }
@@ -461,6 +488,7 @@ __all__ = [
     "Decided",
     "Decision",
     "call_of",
+    "called",
     "carry_out",
     "check_operands",
     "decide",

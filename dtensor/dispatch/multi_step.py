@@ -16,7 +16,17 @@ from ..mesh.tensor_spec import Spec
 from ..rules import Output, needs_whole, rule_of
 from ..torch_private.core import OpOverload, decompositions, return_and_correct_aliasing
 from . import dispatch, strictness
-from .decision import COMPOSITES, call_of, check_operands, decide_by, functional_of, is_dtensor, mapped, replicated
+from .decision import (
+    COMPOSITES,
+    call_of,
+    called,
+    check_operands,
+    decide_by,
+    functional_of,
+    is_dtensor,
+    mapped,
+    replicated,
+)
 from .dispatch import KINDS, run, with_plain_wrapped
 from .fallback import fell_back
 from .implicit_moves import moves_of, named_operands
@@ -175,7 +185,7 @@ def _dynamic(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         layout = Layout.make(mesh.ndim, ((),) * t.dim(), ())
         return dispatch.wrap(t, Spec.make(mesh, layout, t.shape, t.stride(), t.dtype))
 
-    made = func(*mapped(args, whole), **{k: mapped(v, whole) for k, v in kwargs.items()})
+    made = called(func)(*mapped(args, whole), **{k: mapped(v, whole) for k, v in kwargs.items()})
     return type(made)(map(wrapped, made)) if isinstance(made, (list, tuple)) else wrapped(made)
 
 
@@ -187,8 +197,15 @@ def _composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def vector_norm(
     x: Any, ord: int = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Any:
-    """`linalg_vector_norm` in terms of operators that have rules, so that only the reduced value is communicated."""
+    """`linalg_vector_norm` in terms of operators that have rules, so that only the reduced value is communicated.
+
+    As in torch, the norm of complex numbers is that of their absolute values, and float16 and bfloat16 are accumulated
+    in float32.
+    """
     x = x.to(dtype) if dtype is not None else x
+    x = x.abs() if x.is_complex() else x
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return vector_norm(x.float(), ord, dim, keepdim).to(x.dtype)
     over = list(range(x.dim())) if dim is None else dim
     if ord == float("inf"):
         return x.abs().amax(over, keepdim)

@@ -94,6 +94,16 @@ UnknownValue: tuple[type[Exception], ...] = (DataDependentOutputException, Dynam
 disable_dynamo: Any = torch._disable_dynamo
 
 
+@contextlib.contextmanager
+def conjugates_resolved() -> Iterator[None]:
+    """Context inside `__torch_dispatch__` in which operators resolve lazy conjugates and negatives, as outside."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        left_out = left_out.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out):
+        yield
+
+
 def never_traced(function: Any) -> Any:
     """Have Dynamo pass over `function` and all it calls, where it is not traced as a part of its caller. Unlike
     `disable_dynamo` it costs nothing per call."""
@@ -470,6 +480,7 @@ __all__ = [
     "catch_higher_order",
     "check_version",
     "cloned_store",
+    "conjugates_resolved",
     "current_device_mesh",
     "decompositions",
     "default_group_timeout",
