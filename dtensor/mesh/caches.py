@@ -19,8 +19,7 @@ def cache() -> dict[Any, Any]:
 
 
 def clear_caches() -> None:
-    """Clear all caches that hold meshes: specs, decisions, group names. The only effect is that the next calls are
-    slower."""
+    """Clear all caches that hold meshes: specs, decisions, group names. This only makes the next calls slower."""
     for c in _caches:
         c.clear()
 

@@ -23,7 +23,7 @@ class Calls:
         mark: Checksum that distinguishes the last graph from others; part of the tags of its messages
             (`dtensor.comm.starts`).
         looked: The `count` at which the last replication check ran (`dtensor.comm.replication_check`).
-        taken: Number of tensors that were taken as replicated in eager mode.
+        taken: Number of tensors that were assumed to be replicated in eager mode.
     """
 
     name: str
