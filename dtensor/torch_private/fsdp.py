@@ -60,7 +60,7 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
 
     @functools.wraps(view_gradients)
     def _use_unsharded_grad_views(self):
-        # Without reduction, gradients belong to plain parameters: views of the flat one.
+        # Without reduction, gradients belong to plain parameters, which are views of the flat one.
         found, known = self.flat_param, self.flat_param._param_extensions
         owners = [getattr(module, name) for name, module, _ in found._param_infos]
         found._param_extensions = [None if local(p) is p else ext for p, ext in zip(owners, known)]
