@@ -278,7 +278,11 @@ def test_operators_with_derivatives_of_their_own(rank, name):
 def _forward_mode():
     v = VALUES[:4, :2]
     return {
-        "redistribute": (lambda x: x.redistribute(placements=[Replicate()]), ShardingError, "does not support redistribute"),
+        "redistribute": (
+            lambda x: x.redistribute(placements=[Replicate()]),
+            ShardingError,
+            "does not support redistribute",
+        ),
         "to_local": (lambda x: x.to_local(), ShardingError, "does not support to_local"),
         "full_tensor": (lambda x: x.full_tensor(), ShardingError, "forward-mode.*write torch.autograd.functional.jvp"),
         "a product with a constant": (
