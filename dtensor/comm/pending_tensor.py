@@ -1,7 +1,7 @@
-"""Pending: a local tensor whose collective was started and is waited for on first use.
+"""Pending tensors: local tensors whose collective has been started and is waited for on first use.
 
-`redistribute(async_op=True)` puts one into a DTensor. Every operator on it waits, but an alias (`to_local`) does not.
-Stands below autograd, as all local tensors of DTensors do.
+`redistribute(async_op=True)` puts one into the DTensor that it returns. Every operator on it waits, except aliasing
+(`to_local`). Like all local tensors of DTensors, it is below autograd.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ _ALIASES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 class Pending(functional_collectives.AsyncCollectiveTensor):
-    """A contiguous tensor that is not there yet. `wait()` gives the tensor itself.
+    """A contiguous tensor that is not available yet. `wait()` returns the actual tensor.
 
-    It is one of torch's class for this, which programs look for in what a redistribution gives; what torch's class has
-    at hand this one may first have to compute.
+    A subclass of torch's AsyncCollectiveTensor, because programs check the result of a redistribution for that class.
+    Attributes that torch's class holds may have to be computed here first.
     """
 
     _result: "_Result"
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, shape: tuple[int, ...], finish: Callable[[], torch.Tensor]) -> Any:
-        """A tensor of `shape`, with dtype and device of `like`, that `finish` waits for; it is called once."""
+        """A tensor of `shape`, with dtype and device of `like`. `finish`, called once, waits for it and returns it."""
         return cls._of(_Result(finish), shape, like.dtype, like.device)
 
     @classmethod
@@ -35,12 +35,12 @@ class Pending(functional_collectives.AsyncCollectiveTensor):
         return self
 
     def wait(self) -> torch.Tensor:
-        """The tensor, waited for."""
+        """Wait for the tensor and return it."""
         return self._result.value()
 
     @property
     def done(self) -> bool:
-        """Whether it was waited for."""
+        """Whether the tensor has been waited for."""
         return self._result.finish is None
 
     elem: Any = property(wait)  # pyright: ignore[reportAssignmentType]
@@ -70,7 +70,7 @@ class Pending(functional_collectives.AsyncCollectiveTensor):
 
 
 class _Result:
-    """What is waited for, shared by a pending tensor and its aliases."""
+    """The result that a pending tensor and its aliases share."""
 
     __slots__ = ("finish", "found")
 
@@ -81,7 +81,7 @@ class _Result:
     def value(self) -> torch.Tensor:
         if self.finish is not None:
             with torch.no_grad():
-                # No view of what was padded: AOTAutograd (torch 2.15) takes it for the tensor that Dynamo has seen.
+                # Not a view of a padded tensor: AOTAutograd (torch 2.15) would mistake it for the one Dynamo has seen.
                 self.found = self.finish().data
             self.finish = None
         return self.found
@@ -96,7 +96,7 @@ def _waited(a: Any) -> Any:
 
 
 def waited(x: torch.Tensor) -> torch.Tensor:
-    """`x`, waited for if it is pending."""
+    """Wait for `x` if it is pending, and return the actual tensor."""
     return x.wait() if isinstance(x, Pending) else x
 
 

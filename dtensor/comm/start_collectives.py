@@ -1,18 +1,18 @@
-"""What starts a collective, and is waited for with `_c10d_functional.wait_tensor`: torch's functional collectives, or
-over gloo sends and receives of our own.
+"""The operators that start a collective: torch's functional collectives, or over gloo our own sends and receives.
 
-    all_gather_start(x, size, group)                         as all_gather_into_tensor
-    all_to_all_start(x, output_splits, input_splits, group)  as all_to_all_single
+`_c10d_functional.wait_tensor` waits for the result of either. The operators for gloo are:
 
-Gloo's all_gather, as the functional collective of torch 2.13 calls it, damages the heap while several are under way.
-Its all_to_all tells a peer that it is ready to receive by the connection on which it sends: the word stands behind what
-was sent before, the peer waits for it, and what should go both ways at once goes one way after the other, as soon as
-messages are longer than what a socket holds. Here each rank says first that it is ready for all that will come, and
-then sends.
+    all_gather_start(x, size, group)                         like all_gather_into_tensor
+    all_to_all_start(x, output_splits, input_splits, group)  like all_to_all_single
 
-The tag of a message holds its length and the mark of the graph that the rank ran last on the group, so that messages of
-different graphs are never taken for each other: their ranks wait, and `job` sees that. Gloo's own collectives have no
-such tags; a graph that begins with one `meet`s first.
+Gloo's all_gather, as the functional collective of torch 2.13 calls it, corrupts the heap while several are in flight.
+Its all_to_all signals a peer that it is ready to receive on the connection on which it also sends. The signal queues
+behind earlier data and the peer waits for it, so transfers that should go both ways at once take turns as soon as
+messages are longer than a socket buffer. Here, each rank first posts all its receives and then sends.
+
+The tag of a message contains its length and the mark of the graph that the rank ran last on the group, so messages of
+different graphs never match: their ranks wait, and `dtensor.mesh.job` detects that. Gloo's own collectives have no such
+tags, so a graph that begins with one calls `meet` first.
 """
 
 import functools
@@ -26,7 +26,7 @@ from ..mesh.operator_library import library
 from ..torch_private.core import OpOverload, backend_of, c10d, register_work, resolve_process_group
 
 ANY_ORDER = (torch.Tag.flexible_layout,)
-"""The kernels take operands in any order in memory, so that a compiler need not ask in symbols which one it is."""
+"""The kernels accept operands with any strides, so a compiler does not have to compare symbolic strides."""
 
 library.define("all_gather_start(Tensor x, int size, str group) -> Tensor", tags=ANY_ORDER)
 library.define(
@@ -34,7 +34,7 @@ library.define(
 )
 
 OURS = 0x40000000
-"""The bit of our tags that those of a program's own messages will hardly have; tags have 31."""
+"""The bit that marks our tags; those of a program's own messages are unlikely to have it. Tags have 31 bits."""
 
 
 def _tag(mark: int, length: int) -> int:
@@ -42,9 +42,12 @@ def _tag(mark: int, length: int) -> int:
 
 
 class Starts(NamedTuple):
-    """The operators that start collectives, on what is contiguous.
+    """The operators that start collectives, on contiguous tensors.
 
-    `all_to_all` sends `input_splits[r]` rows to each rank r. Without a `reduce_scatter` ranks exchange the parts.
+    Attributes:
+        all_gather: Gathers along dim 0.
+        all_to_all: Sends `input_splits[r]` rows to each rank r.
+        reduce_scatter: None if ranks exchange the chunks with `all_to_all` and reduce them locally.
     """
 
     all_gather: OpOverload
@@ -53,7 +56,7 @@ class Starts(NamedTuple):
 
 
 def starts(group: str, device: torch.device) -> Starts:
-    """What starts a collective on tensors of the device in the group."""
+    """The operators that start collectives on tensors of `device` in the group."""
     backend = backend_of(resolve_process_group(group), device.type)
     if backend.endswith("gloo"):
         return OVER_GLOO
@@ -61,8 +64,10 @@ def starts(group: str, device: torch.device) -> Starts:
 
 
 def by_the_host(start: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`start`, which sends CPU tensors; others go by way of one, and are there when it returns. Gloo has no messages of
-    a GPU's tensors, and its all_gather and all_to_all of them end the process (torch 2.13)."""
+    """Extend `start`, which sends CPU tensors, to other devices, by a copy on the CPU; it then waits for the result.
+
+    Gloo has no messages for GPU tensors, and its all_gather and all_to_all of them end the process (torch 2.13).
+    """
 
     @functools.wraps(start)
     def started(x: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -87,13 +92,13 @@ def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
 def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str) -> torch.Tensor:
     rank = resolve_process_group(group).rank()
     y = x.new_empty((sum(output_splits), *x.shape[1:]))
-    into, sent = y.split(output_splits), x.contiguous().split(input_splits)  # a trace may have had other strides
+    into, sent = y.split(output_splits), x.contiguous().split(input_splits)  # strides can differ from the trace's
     into[rank].copy_(sent[rank])
     return _started(y, into, sent, group)
 
 
 def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-    """`y`, which is there after a wait: `sent[r]` goes to each rank r, what it sends goes to `into[r]`."""
+    """Start to send `sent[r]` to each rank r and to receive from it into `into[r]`. `y` is complete after a wait."""
     group = resolve_process_group(name)
     n, rank, mark = group.size(), group.rank(), calls_on(group).mark
     works = [
@@ -108,7 +113,7 @@ def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch
 
 
 def meet(group: torch.distributed.ProcessGroup) -> None:
-    """Wait until the next ranks of the group, on either side, run the same graph: each tells the next one its mark."""
+    """Wait until the neighbouring ranks of the group run the same graph: each sends a message tagged with its mark."""
     n, rank, tag = group.size(), group.rank(), _tag(calls_on(group).mark, 0)
     sent, got = torch.empty(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
     works = [group.recv([got], (rank - 1) % n, tag), group.send([sent], (rank + 1) % n, tag)]
@@ -134,10 +139,10 @@ for _name, _kernel, _fake in (
 FUNCTIONAL = Starts(
     c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.reduce_scatter_tensor.default
 )
-"""torch's."""
+"""Torch's functional collectives."""
 EXCHANGED = FUNCTIONAL._replace(reduce_scatter=None)
-"""torch's where it has a reduce_scatter that only adds: among threads."""
+"""Torch's functional collectives for backend "threaded", whose reduce_scatter only supports sums."""
 OVER_GLOO = Starts(torch.ops.dtensor.all_gather_start.default, torch.ops.dtensor.all_to_all_start.default, None)
-"""Ours. Gloo's reduce_scatter is left out: it reduces the whole tensor on every rank, and so sends twice the bytes."""
+"""Our operators. Gloo's reduce_scatter is left out: it reduces the full tensor on every rank, with twice the bytes."""
 
 __all__ = ["ANY_ORDER", "EXCHANGED", "FUNCTIONAL", "OVER_GLOO", "Starts", "meet", "starts"]

@@ -1,4 +1,4 @@
-"""The namespace of our operators, `torch.ops.dtensor.*`."""
+"""The library that defines the operators `torch.ops.dtensor.*`."""
 
 import torch
 

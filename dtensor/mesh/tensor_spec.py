@@ -1,8 +1,8 @@
-"""Spec: all that is known of a distributed tensor but its values: mesh, layout, global shape, stride and dtype.
+"""Specs: everything about a distributed tensor except its values, that is mesh, layout, global shape, stride and dtype.
 
-Specs of static sizes are interned, so that the dispatch cache compares them by identity. While a graph is traced sizes
-may be symbols, and each of its inputs has a stand-in for its mesh: such specs exist only then and are kept nowhere.
-Decisions are made of the spec on the mesh itself, `real`.
+Specs with static sizes are interned, so the dispatch cache compares them by identity. While a graph is traced, sizes
+can be symbols, and each input of the graph has a stand-in for its mesh. Such specs exist only during the trace and are
+not kept. Decisions use the spec on the mesh itself, `Spec.real`.
 """
 
 import functools
@@ -23,17 +23,17 @@ _interned: dict[tuple[Any, ...], "Spec"] = cache()
 
 
 class Spec:
-    """Build with `Spec.make`.
+    """The description of a distributed tensor. Build with `Spec.make`.
 
     Attributes:
-        mesh: the torch DeviceMesh.
-        layout: how the tensor lies on it.
-        shape: global sizes.
-        stride: strides of the global tensor, in elements.
-        dtype: element type.
-        real: the same on the mesh itself, where `mesh` is a stand-in for it; else None.
-        static: whether all sizes are plain ints.
-        unusual_stride: the stride; None where it is contiguous, which torch works out sooner than it reads a stride.
+        mesh: The torch DeviceMesh.
+        layout: The distribution of the tensor over the mesh.
+        shape: Global sizes.
+        stride: Strides of the global tensor, in elements.
+        dtype: Element type.
+        real: If `mesh` is a stand-in, the same spec on the mesh itself; otherwise None.
+        static: Whether all sizes are plain ints.
+        unusual_stride: The stride; None if it is contiguous, which torch computes faster than it reads a given stride.
     """
 
     __slots__ = ("dtype", "layout", "mesh", "real", "shape", "static", "stride", "unusual_stride")
@@ -59,7 +59,7 @@ class Spec:
 
     @staticmethod
     def make(mesh: Any, layout: Layout, shape: Any, stride: Any, dtype: torch.dtype) -> "Spec":
-        """The spec with these attributes; interned if all sizes are ints and the mesh is no stand-in."""
+        """The spec with these attributes; interned if all sizes are ints and the mesh is not a stand-in."""
         shape, stride = tuple(shape), tuple(stride)
         for size in shape + stride:
             if type(size) is not int:
@@ -97,23 +97,26 @@ class Spec:
         return tuple(shape)
 
     def shards(self) -> Shards:
-        """The shapes of all ranks' shards. Of symbolic sizes as far as the trace knows them now: it may learn that one
-        is a number, and its parts are then numbers, too, other ones on some ranks."""
+        """The shapes of the shards of all ranks.
+
+        For symbolic sizes, as far as the trace knows them now. It may still find that a size is a number; its local
+        lengths then are numbers, too, and may differ between ranks.
+        """
         sizes = facts(self.mesh).shape
         if self.static:
             return _static_shards(self.layout, sizes, self.shape)
         return _shards(self.layout, sizes, tuple(map(number_if_guarded, self.shape)))
 
     def with_layout(self, layout: Layout) -> "Spec":
-        """The same tensor in another layout."""
+        """This spec in another layout."""
         return Spec.make(self.mesh, layout, self.shape, self.stride, self.dtype)
 
     def on(self, mesh: Any) -> "Spec":
-        """The same with `mesh`, the mesh itself or a stand-in for it."""
+        """This spec on `mesh`, which is the same mesh or a stand-in for it."""
         return self if mesh is self.mesh else Spec.make(mesh, self.layout, self.shape, self.stride, self.dtype)
 
     def traced(self) -> "Spec":
-        """The same with sizes that the graph which is traced, if one is, knows how to compute."""
+        """This spec with sizes that the graph being traced, if any, can compute."""
         if self.static:
             return self
         shape, stride = ([written(n) for n in sizes] for sizes in (self.shape, self.stride))
@@ -126,7 +129,7 @@ class Spec:
 def _shards(layout: Layout, sizes: tuple[int, ...], given: tuple[Any, ...]) -> Shards:
     shape = tuple(map(hint, given))
     first, last = (layout.local_shape(shape, sizes, [k * (n - 1) for n in sizes]) for k in (0, 1))
-    # Parts of a symbolic length are one symbol on all ranks.
+    # The shards of a symbolic length are the same symbol on all ranks.
     alike = [a == b or isinstance(n, torch.SymInt) for n, a, b in zip(given, first, last)]
     cuts = [tuple([sizes[axis] for axis in axes]) for axes in layout.dims]
     lengths = tuple([a if same else Cut(n, cut) for n, cut, a, same in zip(shape, cuts, first, alike)])
@@ -134,13 +137,13 @@ def _shards(layout: Layout, sizes: tuple[int, ...], given: tuple[Any, ...]) -> S
 
 
 _static_shards = functools.lru_cache(maxsize=4096)(_shards)
-"""Those of plain sizes: the layers of a model are alike."""
+"""`_shards` for plain sizes, cached: the layers of a model have the same ones."""
 
 
 def define_local_sizes(spec: Spec, local: torch.Tensor) -> None:
-    """Have a traced graph know the sizes of the local tensor of an input by the global ones.
+    """Define the sizes of an input's local tensor by the global sizes, in the graph being traced.
 
-    Torch gives both symbols of their own. See `local_sizes` for what takes the place of those of the local tensor.
+    Torch gives both symbols of their own. See `local_sizes` for what replaces those of the local tensor.
     """
     keep_first_definitions()
     if spec.coordinate is None:
@@ -164,7 +167,7 @@ def chunk(spec: Spec) -> tuple[torch.Size, torch.Size]:
     """Sizes of this rank's shard and its offsets in the global tensor, in elements per dimension.
 
     Raises:
-        PlacementError: the tensor is partial, so no rank holds final values.
+        PlacementError: The tensor is partial, so no rank holds final values.
     """
     if spec.layout.partial:
         raise PlacementError(

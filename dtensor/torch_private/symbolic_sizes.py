@@ -1,6 +1,6 @@
-"""What is not public in torch of sizes that are symbols: what a trace knows of them, assumes, guards and writes down.
+"""Private torch APIs for symbolic sizes: what a trace knows and assumes about them, guards, and writes into its graph.
 
-`core` has the rest, and checks the version of torch.
+See `core`, which checks the version of torch.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ from torch.utils._thunk import Thunk
 
 
 def symbolic_mode() -> FakeTensorMode:
-    """A mode for tracing with sizes that may be symbols; tensors that are no stand-ins become constants."""
+    """A mode for tracing with sizes that can be symbols; tensors that are not fake become constants."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def stand_in(mode: FakeTensorMode, x: torch.Tensor, name: str, symbols: bool) -> torch.Tensor:
-    """A fake tensor like `x`, an input called `name`; of which sizes above 1 are symbols, if that is wanted."""
+    """A fake tensor like `x`, an input called `name`. With `symbols`, its sizes above 1 are symbols."""
     if not symbols:
         return mode.from_tensor(x, static_shapes=True)
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * x.dim())
@@ -52,7 +52,7 @@ def stand_in(mode: FakeTensorMode, x: torch.Tensor, name: str, symbols: bool) ->
 
 
 def trace_with(mode: FakeTensorMode, function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
-    """The graph of `function` on stand-ins of `mode`: what is left below autograd and dispatch."""
+    """The graph of `function` on fake tensors of `mode`: what remains below autograd and dispatch."""
 
     def run(*given: Any) -> Any:
         sizes_before_strides(given)
@@ -66,9 +66,10 @@ def trace_with(mode: FakeTensorMode, function: Callable[..., Any], *args: Any) -
 
 
 def binary_products(graph: torch.fx.Graph) -> None:
-    """Write products of sizes as products of two, in place.
+    """Rewrite products of several sizes as products of two, in place.
 
-    Torch writes one of three as one operator.mul of three: interpreters refuse it, and code for it has the first two.
+    Torch writes a product of three as one operator.mul with three arguments. Interpreters refuse it, and code generated
+    for it uses only the first two.
     """
     for node in graph.find_nodes(op="call_function", target=operator.mul):
         first, second, *others = node.args
@@ -82,32 +83,32 @@ def binary_products(graph: torch.fx.Graph) -> None:
 
 
 def guards_on(mode: FakeTensorMode, sizes: Sequence[Any]) -> str:
-    """What a trace took for granted of the symbols among `sizes`: code for `assert_guards`."""
+    """The guards of a trace on the symbols among `sizes`, as code for `guards_hold`; "" if there are none."""
     symbols = [size for size in sizes if isinstance(size, torch.SymInt)]
     return (mode.shape_env.produce_guards_expression(symbols) or "") if symbols and mode.shape_env else ""
 
 
 def guards_hold(mode: FakeTensorMode, code: str, sizes: Sequence[Any]) -> bool:
-    """Whether other sizes in the place of the symbols are as the trace took for granted; another trace guards that."""
+    """Whether `sizes`, in place of the symbols, satisfy the guards. If they are symbols, their trace guards that."""
     return not code or mode.shape_env is None or bool(mode.shape_env.evaluate_guards_expression(code, sizes))
 
 
 def same_size(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal: of sizes that only the data tell, whether that is known anyhow."""
+    """Whether two sizes are equal; for data-dependent sizes, whether they are known to be."""
     if type(a) is int and type(b) is int:
         return a == b
     return a is b or bool(guard_or_false(a == b))
 
 
 def hint(size: Any) -> int:
-    """The number behind a size: itself, or the example value of a SymInt (adds no guard)."""
+    """The size as a number: itself, or the example value of a SymInt, 8192 if it has none. Adds no guard."""
     if isinstance(size, torch.SymInt):
         return int(size.node.hint if size.node.hint is not None else 8192)
     return int(size)
 
 
 def size_formula(size: Any) -> Any:
-    """A size as a sympy expression; of a SymInt, in symbols that are called as the inputs they come from."""
+    """A size as a sympy expression. The symbols of a SymInt are named after the inputs that they come from."""
     if not isinstance(size, torch.SymInt):
         return sympy.Integer(int(size))
     sources = size.node.shape_env.var_to_sources
@@ -121,14 +122,16 @@ def _tidied(m: re.Match) -> str:
 
 
 def number_if_known(size: Any) -> Any:
-    """The number that a size has turned out to be; a size that is still a symbol as it is."""
+    """The number that a size has turned out to be; the size itself if it is still symbolic."""
     known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
     return size if known is None else known
 
 
 def number_if_guarded(size: Any) -> Any:
-    """The same, also where a guard says so of a formula of symbols that are none. What a trace only assumes of symbols
-    counts for nothing."""
+    """Like `number_if_known`, and also if guards imply the value of a formula whose symbols are not numbers themselves.
+
+    What a trace only assumes about its symbols does not count.
+    """
     found = number_if_known(size)
     if not isinstance(found, torch.SymInt) or found.node.expr.is_Symbol or not has_hint(found):
         return found
@@ -138,8 +141,10 @@ def number_if_guarded(size: Any) -> Any:
 
 
 def write_numbers(env: ShapeEnv) -> int:
-    """Have a trace write the number for each symbol of an input whose bounds have met, which torch leaves until it next
-    asks about the symbol. Gives how many symbols have turned out to be something else."""
+    """Make a trace replace each input symbol whose bounds have met by the number.
+
+    Torch does this only when it next evaluates the symbol. Returns how many symbols have been replaced so far.
+    """
     for symbol, bounds in list(env.var_to_range.items()):
         if (
             bounds.is_int
@@ -152,29 +157,32 @@ def write_numbers(env: ShapeEnv) -> int:
 
 
 def has_hint(size: Any) -> bool:
-    """Whether a size is a number or has an example value: not so for sizes that depend on values."""
+    """Whether a size is a number or has an example value. Data-dependent sizes do not."""
     return not isinstance(size, torch.SymInt) or size.node.hint is not None
 
 
 def replace_size(size: torch.SymInt, value: int | torch.SymInt) -> None:
-    """Have a trace write `value`, which equals `size`, wherever `size` stands, and take its example value.
+    """Make a trace write `value`, which is equal, in place of `size`, and use its example value.
 
-    Does nothing where `size` is no symbol of its own.
+    If `size` is not a single symbol, only the example value changes.
     """
     symbol, expression = size.node.expr, value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
     if symbol.is_Symbol and symbol not in expression.free_symbols:
         env = size.node.shape_env
         _kept_bounds(env).setdefault(symbol, env.var_to_range[symbol])
-        env.size_like.discard(symbol)  # or its bounds would be compared by another rule
+        env.size_like.discard(symbol)  # otherwise its bounds would be compared by another rule
         env._set_replacement(symbol, expression, "size of a local tensor")
-        if symbol in env.pending_fresh_unbacked_symbols:  # torch looks for it in what it made, of views not there
+        if symbol in env.pending_fresh_unbacked_symbols:  # torch expects it in the results, but views lack it
             env.pending_fresh_unbacked_symbols.remove(symbol)
     size.node._hint = value.node.hint if isinstance(value, torch.SymInt) else value
 
 
 def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
-    """Symbol -> the bounds that it keeps, whatever a trace writes for it: what the trace assumes of that is not to be
-    asserted of what it is given. Torch replaces a symbol again where what replaces it was replaced."""
+    """Symbol -> the bounds that it keeps when a trace replaces it.
+
+    What the trace assumes about the replacement must not be asserted of its inputs. Torch replaces a symbol again when
+    its replacement is replaced, so the bounds are restored on every replacement.
+    """
     kept: dict[sympy.Symbol, ValueRanges] | None = vars(env).get("dtensor_bounds")
     if kept is None:
         kept = {}
@@ -184,7 +192,7 @@ def _kept_bounds(env: ShapeEnv) -> dict[sympy.Symbol, ValueRanges]:
             if a in kept:
                 env.var_to_range[a] = ValueRanges(0, int_oo)
                 if tgt.is_number and a in env.backed_var_to_val:
-                    env.backed_var_to_val[a] = sympy.Integer(tgt)  # it may have been assumed to be another one
+                    env.backed_var_to_val[a] = sympy.Integer(tgt)  # another value may have been assumed
             replace(a, tgt, msg)
             if a in kept:
                 env.var_to_range[a] = kept[a]
@@ -199,9 +207,13 @@ def on_replaced_sizes(
     number: Callable[[], None],
     other: Callable[[], None],
 ) -> None:
-    """Have `check` called with what a trace has concluded before it writes a number for a symbol: that they are equal.
+    """Install callbacks for when a trace replaces a symbol.
 
-    Have `number` called after it has done so, `other` after it has learnt that a symbol is a size of other symbols.
+    Args:
+        env: The ShapeEnv of the trace.
+        check: Called before a symbol is replaced by a number, with the condition that they are equal.
+        number: Called after a symbol has been replaced by a number.
+        other: Called after a symbol has been replaced by an expression of other symbols.
     """
     replace = env._set_replacement
 
@@ -218,7 +230,7 @@ def on_replaced_sizes(
 
 
 def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
-    """The size that `expression` says in symbols of the same trace as `like`."""
+    """The size given by `expression`, in symbols of the same trace as `like`."""
     env = like.node.shape_env
     return torch.SymInt(SymNode(expression, env, int, _example(env, expression)))
 
@@ -228,14 +240,14 @@ def _example(env: ShapeEnv, expression: Any) -> int:
 
 
 def define_strides(x: torch.Tensor) -> None:
-    """Have symbolic strides of a fake tensor, made before its sizes were replaced, take the example values of these."""
+    """Update the example values of a fake tensor's symbolic strides, made before its sizes were replaced, to these."""
     for step in x.stride():
         if isinstance(step, torch.SymInt):
             step.node._hint = _example(step.node.shape_env, step.node.expr)
 
 
 def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymInt:
-    """A new symbol for a size of which a trace assumes that it is `value`, and never below `least`."""
+    """A new symbol for a size. The trace assumes that its value is `value` and that it is never below `least`."""
     symbol = sympy.Symbol(f"s{env._generate_unique_id(name)}", positive=True, integer=True)
     env.backed_var_to_val[symbol] = sympy.Integer(value)
     env.var_to_sources[symbol] = []
@@ -247,15 +259,17 @@ def assumed_size(env: ShapeEnv, name: str, value: int, least: int) -> torch.SymI
 
 
 def _are_equal(expression: sympy.Basic, number: sympy.Basic) -> sympy.Basic:
-    """That a size is a number. Sympy takes symbols of sizes for positive, so that it says that none is 0; a part may
-    be."""
+    """The condition that a size is a number, unevaluated.
+
+    Sympy assumes that symbols of sizes are positive and would conclude that none is 0, but a local length can be 0.
+    """
     return sympy.Eq(expression, number, evaluate=False)
 
 
 def before_guards(env: ShapeEnv, symbols: Collection[sympy.Symbol], check: Callable[[sympy.Basic], None]) -> None:
-    """Have `check` called with what a trace is about to take for granted of `symbols`, as it holds for the examples.
+    """Call `check` with each condition on `symbols` that a trace is about to guard, as it holds for the example values.
 
-    It may make numbers of them; then the trace sees whether it holds for these.
+    `check` may turn symbols into numbers; the trace then evaluates the condition for these.
     """
     evaluate = env._evaluate_expr
 
@@ -275,8 +289,10 @@ def before_guards(env: ShapeEnv, symbols: Collection[sympy.Symbol], check: Calla
 def guards_written_by(
     env: ShapeEnv, write: Callable[[sympy.Basic], sympy.Basic], unbounded: Collection[sympy.Symbol]
 ) -> None:
-    """Have what a trace took for granted pass through `write` before it becomes code; `unbounded` symbols have no
-    bounds there."""
+    """Pass each guard of a trace through `write` before code is generated for it.
+
+    Symbols in `unbounded` have no bounds in that code.
+    """
     produce = env.produce_guards_verbose
 
     def written(*args: Any, guards: Any = None, **kwargs: Any) -> Any:
@@ -292,24 +308,23 @@ def guards_written_by(
 
 
 def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
-    """Whether a trace knows without another guard that `condition` holds."""
-    if vars(env).get("dtensor_known") != len(env.axioms):  # torch's cache of answers does not see new guards
+    """Whether a trace knows, without a new guard, that `condition` holds."""
+    if vars(env).get("dtensor_known") != len(env.axioms):  # torch's cache of results ignores new guards
         vars(env)["dtensor_known"] = len(env.axioms)
         env._version_counter += 1
     return env._maybe_evaluate_static(condition) is sympy.true
 
 
 def evaluated(like: torch.SymInt, condition: sympy.Basic) -> bool:
-    """Whether `condition`, in symbols of the same trace as `like`, holds; the trace is then for sizes of which that is
-    true."""
+    """Whether `condition`, in symbols of the same trace as `like`, holds. Adds a guard on the result."""
     return bool(like.node.shape_env.evaluate_expr(condition))
 
 
 @contextmanager
 def without_guards(env: ShapeEnv) -> Iterator[None]:
-    """Context in which operators on fakes are for all sizes that a trace is for: they add no guard and no symbol.
+    """Context in which operators on fake tensors hold for all sizes of a trace: they add no guard and no symbol.
 
-    Torch would take sizes for equal whose example values are, and guard that.
+    Otherwise torch would conclude that sizes with equal example values are equal, and guard that.
     """
     with ExitStack() as stack:
         stack.enter_context(env.suppress_guards())
@@ -320,19 +335,19 @@ def without_guards(env: ShapeEnv) -> Iterator[None]:
 
 
 def known_equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal; of symbolic ones, whether a trace knows that without another guard."""
+    """Whether two sizes are equal; for symbolic ones, whether a trace knows that without a new guard."""
     return statically_known_true(a == b)
 
 
-# Torch rebuilds a size that it meets outside of what it traced, but for powers, as which sympy writes s * s.
+# Torch can recompute a size that was not traced, except for powers, and sympy writes s * s as a power.
 _sympy_handlers()[sympy.Pow] = operator.pow
 
 
 def traced_size(size: Any) -> Any:
-    """A size that was worked out beside what is traced, as one that the graph knows how to compute.
+    """Express a size that was computed outside the trace as one that the graph can compute.
 
-    Otherwise arithmetic with it could be taken for the definition of its own symbols. What the trace knows by a tangent
-    is worked out anew if it can be: no forward may read it there.
+    Otherwise torch could mistake arithmetic with it for the definition of its own symbols. A size that the trace knows
+    only from a tangent is computed again if possible, because the forward cannot read tangents.
     """
     mode = get_proxy_mode() if isinstance(size, torch.SymInt) else None
     if mode is None:
@@ -348,7 +363,7 @@ def traced_size(size: Any) -> Any:
 
 
 def _traced(known: Mapping[sympy.Symbol, Any], expr: Any) -> Any:
-    """`expr` worked out anew from the symbols that a trace has; None if one is missing."""
+    """`expr` computed again from the symbols that a trace knows; None if one is missing."""
     values = {s: known[s].value for s in expr.free_symbols if s in known}
     if len(values) < len(expr.free_symbols):
         return None
@@ -356,7 +371,7 @@ def _traced(known: Mapping[sympy.Symbol, Any], expr: Any) -> Any:
 
 
 class _Anew(PythonReferenceAnalysis):
-    """Torch's evaluation of a sympy expression in Python, with what that leaves to sympy."""
+    """Torch's evaluation of a sympy expression in Python, plus the operations that torch leaves to sympy."""
 
     @staticmethod
     def pow_by_natural(x: Any, n: int) -> Any:
@@ -368,8 +383,10 @@ class _Anew(PythonReferenceAnalysis):
 
 
 def sizes_before_strides(given: Any) -> None:
-    """Have the graph that is traced of `given` read its symbols from sizes of the tensors in it. Torch reads them from
-    strides that are the same symbols, but the stride beside a length of zero is one."""
+    """Make the graph being traced read its symbols from the sizes of the tensors in `given`.
+
+    Torch may read them from strides that are the same symbols, but the stride next to a length of zero is one.
+    """
     mode = get_proxy_mode()
     if mode is None:
         return
@@ -385,9 +402,9 @@ class _FirstDefinitions(dict):
 
 
 def keep_first_definitions() -> None:
-    """Have the graph that is traced on this thread, if one is, write a symbol as it first did.
+    """Make the graph being traced on this thread, if any, keep its first definition of each symbol.
 
-    Torch takes what came last: x + 1 of an x that was x - 1 is then what x is made from, and x - 1 is made from x.
+    Torch uses the last one. After y = x - 1, the result of y + 1 would then define x, while y is computed from x.
     """
     mode = get_proxy_mode()
     if mode is not None and not isinstance(mode.tracer.sympy_expr_tracker, _FirstDefinitions):
@@ -395,15 +412,18 @@ def keep_first_definitions() -> None:
 
 
 def is_traced() -> bool:
-    """Whether arithmetic with sizes is recorded in a graph on this thread. (Each write asks: first what is cheap.)"""
+    """Whether arithmetic with sizes is recorded in a graph on this thread.
+
+    Every write calls this, so it checks the cheap condition first.
+    """
     return torch._C._len_torch_dispatch_stack() > 0 and get_proxy_mode() is not None
 
 
 def is_written(symbol: sympy.Symbol) -> bool:
-    """Whether the graph that is traced on this thread can write `symbol`.
+    """Whether the graph being traced on this thread can express `symbol`; True if there is no graph.
 
-    What a tangent tells is forgotten: a forward that reads it there is none. Unless an input tells it too, it has to be
-    computed.
+    A definition from a tangent is dropped, because the forward cannot read tangents. Unless another input defines the
+    symbol, too, it then has to be computed.
     """
     mode = get_proxy_mode()
     if mode is None:
@@ -422,7 +442,7 @@ def is_written(symbol: sympy.Symbol) -> bool:
 
 
 def _is_of_tangent(proxy: Any) -> bool:
-    """Whether what a trace knows a size by is the size of a tangent."""
+    """Whether the definition of a size in a trace is a size of a tangent."""
     source = _placeholder(proxy)
     return source is not None and _is_tangent(source)
 
@@ -432,7 +452,7 @@ def _is_tangent(source: torch.fx.Node) -> bool:
 
 
 def _placeholder(proxy: Any) -> torch.fx.Node | None:
-    """What a trace knows a size by, if that is an input of the graph or the size of one: the input."""
+    """The graph input that defines a size in a trace, directly or by one of its sizes; None if none does."""
     node = (proxy.force() if isinstance(proxy, Thunk) else proxy).node
     source = node.args[0] if node.op == "call_function" and node.args else node
     return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None

@@ -40,7 +40,7 @@ def test_placements_tell_all_of_a_layout(layout):
 
 
 def test_cuts_that_say_no_order():
-    with pytest.raises(PlacementError, match="in which order axes cut dimension 0; give each of those that do another"):
+    with pytest.raises(PlacementError, match="in which order axes shard dimension 0; give each of these axes"):
         as_placements([Shard(0, cut=0), Shard(0)], 2, 1)
     with pytest.raises(TypeError, match="0 the outermost; got -1"):
         Shard(0, cut=-1)

@@ -84,7 +84,7 @@ GRADIENTS = {
     "another number": ([S0, S0], "1 axes but 2 placements"),
     "no such dimension": ([Shard(5)], r"Shard\(5\) does not fit"),
     "no placement": ([3], "a placement is"),
-    "no sequence": ("S(0)", "placements is a sequence"),
+    "no sequence": ("S(0)", "placements must be a sequence"),
     "another dimension": ([S1], r"cannot be Shard\(dim=1\)"),
     "whole": ([R], r"cannot be Replicate\(\)"),
     "parts": ([P], "cannot be Partial"),
