@@ -34,6 +34,12 @@ return %relu""",
     assert (before, wire_bytes(gm)) == (8 * 6 * 4 // 2, 4 * 6 * 4 // 2)
 
 
+def test_a_dim_before_the_gathered_one_becomes_all_to_all(bench):
+    gm = bench.trace(lambda x: torch.relu(ops.shard(ops.all_gather(x, 1, 8, bench.tp), 0, bench.tp)), (6, 4))
+    assert bench.apply(CancelGatherShard(), gm) == 1
+    assert "%all_to_all: f32[3,8] = dtensor.all_to_all(%x_1, 1, 0, 8, tp)" in bench.text(gm)
+
+
 def test_same_dim_is_identity(bench):
     def f(x):
         full = ops.all_gather(x, 0, 8, bench.tp)

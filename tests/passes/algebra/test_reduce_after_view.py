@@ -74,6 +74,17 @@ return %t""",
     assert _last_strides(gm) == strides
 
 
+@pytest.mark.parametrize("permuted", [lambda x: x.transpose(0, 1), lambda x: x.permute(1, 0)])
+def test_permutations_that_name_dims(bench, permuted):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b: permuted(r(a)) + permuted(r(b)), (8, 4), (8, 4))
+    strides = _last_strides(gm)
+    assert bench.apply(ReduceAfterView(), gm) == 1
+    assert _last_strides(gm) == strides
+    run(gm, simulate=bench.simulation)
+    assert count(gm) == {"all_reduce": 1}
+
+
 def _last_strides(gm):
     out = gm.graph.output_node().args[0]
     return out.meta["val"].stride()
@@ -115,6 +126,16 @@ REFUSED = {
     "one permutation": lambda r, b: lambda x, y: r(x).t() + r(y.view(4, 2)),
     "two permutations": lambda r, b: (
         lambda x, y: r(x.view(2, 2, 2)).permute(1, 2, 0) + r(y.view(2, 2, 2)).permute(2, 0, 1)
+    ),
+    "permuted inputs": lambda r, b: lambda x, y: x.t() + y.t(),
+    "a permuted input": lambda r, b: lambda x, y: r(x).t() + y.t(),
+    "permutations of one": lambda r, b: lambda x, y: (v := r(x)).t() + v.t(),
+    "a permutation twice": lambda r, b: lambda x, y: (v := r(x).t()) + v,
+    "permutations of unequal shapes": lambda r, b: lambda x, y: r(x).t() + r(y[:, :1]).t(),
+    "permutation used twice": lambda r, b: lambda x, y: ((v := r(x).t()) + r(y).t(), v * 2),
+    "permutations of averages and sums": lambda r, b: lambda x, y: r(x).t() + r(y, op="avg").t(),
+    "permutations of shards": lambda r, b: (
+        lambda x, y: ops.reduce_scatter(x, "sum", 0, b.tp).t() + ops.reduce_scatter(y, "sum", 0, b.tp).t()
     ),
     "not linear": lambda r, b: lambda x, y: r(x, op="max").view(8) + r(y, op="max").view(8),
     "shard of another group": lambda r, b: lambda x, y: ops.shard(r(x).view(8), 0, b.dp),
