@@ -34,7 +34,7 @@ from cosmic_ray.operators import (
 
 BINARY = (
     "Add_Sub Sub_Add Mul_Div Div_Mul Mul_Add FloorDiv_Div FloorDiv_Mul FloorDiv_Mod Mod_FloorDiv Pow_Mul "
-    "LShift_RShift RShift_LShift BitOr_BitAnd BitOr_BitXor BitAnd_BitOr BitXor_BitOr"
+    "LShift_RShift RShift_LShift BitOr_BitAnd BitAnd_BitOr BitXor_BitOr"
 ).split()
 
 COMPARISONS = (

@@ -125,6 +125,12 @@ def test_gather_of_another_size_is_no_identity(bench):
     assert bench.keeps(CancelGatherShard(), gm)
 
 
+def test_shards_of_another_length_than_was_gathered_stay(bench):
+    """They lie along the gathered dim, so they are no all_to_all either."""
+    gm = bench.trace(lambda x: ops.shard(ops.all_gather(x, 0, 6, bench.tp), 0, bench.tp) + 1, (4, 6))
+    assert bench.keeps(CancelGatherShard(), gm)
+
+
 def test_symbolic_batch(bench):
     def f(x):
         full = ops.all_gather(x, 0, x.shape[0] * 2, bench.tp)
