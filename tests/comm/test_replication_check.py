@@ -149,7 +149,13 @@ def test_old_notes_leave_the_store(monkeypatch):
     here, calls = Here(), SimpleNamespace(name="g", ranks=(0, 1))
     for place in range(5):
         Look(here, calls, str(place), [Given("x", X)]).tell()
-    assert [here.store.check([f"dtensor/alike/g/0/{place}/0"]) for place in range(5)] == [False, False, True, True, True]
+    assert [here.store.check([f"dtensor/alike/g/0/{place}/0"]) for place in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_which_uses_are_looked_at():

@@ -62,9 +62,7 @@ HEAD = (
 @click.option("--file", "only", default="", help="Mutate only files whose path has this in it.")
 @click.option("--again", type=click.Path(exists=True, path_type=Path), help="Run what survived in this earlier record.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Where records go.")
-def main(
-    target: str, sample: int, seed: int, skip: int, jobs: int, only: str, again: Path | None, out: Path
-) -> None:
+def main(target: str, sample: int, seed: int, skip: int, jobs: int, only: str, again: Path | None, out: Path) -> None:
     """Run a sample and print the table's row."""
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -85,7 +83,9 @@ def main(
         start = time.monotonic()
         baseline = running.Baseline.measured(copies.folders[0], files, chosen.tests, out)
         total = sum(baseline.seconds.values())
-        print(f"{len(baseline.seconds)} tests in {total:.0f} s, {time.monotonic() - start:.0f} s with imports", flush=True)
+        print(
+            f"{len(baseline.seconds)} tests in {total:.0f} s, {time.monotonic() - start:.0f} s with imports", flush=True
+        )
         for name in baseline.failed:
             print(f"  as it is, skipped or failing: {name}")
         records = []

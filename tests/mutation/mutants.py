@@ -32,15 +32,42 @@ from cosmic_ray.operators import (
     zero_iteration_for_loop,
 )
 
-BINARY = (
-    "Add_Sub Sub_Add Mul_Div Div_Mul Mul_Add FloorDiv_Div FloorDiv_Mul FloorDiv_Mod Mod_FloorDiv Pow_Mul "
-    "LShift_RShift RShift_LShift BitOr_BitAnd BitAnd_BitOr BitXor_BitOr"
-).split()
+BINARY = [
+    "Add_Sub",
+    "Sub_Add",
+    "Mul_Div",
+    "Div_Mul",
+    "Mul_Add",
+    "FloorDiv_Div",
+    "FloorDiv_Mul",
+    "FloorDiv_Mod",
+    "Mod_FloorDiv",
+    "Pow_Mul",
+    "LShift_RShift",
+    "RShift_LShift",
+    "BitOr_BitAnd",
+    "BitAnd_BitOr",
+    "BitXor_BitOr",
+]
 
-COMPARISONS = (
-    "Eq_NotEq Eq_LtE Eq_GtE NotEq_Eq NotEq_Lt NotEq_Gt Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt "
-    "Is_IsNot IsNot_Is"
-).split()
+COMPARISONS = [
+    "Eq_NotEq",
+    "Eq_LtE",
+    "Eq_GtE",
+    "NotEq_Eq",
+    "NotEq_Lt",
+    "NotEq_Gt",
+    "Lt_LtE",
+    "Lt_GtE",
+    "LtE_Lt",
+    "LtE_Gt",
+    "Gt_GtE",
+    "Gt_LtE",
+    "GtE_Gt",
+    "GtE_Lt",
+    "Is_IsNot",
+    "IsNot_Is",
+]
 
 ONLY_TIME = ("lru_cache", "cache", "functools")
 """How decorators begin that keep what was computed."""

@@ -23,7 +23,9 @@ class Target:
 
 
 TARGETS = {
-    "layout": Target(("dtensor/layout/*.py",), ("tests/layout", "tests/comm/test_redistribute.py", "tests/mesh/test_links.py")),
+    "layout": Target(
+        ("dtensor/layout/*.py",), ("tests/layout", "tests/comm/test_redistribute.py", "tests/mesh/test_links.py")
+    ),
     "rules": Target(
         ("dtensor/rules/*.py", "dtensor/rules/families/*.py"),
         ("tests/rules", "tests/dispatch", "tests/tensor/test_random.py"),
