@@ -62,7 +62,9 @@ def offered(case):
             for states, ndim_of in zip((found.inputs, found.outputs), ndims)
         ]
         lines.append(f"    {' '.join(sides[0])} -> {' '.join(sides[1])}")
-    others = [f"{name}={said(x)}" for name in OTHERS if (x := getattr(rule, name)) is not None and x != {} and x != set()]
+    others = [
+        f"{name}={said(x)}" for name in OTHERS if (x := getattr(rule, name)) is not None and x != {} and x != set()
+    ]
     local = [] if rule.local is None else [f"local={rule.local.__name__}"]
     return "\n".join([*lines, *([f"    {' '.join([*local, *others])}"] if local or others else [])])
 
