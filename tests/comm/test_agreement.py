@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 from datetime import timedelta
 from types import SimpleNamespace
@@ -201,7 +202,7 @@ def test_pauses_double_to_the_longest_and_the_missing_are_looked_at_each_second(
     assert [rank for rank, _ in here.asked] == [1] * 9
     times = [at for _, at in here.asked]
     assert times[0] == pytest.approx(101, abs=0.11)
-    assert all(1 <= round(b - a, 1) <= 1.1 for a, b in zip(times, times[1:]))
+    assert all(1 <= round(b - a, 1) <= 1.1 for a, b in itertools.pairwise(times))
 
 
 def test_a_rank_that_is_gone_is_not_waited_for(here):
@@ -213,8 +214,15 @@ def test_a_rank_that_is_gone_is_not_waited_for(here):
 
 
 def test_a_rank_that_comes_late_is_waited_for(here):
-    here.clock.at = {104.0: lambda: here.told(1, 0, [OPEN]), 107.0: lambda: here.confirmed(1, 0, [OPEN])}
+    heard = []
+    here.clock.at = {
+        103.9: lambda: heard.append(here.store.check([f"{PREFIX}/0/0/confirmed"])),
+        104.0: lambda: here.told(1, 0, [OPEN]),
+        104.2: lambda: heard.append(here.store.check([f"{PREFIX}/0/0/confirmed"])),
+        107.0: lambda: here.confirmed(1, 0, [OPEN]),
+    }
     run(SUM)
+    assert heard == [False, True]
     assert 107 <= here.clock.now < 107.1
     assert here.asked
     assert calls().count == 1
@@ -238,6 +246,7 @@ def test_sequences_of_before_a_failure_count_only_if_they_were_confirmed(here):
     with pytest.raises(AgreementError, match="came to none like it"):
         run(SUM)
     assert here.heard_of(0) == [1, [list(SUM)]]
+    assert not here.store.check([f"{PREFIX}/0/0/confirmed"])
     here.failures = 1
     here.confirmed(1, 1, [SUM])
     run(SUM)
@@ -370,7 +379,7 @@ def test_no_look_while_a_cuda_graph_is_captured(here, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     on_gpu = SimpleNamespace(is_cuda=True)
     runs = [agreement._run(dist.group.WORLD.group_name, False, [list(SUM)])]
-    said = json.dumps(["graph", [["x", [dist.group.WORLD.group_name]]]])
-    assert agreement._looks(here, runs, [on_gpu], said) == []
+    said = json.dumps(["graph", [["x", [dist.group.WORLD.group_name]], ["y", []]]])
+    assert agreement._looks(here, runs, [on_gpu, torch.ones(1)], said) == []
     on_gpu.is_cuda = False
-    assert len(agreement._looks(here, runs, [on_gpu], said)) == len(looks) == 1
+    assert len(agreement._looks(here, runs, [on_gpu, torch.ones(1)], said)) == len(looks) == 1

@@ -56,6 +56,8 @@ def test_integers_have_a_checksum_that_follows_their_order():
     big = [1 << 40, 1 << 41, 3]
     modulo = 1 << 50
     assert numbers(torch.tensor(big)).tolist() == [sum(n * w for n, w in zip(big, weights)) % modulo]
+    assert numbers(torch.tensor([modulo + 5])).tolist() == [5.0]
+    assert numbers(torch.tensor([modulo // 2 + 5])).tolist() == [modulo // 2 + 5]
     assert numbers(torch.tensor([], dtype=torch.int64)).tolist() == [0.0]
 
 
@@ -114,7 +116,18 @@ def test_what_differs_is_said(mine, theirs, expected):
 
 def test_what_another_graph_looks_at_is_not_compared():
     looked([("an input", X)], [("another", X + 7)])
+    looked([("another", X)], [("an input", X + 7)])
     looked([("an input", X)], [("an input", X), ("another", X)])
+
+
+def test_a_difference_of_just_the_tolerance_is_none():
+    here = Here()
+    look = Look(here, SimpleNamespace(name="g", ranks=(0, 1)), "3", [Given("x", torch.tensor([20.0]))])
+    look.tell()
+    for norm, differs in ((19.0, False), (21.0, False), (18.999, True)):
+        here.store.set(f"{look.prefix}/1", json.dumps([["x", "torch.float32", [1], [norm, *[20.0] * 4]]]))
+        with pytest.raises(AgreementError) if differs else contextlib.nullcontext():
+            look.hear()
 
 
 def test_every_other_rank_that_has_told_is_heard():
@@ -179,7 +192,7 @@ def test_eager_comparisons_have_a_place_each_whether_due_or_not(eager):
         assert calls_on(group).taken == place + 1
         assert here.store.check([f"{prefix}{place}/0"]) is due
     here.store.set(f"{prefix}3/1", json.dumps([["x", "torch.float32", [2], [9.0] * 5]]))
-    with pytest.raises(AgreementError, match="ranks 0 and 1 differ in the values of a torch.float32 .2. x"):
+    with pytest.raises(AgreementError, match=r"ranks 0 and 1 differ in the values of a torch.float32 \[2\] x"):
         compare("x", X, group.group_name, True)
 
 
@@ -244,6 +257,18 @@ def test_inputs_of_a_graph_are_noted(monkeypatch):
     by_name = {n.target: n.meta.get(TAKEN) for n in nodes if n.op == "call_function"}
     assert by_name[torch.ops._c10d_functional.wait_tensor.default] is None
     assert by_name[torch.ops.aten.mm.default].groups == ("g", "h")
+
+
+def test_where_it_was_taken_is_noted(monkeypatch):
+    meta = {"nn_module_stack": {"a": ("layer", None)}, "stack_trace": "in a file"}
+    monkeypatch.setattr(replication_check.fx_traceback, "current_meta", meta)
+
+    def f(a):
+        note_taken(a * 2, ["g"], "x")
+        return a
+
+    (a, *_) = make_fx(f)(X).graph.nodes
+    assert a.meta[TAKEN] == Taken("x", ("g",), meta["nn_module_stack"], "in a file")
 
 
 def test_outside_of_a_trace_nothing_is_noted(monkeypatch):
