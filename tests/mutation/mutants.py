@@ -1,11 +1,11 @@
 """Mutants: what is changed in a file, one place at a time, by the operators of cosmic-ray.
 
-Of its operators those are taken whose result somebody could have written by mistake: `+` for `-`, `<` for `<=`, a number
-off by one, a condition turned round, a loop that does not run, a decorator left out, and of ours `in` for `not in`. Left
-out are `==` for `is`, a matter of interning, and operators that hardly ever fit the types, such as `<<` for `|` on sets,
-which would only make the figures look better.
+Of its operators those are taken whose result somebody could have written by mistake: `+` for `-`, `<` for `<=`, a
+number off by one, a condition turned round, a loop that does not run, a decorator left out; and one of ours, `in` for
+`not in`. Left out are `==` for `is`, which is a matter of interning, and what hardly ever fits the types, such as `<<`
+for `|`, which would only make the figures look better.
 
-Not mutated: annotations and aliases of types, decorators that only save time, and `zip(strict=…)`, an assertion.
+Not mutated are annotations and aliases of types, decorators that only save time, and `zip(strict=…)`, an assertion.
 """
 
 import ast
@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import parso
@@ -32,42 +33,33 @@ from cosmic_ray.operators import (
     zero_iteration_for_loop,
 )
 
-BINARY = [
-    "Add_Sub",
-    "Sub_Add",
-    "Mul_Div",
-    "Div_Mul",
-    "Mul_Add",
-    "FloorDiv_Div",
-    "FloorDiv_Mul",
-    "FloorDiv_Mod",
-    "Mod_FloorDiv",
-    "Pow_Mul",
-    "LShift_RShift",
-    "RShift_LShift",
-    "BitOr_BitAnd",
-    "BitAnd_BitOr",
-    "BitXor_BitOr",
-]
+BINARY = {
+    "Add": ("Sub",),
+    "Sub": ("Add",),
+    "Mul": ("Div", "Add"),
+    "Div": ("Mul",),
+    "FloorDiv": ("Div", "Mul", "Mod"),
+    "Mod": ("FloorDiv",),
+    "Pow": ("Mul",),
+    "LShift": ("RShift",),
+    "RShift": ("LShift",),
+    "BitOr": ("BitAnd",),
+    "BitAnd": ("BitOr",),
+    "BitXor": ("BitOr",),
+}
+"""Operator between two values -> what stands in its place, by cosmic-ray's names."""
 
-COMPARISONS = [
-    "Eq_NotEq",
-    "Eq_LtE",
-    "Eq_GtE",
-    "NotEq_Eq",
-    "NotEq_Lt",
-    "NotEq_Gt",
-    "Lt_LtE",
-    "Lt_GtE",
-    "LtE_Lt",
-    "LtE_Gt",
-    "Gt_GtE",
-    "Gt_LtE",
-    "GtE_Gt",
-    "GtE_Lt",
-    "Is_IsNot",
-    "IsNot_Is",
-]
+COMPARISONS = {
+    "Eq": ("NotEq", "LtE", "GtE"),
+    "NotEq": ("Eq", "Lt", "Gt"),
+    "Lt": ("LtE", "GtE"),
+    "LtE": ("Lt", "Gt"),
+    "Gt": ("GtE", "LtE"),
+    "GtE": ("Gt", "Lt"),
+    "Is": ("IsNot",),
+    "IsNot": ("Is",),
+}
+"""Comparison -> what stands in its place."""
 
 ONLY_TIME = ("lru_cache", "cache", "functools")
 """How decorators begin that keep what was computed."""
@@ -87,16 +79,20 @@ class SwapMembership(operator.Operator):
 
     @classmethod
     def examples(cls) -> tuple[operator.Example, ...]:
-        return (operator.Example("x in y", "x not in y"), operator.Example("x not in y", "x in y"))
+        return operator.Example("x in y", "x not in y"), operator.Example("x not in y", "x in y")
 
     @staticmethod
     def _words(node: Any) -> str:
         return " ".join(node.get_code().split())
 
 
+def _replacing(module: ModuleType, kind: str, table: dict[str, tuple[str, ...]]) -> list[type[operator.Operator]]:
+    return [getattr(module, f"{kind}_{a}_{b}") for a, others in table.items() for b in others]
+
+
 OPERATORS: tuple[type[operator.Operator], ...] = (
-    *[getattr(binary_operator_replacement, f"ReplaceBinaryOperator_{name}") for name in BINARY],
-    *[getattr(comparison_operator_replacement, f"ReplaceComparisonOperator_{name}") for name in COMPARISONS],
+    *_replacing(binary_operator_replacement, "ReplaceBinaryOperator", BINARY),
+    *_replacing(comparison_operator_replacement, "ReplaceComparisonOperator", COMPARISONS),
     unary_operator_replacement.ReplaceUnaryOperator_Delete_Not,
     unary_operator_replacement.ReplaceUnaryOperator_Delete_USub,
     boolean_replacer.AddNot,

@@ -100,7 +100,7 @@ class Chosen:
 
 
 class Watched:
-    """A plugin for pytest that notes of each test how it ended, what it took, and which lines of `files` it executed."""
+    """A plugin for pytest that notes of each test how it ended, how long it took, and which lines of `files` it ran."""
 
     def __init__(self, copy: Path, files: Sequence[str]) -> None:
         import coverage
