@@ -2,11 +2,12 @@
 
 import pytest
 
-from dtensor import PlacementError
+from dtensor import Partial, PlacementError, Replicate, Shard
 from dtensor.layout import transitions
 from dtensor.layout.cost import DEFAULT, INTER, Link, Network, log2_ceil, seconds, terms, wire_bytes
 from dtensor.layout.layout import Layout
-from dtensor.layout.planner import _Bound, _readable, forget, plan
+from dtensor.layout.placements import Placement
+from dtensor.layout.planner import Cost, Plan, Step, _Bound, _readable, forget, plan
 from dtensor.layout.transitions import (
     Space,
     State,
@@ -379,3 +380,9 @@ def test_symbols_are_positive_integers():
     values = {x: {"s0": 8, "n0": 4}[x.name] for x in local.seconds.free_symbols}
     assert local.bytes == 0
     assert float(local.seconds.subs(values)) == pytest.approx(DEFAULT.launch + 4 / DEFAULT.memory)
+
+
+@pytest.mark.parametrize("kind", [Link, Network, Step, Cost, Plan, Layout, Placement, Shard, Replicate, Partial])
+def test_what_is_planned_with_is_frozen(kind):
+    """Plans and layouts are shared by all who ask for them."""
+    assert kind.__dataclass_params__.frozen

@@ -192,6 +192,10 @@ class Place:
     occurrence: int
 
 
+def _positions(made: operator.Operator, node: Any) -> list[tuple[Position, Position]]:
+    return list(made.mutation_positions(node) or ())
+
+
 def _says_no_more(kind: type[operator.Operator], node: Any) -> bool:
     """Whether to negate this condition is what another operator does: one comparison, or what is negated already."""
     if kind is not boolean_replacer.AddNot:
@@ -207,7 +211,7 @@ def places(file: str, source: str) -> list[Place]:
     found = []
     for kind in OPERATORS:
         made = kind()
-        at = [(node, start, end) for node in nodes for start, end in made.mutation_positions(node)]
+        at = [(node, start, end) for node in nodes for start, end in _positions(made, node)]
         for occurrence, (node, start, end) in enumerate(at):
             within = any(first <= start and end <= last for first, last in excluded)
             if not within and not _says_no_more(kind, node):

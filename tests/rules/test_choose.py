@@ -10,7 +10,9 @@ from dtensor import init_device_mesh
 from dtensor.layout.cost import DEFAULT, seconds
 from dtensor.layout.layout import Layout
 from dtensor.mesh.spec import Spec
-from dtensor.rules.choose import choose, weigh
+from dtensor.rules.call import LocalCall, Output
+from dtensor.rules.choose import Choice, Weighed, choose, weigh
+from dtensor.rules.pattern import Pattern
 from dtensor.rules.rule import Candidate, Rule, candidates, dims, position, shares_dim
 from dtensor.testing import fake_ranks
 
@@ -295,3 +297,9 @@ def test_dims_from_text():
     assert dims(["m", ("a", "b"), "1"]) == (("m",), ("a", "b"), ())
     assert dims([]) == ()
     assert Candidate(None, (None,), (0,)) == Candidate(None, (None,), (0,))
+
+
+@pytest.mark.parametrize("kind", [Rule, Candidate, Choice, Weighed, Pattern, Output, LocalCall])
+def test_rules_and_choices_are_frozen(kind):
+    """Decisions are kept, and shared by all calls alike."""
+    assert kind.__dataclass_params__.frozen
