@@ -168,6 +168,7 @@ REFUSED = {
     "number": lambda r, b: lambda x, y: r(x) + 1,
     "other dtype": lambda r, b: lambda x, y: r(x) + r(y.double()),
     "larger result": lambda r, b: lambda x, y: r(x[:1]) + r(y[:, :1]),
+    "terms that are rounded more": lambda r, b: lambda x, y: (x + r(x.to(torch.bfloat16))) + r(y.to(torch.bfloat16)),
     "shared inner sum": lambda r, b: lambda x, y: (t := x + r(y)) + t,
     "inner sum used twice": lambda r, b: lambda x, y: ((t := x + r(y)) + r(x), t * 2),
     "scaled residual": lambda r, b: lambda x, y: torch.add(x + r(y), r(x), alpha=2),

@@ -34,6 +34,12 @@ return %relu""",
     assert (before, wire_bytes(gm)) == (8 * 6 * 4 // 2, 4 * 6 * 4 // 2)
 
 
+def test_a_dim_before_the_gathered_one_becomes_all_to_all(bench):
+    gm = bench.trace(lambda x: torch.relu(ops.shard(ops.all_gather(x, 1, 8, bench.tp), 0, bench.tp)), (6, 4))
+    assert bench.apply(CancelGatherShard(), gm) == 1
+    assert "%all_to_all: f32[3,8] = dtensor.all_to_all(%x_1, 1, 0, 8, tp)" in bench.text(gm)
+
+
 def test_same_dim_is_identity(bench):
     def f(x):
         full = ops.all_gather(x, 0, 8, bench.tp)
@@ -116,6 +122,12 @@ def test_more_shards_than_ranks_keep_the_gather(bench):
 def test_gather_of_another_size_is_no_identity(bench):
     # Four rows gathered to seven: rank 0 holds four of them, but the graph of rank 0 says nothing of rank 1.
     gm = bench.trace(lambda x: ops.all_gather(ops.shard(x, 0, bench.tp), 0, 7, bench.tp) + 1, (8, 2))
+    assert bench.keeps(CancelGatherShard(), gm)
+
+
+def test_shards_of_another_length_than_was_gathered_stay(bench):
+    """They lie along the gathered dim, so they are no all_to_all either."""
+    gm = bench.trace(lambda x: ops.shard(ops.all_gather(x, 0, 6, bench.tp), 0, bench.tp) + 1, (4, 6))
     assert bench.keeps(CancelGatherShard(), gm)
 
 

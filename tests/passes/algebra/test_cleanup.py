@@ -46,6 +46,24 @@ return %all_reduce, %clone""",
     )
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_where_one_of_two_leaves_the_graph_it_stands_for_both(bench, first):
+    def f(x):
+        a, b = x * 2, x * 2
+        return (a, b + 1) if first else (b, a + 1)
+
+    gm = bench.trace(f, (4,))
+    assert bench.apply(CommonSubexpressions(), gm) == 1
+    assert_expected_inline(
+        bench.text(gm),
+        """\
+%x_1: f32[4] = placeholder
+%mul: f32[4] = aten.mul.Tensor(%x_1, 2)
+%add: f32[4] = aten.add.Tensor(%mul, 1)
+return %mul, %add""",
+    )
+
+
 def write_between(x):
     a = x * 2
     x.add_(1)

@@ -6,6 +6,10 @@ from expecttest import assert_expected_inline
 
 from dtensor.comm.collectives import ops
 from dtensor.passes import CommonSubexpressions, ComputeBeforeGather, count, run, wire_bytes
+from dtensor.passes.algebra.compute_before_gather import REDUCTIONS
+from dtensor.passes.graph import ir
+
+ONE_DIM = (torch.ops.aten.any.dim, torch.ops.aten.all.dim)
 
 
 def gather(bench, x, dim=0, group=None):
@@ -140,6 +144,10 @@ REFUSED = {
     "wider": lambda b: lambda x, y: gather(b, x).double(),
     "sum of the dim": lambda b: lambda x, y: gather(b, x).sum(0),
     "sum of both": lambda b: lambda x, y: gather(b, x).sum((0, 1)),
+    "sum over one": lambda b: lambda x, y: gather(b, x[None], 1).sum(0),
+    "sum in a wider dtype": lambda b: lambda x, y: gather(b, x).sum(1, dtype=torch.float64),
+    "selection of the dim": lambda b: lambda x, y: gather(b, x)[1],
+    "selection of the only one": lambda b: lambda x, y: gather(b, x[None], 1)[0],
     "slice that leaves gaps": lambda b: lambda x, y: gather(b, x)[:, 1:3],
     "slice of the dim": lambda b: lambda x, y: gather(b, x)[1:3],
     "slice that is all": lambda b: lambda x, y: torch.ops.aten.slice.Tensor(gather(b, x), 1, 0, 6),
@@ -158,6 +166,36 @@ REFUSED = {
 def test_must_not_fire(bench, case):
     gm = bench.trace(REFUSED[case](bench), (4, 6), (4, 6))
     assert bench.keeps(ComputeBeforeGather(), gm)
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=str)
+def test_every_reduction(bench, reduction, keepdim):
+    """Over a dim before the gathered one; `any` and `all` take one dim, the others a list."""
+    one, boolean = (0, True) if reduction in ONE_DIM else ([0], False)
+
+    def f(x):
+        return reduction(gather(bench, x > 0.5 if boolean else x, 1), one, keepdim)
+
+    gm = bench.trace(f, (4, 6))
+    assert bench.apply(ComputeBeforeGather(), gm) == 1
+    gathered = next(n for n in gm.graph.nodes if ir.is_collective(n))
+    assert ir.collective(gathered).gather_dim == (1 if keepdim else 0)
+    assert tuple(gathered.meta["val"].shape) == ((1, 12) if keepdim else (12,))
+
+
+def test_a_keepdim_that_is_said_to_be_false(bench):
+    gm = bench.trace(lambda x: gather(bench, x, 1).sum([0]), (4, 6))
+    (node,) = [n for n in gm.graph.nodes if n.target in REDUCTIONS]
+    node.args = (*node.args, False)
+    assert bench.apply(ComputeBeforeGather(), gm) == 1
+    assert "%all_gather: f32[12] = dtensor.all_gather(%sum, 0, 12, tp)" in bench.text(gm)
+
+
+def test_slices_up_to_a_symbol(bench):
+    """The end of a slice is a node, too."""
+    gm = bench.trace(lambda x, y: gather(bench, x, 1)[: y.shape[0]], (4, 6), (3,), symbolic=True)
+    assert bench.apply(ComputeBeforeGather(), gm) == 1
 
 
 BY_HAND = {

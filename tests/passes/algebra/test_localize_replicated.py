@@ -67,6 +67,13 @@ def test_one_collective_is_left(bench, case):
     assert sum(count(gm).values()) == before - 1
 
 
+def test_views_to_symbolic_sizes(bench):
+    """A size is no value that ranks must hold alike for the view to be alike."""
+    r = reducer(bench)
+    gm = bench.trace(lambda x: r(r(x).view(x.shape[0] * 6)), (4, 6), symbolic=True)
+    assert bench.apply(LocalizeReplicated(), gm) == 1
+
+
 def test_result_that_leaves_the_graph_is_a_copy(bench):
     r = reducer(bench)
     gm = bench.trace(lambda x: ((y := r(x)), r(y, "max")), (4,))

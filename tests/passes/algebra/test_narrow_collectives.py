@@ -90,6 +90,7 @@ REFUSED = {
     "needed in two dtypes": lambda b: lambda x: ((y := gather(b, x)).to(BF16), y.to(torch.float16)),
     "as wide": lambda b: lambda x: gather(b, x).to(torch.int32),
     "wider": lambda b: lambda x: gather(b, x).double(),
+    "as wide before": lambda b: lambda x: gather(b, x.to(torch.int32)),
     "narrowed before": lambda b: lambda x: gather(b, x.to(BF16)),
     "wide value used": lambda b: lambda x: (gather(b, y := x.double()), y),
     "reduction": lambda b: lambda x: ops.all_reduce(x, "sum", b.tp).to(BF16),

@@ -127,6 +127,16 @@ REFUSED = {
     "two permutations": lambda r, b: (
         lambda x, y: r(x.view(2, 2, 2)).permute(1, 2, 0) + r(y.view(2, 2, 2)).permute(2, 0, 1)
     ),
+    "permuted inputs": lambda r, b: lambda x, y: x.t() + y.t(),
+    "a permuted input": lambda r, b: lambda x, y: r(x).t() + y.t(),
+    "permutations of one": lambda r, b: lambda x, y: (v := r(x)).t() + v.t(),
+    "a permutation twice": lambda r, b: lambda x, y: (v := r(x).t()) + v,
+    "permutations of unequal shapes": lambda r, b: lambda x, y: r(x).t() + r(y[:, :1]).t(),
+    "permutation used twice": lambda r, b: lambda x, y: ((v := r(x).t()) + r(y).t(), v * 2),
+    "permutations of averages and sums": lambda r, b: lambda x, y: r(x).t() + r(y, op="avg").t(),
+    "permutations of shards": lambda r, b: (
+        lambda x, y: ops.reduce_scatter(x, "sum", 0, b.tp).t() + ops.reduce_scatter(y, "sum", 0, b.tp).t()
+    ),
     "not linear": lambda r, b: lambda x, y: r(x, op="max").view(8) + r(y, op="max").view(8),
     "shard of another group": lambda r, b: lambda x, y: ops.shard(r(x).view(8), 0, b.dp),
 }

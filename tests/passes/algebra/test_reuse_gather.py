@@ -85,3 +85,7 @@ def test_symbolic_sizes(bench):
     first = bench.trace(lambda x: (gather(bench, x, 1), gather(bench, x.sum(0))), (3, 4, 6), symbolic=True)
     assert bench.apply(ReuseGather(), first) == 1
     assert count(first) == {"all_gather": 1}
+    viewed = bench.trace(
+        lambda x: (gather(bench, x, 1), gather(bench, x.view(x.shape[0], -1, 6).sum(0))), (3, 4, 6), symbolic=True
+    )
+    assert bench.apply(ReuseGather(), viewed) == 1

@@ -1,0 +1,223 @@
+"""What the rules offer, as text: of every call that the tests of the families make, each candidate, and what else is
+said of the call.
+
+The other tests find what is offered and wrong. What is right and offered no more would only be slower, so it is listed
+here: `EXPECTTEST_ACCEPT=1 pytest tests/rules/test_candidates.py` rewrites `candidates.txt`; read the diff.
+"""
+
+import difflib
+import importlib
+import inspect
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtensor.rules.rule import candidates
+from dtensor.testing.rules.candidates import OneAxis, call_and_rule, layout_of, tensors, wrong_candidates
+from dtensor.testing.rules.candidates import case as c
+from dtensor.testing.rules.candidates import floats as f
+from dtensor.testing.rules.candidates import integers as ints
+
+HERE = Path(__file__).parent
+FILE = HERE / "candidates.txt"
+aten = torch.ops.aten
+
+
+def further_cases():
+    """Calls that no other test of this folder makes."""
+    x, y = f(4, 6), f(4, 6)
+    yield from [
+        c(op, x) for op in (aten.absolute.default, aten.detach.default, aten.alias.default, aten.hardswish.default)
+    ]
+    yield from [c(op, x, y) for op in (aten.multiply.Tensor, aten.divide.Tensor, aten.subtract.Tensor)]
+    yield c(aten.maximum.default, x, f())
+    yield c(aten.minimum.default, x, y)
+    yield c(aten.sub.Tensor, x, y, alpha=2)
+    yield from [c(op, x, 1, True) for op in (aten.argmin.default, aten.argsort.default)]
+    yield c(aten.nanmedian.dim, x, 1)
+    yield from [c(aten.linalg_vector_norm.default, x, p, dim) for p in (1, 2, float("inf"), 0) for dim in (None, [0])]
+    # Products.
+    yield c(aten.vdot.default, f(5), f(5))
+    yield c(aten.ger.default, f(5), f(4))
+    # Losses.
+    yield from [c(op, x, y, r) for op in (aten.smooth_l1_loss.default, aten.huber_loss.default) for r in (0, 1, 2)]
+    yield from [
+        c(aten.binary_cross_entropy_with_logits.default, x, y, w, None, r) for w in (None, f(6)) for r in (0, 1)
+    ]
+    yield c(aten.mse_loss.default, f(4, 1), f(1, 6), 1)
+    target = torch.tensor([0, 2, 1, -100])
+    for reduction in (0, 1, 2):
+        yield c(aten.nll_loss_forward.default, f(4, 3), target, f(3), reduction, -100)
+        wide, many = f(4, 3, 2, 5), target[:, None, None].expand(4, 2, 5).contiguous()
+        yield c(aten.nll_loss2d_forward.default, wide, many, None, reduction, -100)
+        total = torch.tensor(3.0, dtype=torch.float64)
+        yield c(
+            aten.nll_loss_backward.default,
+            f(4) if reduction == 0 else f(),
+            f(4, 3),
+            target,
+            f(3),
+            reduction,
+            -100,
+            total,
+        )
+        yield c(aten.nll_loss_backward.default, f(), f(3), torch.tensor(1), None, reduction, -100, total)
+    # Views.
+    for before, after in (
+        *(((4, 6), (2, 2, 6)), ((4, 6), (4, 2, 3)), ((2, 3, 4), (6, 4)), ((2, 3, 4), (2, 12)), ((6, 4), (4, 6))),
+        *(
+            ((4, 1, 6), (4, 6)),
+            ((4, 6), (1, 24, 1)),
+            ((2, 2, 3), (4, 3)),
+            ((1,), ()),
+            ((0, 3), (3, 0)),
+            ((2, 6, 5), (4, 3, 5)),
+        ),
+    ):
+        yield c(aten.reshape.default, f(*before), list(after))
+        yield c(aten._unsafe_view.default, f(*before), list(after))
+    yield c(aten.transpose.int, f(4, 5, 6), -2, 0)
+    yield c(aten.transpose.int, f(), 0, -1)
+    yield c(aten.permute.default, f(4, 5, 6), [-1, 0, 1])
+    yield from [c(aten.unsqueeze.default, x, dim) for dim in (0, 1, 2, -1, -3)]
+    yield from [c(aten.squeeze.dim, f(1, 4, 1), dim) for dim in (0, 1, 2, -1, -3)]
+    yield c(aten.squeeze.default, f(1, 4, 1))
+    yield c(aten.squeeze.dims, f(1, 4, 1), [0, 1])
+    yield c(aten.squeeze.dim, f(), 0)
+    yield from [c(aten.expand.default, f(1, 6), size) for size in ([4, 6], [1, 6], [3, 1, 6], [3, 4, -1])]
+    for pad in ([1, 0], [0, 2], [0, 0, 1, 1], [0, 0], [-1, 0]):
+        yield from [c(aten.constant_pad_nd.default, x, pad, value) for value in (0.0, 2.0)]
+    for dim in (0, 1, -1):
+        yield c(aten.cat.default, [x, y, f(*((2, 6) if dim == 0 else (4, 2)))], dim)
+        yield c(aten.stack.default, [x, y], dim)
+    yield c(aten.cat.default, [x, f(0)], 0)
+    yield from [c(aten.repeat.default, x, times) for times in ([1, 2], [2, 1], [3, 1, 1], [1, 1])]
+    yield c(aten.view_as_real.default, torch.complex(x, y))
+    yield c(aten.view_as_complex.default, f(4, 6, 2))
+    # Parts.
+    yield c(aten.slice.Tensor, x, 1, 1, 5, 2)
+    yield from [c(aten.slice.Tensor, x, dim) for dim in (0, -1)]
+    yield from [c(aten.select.int, f(4, 5, 6), dim, -1) for dim in (0, 1, -1)]
+    yield c(aten.diagonal.default, f(4, 5, 6), 1, 0, 2)
+    yield c(aten.diagonal.default, f(4, 5, 6), 0, -1, 0)
+    yield from [c(aten.unfold.default, f(4, 6, 2), dim, 3, 1) for dim in (0, 1, -2)]
+    yield c(aten.slice_backward.default, f(4, 2), [4, 6], 1, 1, 3, 1)
+    yield c(aten.select_backward.default, f(4), [4, 6], -1, 2)
+    yield c(aten.diagonal_backward.default, f(5, 4), [4, 5, 4], 0, 0, 2)
+    yield c(aten.slice_scatter.default, x, f(4, 2), 1, 1, 3)
+    yield c(aten.select_scatter.default, x, f(4), 1, 2)
+    yield c(aten.as_strided.default, x, [4, 6], [6, 1])
+    yield c(aten.as_strided.default, x, [4, 1, 6], [6, 6, 1])
+    yield c(aten.as_strided.default, f(4, 1, 6), [4, 6], [6, 1], 0)
+    yield c(aten.as_strided.default, x, [2, 6], [12, 1])
+    yield c(aten.as_strided.default, x, [4, 6], [6, 1], 0)
+    yield c(aten.as_strided.default, x, [3, 6], [6, 1], 6)
+    yield c(aten.as_strided.default, f(0, 6), [0, 6], [6, 1])
+    # Indices.
+    i, j, rows = torch.tensor([2, 0, 1]), torch.tensor([[1], [3]]), f(5, 4, 6)
+    for indices in ([i], [None, i], [i, i], [None, i, i], [i, None, i], [i, j], [None, None, i], [j], [None, j, i]):
+        yield c(aten.index.Tensor, rows, indices)
+        read = rows[tuple(slice(None) if at is None else at for at in indices)]
+        for accumulate in (False, True):
+            if accumulate or all(at is None or at is i for at in indices):
+                yield c(aten.index_put.default, rows, indices, torch.rand_like(read), accumulate)
+                yield c(aten.index_put.default, rows, indices, f(), accumulate)
+                yield c(aten.index_put.default, rows, indices, f(*read.shape[1:]), accumulate)
+    yield c(aten.index_put.default, x, [x > 1], f())
+    yield c(aten.index_put.default, x, [torch.tensor([True, False, True, True])], f(), False)
+    for dim in (0, -1):
+        yield c(aten.index_select.default, x, dim, i)
+        yield c(aten.gather.default, x, dim, ints(4, 3, 5))
+    yield c(aten.index_select.default, f(), 0, torch.tensor([0]))
+    yield c(aten.masked_scatter_backward.default, x, x > 1, [4, 6])
+    yield c(aten.take.default, x, i)
+    for accumulate in (False, True):
+        yield c(aten.put.default, x, i, f(3), accumulate)
+        yield c(aten.put.default, x, i, f(1, 3), accumulate)
+    # Like others.
+    yield c(aten.new_zeros.default, x, [4, 6])
+    yield c(aten.new_full.default, x, [4, 6, 1], 2.0)
+    yield c(aten.new_full.default, x, [4, 5], 2.0)
+    yield from [c(op, f(3, 4, 5), k) for op in (aten.tril.default, aten.triu.default) for k in (0, 1)]
+    # Solutions.
+    a = torch.eye(3, dtype=torch.float64).expand(3, 3, 3) + f(3, 3, 3)
+    for b, left in ((f(3, 3), True), (f(3, 3, 2), True), (f(3, 2, 3), False), (f(3), True)):
+        if b.shape != (3,):
+            yield c(aten._linalg_solve_ex.default, a, b, left=left)
+    yield c(aten._linalg_solve_ex.default, a[0], f(3))
+    yield c(aten._linalg_solve_ex.default, a[0], f(3, 2))
+
+
+OTHERS = ("across", "written", "unread", "home", "refuses_empty", "shape_arg")
+"""Attributes of a rule that its candidates do not tell."""
+
+
+def every_call():
+    """Every case of this folder, with the name of what makes it."""
+    for path in sorted(HERE.glob("test_*.py")):
+        module = importlib.import_module(f"tests.rules.{path.stem}")
+        for name, make in sorted(vars(module).items()):
+            own = inspect.isgeneratorfunction(make) and make.__module__ == module.__name__
+            if own and name.endswith("_cases") and not inspect.signature(make).parameters:
+                torch.manual_seed(0)
+                yield from ((f"{path.stem.removeprefix('test_')}.{name}", case) for case in make())
+
+
+def said(value):
+    """An argument as text: of a tensor its shape, and its dtype if that is none of the usual ones."""
+    match value:
+        case torch.Tensor():
+            dtype = {torch.float64: "", torch.int64: "int", torch.bool: "bool"}.get(value.dtype)
+            return f"{str(value.dtype).removeprefix('torch.') if dtype is None else dtype}{list(value.shape)}"
+        case list() | tuple():
+            return f"({' '.join(map(said, value))})"
+        case frozenset() | set():
+            return f"{{{' '.join(sorted(map(said, value)))}}}"
+        case dict():
+            return f"{{{' '.join([f'{k}:{said(v)}' for k, v in sorted(value.items())])}}}"
+        case float():
+            return f"{value:g}"
+    return str(value).removeprefix("torch.")
+
+
+def offered(case):
+    """The call, and below it a line for each candidate and one for what else the rule says."""
+    call, rule = call_and_rule(case, OneAxis(2))
+    given = [*map(said, case.args), *[f"{name}={said(x)}" for name, x in sorted(case.kwargs.items())]]
+    lines = [f"{case.func} {' '.join(given)}"]
+    ndims = [[x.dim() for x in tensors((case.args, case.kwargs))], [o.ndim if o else 0 for o in call.outputs]]
+    for found in candidates(rule):
+        sides = [
+            [layout_of(state, ndim).text for state, ndim in zip(states, ndim_of)]
+            for states, ndim_of in zip((found.inputs, found.outputs), ndims)
+        ]
+        lines.append(f"    {' '.join(sides[0])} -> {' '.join(sides[1])}")
+    others = [
+        f"{name}={said(x)}" for name in OTHERS if (x := getattr(rule, name)) is not None and x != {} and x != set()
+    ]
+    run = getattr(rule.local, "func", rule.local)  # of a partial what it calls
+    local = [] if run is None else [f"local={run.__name__}"]
+    return "\n".join([*lines, *([f"    {' '.join([*local, *others])}"] if local or others else [])])
+
+
+def test_what_rules_offer():
+    blocks: dict[str, list[str]] = {}
+    for maker, case in every_call():
+        block = offered(case)
+        if block not in blocks.setdefault(maker, []):
+            blocks[maker].append(block)
+    text = "".join([f"# {maker}\n\n" + "\n".join(found) + "\n\n" for maker, found in blocks.items()])
+    assert len(blocks) > 30
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        FILE.write_text(text)
+    old, new = FILE.read_text().splitlines(), text.splitlines()
+    assert old == new, "\n".join(difflib.unified_diff(old, new, "candidates.txt", "as it is", lineterm="", n=2))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_further_candidates_are_right(n):
+    torch.manual_seed(0)
+    wrong = wrong_candidates(list(further_cases()), n)
+    assert not wrong, "\n".join(wrong)
