@@ -192,7 +192,7 @@ _WORD = re.compile(r"S\((-?\d+)\)(?:#(\d+))?|(R)|P(?:\((\w+)\))?")
 
 
 def _not_a_sequence(given: Any) -> PlacementError:
-    return PlacementError(f"placements is a sequence with one placement per mesh axis, write [{given!r}]")
+    return PlacementError(f"placements must be a sequence with one placement per mesh axis; write [{given!r}]")
 
 
 def _from_front(p: Placement, ndim: int) -> Placement:
