@@ -85,6 +85,13 @@ def test_kinds_of_the_same_name_elsewhere_are_none():
         as_placement(Shard())
 
 
+@pytest.mark.parametrize("name", ["Mask", "Q", "Re", "Rz", "Sh", "Si", "Z", "_StridedShard"])
+def test_other_kinds_of_torch_s_are_none(name):
+    kind = type(name, (), {"dim": 0, "reduce_op": "sum", "__module__": "torch.distributed.tensor.placement_types"})
+    with pytest.raises(PlacementError, match="a placement is"):
+        as_placement(kind())
+
+
 def test_dims_run_from_the_last_one_back_to_the_first():
     assert as_placements([Shard(-2), Shard(1)], 2, 2) == (Shard(0), Shard(1))
     assert as_placements((Shard(-1, cut=1), Shard(1, cut=0)), 2, 2) == (Shard(1, cut=1), Shard(1, cut=0))
