@@ -237,8 +237,9 @@ class Baseline:
         }
         return Baseline(good, lines, found["failed"])
 
-    def tests(self, mutant: Mutant, killers: Counter[str]) -> list[str]:
-        """The tests that execute the mutant's lines: first what has killed others, then the files that take least."""
+    def tests(self, mutant: Mutant, killers: Counter[str], others: Counter[str]) -> list[str]:
+        """The tests that execute the mutant's lines: first what has killed mutants of the file (`killers`), or `others`
+        of other files, then the files that take least."""
         by_line = self.lines.get(mutant.file, {})
         # A statement of several lines counts as executed at its first one, or at any other.
         last = mutant.lines[0]
@@ -250,7 +251,7 @@ class Baseline:
             costs[t.partition("::")[0]] += self.seconds[t]  # pyright: ignore[reportArgumentType]
 
         def order(t: str) -> tuple:
-            return -killers[t], costs[t.partition("::")[0]], t.partition("::")[0], self.seconds[t], t
+            return -killers[t], -others[t], costs[t.partition("::")[0]], t.partition("::")[0], self.seconds[t], t
 
         return sorted(found, key=order)
 
@@ -282,6 +283,7 @@ class Runs:
     baseline: Baseline
     out: Path
     killers: dict[str, Counter[str]] = field(default_factory=dict)
+    all_killers: Counter[str] = field(default_factory=Counter)
 
     def outcomes(self, mutants: Sequence[Mutant]) -> Iterator[Outcome]:
         """What becomes of each, as it is found."""
@@ -304,7 +306,7 @@ class Runs:
                     _end(slot.process)
 
     def _start(self, slot: _Slot, mutant: Mutant) -> Outcome | None:
-        names = self.baseline.tests(mutant, self.killers.setdefault(mutant.file, Counter()))
+        names = self.baseline.tests(mutant, self.killers.setdefault(mutant.file, Counter()), self.all_killers)
         if not names:
             return Outcome(mutant, "not executed")
         self.copies.write(slot.copy, mutant)
@@ -339,6 +341,7 @@ class Runs:
         by = told.read_text().partition("\n")[0] if told.exists() else ""
         if "::" in by:
             self.killers[mutant.file][by] += 1
+            self.all_killers[by] += 1
         if late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)):
             result = "timed out"
         elif os.WIFEXITED(status) and os.WEXITSTATUS(status) in (0, 5):
