@@ -9,6 +9,7 @@ written to DIR; a mutant that is another text for the same program is a row of `
 """
 
 import json
+import sys
 import tempfile
 import time
 import tomllib
@@ -81,7 +82,7 @@ def main(target: str, sample: int, seed: int, skip: int, jobs: int, only: str, a
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copies = running.Copies(ROOT, Path(folder), jobs)
         start = time.monotonic()
-        baseline = running.Baseline.measured(copies.folders[0], files, chosen.tests, out)
+        baseline = running.Baseline.measured(copies.folders[0], files, chosen, out)
         total = sum(baseline.seconds.values())
         print(
             f"{len(baseline.seconds)} tests in {total:.0f} s, {time.monotonic() - start:.0f} s with imports", flush=True
@@ -89,11 +90,13 @@ def main(target: str, sample: int, seed: int, skip: int, jobs: int, only: str, a
         for name in baseline.failed:
             print(f"  as it is, skipped or failing: {name}")
         records = []
-        for outcome in running.Runs(copies, baseline, out).outcomes(to_run):
+        for done, outcome in enumerate(running.Runs(copies, baseline, out).outcomes(to_run), 1):
             results[outcome.result] += 1
             records.append(
                 {"key": key(outcome.mutant), "result": outcome.result, "by": outcome.by, "seconds": outcome.seconds}
             )
+            if sys.stderr.isatty():
+                print(f"{done} of {len(to_run)}", end="\r", file=sys.stderr)
             if outcome.result in ("survived", "not executed"):
                 print(f"{outcome.result}: {outcome.mutant}", flush=True)
     name = f"{target}-{seed}-{skip}" if again is None else f"{again.stem}-again"

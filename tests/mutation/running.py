@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from .mutants import Mutant
+from .targets import Target
 
 PRELOADED = (
     "torch",
@@ -50,7 +51,7 @@ OPTIONS = (
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
 )
 
-SPARE = (20.0, 60.0)
+SPARE = (15.0, 45.0)
 """Seconds of computing, and of waiting, that a mutant has besides some times what its tests take."""
 
 
@@ -208,20 +209,22 @@ class Baseline:
         seconds: test -> seconds that it takes.
         lines: file -> line -> the tests that execute it, all for what is executed at import.
         failed: tests that fail as it is, or are skipped, and say nothing about mutants.
+        far: as of a `Target`.
     """
 
     seconds: dict[str, float]
     lines: dict[str, dict[int, list[str]]]
     failed: list[str]
+    far: dict[str, tuple[str, ...]]
 
     @staticmethod
-    def measured(copy: Path, files: Sequence[str], tests: Sequence[str], out: Path) -> "Baseline":
+    def measured(copy: Path, files: Sequence[str], target: Target, out: Path) -> "Baseline":
         """Run all tests once, with the lines they execute watched."""
         told = out / "baseline.json"
 
         def work() -> int:
             plugin = Watched(copy, files)
-            code = int(pytest.main([*OPTIONS, *tests], plugins=[plugin]))
+            code = int(pytest.main([*OPTIONS, *target.tests], plugins=[plugin]))
             told.write_text(json.dumps(plugin.found()))
             return code
 
@@ -235,7 +238,7 @@ class Baseline:
             file: {int(n): (list(good) if "import" in t else [x for x in t if x in good]) for n, t in by_line.items()}
             for file, by_line in found["lines"].items()
         }
-        return Baseline(good, lines, found["failed"])
+        return Baseline(good, lines, found["failed"], target.far)
 
     def tests(self, mutant: Mutant, killers: Counter[str], others: Counter[str]) -> list[str]:
         """The tests that execute the mutant's lines: first what has killed mutants of the file (`killers`), or `others`
@@ -246,6 +249,8 @@ class Baseline:
         while last > 1 and last not in by_line and mutant.lines[0] - last < 12:
             last -= 1
         found = {t for n in (*mutant.lines, last) for t in by_line.get(n, ())}
+        files = [file for part, listed in self.far.items() if part in mutant.file for file in listed]
+        found |= {t for t in self.seconds if t.partition("::")[0] in files}
         costs: Counter[str] = Counter()
         for t in found:
             costs[t.partition("::")[0]] += self.seconds[t]  # pyright: ignore[reportArgumentType]
@@ -321,8 +326,8 @@ class Runs:
 
         takes = sum([self.baseline.seconds[name] for name in names])
         slot.mutant, slot.started = mutant, time.monotonic()
-        slot.limit = slot.started + SPARE[1] + 10 * takes
-        slot.process = _fork(work, slot.copy, slot.copy / "log", SPARE[0] + 4 * takes)
+        slot.limit = slot.started + SPARE[1] + 5 * takes
+        slot.process = _fork(work, slot.copy, slot.copy / "log", SPARE[0] + 2 * takes)
         return None
 
     def _ended(self, slot: _Slot) -> Outcome | None:
