@@ -1,4 +1,4 @@
-"""Caches of compiled code that begin empty, so that no figure depends on what was compiled here before."""
+"""Empty caches of compiled code, so that no figure depends on what was compiled on this machine before."""
 
 import os
 import tempfile
@@ -10,8 +10,10 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def cold_caches() -> Iterator[str]:
-    """Context in which this process, and those it starts, keep compiled code in an empty folder, which goes at the
-    end."""
+    """Context manager in which this process, and those it starts, cache compiled code in a new folder.
+
+    The folder is empty at first and is removed at the end.
+    """
     before = os.environ.get(VARIABLE)
     with tempfile.TemporaryDirectory(prefix="dtensor-bench-caches-", ignore_cleanup_errors=True) as folder:
         os.environ[VARIABLE] = folder

@@ -1,4 +1,4 @@
-"""The command line: `python -m bench [CASE…]` runs cases, `python -m bench table FILE…` shows what they found."""
+"""The command line: `python -m bench [CASE…]` runs cases, `python -m bench table FILE…` shows their results."""
 
 import sys
 import traceback
@@ -17,7 +17,7 @@ from .sides import reason
 
 
 class Runs(click.Group):
-    """A group whose command is `run` where none is named."""
+    """A group whose command is `run` if none is given."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not args or (args[0] not in self.commands and args[0] != "--help"):
@@ -34,12 +34,12 @@ def _listed() -> str:
     return "\n".join(f"  {name:<13}{case.words}" for name, case in CASES.items())
 
 
-@main.command(help="Run cases: all but the long ones if none is named.\n\n\b\n" + _listed())
+@main.command(help="Run the given cases, or all but the long ones.\n\n\b\n" + _listed())
 @click.argument("cases", nargs=-1, type=click.Choice(list(CASES)))
-@click.option("--quick", "level", flag_value="quick", default="quick", help="Minutes in all; the default.")
+@click.option("--quick", "level", flag_value="quick", default="quick", help="The default; up to an hour in all.")
 @click.option("--full", "level", flag_value="full", help="All models and sizes, and the long cases.")
-@click.option("--tiny", "level", flag_value="tiny", help="Shows that cases run; its figures mean nothing.")
-@click.option("--only", multiple=True, help="Of a case, only jobs with this in their name; several times: any.")
+@click.option("--tiny", "level", flag_value="tiny", help="Only tests that cases run; figures mean nothing.")
+@click.option("--only", multiple=True, help="Run only jobs with this text in their name; may be repeated.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Append the records, as JSON lines.")
 @click.option("--quiet", is_flag=True, help="No progress bars.")
 def run(cases: tuple[str, ...], level: str, only: tuple[str, ...], out: Path | None, quiet: bool) -> None:
@@ -51,7 +51,7 @@ def run(cases: tuple[str, ...], level: str, only: tuple[str, ...], out: Path | N
         failed = [n for n in cases or _chosen(level) if not _run(n, effort, out, found)]
     click.echo(table.markdown(found))
     if failed:
-        raise click.ClickException(f"did not get to their end: {', '.join(failed)}; see their notes above")
+        raise click.ClickException(f"cases that failed: {', '.join(failed)}; see their notes above")
 
 
 def _chosen(level: str) -> list[str]:
@@ -59,7 +59,7 @@ def _chosen(level: str) -> list[str]:
 
 
 def _run(name: str, effort: Effort, out: Path | None, found: list[record.Record]) -> bool:
-    """Run a case, and keep and write its records as they come; whether it got to its end. If not, that is a record."""
+    """Run a case, and keep and write its records as they come. If it fails, add a record of that and return False."""
 
     def keep(made: record.Record) -> None:
         found.append(record.stamped(made))
@@ -70,14 +70,14 @@ def _run(name: str, effort: Effort, out: Path | None, found: list[record.Record]
     try:
         for made in CASES[name].run(effort):
             keep(made)
-    except Exception as error:  # the other cases are to run all the same
+    except Exception as error:  # the other cases run nevertheless
         click.echo(traceback.format_exc(), err=True)
         keep(record.Setting(name).missing("all", reason(record.OURS, error)))
         return False
     return True
 
 
-@main.command("table", help="Tables in markdown, and plots, of the records in FILES; of a figure the last counts.")
+@main.command("table", help="Show the records in FILES as markdown tables and plots; the last of a figure counts.")
 @click.argument("files", nargs=-1, required=True, type=click.File())
 @click.option("--plots", "folder", type=click.Path(file_okay=False, path_type=Path), help="Write a plot for each case.")
 def show(files: tuple[Any, ...], folder: Path | None) -> None:

@@ -1,10 +1,10 @@
-"""A process group that counts what is sent, and can leave it unsent.
+"""A process group that counts what is sent, and can suppress the sending.
 
-It stands where gloo or NCCL would, below whatever asks it to communicate: DTensors of either library, compiled or not,
-FSDP2, DDP, hand-written collectives. So what it sees is what is sent. Alone (`counting_ranks`) it is one rank of many
-of which the others are not there, and results are this rank's own data. Over gloo (`over_gloo`) it hands on what it is
-asked; inside `silent()` it does not, and what is then timed is computation; `replayed` sends what was counted, again,
-and nothing else, which is communication alone.
+It takes the place of gloo or NCCL, below all code that communicates: DTensors of either library, compiled or not,
+FSDP2, DDP, hand-written collectives. So it sees exactly what is sent. With `counting_ranks`, this process is one rank
+of many of which the others do not exist, and results are this rank's own data. With `over_gloo`, calls are forwarded to
+gloo. Inside `silent()` they are not, so that one times the computation alone; `Counts.replayed` sends again what was
+counted and nothing else, so that one times the communication alone.
 """
 
 import contextlib
@@ -29,20 +29,25 @@ GLOO = dist.ProcessGroup.BackendType.GLOO
 
 SEND, RECEIVE = "send", "receive"
 TOGETHER = {(RECEIVE, RECEIVE), (RECEIVE, SEND), (SEND, SEND)}
-"""What is under way, and what starts meanwhile."""
+"""(previous operation, next operation): pairs of which the next may start before the previous has ended."""
 
 BYTES: dict[str, Callable[[int, int], float]] = {
     "broadcast": lambda size, ranks: size,
     SEND: lambda size, ranks: size,
     RECEIVE: lambda size, ranks: 0,
 }
-"""What is no collective of `dtensor.layout.cost` -> the bytes that it sends, from its size and the number of ranks."""
+"""Operations without a cost in `dtensor.layout.cost` -> bytes that a rank sends, by size and number of ranks."""
 
 
 @dataclass
 class Counts:
-    """Collectives and messages by name, the bytes that this rank puts on the wire (of collectives by a ring algorithm,
-    `dtensor.layout.cost`), and what sends each again."""
+    """Counts of what this rank sends.
+
+    Attributes:
+        collectives: number of collectives and messages by name.
+        bytes: bytes that this rank sends; for collectives, in a ring algorithm (see `dtensor.layout.cost`).
+        again: (name, function that starts it again) of each, in order.
+    """
 
     collectives: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
@@ -56,7 +61,7 @@ class Counts:
         return self.collectives.total()
 
     def replayed(self) -> None:
-        """Send it all again, one after the other; receives and the sends that follow them are one exchange."""
+        """Send everything again, one after the other; a run of receives and sends is one exchange."""
         last, ongoing = "", list[Any]()
         for op, begin in self.again:
             if (last, op) not in TOGETHER:
@@ -82,7 +87,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
-    """Context in which what is sent is counted."""
+    """Context manager that counts what is sent."""
     counts = Counts()
     _state.counts.append(counts)
     try:
@@ -93,7 +98,7 @@ def counted() -> Iterator[Counts]:
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Context in which nothing is sent: collectives return at once, with this rank's own data."""
+    """Context manager in which nothing is sent: collectives return at once, with this rank's own data."""
     _state.silent = True
     try:
         yield
@@ -118,21 +123,21 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 
 def _own(output: torch.Tensor, given: torch.Tensor) -> None:
-    """Fill `output` with `given` as far as that goes, else zeros."""
+    """Copy as much of `given` to `output` as fits, and fill the rest with zeros."""
     n = min(output.numel(), given.numel())
     _flat(output)[:n].copy_(_flat(given)[:n])
     _flat(output)[n:].zero_()
 
 
 class CountingGroup(dist.ProcessGroup):
-    """The process group; its methods are those that torch calls. `inner` is gloo's, or None."""
+    """The process group that counts; it has the methods that torch calls. `inner` is gloo's group, or None."""
 
     def __init__(self, rank: int, size: int, inner: Any = None):
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
         self._size, self._inner = size, inner
 
     def _run(self, op: str, size: int, name: str, given: tuple, local: Callable[[], Any]) -> Any:
-        """Count a collective of `size` bytes, and run it: `name` of the inner group, or `local` in place of it."""
+        """Count a collective of `size` bytes, and run it: method `name` of the inner group, or `local` instead."""
         if self._size > 1 and not _state.silent:
             for counts in _state.counts:
                 if op != RECEIVE:
@@ -265,14 +270,14 @@ def _on_gloo(store: Any, rank: int, size: int, timeout: Any) -> CountingGroup:
     inner = dist.ProcessGroup(store, rank, size)
     inner._set_default_backend(GLOO)
     made = CountingGroup(rank, size, inner)
-    for group in (inner, made):  # of the outer one only the options are asked
+    for group in (inner, made):  # torch reads only the options of the outer one
         group._register_backend(torch.device("cpu"), GLOO, backend)
     return made
 
 
 def register() -> None:
-    """Make the backends known to torch."""
-    trace_rules.add(__name__)  # while DDP's forward is traced, C++ calls the methods: they are not of the model
+    """Register the backends with torch."""
+    trace_rules.add(__name__)  # C++ calls the methods while DDP's forward is traced; they are not part of the model
     for name, create in ((BACKEND, _alone), (OVER_GLOO, _on_gloo)):
         if name not in dist.Backend.backend_list:
             dist.Backend.register_backend(name, create, devices=["cpu", "cuda"])
@@ -280,7 +285,7 @@ def register() -> None:
 
 @contextlib.contextmanager
 def counting_ranks(world_size: int) -> Iterator[None]:
-    """Context with a default process group of `world_size` ranks of which only this one, the first, exists."""
+    """Context manager with a default process group of `world_size` ranks, of which only the first, this one, exists."""
     register()
     dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=fake_store())
     try:
@@ -290,7 +295,7 @@ def counting_ranks(world_size: int) -> Iterator[None]:
 
 
 def over_gloo(rank: int, world_size: int, init_method: str, timeout: float) -> None:
-    """Join a default process group that counts, and sends by gloo."""
+    """Join a default process group that counts, and sends over gloo."""
     register()
     limit = timedelta(seconds=timeout)
     dist.init_process_group(OVER_GLOO, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)

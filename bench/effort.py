@@ -1,6 +1,6 @@
-"""How much a case does: "tiny" shows that it runs, "quick" gives figures within minutes, "full" all of them.
+"""How much a case does: "tiny" only tests that it runs, "quick" gives figures within minutes, "full" gives all.
 
-Each case has a table of what that means for it; `Effort` carries the choice, the device, and shows progress.
+Each case has a table of what this means for it. `Effort` holds the choice and the device, and shows progress.
 """
 
 import sys
@@ -16,8 +16,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Effort:
-    """The level, the device that cases run on, whether to keep quiet, and what the names of jobs have in them, if not
-    all are to run."""
+    """Settings of a run.
+
+    Attributes:
+        level: an element of `LEVELS`.
+        device: type of the device on which cases run.
+        quiet: whether to show no progress bars.
+        only: if not empty, run only jobs with one of these texts in their name.
+    """
 
     level: str = "quick"
     device: str = "cpu"
@@ -25,11 +31,11 @@ class Effort:
     only: tuple[str, ...] = ()
 
     def of(self, table: Mapping[str, T]) -> T:
-        """What a case's table has for this level."""
+        """Return the entry of a case's table for this level."""
         return table[self.level]
 
     def progress(self, jobs: Iterable[T], case: str) -> Iterator[T]:
-        """The jobs that are to run, one by one, with a bar on stderr."""
+        """Yield the jobs to run, with a progress bar on stderr."""
         wanted = [job for job in jobs if not self.only or any(word in named(job) for word in self.only)]
         bar = tqdm(wanted, desc=f"{case:<12}", unit="job", disable=self.quiet or None, file=sys.stderr)
         for job in bar:
@@ -38,7 +44,7 @@ class Effort:
 
 
 def named(job: object) -> str:
-    """The name of a job: its words."""
+    """Return the name of a job: its elements, separated by spaces."""
     return " ".join(map(str, job)) if isinstance(job, tuple) else str(job)
 
 

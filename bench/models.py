@@ -1,7 +1,7 @@
-"""What is trained: a perceptron, the Transformer of `dtensor.testing`, and a model of Llama's shape; their batches.
+"""The models that are trained, and their batches: a perceptron, the Transformer of `dtensor.testing`, and a Llama.
 
-A model maps inputs to outputs, `loss` those to a number: cross entropy of the next token, or squared error for the
-perceptron. `named` takes "mlp", "transformer-8" (its layers), "llama-2".
+A model maps inputs to outputs. `loss` maps outputs to a number: cross entropy of the next token, or the squared error
+for the perceptron. `named` takes names such as "mlp", "transformer-8" (with 8 layers) and "llama-2".
 """
 
 import threading
@@ -16,7 +16,18 @@ from dtensor.testing import ModelArgs, Transformer
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of models and batches; `hidden` is that of feed-forward layers, `kv_heads` Llama's."""
+    """Sizes of models and batches.
+
+    Attributes:
+        layers: number of layers.
+        dim: width of activations.
+        seq: tokens in a sequence.
+        batch: sequences in a batch.
+        vocab: number of different tokens.
+        heads: number of attention heads.
+        kv_heads: number of heads of keys and values, for Llama only.
+        hidden: width of the feed-forward layers.
+    """
 
     layers: int = 2
     dim: int = 64
@@ -32,7 +43,7 @@ class Sizes:
 
 
 class MLPLayer(nn.Module):
-    """Linear, GELU, Linear, beside a residual connection."""
+    """Linear, GELU, Linear, with a residual connection around them."""
 
     def __init__(self, dim: int, hidden: int):
         super().__init__()
@@ -44,7 +55,7 @@ class MLPLayer(nn.Module):
 
 
 class MLP(nn.Module):
-    """Layers of two products; (batch, dim) -> (batch, dim)."""
+    """A sequence of MLPLayers; (batch, dim) -> (batch, dim)."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -57,20 +68,23 @@ class MLP(nn.Module):
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding (Su et al., "RoFormer", 2021) of (batch, heads, seq, head_dim), halves as pairs."""
+    """Apply the rotary embedding (Su et al., "RoFormer", 2021) to x of shape (batch, heads, seq, head_dim).
+
+    The two halves of the last dim form the pairs that are rotated.
+    """
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 def angles(seq: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotary embedding, (seq, head_dim / 2) each."""
+    """Return cosines and sines of the rotary embedding, each of shape (seq, head_dim / 2)."""
     rates = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     turned = torch.outer(torch.arange(seq), rates)
     return turned.cos(), turned.sin()
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention with rotary embedding, causal."""
+    """Causal grouped-query attention with rotary embedding."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -89,7 +103,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaFeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020)."""
+    """A SwiGLU layer (Shazeer, 2020)."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -102,7 +116,7 @@ class LlamaFeedForward(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention and feed-forward, each behind an RMS norm and beside a residual connection."""
+    """Attention and feed-forward, each with an RMS norm before it and a residual connection around it."""
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -117,7 +131,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """A model of Llama's shape (Touvron et al., 2023): tokens (batch, seq) -> logits (batch, seq, vocab)."""
+    """A model like Llama (Touvron et al., 2023): tokens (batch, seq) -> logits (batch, seq, vocab)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -139,12 +153,12 @@ class Llama(nn.Module):
 
 
 _one_at_a_time = threading.Lock()
-"""Ranks may be threads, which share the random numbers."""
+"""Ranks may be threads, which share the global random generator."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model by name: its family, its sizes."""
+    """A model, defined by its family ("mlp", "transformer" or "llama") and its sizes."""
 
     family: str
     sizes: Sizes
@@ -154,7 +168,7 @@ class Model:
         return "mlp" if self.family == "mlp" else f"{self.family}-{self.sizes.layers}"
 
     def dense(self, device: str = "cpu") -> nn.Module:
-        """The model on one device, the same values each time."""
+        """Return the unsharded model on one device, with the same values each time."""
         with _one_at_a_time:
             torch.manual_seed(0)
             return self._made().to(device)
@@ -167,7 +181,7 @@ class Model:
         return {"mlp": MLP, "llama": Llama}[self.family](s)
 
     def batch(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of a step; the same on every rank."""
+        """Return inputs and targets of a step; they are the same on all ranks."""
         s, generator = self.sizes, torch.Generator().manual_seed(index)
         if self.family == "mlp":
             x = torch.randn(s.batch * s.seq, s.dim, generator=generator)
@@ -177,17 +191,17 @@ class Model:
 
 
 def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of logits and tokens; of two tensors of one shape the mean squared error."""
+    """Return the cross entropy of logits and tokens, or the mean squared error if the targets are floating-point."""
     if targets.is_floating_point():
         return F.mse_loss(outputs, targets)
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
 
 
 def named(name: str, sizes: Sizes) -> Model:
-    """The model of that name, with the other sizes as given.
+    """Return the model called `name`, with the number of layers that it states and the other sizes from `sizes`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such model.
     """
     family, _, layers = name.partition("-")
     if family not in ("mlp", "transformer", "llama") or (layers and not layers.isdecimal()):

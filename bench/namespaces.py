@@ -1,7 +1,8 @@
-"""A slow wire: two network namespaces joined by a veth pair, each end of which sends at a limited rate.
+"""A slow link: two network namespaces joined by a veth pair, each end of which sends at a limited rate.
 
-Needs Linux, root, and iproute2 (`ip`, `tc`). Namespaces and pair carry this process's id, and are removed at the end,
-however it ends, short of a kill that cannot be caught. `limit` changes the rate (a tbf qdisc) while ranks run.
+This needs Linux, root, and iproute2 (`ip`, `tc`). The names of namespaces and devices contain this process's id. They
+are removed at the end, also after an error, but not if the process is killed. `limit` changes the rate (a tbf qdisc)
+while ranks run.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ TBF = ("burst", "128kb", "latency", "50ms")
 
 @dataclass(frozen=True)
 class End:
-    """A namespace, its interface, its address."""
+    """One end of the link: a namespace, its interface, and its address."""
 
     namespace: str
     device: str
@@ -25,9 +26,9 @@ class End:
 
 
 def why_not() -> str:
-    """Why there can be no namespaces here; "" if there can."""
+    """Return why no namespaces can be made here; "" if they can."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        return "network namespaces take root and iproute2 (ip, tc); run it as root, where both are"
+        return "network namespaces need root and iproute2 (ip, tc); install iproute2 and run as root"
     done = subprocess.run(["ip", "netns", "add", f"dtensor-{os.getpid()}"], capture_output=True, text=True)
     if done.returncode:
         return f"network namespaces cannot be made here: {done.stderr.strip()}"
@@ -36,10 +37,10 @@ def why_not() -> str:
 
 
 def command(*words: object) -> None:
-    """Run a program to its end.
+    """Run a program and wait for it.
 
     Raises:
-        RuntimeError: what it complained of.
+        RuntimeError: the program failed; the message holds its stderr.
     """
     done = subprocess.run([str(w) for w in words], capture_output=True, text=True)
     if done.returncode:
@@ -48,12 +49,12 @@ def command(*words: object) -> None:
 
 @contextlib.contextmanager
 def joined() -> Iterator[tuple[End, End]]:
-    """Context with two namespaces that reach each other, at full rate."""
+    """Context manager with two namespaces that are connected at full rate."""
     ends = [End(f"dtensor-{os.getpid()}-{i}", f"dt{os.getpid()}-{i}", ADDRESSES[i]) for i in range(2)]
     with contextlib.ExitStack() as made:
         for end in ends:
             command("ip", "netns", "add", end.namespace)
-            made.callback(command, "ip", "netns", "delete", end.namespace)  # the pair goes with them
+            made.callback(command, "ip", "netns", "delete", end.namespace)  # this removes the pair, too
         a, b = ends
         pair = ("netns", a.namespace, "type", "veth", "peer", "name", b.device, "netns", b.namespace)
         command("ip", "link", "add", a.device, *pair)
@@ -65,7 +66,7 @@ def joined() -> Iterator[tuple[End, End]]:
 
 
 def limit(end: End, rate: str) -> None:
-    """Have what leaves `end` pass at most at `rate`, as tc writes it ("1gbit")."""
+    """Limit the rate at which `end` sends to `rate`, in tc's notation ("1gbit")."""
     command("tc", "-n", end.namespace, "qdisc", "replace", "dev", end.device, "root", "tbf", "rate", rate, *TBF)
 
 

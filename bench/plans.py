@@ -1,8 +1,8 @@
-"""How a model is sharded: the plans of the demonstration, in the classes of either library.
+"""How a model is sharded: the plans of the demo, in the classes of either library.
 
-`dtensor.tools.demo_plans.PLANS` says which mesh a plan takes and which part of a batch is whose; here are the styles
-for all models, and `applied`, which shards a model by one library or the other. torch's `fully_shard` is FSDP2; its
-peer of replicas is DistributedDataParallel, with its own defaults.
+`dtensor.tools.demo_plans.PLANS` defines the mesh of each plan and each rank's part of a batch. This module has the
+styles for all models, and `applied`, which shards a model by one of the libraries. torch's `fully_shard` is FSDP2. For
+replicas torch uses DistributedDataParallel with its default options.
 """
 
 from collections.abc import Callable
@@ -20,17 +20,17 @@ from dtensor import parallel as our_styles
 from dtensor.tools.demo_plans import PLANS, TENSOR
 
 RANKS = {"tp": 2, "sp": 2, "ddp": 2, "fsdp": 2, "hsdp": 4, "2d": 4}
-"""Plans that are compared -> the ranks each takes at least."""
+"""Plans that are compared -> the smallest number of ranks of each."""
 
 NO_COLLECTIVES = ("ddp", "fsdp", "hsdp")
-"""Plans by which torch communicates outside of the graphs that it compiles: options on them change nothing."""
+"""Plans for which torch communicates outside of its compiled graphs, so that Inductor's options change nothing."""
 
 STYLES: dict[str, ModuleType] = {"dtensor": our_styles, "torch": their_styles}
 FULLY_SHARD: dict[str, Callable[..., Any]] = {"dtensor": our_styles.fully_shard, "torch": their_fully_shard}
 
 
 def styles(family: str, library: str, sequence: bool) -> dict[str, Any]:
-    """Module names -> styles of `library`, of tensor parallelism with or without sequence parallelism."""
+    """Return module name -> style of `library`, for tensor parallelism with or without sequence parallelism."""
     return (_mlp if family == "mlp" else _language_model)(STYLES[library], family, sequence)
 
 
@@ -44,7 +44,7 @@ def _mlp(lib: Any, family: str, sequence: bool) -> dict[str, Any]:
 def _language_model(lib: Any, family: str, sequence: bool) -> dict[str, Any]:
     col, row, norm = lib.ColwiseParallel, lib.RowwiseParallel, lib.SequenceParallel
     positions = family == "transformer"
-    # The Transformer cuts its heads out of a whole tensor; Llama's rotary embedding takes local tensors.
+    # The Transformer splits heads with the global size of its dim; Llama's rotary embedding takes local tensors.
     heads = {"layers.*.attention.w[qkv]": col(use_local_output=not positions)}
     first = ["layers.*.feed_forward.w1"] + (["layers.*.feed_forward.w3"] if family == "llama" else [])
     if not sequence:
@@ -58,7 +58,7 @@ def _language_model(lib: Any, family: str, sequence: bool) -> dict[str, Any]:
             "output": col(output_layouts=Replicate()),
         }
     entering: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
-    if family == "llama":  # its attention is also given the cosines and sines of the positions
+    if family == "llama":  # its attention also takes the cosines and sines of the positions
         entering = {"input_layouts": (Shard(1), None, None), "desired_input_layouts": (Replicate(), None, None)}
     feeding = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
     return {
@@ -78,7 +78,7 @@ def _language_model(lib: Any, family: str, sequence: bool) -> dict[str, Any]:
 
 
 def own_part(batch: torch.Tensor, family: str, plan: str, mesh: Any) -> torch.Tensor:
-    """This rank's part of a batch; the perceptron's samples are what sequence parallelism cuts."""
+    """Return this rank's part of a batch; for the perceptron, sequence parallelism splits the samples."""
     chosen = PLANS[plan]
     if family == "mlp" and chosen.sequence:
         return batch.chunk(mesh[TENSOR].size())[mesh.get_local_rank(TENSOR)]
@@ -86,7 +86,7 @@ def own_part(batch: torch.Tensor, family: str, plan: str, mesh: Any) -> torch.Te
 
 
 def applied(model: nn.Module, family: str, library: str, plan: str, mesh: Any) -> nn.Module:
-    """Shard `model` in place by a plan, and return what is called in its place."""
+    """Shard `model` in place by a plan, and return the module to call instead of it."""
     chosen = PLANS[plan]
     if TENSOR in chosen.axes:
         given = styles(family, library, chosen.sequence)

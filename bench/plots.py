@@ -1,4 +1,4 @@
-"""Pictures: for each case its ratios, a dot for each peer with its quartiles, on a logarithmic axis."""
+"""Plots of records: the ratios of each case, a dot with quartiles for each peer, on a logarithmic axis."""
 
 import importlib
 from collections.abc import Sequence
@@ -9,23 +9,23 @@ from .record import OURS, Record
 from .table import latest
 
 MOST_ROWS = 60
-"""Figures in a picture; of a case with more, those of whole steps come first."""
+"""The most figures in a plot; if a case has more, figures of steps take precedence."""
 
 
 def draw(records: Sequence[Record], folder: Path) -> dict[str, Path]:
-    """Write a picture for each case that has ratios; case -> its file.
+    """Write a plot for each case that has ratios, and return case -> file.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    plt = importlib.import_module("matplotlib.pyplot")  # here alone, so that cases run without it
+    plt = importlib.import_module("matplotlib.pyplot")  # imported here, so that cases run without it
     folder.mkdir(parents=True, exist_ok=True)
     found = {}
     kept = [r for r in latest(records) if r.ratio]
     for case in dict.fromkeys(r.case for r in kept):
         figure = _draw([r for r in kept if r.case == case], plt)
         found[case] = folder / f"{case}.svg"
-        with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": case}):  # text as text, the same on each run
+        with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": case}):  # text stays text; reproducible
             figure.savefig(found[case], metadata={"Date": None})
         plt.close(figure)
     return found

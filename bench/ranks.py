@@ -1,8 +1,8 @@
-"""Ranks as processes, on this machine's loopback or in two namespaces on a wire that can be made slow.
+"""Ranks as processes, on this machine's loopback or in two namespaces joined by a link that can be made slow.
 
-`on_ranks` starts them as `python -m bench.ranks JOB`, each calls `fn(rank, *args, end=...)` within a process group that
-counts and sends by gloo, and gives what the first returned. A rank that fails, or a time that is up, is one exception
-with what the ranks printed and their stacks.
+`on_ranks` starts the ranks as `python -m bench.ranks FOLDER RANK`. Each calls `fn(rank, *args, end)` in a process group
+that counts, and sends over gloo. If a rank fails, or the time is up, one exception holds the output of the ranks and
+their stacks.
 """
 
 import faulthandler
@@ -26,23 +26,29 @@ from .counting import over_gloo
 from .namespaces import End
 
 STACKS_SIGNAL, GRACE = signal.SIGUSR1, 2.0
-"""What has a rank print its stacks, and the seconds it is given for that."""
+"""The signal that makes a rank print its stacks, and the seconds it has for that."""
 PORT = 29500
 
 
 class RanksFailed(RuntimeError):
-    """A rank failed, or was late."""
+    """A rank failed, or was not done in time."""
 
 
 def on_ranks(
     fn: Callable[..., Any], nproc: int, *args: Any, ends: tuple[End, End] | None = None, timeout: float = 600.0
 ) -> Any:
-    """Call `fn(rank, *args, end)` on `nproc` ranks, halves of them at each end; what the first rank gives.
+    """Call `fn(rank, *args, end)` on `nproc` ranks, and return the result of the first.
 
-    `end` is the rank's end of the wire, None on loopback.
+    Args:
+        fn: a function at the top level of a module.
+        nproc: number of ranks.
+        args: further arguments, which are pickled.
+        ends: the ends of the link, each of which gets half of the ranks; None for loopback. `fn` receives the end of
+            its rank, or None.
+        timeout: seconds in which all ranks must be done.
 
     Raises:
-        RanksFailed: as the module says.
+        RanksFailed: a rank failed, or was not done in time.
     """
     with tempfile.TemporaryDirectory(prefix="dtensor-bench-") as name:
         folder, ranks = Path(name), []
@@ -71,7 +77,7 @@ def _environment(device: str) -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"GLOO_SOCKET_IFNAME": device, "TP_SOCKET_IFNAME": device, "OMP_NUM_THREADS": "1", "DTENSOR_LINKS": ""}
-    own["TORCH_FR_BUFFER_SIZE"] = "0"  # torch 2.15 cannot record a group that stands around another
+    own["TORCH_FR_BUFFER_SIZE"] = "0"  # torch 2.15 cannot record a group that wraps another
     return {**os.environ, **own, "PYTHONPATH": path}
 
 
@@ -85,14 +91,14 @@ def _wait(ranks: list[subprocess.Popen], folder: Path, deadline: float) -> None:
     how = ["was not done in time" if r.poll() is None else f"ended with {r.returncode}" for r in ranks]
     for r in ranks:
         if r.poll() is None:
-            r.send_signal(STACKS_SIGNAL)  # ends one that is not yet far enough to print its stacks
+            r.send_signal(STACKS_SIGNAL)  # ends a rank that has not registered its handler yet
     time.sleep(GRACE)
     logs = [(folder / f"log-{i}").read_text()[-6000:] for i in range(len(ranks))]
     raise RanksFailed("\n".join(f"rank {i} {h}:\n{log}" for i, (h, log) in enumerate(zip(how, logs))))
 
 
 def be_rank(folder: Path, own: int) -> None:
-    """What runs in a rank's process."""
+    """Run the job of a rank in its process."""
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     torch.set_num_threads(1)
     fn, rank, nproc, where, timeout, args, end = pickle.loads((folder / f"job-{own}").read_bytes())

@@ -1,8 +1,8 @@
-"""Records: one figure of a case, as a line of JSON, with the machine and the versions it was taken on.
+"""Records: one figure of a case as a line of JSON, with the machine and the versions it was measured on.
 
-A record compares `side` with `peer`. `ratio` is below one where `side` is better, for all figures: each is of something
-of which less is better. Of timed figures it is the median of the ratios of rounds, `spread` their quartiles; counted
-ones have no spread. A record without a ratio says in `note` why: a side that does not run, a case that was skipped.
+A record compares `side` with `peer`. For all figures less is better, so `ratio` is below one if `side` is better. For
+timed figures `ratio` is the median of the ratios of the rounds, and `spread` holds their quartiles; counted figures
+have no spread. If a record has no value, `note` states why: a side does not run, or a case was skipped.
 """
 
 import functools
@@ -23,7 +23,7 @@ from .timing import Ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "dtensor"
-"""The side that everything is compared with."""
+"""Name of the side of this library, which is compared with all others."""
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,22 @@ class Record:
     """One figure.
 
     Attributes:
-        case: the case it belongs to.
-        figure: what was measured, in words.
-        value: of `side`, in `unit`.
+        case: the case to which the figure belongs.
+        figure: name of the figure.
+        value: value of `side`, in `unit`.
         unit: "ms", "bytes", "collectives", ...
-        side: who is measured.
-        peer: whom it is compared with; empty for a figure that stands alone.
-        peer_value: of `peer`, in `unit`.
-        ratio: `side` to `peer`.
+        side: the side that is measured.
+        peer: the side it is compared with; empty for a figure that is not compared.
+        peer_value: value of `peer`, in `unit`.
+        ratio: `value` over `peer_value`; for timed figures, the median of the ratios of the rounds.
         spread: first and third quartile of the ratio.
-        model, plan, ranks, link: what was trained, how it was sharded, over how many ranks, on what wire.
-        note: what else there is to say, or why there is no value.
-        machine, versions: where.
+        model: the model that was trained, or another subject of the figure.
+        plan: how it was sharded.
+        ranks: number of ranks.
+        link: the link between the ranks.
+        note: a remark, or the reason why there is no value.
+        machine: the machine, see `machine`.
+        versions: versions of the software, see `versions`.
     """
 
     case: str
@@ -65,7 +69,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Setting:
-    """Where figures are taken, and the records of them: case, model, plan, ranks, link."""
+    """The setting of several figures, which makes their records; the attributes are those of `Record`."""
 
     case: str
     model: str = ""
@@ -74,18 +78,18 @@ class Setting:
     link: str = ""
 
     def alone(self, figure: str, value: float | None, unit: str, side: str = OURS, note: str = "") -> Record:
-        """A figure without a peer."""
+        """Return the record of a figure without a peer."""
         return self._made(figure, value, unit, side=side, note=note)
 
     def counted(
         self, figure: str, unit: str, value: float, peer: str, peer_value: float, side: str = OURS, note: str = ""
     ) -> Record:
-        """A figure that is exact. Two zeros are equal; there is no ratio to a zero."""
+        """Return the record of an exact figure. The ratio of two zeros is 1; there is no other ratio to zero."""
         ratio = value / peer_value if peer_value else 1.0 if value == peer_value else None
         return self._made(figure, value, unit, side=side, peer=peer, peer_value=peer_value, ratio=ratio, note=note)
 
     def timed(self, figure: str, unit: str, found: Ratio, peer: str, side: str = OURS, note: str = "") -> Record:
-        """A figure of interleaved rounds."""
+        """Return the record of a figure from interleaved rounds."""
         return self._made(
             figure,
             found.value,
@@ -99,7 +103,7 @@ class Setting:
         )
 
     def missing(self, figure: str, note: str, peer: str = "", side: str = OURS) -> Record:
-        """A figure that could not be taken, and why."""
+        """Return the record of a figure that could not be measured; `note` states why."""
         return self._made(figure, None, "", side=side, peer=peer, note=note)
 
     def _made(self, figure: str, value: float | None, unit: str, **given: Any) -> Record:
@@ -108,7 +112,7 @@ class Setting:
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """This machine: processor, cores that this process may use, memory in GB, accelerator if there is one."""
+    """Return a description of this machine: CPU, number of cores this process may use, memory in GB, and any GPU."""
     name = next((v for k, v in _cpu_info() if k == "model name"), platform.processor() or platform.machine())
     found = {"cpu": name, "cores": len(os.sched_getaffinity(0)), "memory": round(_memory() / 1e9)}
     return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
@@ -116,7 +120,7 @@ def machine() -> dict[str, Any]:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Versions of Python, torch and this library, the latter with the commit where it is a checkout."""
+    """Return the versions of Python, torch and this library, the latter with the commit if it is a checkout."""
     asked = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
     ours = " ".join(filter(None, [dtensor.__version__, asked.stdout.strip()]))
     return {"python": platform.python_version(), "torch": torch.__version__, "dtensor": ours}
@@ -134,20 +138,20 @@ def _memory() -> int:
 
 
 def stamped(record: Record) -> Record:
-    """The record with this machine and these versions."""
+    """Return the record with this machine and these versions."""
     return replace(record, machine=machine(), versions=versions())
 
 
 def line(record: Record) -> str:
-    """The record as a line of JSON."""
+    """Return the record as a line of JSON."""
     return json.dumps(asdict(record), allow_nan=False)
 
 
 def read(lines: Iterable[str]) -> list[Record]:
-    """The records of a file.
+    """Return the records of a file.
 
     Raises:
-        ValueError: a line is no record; the message says which.
+        ValueError: a line is not a record; the message states which.
     """
     known, found = {f.name for f in fields(Record)}, []
     for number, text in enumerate(lines, 1):
@@ -158,7 +162,7 @@ def read(lines: Iterable[str]) -> list[Record]:
             given["spread"] = given.get("spread") and tuple(given["spread"])
             found.append(Record(**given))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number} is no record of python -m bench: {error}") from error
+            raise ValueError(f"line {number} is not a record of python -m bench: {error}") from error
     return found
 
 

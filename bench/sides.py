@@ -1,9 +1,10 @@
-"""The sides: who trains a model by a plan, and how. `made` gives a `Trainer`; all train from the same values.
+"""The sides of a comparison: a library, or code by hand, and how it is compiled. `made` returns the `Trainer` of one.
 
-Attention of a model that is cut by heads takes the math path on both libraries' sides: torch has no rule for the one
-that CPUs take by default. (Inductor recognises the math path and puts a fused one in its place, on both sides.) The
-plain causal mask that the path makes stops torch's DTensor too, so its calls run under `implicit_replication`. By hand
-attention is what plain tensors get.
+All sides train from the same initial values. In a model sharded by heads, attention takes the math path with both
+libraries, because torch's DTensor has no rule for the path that CPUs take by default. (Inductor recognises the math
+path and replaces it by a fused one, on both sides.) That path makes a plain causal mask, which torch's DTensor does not
+accept either, so its calls run under `implicit_replication`. By hand, attention takes the default path of plain
+tensors.
 """
 
 import contextlib
@@ -34,14 +35,14 @@ SWITCHES: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": [REORDER, "sink_waits_iterative", REORDER],
 }
-"""Inductor's options on communication that run on CPU, the passes being those its source recommends.
+"""Inductor's options on communication that work on CPU, with the passes that its source recommends.
 
-Left out: `aten_distributed_optimizations.enable_overlap_scheduling`, which fails without triton, and
-`_micro_pipeline_tp`, which rewrites only for groups with symmetric memory, that is on GPUs.
+Not included are `aten_distributed_optimizations.enable_overlap_scheduling`, which fails without triton, and
+`_micro_pipeline_tp`, which only rewrites groups with symmetric memory, that is on GPUs.
 """
 
 AS_WRITTEN = {"reorder_for_peak_memory": False, PARTITIONER: None, **dict.fromkeys(STAGES)}
-"""Inductor's options that keep the order of what is written by hand, and our passes off it."""
+"""Inductor's options that keep the order of hand-written code and disable the passes of this library."""
 
 RATE = 0.1
 """Learning rate of all sides."""
@@ -59,14 +60,20 @@ def _as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Side:
-    """Who shards ("dtensor", "torch", "hand"), what the step is compiled with, and in words what this is."""
+    """A side.
+
+    Attributes:
+        library: what shards the model: "dtensor", "torch" or "hand".
+        wrap: compiles the step.
+        words: description.
+    """
 
     library: str
     wrap: Wrap
     words: str
 
 
-HALVES = "dtensor in halves"
+HALVES = "dtensor in microbatches"
 
 SIDES: dict[str, Side] = {
     "dtensor": Side("dtensor", lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True), 'backend="dtensor"'),
@@ -107,7 +114,7 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-        """Train on one batch; the loss before."""
+        """Train on one batch and return its loss before the update."""
         loss = self.forward(inputs, targets)
         self.backward(loss)
         self.update()
@@ -115,7 +122,7 @@ class Trainer:
 
 
 def made(side: str, model: Model, plan: str, mesh: Any, wrap: Wrap | None = None) -> Trainer:
-    """The trainer of a side; `wrap` takes the place of what it is compiled with."""
+    """Return the trainer of a side; `wrap`, if given, compiles the step instead of the side's own."""
     chosen = SIDES[side]
     wrap = wrap or chosen.wrap
     if chosen.library == "hand":
@@ -150,7 +157,7 @@ def _group(mesh: Any, axis: str) -> Group:
 
 
 def around(library: str, plan: str) -> Callable[[], Any]:
-    """What a step runs in."""
+    """Return a function that makes the context in which a step runs."""
     if TENSOR not in PLANS[plan].axes or library == "hand":
         return contextlib.nullcontext
     if library == "dtensor":
@@ -165,24 +172,25 @@ def around(library: str, plan: str) -> Callable[[], Any]:
 
 
 def forget() -> None:
-    """Forget what was compiled, and what torch's DTensor keeps of it."""
+    """Discard compiled code, and what torch's DTensor cached while tracing it."""
     torch.compiler.reset()
     forget_failed()
 
 
 def forget_failed() -> None:
-    """Forget what torch's DTensor keeps of a trace that failed: fake tensors, which break others, and eager mode."""
+    """Clear the cache of torch's DTensor, which holds fake tensors after a failed trace; they break other traces, and
+    eager mode."""
     _clear_sharding_prop_cache()
 
 
 def reason(side: str, error: BaseException) -> str:
-    """Why a side does not run, in a line."""
+    """Return one line on why a side does not run."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{side}: {type(error).__name__}: {' '.join(lines[:3])}"[:400]
 
 
 def batch(model: Model, plan: str, mesh: Any, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's inputs and targets of a step."""
+    """Return this rank's inputs and targets of a step."""
     inputs, targets = (own_part(x, model.family, plan, mesh) for x in model.batch(index))
     return inputs, targets
 

@@ -1,8 +1,9 @@
-"""Tables in markdown: a section for each case, a row for each figure, a column for each peer.
+"""Markdown tables of records: a section for each case, a row for each figure, a column for each peer.
 
-A cell is the ratio to that peer, with its quartiles if it was timed; below one is better. What is behind a peer stands
-in bold; what a peer, or we, cannot run is a numbered note. Above each table is its verdict. A case that was run with
-several versions of torch has a column for each peer and version; the values are those of the first.
+A cell holds the ratio to the peer, with its quartiles if it was timed; below one is better. Ratios above one are bold.
+If a peer, or this library, cannot run something, the cell refers to a numbered note. A summary is above each table. A
+case that was run with several versions of torch has a column for each peer and version; its values are those of the
+first.
 """
 
 from collections import Counter
@@ -15,15 +16,15 @@ from .record import Record
 
 Key = tuple[str, ...]
 BEHIND = 1.005
-"""Ratios above are shown in bold."""
+"""Larger ratios are shown in bold."""
 
 UNITS = {"bytes": lambda v: f"{v:,.0f} B", "ms": lambda v: f"{v:,.2f} ms", "µs": lambda v: f"{v:,.1f} µs"}
 
 
 def latest(records: Sequence[Record]) -> list[Record]:
-    """The records without those that a later one replaces, in the order in which figures first came.
+    """Return the last record of each figure, in the order in which the figures first appear.
 
-    Where a case has several versions of torch, its peers are named by theirs.
+    If a case was run with several versions of torch, the names of peers include the version.
     """
     found: dict[Key, Record] = {}
     for r in records:
@@ -34,7 +35,7 @@ def latest(records: Sequence[Record]) -> list[Record]:
 
 
 def _torch(r: Record) -> str:
-    """The version of torch, as "2.13"."""
+    """Return the version of torch, such as "2.13"."""
     return ".".join((r.versions or {}).get("torch", "").split(".")[:2])
 
 
@@ -43,7 +44,7 @@ def _key(r: Record) -> Key:
 
 
 def markdown(records: Sequence[Record], pictures: Mapping[str, Path] | None = None) -> str:
-    """The text; `pictures` are shown under the headings of their cases."""
+    """Return the records as markdown; `pictures` are the plots to show under the headings of their cases."""
     records, lines = latest(records), []
     for case in dict.fromkeys(r.case for r in records):
         mine = [r for r in records if r.case == case]
@@ -57,7 +58,7 @@ def markdown(records: Sequence[Record], pictures: Mapping[str, Path] | None = No
 
 
 def _verdict(records: Sequence[Record]) -> str:
-    """Of each peer, how many figures are not behind it, the median ratio, and where we are furthest behind."""
+    """Summarize each peer: the number of figures not behind it, the median ratio, and the worst figure."""
     said = []
     for peer in dict.fromkeys(r.peer for r in records):
         found = [(r.ratio, r) for r in records if r.peer == peer and r.ratio is not None]

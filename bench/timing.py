@@ -1,6 +1,6 @@
-"""Timing sides against each other: rounds in which they take turns, medians, and quartiles of the ratio.
+"""Times sides against each other in interleaved rounds; computes medians, and quartiles of the ratio.
 
-A ratio is taken round by round, so that what else the machine does meets both sides.
+Ratios are taken within each round, so that other load of the machine affects both sides.
 """
 
 import statistics
@@ -11,7 +11,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Ratio:
-    """Medians of two sides, the median of their ratio by rounds, and its quartiles."""
+    """The comparison of two sides.
+
+    Attributes:
+        value: median over the rounds of the first side.
+        peer_value: median over the rounds of the second side.
+        ratio: median of the ratios of the rounds.
+        spread: first and third quartile of these ratios.
+    """
 
     value: float
     peer_value: float
@@ -20,7 +27,7 @@ class Ratio:
 
 
 def seconds(run: Callable[[], object], calls: int = 1) -> float:
-    """Mean time of a call."""
+    """Return the mean time of a call in seconds."""
     start = time.perf_counter()
     for _ in range(calls):
         run()
@@ -30,13 +37,16 @@ def seconds(run: Callable[[], object], calls: int = 1) -> float:
 def interleaved(
     runs: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, before: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds of a call of each, in each round; each round begins with another side.
+    """Time functions in rounds, in which each takes a turn; each round begins with another function.
 
     Args:
-        runs: name -> what is timed.
-        rounds: how often each takes its turn.
-        calls: calls in a turn, whose mean counts.
-        before: what runs, untimed, before each turn.
+        runs: name -> function to time.
+        rounds: number of rounds.
+        calls: number of calls in a turn, over which the time is averaged.
+        before: function to run, untimed, before each turn.
+
+    Returns:
+        Name -> seconds of a call, in each round.
     """
     names = list(runs)
     found: dict[str, list[float]] = {name: [] for name in names}
@@ -49,14 +59,14 @@ def interleaved(
 
 
 def compared(ours: Sequence[float], theirs: Sequence[float], scale: float = 1.0) -> Ratio:
-    """The ratio of two sides' rounds; values are multiplied by `scale`."""
+    """Return the comparison of the rounds of two sides; values, but not ratios, are multiplied by `scale`."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, middle, high = quartiles(ratios)
     return Ratio(scale * statistics.median(ours), scale * statistics.median(theirs), middle, (low, high))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third; of one value, that value."""
+    """Return the first quartile, the median and the third quartile; a single value is all three."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,7 +1,7 @@
-"""The sides without Inductor's code: the graphs that it would make code of, run operator by operator.
+"""The sides without code generation: the graphs from which Inductor would generate code run operator by operator.
 
-For counting: what is sent is decided by then, and a C++ compiler takes most of the time of the rest. All of Inductor's
-passes on graphs have run.
+This is for counting. All of Inductor's graph passes have run, so the collectives are final, and most of the remaining
+time of a compile would be spent in the C++ compiler.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from .sides import HALVES, SWITCHES, Wrap
 
 
 def inductor_passes(**options: Any) -> Wrap:
-    """What `torch.compile(fn, options=options)` is to Inductor, up to where code is made."""
+    """Return a wrapper like `torch.compile(fn, options=options)` with Inductor, but without code generation."""
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         fake = detect_fake_mode(example_inputs)
@@ -36,7 +36,7 @@ def inductor_passes(**options: Any) -> Wrap:
 
 
 ALONE = {"inner": "aot_eager", "agreement": False}
-"""Options of ours where there are no other ranks to agree with."""
+"""Options of this library's backend when there are no other ranks with which to compare graphs."""
 
 UNCODED: dict[str, Wrap | None] = {
     OURS: lambda fn: torch.compile(fn, backend="dtensor", fullgraph=True, options=ALONE),
@@ -46,6 +46,6 @@ UNCODED: dict[str, Wrap | None] = {
     "torch compiled": inductor_passes(),
     "torch tuned": inductor_passes(**SWITCHES),
 }
-"""Side -> what takes the place of Inductor; None for what is not compiled."""
+"""Side -> the wrapper to use instead of Inductor; None for a side that is not compiled."""
 
 __all__ = ["ALONE", "UNCODED", "inductor_passes"]

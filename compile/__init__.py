@@ -1,29 +1,24 @@
-"""torch.compile for DTensor: the `dtensor` backend, the passes in plain Inductor, and what was compiled.
+"""torch.compile for DTensor: the `dtensor` backend, the passes inside plain Inductor, and reports on compiled programs.
 
-Dynamo -> AOTAutograd -> forward and backward graph -> `dtensor.passes` -> Inductor, or eager execution of the graph
+Dynamo -> AOTAutograd -> forward and backward graphs -> `dtensor.passes` -> Inductor, or eager execution of the graph
 """
 
 if not __name__.startswith("dtensor."):
     raise ImportError(f"the folder compile/ was imported as {__name__!r}; write: import dtensor.compile")
 
 from .backends.backend import backend
-from .backends.inductor import STAGES, Partition, source_hash, trace_key
 from .backends.options import Options
 from .recording.statistics import GraphRecord, Statistics, statistics
-from .recording.watch import dump
+from .recording.watch_compiles import dump
 from .reports.report import Report, report
 
 __all__ = [
-    "STAGES",
     "GraphRecord",
     "Options",
-    "Partition",
     "Report",
     "Statistics",
     "backend",
     "dump",
     "report",
-    "source_hash",
     "statistics",
-    "trace_key",
 ]

@@ -1,4 +1,8 @@
-"""dtensor: a distributed tensor made for torch.compile."""
+"""dtensor: a distributed tensor subclass for PyTorch, designed for torch.compile.
+
+Create DTensors with `distribute_tensor` or a factory such as `zeros`, or shard a model with `distribute_model`.
+Importing the package registers the backend `"dtensor"` with `torch.compile` and installs its passes in Inductor.
+"""
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,14 +28,15 @@ from .interop.export import export
 from .layout.placements import Partial, Placement, Replicate, Shard
 from .mesh.mesh import init_device_mesh, prepare
 from .parallel.modules.distribute_module import distribute_module
-from .parallel.training import grad_scaler as grad_scaler  # registers what GradScaler does to gradients
-from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the loss of a linear layer
+from .parallel.training import grad_scaler as grad_scaler  # registers the gradient operators of GradScaler
+from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
 from .rules.notation import Rule
+from .state import safetensors as safetensors
 from .state.checkpoints import Checkpoints
 from .state.torch_checkpoints import load_torch_checkpoint
 from .tensor import compile_hooks as hooks  # registers the backend and the passes
-from .tensor import composite as composite  # registers what is caught whole
+from .tensor import composite_operators as composite_operators  # registers what is caught whole
 from .tensor import control_flow as control_flow  # registers branches and loops
 from .tensor import random as random
 from .tensor.explain import explain

@@ -1,16 +1,19 @@
-"""The errors a user can meet. Each message says what was given, why it cannot be, and what to write instead."""
+"""The exceptions that users of the library can see.
+
+Each message states what was given, why it does not work, and what to write instead.
+"""
 
 
 class ShardingError(RuntimeError):
-    """A distributed operation cannot be carried out as asked."""
+    """A distributed operation cannot be carried out as requested. Base class of the exceptions below."""
 
 
 class MeshError(ShardingError):
-    """Tensors of one operation live on different device meshes."""
+    """A device mesh is missing or unsuitable, or the tensors of one operation are on different meshes."""
 
 
 class MixedTensorError(ShardingError):
-    """A plain tensor and a DTensor were given to one operation."""
+    """One operation received both a plain tensor and a DTensor."""
 
 
 class PlacementError(ShardingError, ValueError):
@@ -18,8 +21,10 @@ class PlacementError(ShardingError, ValueError):
 
 
 class MisfitError(ShardingError):
-    """The code of a model and the plan that it was parallelized by do not fit. Raised in eager mode; where a graph is
-    traced, torch's error says the same."""
+    """The code of a model does not work with the plan that it was parallelized by.
+
+    Raised in eager mode. While a graph is traced, torch's own error carries the same text.
+    """
 
 
 class OperatorError(ShardingError, NotImplementedError):
@@ -27,11 +32,11 @@ class OperatorError(ShardingError, NotImplementedError):
 
 
 class StrictReason(ShardingError):
-    """Under `dtensor.strict()` an operator would do what the user did not write.
+    """Under `dtensor.strict()`, an operator would do something that the user did not write.
 
     Attributes:
-        reason: what it would do.
-        axes: the mesh axes over which it would communicate.
+        reason: What the operator would do.
+        axes: The mesh axes over which it would communicate.
     """
 
     def __init__(self, message: str, reason: str = "", axes: frozenset[int] = frozenset()):
@@ -41,30 +46,33 @@ class StrictReason(ShardingError):
 
 
 class StrictError(StrictReason, OperatorError):
-    """Strict mode in eager code."""
+    """A violation of strict mode in eager code."""
 
 
 class StrictTraceError(StrictReason):
-    """Strict mode while a graph is traced. No OperatorError: on a NotImplementedError Dynamo would give the function up
-    and go on without compiling it."""
+    """A violation of strict mode while a graph is traced.
+
+    Not an `OperatorError`: on a NotImplementedError, Dynamo would skip the function and run it uncompiled.
+    """
 
 
 class PassError(ShardingError):
-    """A pass left a graph that is not valid, or that computes something else."""
+    """A pass produced a graph that is invalid or that computes something else."""
 
 
 class InvalidInputError(PassError):
-    """A graph does not verify before any pass has touched it."""
+    """A graph is invalid before any pass has changed it."""
 
 
 class AgreementError(ShardingError):
-    """Ranks run different collectives on a group that they share, or a rank for which others would wait failed or left.
+    """Ranks run different collectives on a shared group, or a rank that others would wait for has failed or left.
 
-    Every rank of the job raises it."""
+    Every rank of the job raises it.
+    """
 
 
 class CheckpointError(ShardingError):
-    """A checkpoint is missing, damaged, or holds something else than was asked for."""
+    """A checkpoint is missing or damaged, or does not contain what was requested."""
 
 
 __all__ = [

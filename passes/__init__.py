@@ -1,8 +1,9 @@
-"""Graph to graph: the algebra of redistribution, on FX graphs that AOTAutograd traced.
+"""The algebra of redistribution, as passes that rewrite the FX graphs AOTAutograd traced.
 
-A graph holds local aten operators and the `torch.ops.dtensor` ones. `run` raises functional collectives to these,
-simplifies to a fixpoint, lowers what is left to start/wait pairs, and checks every step. Nothing here touches the
-world: no process group is created, no file read, and nothing is decided on what differs between ranks.
+A graph holds local aten operators and the redistribution operators `torch.ops.dtensor.*`. `run` raises functional
+collectives to redistribution operators, simplifies the graph to a fixpoint, lowers what is left to start/wait pairs,
+and verifies the graph after each pass that changed it. Passes have no side effects: they create no process groups and
+read no files. No decision depends on anything that differs between ranks.
 """
 
 if not __name__.startswith("dtensor."):

@@ -1,4 +1,4 @@
-"""The pipeline: which passes run, in which order and why, and the loop that runs, checks and records them."""
+"""The pipeline: which passes run, in which order and why, and the loop that runs, verifies and records them."""
 
 import time
 from collections import Counter
@@ -39,18 +39,19 @@ from .overlap.regather import Regather
 from .overlap.schedule import Schedule
 
 EXACTNESS = ("bitwise", "reassociates", "casts")
-"""What a pass may do to the numbers: nothing, add in another order, compute in another precision. By rising freedom."""
+"""What a pass may do to the numerical results, from the strictest to the loosest: keep every bit, add in another order,
+or compute in another precision."""
 
 MAX_ROUNDS = 32
-"""Rounds after which simplification must have come to rest."""
+"""The number of rounds within which simplification must reach a fixpoint."""
 
 
 class Pass(Protocol):
-    """A rewrite of a graph in place, deterministic, and the same on all ranks."""
+    """A rewrite of a graph in place. It is deterministic and does the same on all ranks."""
 
     @property
     def name(self) -> str:
-        """The name that `run` takes."""
+        """The name by which `run` and `select` refer to the pass."""
         ...
 
     @property
@@ -59,68 +60,82 @@ class Pass(Protocol):
         ...
 
     def __call__(self, graph: fx.Graph) -> int:
-        """Rewrite `graph` and give the number of rewrites."""
+        """Rewrite `graph` in place and return the number of rewrites."""
         ...
 
 
 PREPARE: tuple[Pass, ...] = (
-    # First of all: what simplifies reads the redistribution operators only.
+    # Before everything else: the simplifying passes read redistribution operators only.
     Raise(),
 )
-"""Bring a graph into the form that the others read, once, before them."""
+"""Passes that bring a graph into the form the other passes read. They run once, before the others."""
 
 SIMPLIFY: tuple[Pass, ...] = (
-    # First what is there twice or for nothing: the passes below count users.
+    # First remove duplicate and unused nodes: the passes below count users.
     CommonSubexpressions(),
     DeadCode(),
-    # What need not communicate need not be merged, nor moved to where it might.
+    # A collective that becomes local needs neither merging nor moving.
     LocalizeReplicated(),
-    # A gather that cancels leaves reductions side by side.
+    # A gather that cancels leaves reductions next to each other.
     CancelGatherShard(),
-    # After cancel_gather_shard, which does not look through a cast; before fuse_all_reduce, which would leave the cast
-    # beside a reduction, where it stays.
+    # After cancel_gather_shard, which does not look through casts. Before fuse_all_reduce, which would leave the cast
+    # next to a reduction, where it cannot move.
     NarrowCollectives(),
-    # Before fuse_all_reduce: gathers of reduce_scatters that are combined become one gather, not two all_reduces.
+    # Before fuse_all_reduce: gathers of reduce_scatters whose results are combined become one gather, not two
+    # all_reduces.
     ComputeBeforeGather(),
-    # After compute_before_gather, which leaves a gather that has two users where it is.
+    # After compute_before_gather, which leaves a gather with two users where it is.
     ReuseGather(),
-    # Over other axes a shard moves up to the collective it belongs to, and reductions next to each other.
+    # A shard moves above collectives over other axes, up to the collective it can merge with; this also brings
+    # reductions next to each other.
     ShardBeforeCollective(),
-    # Brings together what the next passes merge.
+    # Moves reductions next to each other for the next passes to merge.
     ReduceAfterView(),
-    # After reduce_after_view, which is bitwise and needs no help where nothing is scaled.
+    # After reduce_after_view, which is bitwise and suffices where nothing is scaled.
     ReduceAfterScale(),
-    # Before fuse_reduce_scatter: a sum of all_reduces that is then sharded becomes one reduce_scatter, not two and a
-    # sum.
+    # Before fuse_reduce_scatter: a sum of all_reduces that is then sharded becomes one reduce_scatter, not two
+    # reduce_scatters and a sum.
     AddBeforeReduce(),
     FuseReduceScatter(),
-    # Beside fuse_reduce_scatter: there the shard is over the whole group of the reduction, here over a part of it.
+    # Complements fuse_reduce_scatter: there the shard is over the reduction's whole group, here over some of its axes.
     ScatterBeforeReduce(),
-    # After add_before_reduce, which has made one of the reduce_scatters whose sum is gathered.
+    # After add_before_reduce, which has merged the reduce_scatters whose sum is gathered.
     FuseAllReduce(),
-    # Last: a collective over one axis that a pass above can still cut or cancel is worth more than two merged.
+    # Last: while a collective is over one axis, a pass above may still shrink or cancel it, which saves more than
+    # merging it with another.
     MergeAxes(),
 )
-"""Pure algebra, in rounds until nothing changes, before anything is asynchronous."""
+"""The algebra. These passes run in rounds until none of them changes the graph, before any collective is
+asynchronous."""
 
 PIPELINE: tuple[Pass, ...] = (
     *PREPARE,
     *SIMPLIFY,
-    # On the joint graph, when it is simple: what the partition is told. Changes marks only.
+    # On the simplified joint graph: marks nodes for the partitioner and changes nothing else.
     Regather(),
-    # After it the collectives are start/wait pairs, which no pass above reads.
+    # Turns collectives into start/wait pairs, which no pass above reads.
     Lower(),
-    # Before schedule: what shares a buffer starts together.
+    # Before schedule: collectives that share a buffer start together.
     Bucket(),
-    # Last: nothing may move what it put in order.
+    # Last: no pass may change the order that it chose.
     Schedule(),
 )
-"""All passes in the order in which they run."""
+"""All passes, in the order in which they run."""
 
 
 @dataclass(frozen=True)
 class PassRecord:
-    """One run of one pass. `before` and `after` count the collectives of the graph."""
+    """The record of one run of one pass.
+
+    Attributes:
+        name: name of the pass.
+        exactness: one of `EXACTNESS`.
+        round: round of simplification, from 0; always 0 for passes outside `SIMPLIFY`.
+        rewrites: number of rewrites.
+        seconds: time that the rewriting took, in seconds, without verification.
+        before: number of collectives of each kind in the graph before the pass.
+        after: number of collectives of each kind in the graph after the pass.
+    """
 
     name: str
     exactness: str
@@ -135,10 +150,14 @@ Observer = Callable[[int, str, fx.Graph], None]
 
 
 def select(passes: Iterable[Pass | str] | None = None, disable: Iterable[str] = ()) -> tuple[Pass, ...]:
-    """The passes to run: those given, or all of `PIPELINE`, without the disabled ones.
+    """Return the passes to run: `passes`, or all of `PIPELINE`, without the disabled ones.
+
+    Args:
+        passes: passes or their names, in the order in which they run; None for `PIPELINE`.
+        disable: names of passes to leave out.
 
     Raises:
-        ValueError: a name that no pass has.
+        ValueError: a name belongs to no pass.
     """
     known = {p.name: p for p in PIPELINE}
     given = PIPELINE if passes is None else tuple(passes)
@@ -168,20 +187,32 @@ def run(
     simulate: Simulation | None = None,
     observe: Observer | None = None,
 ) -> list[PassRecord]:
-    """Run passes on a graph, in place, and check it after each that changed something.
+    """Run passes on a graph, in place, and verify the graph after each pass that changed it.
 
-    Those of `PREPARE` run once, those of `SIMPLIFY` in rounds until none changes anything, then the others once each,
-    in the order given. `meshes` is what the passes may know of how groups are made of each other, the same meshes on
-    all ranks. `traced` says that a trace has just computed the values of all nodes: they are not computed a second
-    time before the first pass.
-    `simulate` runs the graph before and after each pass on simulated ranks and compares. `observe` is called with a
-    running index, "input" or the name of the pass, and the graph: at the start and after each pass that changed it,
-    before the graph is checked.
+    The passes of `PREPARE` run once, those of `SIMPLIFY` in rounds until none of them changes the graph, then the
+    others once each. Within each of the three, they run in the order given.
+
+    Args:
+        gm: the graph to rewrite.
+        passes: passes or their names; None for all of `PIPELINE`.
+        disable: names of passes to leave out.
+        verify: whether to verify the graph, first as it was given and then after each pass that changed it.
+        traced: whether a trace has just computed the values of all nodes, so that the first verification need not
+            compute them again.
+        meshes: the groups of each mesh and their links. Passes know of no other relations between groups. They must be
+            the same on all ranks.
+        simulate: if given, the simulated ranks on which the graph is run before and after each pass that changed it, to
+            compare the results.
+        observe: called with a running index, "input" or the name of the pass, and the graph: once at the start and
+            after each pass that changed the graph, before it is verified.
+
+    Returns:
+        One record for each run of a pass, in order.
 
     Raises:
-        ValueError: an unknown pass name.
-        InvalidInputError: the graph is invalid as it came; nothing was changed.
-        PassError: an invalid graph, a difference in what it computes, or simplification that does not come to rest.
+        ValueError: a name belongs to no pass.
+        InvalidInputError: the graph was invalid as given; nothing was changed.
+        PassError: a pass left an invalid graph or changed what it computes, or simplification did not reach a fixpoint.
     """
     chosen = select(passes, disable)
     graph = gm.graph if isinstance(gm, fx.GraphModule) else gm
@@ -210,7 +241,7 @@ class _Runner:
         simulate: Simulation | None,
         observe: Observer | None,
         numbers: int,
-    ):
+    ) -> None:
         self.graph, self.seen, self.simulate, self.observe, self.numbers = graph, seen, simulate, observe, numbers
         self.records: list[PassRecord] = []
         self.stage = 0
@@ -228,12 +259,13 @@ class _Runner:
         self.stage += 1
 
     def to_fixpoint(self, passes: Sequence[Pass]) -> None:
+        active: list[str] = []
         for round in range(MAX_ROUNDS):
             active = [p.name for p in passes if self.apply(p, round)]
             if not active:
                 return
         raise PassError(
-            f"simplification does not come to rest in {MAX_ROUNDS} rounds; still active: {', '.join(active)}"
+            f"simplification did not reach a fixpoint in {MAX_ROUNDS} rounds; still active: {', '.join(active)}"
         )
 
     def apply(self, p: Pass, round: int) -> int:
@@ -263,7 +295,7 @@ class _Runner:
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A copy of `graph` that shares its module's attributes and the values of its nodes."""
+    """Return a copy of `graph` that shares its module's attributes and the values of its nodes."""
     known: dict[fx.Node, fx.Node] = {}
     new = fx.Graph(owning_module=graph.owning_module)
     for node in graph.nodes:

@@ -10,7 +10,7 @@ import torch
 
 from dtensor import init_device_mesh
 from dtensor.testing import fake_ranks, kept_ranks
-from dtensor.testing.renewal import collect_seldom
+from dtensor.testing.process_reset import collect_seldom
 from dtensor.torch_private.compiling import leave_guards_untimed
 
 leave_guards_untimed()

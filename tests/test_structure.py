@@ -31,7 +31,7 @@ ROOMS = {
     "dtensor.rules": [
         ["rule"],
         ["call"],
-        ["choose", "local", "notation", "sampling"],
+        ["choose", "local_calls", "notation", "sampling"],
         ["pattern"],
         ["families"],
         ["lookup"],
@@ -52,7 +52,7 @@ PASSES_KNOW = (
     "errors",
     "layout",
     "mesh.groups",
-    "mesh.spec",
+    "mesh.tensor_spec",
     "mesh.provenance",
     "comm.collectives",
     "rules",

@@ -1,7 +1,8 @@
-"""The cases, by name: each module has `run(effort)`, which gives records one by one.
+"""The cases by name: each module has `run(effort)`, which yields records.
 
-The module's first line says in words what is measured. `BY_DEFAULT` are those that `python -m bench` runs;
-the others take long, and are of the whole operator database and of all layouts.
+The first line of the module's docstring, after its name, describes what is measured; the command line shows it.
+`BY_DEFAULT` are the cases that `python -m bench` runs. The others take long, as they run over the whole operator
+database and over all layouts.
 """
 
 from types import ModuleType
@@ -10,7 +11,7 @@ from . import call, compile, eager, gpu, memory, operators, redistribute, save, 
 
 
 class Case:
-    """A case: its module's `run`, and in words what it measures."""
+    """A case: `run` of its module, and a description of what it measures."""
 
     def __init__(self, module: ModuleType):
         self.run = module.run

@@ -1,9 +1,9 @@
-"""call: what a call of a compiled model costs over one on plain local tensors, by its number of parameters.
+"""call: overhead of calling a compiled model, compared with plain local tensors, by its number of parameters.
 
-The model adds its parameters to its input, tensors of four elements, under AOTAutograd with graphs that run operator
-by operator: all sides then do the same local work, and what is left over the plain side is the overhead. One process
-on a fake process group. "call" is a forward that autograd records, "guards" what Dynamo takes of it: the same
-call without grad, with a backend whose compiled code does nothing.
+The model adds its parameters to its input; all are tensors of four elements. AOTAutograd compiles it to graphs that run
+operator by operator. So all sides do the same local work, and their time beyond that of the plain side is the overhead.
+It runs in one process on a fake process group. "call" is a forward that autograd records. "guards" is Dynamo's part
+of it: the same call without grad, with a backend whose compiled code does nothing.
 """
 
 from collections.abc import Callable, Iterator
@@ -40,14 +40,15 @@ class Sum(nn.Module):
 
 
 def one_of_its_own(parameters: list[torch.Tensor]) -> Sum:
-    """A model whose code is its own: Dynamo keeps what it compiled by code, and checks guards one after the other."""
+    """Return a model with a code object of its own: Dynamo caches compiled code by code object, and checks the guards
+    of all entries one after the other."""
     forward: Any = Sum.forward
     copied = FunctionType(forward.__code__.replace(), forward.__globals__, "forward")
     return type("Sum", (Sum,), {"forward": copied})(parameters)
 
 
 def nothing(gm: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-    """A backend whose code does nothing."""
+    """A torch.compile backend whose compiled code does nothing."""
     result = gm(*inputs)
     return lambda *_: result
 
@@ -60,7 +61,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 
 def calls(side: str, count: int, device: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """The call of a side, and the one that only checks guards."""
+    """Return the call of a side, and the call that only checks guards."""
     mesh = ours.init_device_mesh(device, (2,))
     lib: Any = {OURS: ours, TORCH: theirs}.get(side)
 
@@ -75,7 +76,7 @@ def calls(side: str, count: int, device: str) -> tuple[Callable[[], Any], Callab
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records for each number of parameters."""
+    """Yield records for each number of parameters."""
     counts, rounds, turns = effort.of(AMOUNTS)
     for count in effort.progress(counts, "call"):
         torch.compiler.reset()

@@ -1,13 +1,14 @@
-"""compile: time to compile a training step, by layers and by ranks; the passes' share; what a second process saves.
+"""compile: time to compile a training step, by layers and by ranks; share of the passes; time of a second process.
 
-One process on a fake process group compiles forward and backward of a Transformer, by `backend="dtensor"` and torch's
-DTensor by torch.compile, in rounds that take turns. The clock runs from the first call to the end of the backward,
-caches of compiled code passed over. "aot_eager" ends with a graph that runs operator by operator, "inductor" makes
-code of it. By ranks it is our own time over that on the fewest; a second process has the caches of the first.
+One process on a fake process group compiles forward and backward of a Transformer, with `backend="dtensor"` and with
+torch's DTensor under torch.compile, in interleaved rounds. The time is that from the first call to the end of the
+backward, without caches of compiled code. "aot_eager" ends with a graph that runs operator by operator; "inductor"
+generates code for it. By ranks, the time of this library is compared with its time on fewer ranks. A second process
+uses the caches of the first.
 
-The passes' share is of steps of their own, in which passes are timed one by one, and so is what stands around them:
-verifying, counting, what is known of meshes, sealing the agreement. There Python's collector is off, as in `timeit`: a
-collection goes over the whole heap, and the pass that it happens to fall into would pay for all.
+The share of the passes is measured in separate steps, in which each pass is timed, and also the work around them:
+verification, counting, facts about meshes, sealing of the agreement. Python's garbage collector is off there, as in
+`timeit`: a collection visits the whole heap, and would be charged to the pass in which it happens to run.
 """
 
 import contextlib
@@ -45,13 +46,13 @@ PARTS = {
     "know meshes": "dtensor.compile.backends.run_passes.mesh_groups",
     "take down what is sent": "dtensor.compile.backends.run_passes.finished",
 }
-"""What is timed beside the passes -> the name under which it is called."""
+"""Work to time besides the passes -> the function that does it."""
 
-WHOLE = [f"dtensor.compile.{m}.{f}" for m in ("backend", "inductor") for f in ("simplify_joint", "optimise")]
+WHOLE = [f"dtensor.compile.backends.{m}.{f}" for m in ("backend", "inductor") for f in ("simplify_joint", "optimise")]
 SIZES = Sizes(dim=16, seq=16, batch=2, vocab=32)
 ALL = "the passes and all around"
 SLOWEST = 6
-"""Passes that get a record of their own."""
+"""Number of passes and parts that get a record of their own, the slowest ones."""
 
 LAYERS = {
     "tiny": [("aot_eager", "tp", 1, 2)],
@@ -61,7 +62,7 @@ LAYERS = {
         *[("inductor", plan, n, 3) for plan in ("tp", "sp") for n in (2, 8, 32)],
     ],
 }
-"""How, plan, layers, rounds."""
+"""(backend, plan, layers, rounds) of each job."""
 
 RANKS = {"tiny": (2, 4), "quick": (2, 4, 4096), "full": (2, 4, 64, 512, 4096)}
 RANK_ROUNDS = {"tiny": 1, "quick": 5, "full": 7}
@@ -70,7 +71,7 @@ PROCESS_ROUNDS = {"tiny": 0, "quick": 2, "full": 5}
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's collector."""
+    """Context manager that turns off Python's garbage collector."""
     on = gc.isenabled()
     gc.disable()
     try:
@@ -82,7 +83,7 @@ def uncollected() -> Iterator[None]:
 
 @contextmanager
 def timed(names: dict[str, str], seconds: dict[str, float]) -> Iterator[None]:
-    """Add the time of each call of what `names` names to `seconds`, under its key."""
+    """Context manager that adds the time of each call of a function in `names` to `seconds`, under the same key."""
 
     def wrapped(key: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +104,7 @@ def timed(names: dict[str, str], seconds: dict[str, float]) -> Iterator[None]:
 
 
 def step(side: str, inner: str, plan: str, layers: int, mesh: Any) -> float:
-    """Seconds of the first forward and backward, with all that is compiled."""
+    """Return the seconds of the first forward and backward, including compilation."""
     torch.compiler.reset()
     model = named(f"transformer-{layers}", SIZES)
     library = "dtensor" if side == OURS else "torch"
@@ -116,7 +117,7 @@ def step(side: str, inner: str, plan: str, layers: int, mesh: Any) -> float:
         return models.loss(built(inputs), targets)
 
     run, given = torch.compile(loss, **how), model.batch(0)
-    gc.collect()  # what earlier rounds left is not collected at this one's cost
+    gc.collect()  # so that this round does not pay for garbage of earlier ones
     with around(library, plan)():
         start = time.perf_counter()
         run(*given).backward()
@@ -124,7 +125,10 @@ def step(side: str, inner: str, plan: str, layers: int, mesh: Any) -> float:
 
 
 def our_step(inner: str, plan: str, layers: int, mesh: Any) -> tuple[float, float, dict[str, float], Statistics]:
-    """Seconds of the step, of all our work in it, and of its parts, nothing collected; and the statistics."""
+    """Return the seconds of the step, of all work of this library in it, and of the parts of that; and the statistics.
+
+    The garbage collector is off.
+    """
     ours: dict[str, float] = defaultdict(float)
     parts: dict[str, float] = defaultdict(float)
     with statistics() as s, timed({name: name for name in WHOLE}, ours), timed(PARTS, parts), uncollected():
@@ -133,7 +137,7 @@ def our_step(inner: str, plan: str, layers: int, mesh: Any) -> tuple[float, floa
 
 
 def breakdown(parts: dict[str, float], s: Statistics) -> list[tuple[str, float, int]]:
-    """(name, seconds, rewrites) of each pass and part, the slowest first."""
+    """Return (name, seconds, rewrites) of each pass and part, the slowest first."""
     seconds = defaultdict(float, parts)
     rewrites: Counter[str] = Counter()
     for p in [p for record in s.records for p in record.passes]:
@@ -143,8 +147,8 @@ def breakdown(parts: dict[str, float], s: Statistics) -> list[tuple[str, float, 
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records by layers, by ranks, and of a second process."""
-    with fake_ranks(2):  # what is imported and registered on first use
+    """Yield records by layers, by ranks, and of a second process."""
+    with fake_ranks(2):  # run once what is imported and registered on first use
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for side in (OURS, TORCH):
             step(side, "aot_eager", "tp", 1, mesh)
@@ -181,8 +185,11 @@ def _by_layers(inner: str, plan: str, layers: int, rounds: int) -> Iterator[Reco
 
 
 def _by_ranks(worlds: tuple[int, ...], rounds: int) -> Iterator[Record]:
-    """On meshes (n / 2, 2) of hybrid sharding. On 2 ranks there is one replica, and so no sum over replicas; from 4 on
-    graphs are alike but for the groups: the ratio to 4 ranks is what the number of ranks costs."""
+    """Yield records of hybrid sharding on meshes (n / 2, 2).
+
+    On 2 ranks there is one replica, and so no sum over replicas. From 4 ranks on, graphs differ only in their groups,
+    so the ratio to 4 ranks is the cost of the number of ranks.
+    """
     times: dict[int, list[float]] = {n: [] for n in worlds}
     for i in range(rounds):
         for n in reversed(worlds) if i % 2 else worlds:
@@ -197,7 +204,7 @@ def _by_ranks(worlds: tuple[int, ...], rounds: int) -> Iterator[Record]:
 
 
 def first_call(side: str) -> float:
-    """Seconds of the first step in this process, by Inductor."""
+    """Return the seconds of the first step in this process, with Inductor."""
     torch.set_num_threads(1)
     with fake_ranks(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))

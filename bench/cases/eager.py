@@ -1,7 +1,7 @@
 """eager: the time of one operator on DTensors, not compiled, by family of operators.
 
-One process on a fake process group, and operators that need no communication: what is timed is dispatch. Tensors are
-16×16, or 4×4×16 where an operator takes three dimensions, sharded on dimension 0; weights are replicated.
+It runs in one process on a fake process group, with operators that need no communication, so that it measures dispatch.
+Tensors are 16×16, or 4×4×16 for an operator on three dims, and sharded on dim 0; weights are replicated.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,11 +60,12 @@ FAMILIES: dict[str, dict[str, Operator]] = {
         "clone": lambda x, y, w, i: x.clone(),
     },
 }
-"""Family -> operators of x and y, which are sharded, a weight, and sharded indices."""
+"""Family -> functions of x and y, which are sharded, of a weight w, and of sharded indices i."""
 
 
 def tensors(lib: Any, mesh: Any, device: str) -> tuple[torch.Tensor, ...]:
-    """What operators are given, by one library; None stands for plain tensors, of the size of the shards."""
+    """Return the arguments of operators, as tensors of library `lib`; if it is None, plain tensors with the size of the
+    shards."""
     torch.manual_seed(0)
     whole = [torch.randn(16, 16), torch.randn(4, 4, 16), torch.randn(16, 16), torch.arange(16)]
     places = [(t.to(device), None if t is whole[2] else 0) for t in whole]
@@ -75,7 +76,7 @@ def tensors(lib: Any, mesh: Any, device: str) -> tuple[torch.Tensor, ...]:
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records of each operator."""
+    """Yield records of each operator."""
     rounds, calls = effort.of(AMOUNTS)
     jobs = [(family, name) for family, operators in FAMILIES.items() for name in operators]
     with fake_ranks(2):
@@ -88,7 +89,7 @@ def run(effort: Effort) -> Iterator[Record]:
             runs = {side: lambda xs=xs, operator=operator: operator(*xs) for side, xs in given.items()}
             try:
                 runs[TORCH]()
-            except Exception as error:  # a finding about the peer
+            except Exception as error:  # the failure of a peer is a result
                 runs.pop(TORCH)
                 yield at.missing(name, f"{name}: {type(error).__name__}: {error}".split("\n")[0][:300], TORCH)
             interleaved(runs, 2, max(1, calls // 10))

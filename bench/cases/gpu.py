@@ -1,7 +1,7 @@
-"""gpu: the cases of one device again, on CUDA: call, eager, memory.
+"""gpu: the cases that need one device, on CUDA: call, eager, memory.
 
-Skipped, with a record that says so, where there is no CUDA device. The ranks are as in those cases: this process is the
-first of a mesh of which the others are not there, so that one GPU is enough.
+Without a CUDA device it is skipped, and a record states that. As in those cases, this process is the first rank of a
+mesh of which the others do not exist, so that one GPU is enough.
 """
 
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from ..record import Record, Setting
 from . import call, eager, memory
 
 CASES = {"call": call, "eager": eager, "memory": memory}
-WITHOUT = f"skipped: no CUDA device here; with one: {', '.join(CASES)} on it, in three minutes with --quick"
+WITHOUT = f"skipped: no CUDA device here; with one this runs {', '.join(CASES)} on it, --quick in three minutes"
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """The records of these cases on CUDA, or one that says why there are none."""
+    """Yield the records of these cases on CUDA, or one that states why there are none."""
     if not torch.cuda.is_available():
         yield Setting("gpu").missing("all", WITHOUT)
         return

@@ -1,9 +1,9 @@
-"""memory: the most bytes a rank holds in a training step, against peers, the limit by hand, and the bound.
+"""memory: peak bytes of a rank in a training step, compared with peers, the limit by hand, and the bound.
 
-Counted, from every allocation of torch's allocator that the profiler sees in a step: parameters and all that lives
-between steps, plus what the step adds at its peak. One process is the first rank of a mesh of which the others are not
-there; sides are compiled as in `step`. The bound is this library's own simulation of the schedule (`dtensor.compile`):
-what a graph's order holds, without what the compiler saves by fusing.
+The bytes are counted from the allocations that the profiler reports for a step: parameters and everything that lives
+between steps, plus what the step adds at its peak. One process is the first rank of a mesh of which the others do not
+exist. Sides are compiled as in `step`. The bound is the simulation of the schedule by this library (`dtensor.compile`):
+the memory that the order of a graph needs, without the savings of the compiler's fusions.
 """
 
 from collections.abc import Iterator
@@ -36,12 +36,12 @@ BOUND = "the bound"
 
 
 def ours_alone(fn: Any) -> Any:
-    """What we are compiled with: there are no other ranks to agree with."""
+    """Compile with this library's backend, without the agreement, as there are no other ranks."""
     return torch.compile(fn, backend="dtensor", fullgraph=True, options={"agreement": False})
 
 
 def peak(trainer: Trainer, given: tuple[Any, Any], device: str) -> int:
-    """Bytes a step adds at its peak to what is held before it."""
+    """Return the bytes that a step adds, at its peak, to those allocated before it."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -60,7 +60,7 @@ def peak(trainer: Trainer, given: tuple[Any, Any], device: str) -> int:
 
 
 def persistent(trainer: Trainer) -> int:
-    """Bytes of parameters and buffers on this rank, and of the buckets that DDP keeps beside the gradients."""
+    """Return the bytes of parameters and buffers on this rank, and of the buckets that DDP keeps for gradients."""
     found = 0
     for t in (*trainer.model.parameters(), *trainer.model.buffers()):
         local: Any = t.to_local() if hasattr(t, "to_local") else t  # pyright: ignore
@@ -71,7 +71,8 @@ def persistent(trainer: Trainer) -> int:
 
 
 def measured(side: str, model: Model, plan: str, device: str, wrap: Wrap | None = None) -> tuple[int, int, int]:
-    """Bytes at the peak of the third step, what of them persists, and of ours the bound; 0 for others."""
+    """Return the bytes at the peak of the third step, the bytes that persist between steps, and the bound; the bound is
+    0 for sides of other libraries."""
     forget()
     world = RANKS[plan]
     with counting_ranks(world):
@@ -87,7 +88,7 @@ def measured(side: str, model: Model, plan: str, device: str, wrap: Wrap | None 
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records of all models and plans."""
+    """Yield records of all models and plans."""
     for name, plan in effort.progress(effort.of(MODELS), "memory"):
         model = named(name, effort.of(SIZES))
         at = Setting("memory", model.name, plan, RANKS[plan])
@@ -99,7 +100,7 @@ def run(effort: Effort) -> Iterator[Record]:
                 continue
             try:
                 theirs, their_base, _ = measured(peer, model, plan, effort.device, None if code else UNCODED[peer])
-            except Exception as error:  # a finding about the peer
+            except Exception as error:  # the failure of a peer is a result
                 yield at.missing("peak", reason(peer, error), peer)
                 continue
             yield at.counted("peak", "bytes", most, peer, theirs)

@@ -1,19 +1,19 @@
-"""operators: which operators run without communication, and which fail, by family, against torch DTensor.
+"""operators: which operators run without communication, and which fail, by family, compared with torch DTensor.
 
 A pair is one call from torch's operator database and one way to place its tensors on a mesh of two ranks: each tensor
-replicated, sharded on a dimension that two divides, or, in rows of their own, Partial(sum). Calls in place and with
-out= count as calls. Both libraries get the same values in the same placements and run the call forward. One process on
-a fake process group counts the collectives that are started within, which are `_c10d_functional::*`, `c10d::*`, and
-this library's `dtensor::*`, of which each starts one of the former (`dtensor::shard`, the local slice, starts none):
+replicated, sharded on a dim that two divides, or, in separate rows, Partial(sum). In-place calls and calls with out=
+are included. Both libraries get the same values with the same placements, and run the forward. One process on a fake
+process group counts the collectives that the call starts: `_c10d_functional::*`, `c10d::*`, and this library's
+`dtensor::*`, each of which starts one of the former (except `dtensor::shard`, the local slice):
 
-    local          it ran, and no collective was started
-    communicates   it ran, and some were
-    fails          it raised
+    local          it ran, and started no collective
+    communicates   it ran, and started collectives
+    fails          it raised an exception
 
-Calls that raise on plain tensors are left out. Where torch alone is local, two simulated ranks run its call and compare
-what they gather, written arguments included, with the plain call: "wrong" is a pair whose values or shapes differ,
-"random" one of those that draws random numbers, under the same seed. Every such pair is listed. Nothing else is
-compared here: tests/sweep does that for this library.
+Calls that raise on plain tensors are left out. If a pair is local with torch only, two simulated ranks run torch's call
+and compare the gathered results, including written arguments, with the plain call. The pair is "wrong" if values or
+shapes differ, or "random" if in addition the call draws random numbers (with the same seed). Every such pair is
+listed. No other results are compared here; tests/sweep does that for this library.
 """
 
 import warnings
@@ -39,9 +39,9 @@ from ..record import Record, Setting
 
 WORLD, TORCH = 2, "torch eager"
 AMOUNTS = {"tiny": (1, 1), "quick": (1, 2), "full": (3, 5)}
-"""Calls of each operator, besides in place and out=; ways to shard a call, and as many with partial tensors."""
+"""(calls of each operator, without in-place and out=; ways to shard a call, and as many with partial tensors)."""
 TINY = 40
-"""Every how many-th operator a tiny run takes."""
+"""A tiny run takes one in so many operators."""
 FAMILIES = ("nn.functional", "linalg", "fft", "masked", "special", "signal", "sparse", "torch")
 """Prefixes of operator names; the last stands for all others."""
 SPACES = ("dtensor", "_c10d_functional", "c10d")
@@ -50,7 +50,7 @@ NAMES = {"R": lambda p: theirs.Replicate(), "S": lambda p: theirs.Shard(p.dim), 
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives that are started, and notes whether random numbers are drawn."""
+    """Dispatch mode that counts started collectives, and records whether random numbers are drawn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,13 +66,13 @@ class Collectives(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         self.count += 1
         made = func(*args, **(kwargs or {}))
-        # The fake group leaves these unset, and what moves may be an index.
+        # The fake group leaves these results uninitialised, and they may be used as indices.
         return made.zero_() if name.startswith(("all_to_all", "reduce_scatter")) else made
 
 
 @dataclass
 class Pair:
-    """A call, its placements, and how it went."""
+    """A call, its placements, and the outcome with both libraries."""
 
     operator: str
     call: str
@@ -86,9 +86,9 @@ class Pair:
 
 
 def their_place(x: torch.Tensor, mesh: Any, target: Any, parts: bool = False) -> torch.Tensor:
-    """What `dtensor.testing.rules.operators.place` does, with the DTensor of torch.
+    """Return a DTensor of torch, as `dtensor.testing.rules.operators.place` returns one of this library.
 
-    With `parts` a partial tensor is of random parts: zeros would hide an operator that is not linear.
+    With `parts`, the partial values of a Partial tensor are random; zeros would hide an operator that is not linear.
     """
     if target is None:
         return x
@@ -106,7 +106,7 @@ def their_place(x: torch.Tensor, mesh: Any, target: Any, parts: bool = False) ->
 
 
 def on_dtensors(sample: Sample, mesh: Any, where: tuple, make: Any) -> tuple[Any, int]:
-    """What the call gives on DTensors, with its arguments afterwards, and how many collectives it started."""
+    """Run the call on DTensors; return (results, arguments afterwards) and the number of collectives it started."""
     fresh, supply = sample.fresh(), iter(where)
     args, kwargs = mapped((fresh.args, fresh.kwargs), lambda x: make(x, mesh, next(supply)))
     torch.manual_seed(3)
@@ -116,7 +116,7 @@ def on_dtensors(sample: Sample, mesh: Any, where: tuple, make: Any) -> tuple[Any
 
 
 def plain(sample: Sample) -> tuple[Any, bool]:
-    """What the call gives on plain tensors, with its arguments afterwards, and whether it draws random numbers."""
+    """Run the call on plain tensors; return (results, arguments afterwards) and whether it draws random numbers."""
     fresh = sample.fresh()
     torch.manual_seed(3)
     with Collectives() as seen:
@@ -125,7 +125,7 @@ def plain(sample: Sample) -> tuple[Any, bool]:
 
 
 def pairs_of(sample: Sample, mesh: Any, most: int) -> list[tuple[str, tuple]]:
-    """Everything replicated, and up to `most` even ways to shard and as many with a partial tensor."""
+    """Return the replicated placement, up to `most` even shardings, and as many placements with a partial tensor."""
     shapes = [x.shape for x in tensors((sample.args, sample.kwargs))]
     found = defaultdict(list)
     for where in placements(sample, mesh, 1024):
@@ -167,7 +167,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def verdicts(rank: int, work: list[tuple[Sample, tuple]]) -> list[str]:
-    """For each call that torch runs locally whether the result is right, on this rank."""
+    """Return, for each call that torch runs locally, whether the result on this rank is "right"."""
     mesh, found, make = ours.init_device_mesh("cpu", (WORLD,)), [], partial(their_place, parts=True)
     for sample, where in work:
         expected, draws = plain(sample)
@@ -180,7 +180,7 @@ def verdicts(rank: int, work: list[tuple[Sample, tuple]]) -> list[str]:
 
 
 def compare(names: list[str], calls: int, ways: int, effort: Effort) -> list[Pair]:
-    """All pairs of the named operators."""
+    """Return all pairs of the operators in `names`, with their outcomes."""
     pairs: list[Pair] = []
     work: list[tuple[Pair, Sample, tuple]] = []
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
@@ -208,7 +208,7 @@ def family(operator: str) -> str:
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records by family and by kind of placement, and one for each pair that only torch runs without communication."""
+    """Yield records by family and by kind of placement, and one for each pair that is local with torch only."""
     calls, ways = effort.of(AMOUNTS)
     names = [n for n in operator_names() if not effort.only or any(word in n for word in effort.only)]
     with warnings.catch_warnings():
@@ -227,7 +227,8 @@ def run(effort: Effort) -> Iterator[Record]:
 
 
 def summed(at: Setting, pairs: list[Pair]) -> Iterator[Record]:
-    """How many of these pairs communicate or fail, and fail; of the latter torch's that are wrong are in the note."""
+    """Yield how many of the pairs are not local, and how many fail; the note counts pairs that are local with torch
+    only, by whether torch's result is right."""
     is_ = Counter(p.torch_is for p in pairs if p.torch_is)
     note = f"{len(pairs)} pairs; local on torch only: " + (", ".join(f"{n} {k}" for k, n in is_.items()) or "none")
     for figure, states in (("not local", ("communicates", "fails")), ("fails", ("fails",))):

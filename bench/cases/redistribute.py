@@ -1,10 +1,10 @@
-"""redistribute: bytes from any layout to any other, against torch DTensor; time to plan.
+"""redistribute: bytes to redistribute from any layout to any other, compared with torch DTensor; time to plan.
 
-One process on a fake process group. Bytes: for every pair of layouts that placements can say, on every mesh up to
-2×2×2, both libraries redistribute the same tensor and what this rank sends is counted from the collectives that run
-(ring algorithm, `dtensor.layout.cost`), ours with and without groups over several axes. Time: planning pairs of layouts
-on a 2×2×2 mesh for the first time, in a process that knows the steps out of layouts or not; again; and, for comparison,
-what starting a collective costs in this process without any communication.
+It runs in one process on a fake process group. Bytes: for every pair of layouts that placements can express, on every
+mesh up to 2×2×2, both libraries redistribute the same tensor, and the bytes that this rank sends are counted from the
+collectives (in a ring algorithm, `dtensor.layout.cost`), with and without groups over several axes for this library.
+Time: planning pairs of layouts on a 2×2×2 mesh for the first time, with the transitions from a layout cached or not,
+and again. It is compared with the time to start a collective in this process, without any communication.
 """
 
 import gc
@@ -34,16 +34,15 @@ from ..timing import quartiles, seconds
 TORCH = "torch eager"
 SHAPES = ((1024, 4096), (16, 16))
 AMOUNTS = {"tiny": (5, 20, SHAPES[1:], 2), "quick": (100, 500, SHAPES, 8), "full": (400, 2000, SHAPES, 8)}
-"""Pairs of layouts whose planning is timed, calls of what is quick, shapes whose bytes are counted, on how many meshes.
-"""
+"""(pairs of layouts whose planning is timed, calls of quick functions, shapes whose bytes are counted, meshes)."""
 
 MESHES = ((2,), (1, 2), (2, 1), (2, 2), (1, 2, 2), (2, 1, 2), (2, 2, 1), (2, 2, 2))
 REPEATS = 5
-"""A cold plan is timed so often, and the least counts: other processes take the machine away for milliseconds."""
+"""Measurements of a cold plan, of which the least counts, as other processes may run for milliseconds meanwhile."""
 
 
 class Sent(CountCollectives):
-    """Counts what either library sends."""
+    """Counts what both libraries send."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(issubclass(t, theirs.DTensor) for t in types):
@@ -52,7 +51,7 @@ class Sent(CountCollectives):
 
 
 def layouts(mesh_ndim: int, ndim: int) -> list[tuple]:
-    """All placements of `mesh_ndim` axes, as names: a dimension, "R" or "P"."""
+    """Return all placements on `mesh_ndim` axes, each as a dim, "R" or "P"."""
     return list(product([*range(ndim), "R", "P"], repeat=mesh_ndim))
 
 
@@ -61,7 +60,7 @@ def placed(lib: Any, names: tuple) -> list[Any]:
 
 
 def bytes_of(lib: Any, mesh: Any, src: tuple, dst: tuple, shape: tuple[int, ...]) -> float:
-    """Bytes this rank sends to redistribute a tensor of `shape`."""
+    """Return the bytes that this rank sends to redistribute a tensor of global `shape`."""
     local = list(shape)
     for n, p in zip(mesh.shape, src):
         if isinstance(p, int):
@@ -74,7 +73,7 @@ def bytes_of(lib: Any, mesh: Any, src: tuple, dst: tuple, shape: tuple[int, ...]
 
 
 def compared(sizes: tuple[int, ...], shape: tuple[int, ...], merged: bool) -> list[tuple[str, float, float]]:
-    """For every pair of layouts: its text, our bytes, torch's bytes."""
+    """Return (text, bytes of this library, bytes of torch) for every pair of layouts."""
     plain, mesh = init_device_mesh("cpu", sizes), init_device_mesh("cpu", sizes)
     if merged:
         ours.prepare(mesh)
@@ -87,7 +86,7 @@ def compared(sizes: tuple[int, ...], shape: tuple[int, ...], merged: bool) -> li
 
 
 def _bytes(sizes: tuple[int, ...], merged: bool, shape: tuple[int, ...]) -> Iterator[Record]:
-    """Bytes of all pairs of layouts of a tensor on a mesh; the spread is that of the pairs."""
+    """Yield the bytes of all pairs of layouts of a tensor on a mesh; the spread is that over the pairs."""
     rows = compared(sizes, shape, merged)
     low, middle, high = quartiles([a / b if b else float(a > 0) + 1 for _, a, b in rows if a or b])
     more = [row for row in rows if row[1] > row[2] * (1 + 1e-9)]
@@ -102,7 +101,7 @@ def _bytes(sizes: tuple[int, ...], merged: bool, shape: tuple[int, ...]) -> Iter
 
 
 def all_pairs(ndim: int) -> list[tuple[Layout, Layout]]:
-    """Pairs of layouts on three axes that a user can ask for: partial only where it was."""
+    """Return the pairs of layouts on three axes that users can request: partial only on axes that already are."""
     made = [Layout.of(tuple(placed(ours, names)), ndim) for names in layouts(3, ndim)]
     return [(a, b) for a in made for b in made if a is not b and set(b.partial) <= set(a.partial)]
 
@@ -150,7 +149,7 @@ def _planned(picked: list, shape: tuple[int, ...], network: Any, before: Callabl
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records of all meshes, and of planning."""
+    """Yield records of all meshes, and of planning."""
     pairs, calls, shapes, meshes = effort.of(AMOUNTS)
     jobs = [
         "plan",

@@ -1,8 +1,8 @@
-"""save: seconds to save and to load a sharded state, against torch.distributed.checkpoint and without checksums.
+"""save: time to save and to load a sharded state, compared with torch.distributed.checkpoint and without checksums.
 
-Two ranks on this machine hold half of each tensor. A save writes to an empty folder, and all sides have the disk sync
-what they wrote before it counts as saved; a load reads what was just written, so from memory. "without checksums" is
-this library's save with a checksum that costs nothing.
+Two ranks on this machine each hold half of each tensor. A save writes to an empty folder, and on all sides it includes
+the sync to disk. A load reads what was just written, so it reads from memory. "without checksums" is a save of this
+library with a checksum that costs nothing.
 """
 
 import shutil
@@ -34,20 +34,20 @@ AMOUNTS: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
     "quick": (((500, 1 << 12), (16, 1 << 22)), 9),
     "full": (((2000, 1 << 12), (16, 1 << 22), (16, 1 << 24)), 15),
 }
-"""Numbers of tensors, with the float32 elements of each; rounds."""
+"""(pairs of the number of tensors and the float32 elements of each; rounds)."""
 
 Times = dict[str, dict[str, list[float]]]
 
 
 def state(lib: Any, count: int, size: int) -> dict[str, torch.Tensor]:
-    """Tensors of a library, cut over the ranks."""
+    """Return `count` tensors of library `lib` that are sharded over the ranks."""
     mesh = init_device_mesh("cpu", (RANKS,))
     whole = torch.arange(float(size))
     return {f"layer.{i}.weight": lib.distribute_tensor(whole + i, mesh, [lib.Shard(0)]) for i in range(count)}
 
 
 def on_rank(rank: int, count: int, size: int, rounds: int, name: str, end: Any) -> Times:
-    """Seconds of each side, "save" and "load"."""
+    """Return "save" and "load" -> side -> seconds in each round."""
     root, mine, other = Path(name), state(ours, count, size), state(theirs, count, size)
     checked, unchecked = Checkpoints(root / "checked"), Checkpoints(root / "unchecked")
 
@@ -86,7 +86,7 @@ def on_rank(rank: int, count: int, size: int, rounds: int, name: str, end: Any) 
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records for each number of tensors."""
+    """Yield records for each number of tensors."""
     amounts, rounds = effort.of(AMOUNTS)
     for count, size in effort.progress(amounts, "save"):
         with tempfile.TemporaryDirectory(prefix="dtensor-bench-") as folder:

@@ -1,11 +1,11 @@
-"""scale: predicted time and communication of a step on meshes to 4096 ranks, and how far the prediction is off here.
+"""scale: predicted time and communication of a step on meshes of up to 4096 ranks, and the error of the prediction.
 
-A prediction is the simulation of the compiled graphs' schedule (`dtensor.compile`): collectives by the alpha-beta model
-of `dtensor.layout.cost`, operators by a roofline. The graphs are compiled by one process that is the first rank of the
-mesh. Links are those that this run measures by `dtensor calibrate` on loopback, alike for all axes; each rank's part of
-the batch stays the same, so that perfect scaling is a ratio of one to the fewest ranks. The model's error is its
-prediction for two ranks over what two processes take for forward and backward, with operators run one by one, as they
-are predicted.
+A prediction is the simulation of the schedule of the compiled graphs (`dtensor.compile`): collectives by the alpha-beta
+model of `dtensor.layout.cost`, operators by a roofline. The graphs are compiled by one process, which is the first rank
+of the mesh. All axes have the link that this run measures on loopback, as `dtensor calibrate` does. Each rank's part
+of the batch stays the same, so that with perfect scaling the ratio to the fewest ranks is one. The error of the model
+is its prediction for two ranks over the time that two processes take for forward and backward, with operators run one
+by one, as the model assumes.
 """
 
 import math
@@ -47,7 +47,7 @@ MESHES["full"] = {
     "hsdp": tuple([(n, 8) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]),
     "3d": tuple([(n, 2, 4) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]),
 }
-"""Plan -> meshes, the smallest first."""
+"""Level -> plan -> shapes of meshes, the smallest first."""
 
 MEASURED = {"tiny": (), "quick": ("tp", "sp", "fsdp"), "full": ("tp", "sp", "fsdp")}
 ROUNDS = 9
@@ -55,7 +55,7 @@ LOOPBACK = "loopback"
 
 
 def measured_link() -> Link:
-    """The link between two processes on this machine."""
+    """Measure and return the link between two processes on this machine."""
     options = calibration.Options(sizes=tuple(4**k for k in range(5, 12)), rounds=5)
     return on_ranks(_calibrated, 2, options)
 
@@ -66,7 +66,7 @@ def _calibrated(rank: int, options: Any, end: End | None) -> Link:
 
 
 def predicted(model: Model, plan: str, shape: tuple[int, ...], link: Link) -> dict[str, float]:
-    """Seconds of the step, of its communication, and of what of it is exposed, as the schedule is simulated."""
+    """Return the seconds of the step, of its communication, and of its exposed communication, by simulation."""
     torch.compiler.reset()
     with fake_ranks(math.prod(shape)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=PLANS[plan].axes)
@@ -79,7 +79,7 @@ def predicted(model: Model, plan: str, shape: tuple[int, ...], link: Link) -> di
 
 
 def on_rank(rank: int, model: Model, plan: str, end: End | None) -> list[float]:
-    """Seconds of forward and backward, in rounds."""
+    """Return the seconds of forward and backward in each round."""
     mesh = init_device_mesh("cpu", PLANS[plan].mesh_shape(dist.get_world_size()), mesh_dim_names=PLANS[plan].axes)
     trainer, given = made(OURS, model, plan, mesh, UNCODED[OURS]), batch(model, plan, mesh, 0)
     found = []
@@ -91,7 +91,7 @@ def on_rank(rank: int, model: Model, plan: str, end: End | None) -> list[float]:
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records of the model's error, and of all meshes."""
+    """Yield records of the model's error, and of all meshes."""
     model, meshes = named("transformer-2", effort.of(SIZES)), effort.of(MESHES)
     link = Link() if effort.level == "tiny" else measured_link()
     jobs = [("error", plan) for plan in effort.of(MEASURED)] + list(meshes)
@@ -103,7 +103,7 @@ def run(effort: Effort) -> Iterator[Record]:
 
 
 def _error(model: Model, plan: str, link: Link) -> Record:
-    """The prediction for two ranks over the time they take; the spread is that of the time."""
+    """Return the record of the prediction for two ranks over the time they take; the spread is that of the time."""
     found = on_ranks(on_rank, 2, model, plan)
     guess = predicted(parts_of(model, PLANS[plan].parts(2)[0]), plan, (2,), link)["seconds"]
     low, middle, high = quartiles([guess / f for f in found])
@@ -113,7 +113,7 @@ def _error(model: Model, plan: str, link: Link) -> Record:
 
 
 def parts_of(model: Model, parts: int) -> Model:
-    """The model with one part of its batch."""
+    """Return the model with one of `parts` parts of its batch."""
     sizes = model.sizes
     return Model(model.family, replace(sizes, batch=sizes.batch // parts))
 

@@ -1,11 +1,12 @@
 """step: the time of a training step (forward, backward, SGD), and how much of its communication is exposed.
 
-Ranks are processes on gloo, one thread each, on loopback and, where namespaces can be made, on a wire of which each
-side sends at most 1 Gbit/s or 100 Mbit/s. All sides train in the same processes, from the same values on the same
-batches, in blocks of steps that take turns; their losses have to agree. Beside the step are timed, the same way:
+Ranks are processes with gloo and one thread each. They run on loopback and, if namespaces can be made, on a link of
+which each end sends at most 1 Gbit/s or 100 Mbit/s. All sides train in the same processes, from the same values and on
+the same batches, in interleaved blocks of steps; their losses must agree. Besides the step, these are timed in the same
+way:
 
-    compute         the step with nothing sent (collectives return at once)
-    communication   what the step sends, again, alone and one after the other
+    compute         the step without sending (collectives return at once)
+    communication   what the step sends, sent again alone, one after the other
 
     exposed = step - compute        overlap = (compute + communication - step) / min(compute, communication)
 """
@@ -35,18 +36,18 @@ from ..uncoded import UNCODED
 LOOPBACK = "loopback"
 RATES = ("1gbit", "100mbit")
 WARM_UP = 3
-"""Steps of each side before the first block; the first compiles."""
+"""Steps of each side before the first block; the first step compiles."""
 
 IN_HALVES = ("tp", "sp")
-"""Plans by which what is computed on communicates: others have nothing that a batch in halves would hide."""
+"""Plans that communicate activations; with others, microbatches would hide nothing."""
 
 TOLERANCE = 1e-3
-"""How far the losses of two sides may lie apart, relatively."""
+"""The largest allowed relative difference between the losses of two sides."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained where."""
+    """A model, its plan, the number of ranks, and the links between them."""
 
     model: str
     plan: str
@@ -56,7 +57,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Amount:
-    """What is measured at a level, and how often; `code` says whether compiled sides are made code of."""
+    """What is measured at a level, and how often.
+
+    Attributes:
+        jobs: the jobs.
+        sides: names of the sides.
+        sizes: sizes of the models.
+        rounds: number of rounds.
+        steps: number of steps in a block.
+        code: whether Inductor generates code for compiled sides.
+    """
 
     jobs: tuple[Job, ...]
     sides: tuple[str, ...]
@@ -100,7 +110,15 @@ AMOUNTS = {
 
 @dataclass
 class Found:
-    """What the first rank found: by link and side the seconds of a step in each round, and of its parts."""
+    """The results of the first rank.
+
+    Attributes:
+        step: link -> side -> seconds of a step in each round.
+        compute: side -> seconds of the computation in each round.
+        communication: link -> side -> seconds of the communication in each round.
+        losses: side -> mean loss of all ranks in each warm-up step.
+        errors: side -> why it does not run.
+    """
 
     step: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     compute: dict[str, list[float]] = field(default_factory=dict)
@@ -112,7 +130,7 @@ class Found:
 def on_rank(
     rank: int, model: Model, plan: str, sides: tuple[str, ...], links: tuple[str, ...], amount: Amount, end: End | None
 ) -> Found:
-    """One rank's part: all sides, on all links."""
+    """Do the part of one rank: run all sides on all links."""
     chosen = PLANS[plan]
     mesh = init_device_mesh("cpu", chosen.mesh_shape(dist.get_world_size()), mesh_dim_names=chosen.axes)
     batches = [batch(model, plan, mesh, i) for i in range(WARM_UP)]
@@ -136,7 +154,7 @@ def on_rank(
     for link in links:
         if end is not None and link != LOOPBACK and rank in (0, dist.get_world_size() // 2):
             namespaces.limit(end, link)
-        # On loopback computation and the kernel's network stack share the cores: many rounds to see through.
+        # On loopback, computation and the kernel's network stack share the cores, so many rounds are needed.
         rounds = {LOOPBACK: 4 * amount.rounds, RATES[-1]: max(2, amount.rounds // 2)}.get(link, amount.rounds)
         found.step[link] = _per_step(interleaved(runs, rounds, before=dist.barrier), amount.steps)
         found.communication[link] = interleaved(again, max(2, min(rounds, amount.rounds) // 2), before=dist.barrier)
@@ -168,14 +186,14 @@ def _per_step(seconds: dict[str, list[float]], steps: int) -> dict[str, list[flo
 
 
 def _mean(value: float) -> float:
-    """The mean over ranks of a loss, of which each has its part of the batch."""
+    """Return the mean of a loss over ranks, each of which has its part of the batch."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return sum(gathered) / len(gathered)
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records of all jobs of the level, on loopback and on the slow links."""
+    """Yield records of all jobs of the level, on loopback and on the slow links."""
     amount, without = effort.of(AMOUNTS), namespaces.why_not()
     jobs = {(j.model, j.plan, j.ranks): j for j in amount.jobs}
     for key in effort.progress(jobs, "step"):
@@ -210,7 +228,7 @@ def _check(found: Found, model: Model, plan: str) -> None:
         for ours, theirs in zip(found.losses[OURS], losses):
             if not abs(ours - theirs) <= TOLERANCE * abs(ours):
                 raise RanksFailed(
-                    f"{model.name}, {plan}: {side} trains to other losses, {losses} in place of {found.losses[OURS]}"
+                    f"{model.name}, {plan}: losses of {side} differ, {losses} instead of {found.losses[OURS]}"
                 )
 
 

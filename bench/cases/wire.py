@@ -1,9 +1,9 @@
-"""wire: collectives and bytes of a training step, by direction, against the optimum by hand and against torch.
+"""wire: collectives and bytes of a training step, by direction, compared with the optimum by hand and with torch.
 
-Exact, and untimed: one process is the first rank of a mesh whose other ranks are not there, and counts what reaches its
-process groups. Directions are forward, backward and optimizer: gradients that a backward leaves as parts of a sum are
-reduced when the optimizer reads them, and count. Bytes are those a rank sends, by a ring algorithm
-(`dtensor.layout.cost`). Compiled sides go through all passes; only Inductor's generation of code is left out.
+The counts are exact, and nothing is timed: one process is the first rank of a mesh whose other ranks do not exist, and
+counts the calls of its process groups. Directions are forward, backward and optimizer; the last one counts because
+gradients that the backward leaves partial are reduced when the optimizer reads them. Bytes are those that a rank sends
+in a ring algorithm (`dtensor.layout.cost`). Compiled sides run all passes; only Inductor's code generation is left out.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ MODELS = {
     "full": ("mlp", "transformer-2", "transformer-8", "transformer-32", "llama-2", "llama-8"),
 }
 SIZES = Sizes(dim=64, seq=32, batch=8)
-"""Alike for all levels: counts do not depend on them but for what travels in one bucket."""
+"""The same for all levels: counts do not depend on sizes, except through the choice of buckets."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of a side sent, by direction; or why it does not run."""
+    """What one step of a side sends, by direction, or the reason why it does not run."""
 
     counts: dict[str, Counts]
     error: str = ""
@@ -47,7 +47,7 @@ class Step:
 
 
 def count(side: str, model: Model, plan: str, world: int, wrap: Wrap | None = None) -> Step:
-    """Count the third step of a side: in its second DDP agrees on the order of its buckets."""
+    """Count the third step of a side, because DDP agrees on the order of its buckets in the second."""
     forget()
     with counting_ranks(world):
         mesh = init_device_mesh("cpu", PLANS[plan].mesh_shape(world), mesh_dim_names=PLANS[plan].axes)
@@ -65,17 +65,17 @@ def count(side: str, model: Model, plan: str, world: int, wrap: Wrap | None = No
 
 
 def tried(side: str, model: Model, plan: str, world: int) -> Step:
-    """As `count`; what raises is why the side does not run."""
+    """Call `count`; if a peer raises an exception, return that as the reason why it does not run."""
     try:
         return count(side, model, plan, world)
-    except Exception as error:  # whatever a peer raises is a finding, not ours to handle
+    except Exception as error:  # the failure of a peer is a result
         if side == OURS:
             raise
         return Step({}, reason(side, error))
 
 
 def run(effort: Effort) -> Iterator[Record]:
-    """Records of all models and plans."""
+    """Yield records of all models and plans."""
     jobs = [(name, plan) for name in effort.of(MODELS) for plan in RANKS]
     for name, plan in effort.progress(jobs, "wire"):
         model, world = named(name, SIZES), RANKS[plan]
@@ -87,7 +87,7 @@ def run(effort: Effort) -> Iterator[Record]:
 
 
 def compared(at: Setting, ours: Step, peer: str, theirs: Step) -> Iterator[Record]:
-    """The records of one peer: collectives and bytes by direction, and of the whole step."""
+    """Yield the records of one peer: collectives and bytes by direction, and of the entire step."""
     if theirs.error:
         yield at.missing("step", theirs.error, peer)
         return

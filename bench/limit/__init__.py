@@ -1,11 +1,11 @@
 """The limit: the same training written by hand, on local tensors with functional collectives.
 
-    functions   linear layers and embeddings that are cut, with the collectives of their backwards
-    stages      the models as lists of stages, of those
-    sharded     stages whose parameters are cut over a data axis, gathered ahead and reduced behind
+    functions   sharded linear layers and embeddings, with the collectives of their backwards
+    stages      the models as lists of stages, made of these layers
+    sharded     stages with parameters sharded over a data axis, gathered in advance and reduced in the background
 
-What is sent is the least that the plan needs, in as few collectives; what does not depend on a collective is computed
-while it travels. All of it is as one would write it who knows the model, the plan and nothing of DTensors.
+It sends the fewest bytes that a plan needs, in the fewest collectives, and overlaps each collective with computation
+that does not depend on it. It is the code that one would write knowing the model and the plan, without DTensors.
 """
 
 from .sharded import Sharded

@@ -1,7 +1,8 @@
-"""Cut layers as autograd functions, after Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022).
+"""Sharded layers as autograd functions, after Megatron-LM (Shoeybi et al., 2019; Korthikanti et al., 2022).
 
-Activations are (seq, batch, dim), so that what is cut along the sequence is gathered without a copy. With `sequence`
-they are cut between the layers, else whole. A collective that a product does not need travels while it is computed.
+Activations have the shape (seq, batch, dim), so that gathering along the sequence needs no copy. With `Cut.sequence`
+they are sharded along the sequence between the layers, else replicated. A collective overlaps with the products that do
+not need its result.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtensor.comm.starts import FUNCTIONAL, OVER_GLOO, Starts, starts
+from dtensor.comm.start_collectives import FUNCTIONAL, OVER_GLOO, Starts, starts
 from dtensor.torch_private.compiling import lower_as_collective
 
 c10d = torch.ops._c10d_functional
@@ -19,10 +20,11 @@ wait = c10d.wait_tensor
 
 @dataclass(frozen=True)
 class Group:
-    """A process group and this rank in it. Of one rank, nothing is gathered.
+    """A process group, and this rank in it. In a group of one rank nothing is gathered.
 
-    What starts gathers and scatters is the library's: over gloo it sends both ways at once, and has no reduce_scatter,
-    which would send what an all_reduce does; parts are exchanged and added up here (`dtensor.comm.starts`).
+    Gathers and scatters are started by the library's kernels (`dtensor.comm.starts`). Over gloo these send in both
+    directions at once. They have no reduce-scatter there, because gloo's sends as much as an all-reduce; instead, the
+    ranks exchange their parts with an all-to-all, and add them up here.
     """
 
     name: str = ""
@@ -32,30 +34,35 @@ class Group:
 
     @classmethod
     def of(cls, group: Any, rank: int, device: str) -> "Group":
-        """The process group, in which this is `rank`."""
+        """Return the process group `group`, in which this is `rank`."""
         lower_as_collective(OVER_GLOO.all_to_all)
         return cls(group.group_name, group.size(), rank, starts(group.group_name, torch.device(device)))
 
     def start_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Start to put rows of all ranks in a row; they are there after `wait`."""
+        """Start to gather `x` of all ranks along dim 0; `wait` returns the result."""
         return x if self.size == 1 else self.starts.all_gather(x.contiguous(), self.size, self.name)
 
     def start_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """Start to add up over ranks, of which each gets its rows from `scattered`."""
+        """Start to sum `x` over the ranks and scatter it along dim 0; `scattered` returns this rank's part."""
         if self.starts.reduce_scatter is not None:
             return self.starts.reduce_scatter(x.contiguous(), "sum", self.size, self.name)
         rows = [x.shape[0] // self.size] * self.size
         return self.starts.all_to_all(x.contiguous(), rows, rows, self.name)
 
     def scattered(self, started: torch.Tensor) -> torch.Tensor:
-        """Wait for what `start_scatter` started."""
+        """Wait for the result of `start_scatter`."""
         x = wait(started)
         return x.unflatten(0, (self.size, -1)).sum(0) if self.starts.reduce_scatter is None else x
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How layers are cut: over which group; whether activations are, too."""
+    """How layers are sharded.
+
+    Attributes:
+        group: the process group over which they are sharded.
+        sequence: whether activations are also sharded along the sequence.
+    """
 
     group: Group = Group()
     sequence: bool = False
@@ -69,11 +76,11 @@ class Cut:
         return self.group.rank
 
     def part(self, x: torch.Tensor, dim: int) -> nn.Parameter:
-        """This rank's part of a parameter."""
+        """Return this rank's shard of a parameter."""
         return nn.Parameter(x.detach().chunk(self.size, dim)[self.rank].clone())
 
     def start_sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Start what makes the sum over ranks: of cut activations a part of it. `summed` waits for it."""
+        """Start to sum `x` over the ranks; with `sequence`, each gets its shard of the sum. `summed` waits for it."""
         return self.group.start_scatter(x) if self.sequence else c10d.all_reduce(x.contiguous(), "sum", self.group.name)
 
     def summed(self, started: torch.Tensor) -> torch.Tensor:
@@ -85,7 +92,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 class Columns(torch.autograd.Function):
-    """x @ w.T + b for several weights that are cut by rows, or cut nowhere; takes w and b in turn, b may be None."""
+    """x @ w.T + b for several weights that are sharded by rows, or not at all; takes w, b, w, b, ...; b may be None."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: Cut, *given: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -113,7 +120,7 @@ class Columns(torch.autograd.Function):
 
 
 class Rows(torch.autograd.Function):
-    """x @ w.T, summed over ranks, + b for a weight that is cut by columns; b is whole on every rank, or None."""
+    """x @ w.T, summed over ranks, + b for a weight that is sharded by columns; b is replicated, or None."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: Cut, w: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
@@ -133,7 +140,7 @@ class Rows(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks of parts, of cut activations this rank's part of it."""
+    """The sum of partial values over ranks; with `Cut.sequence`, this rank's shard of it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -147,7 +154,7 @@ class Sum(torch.autograd.Function):
 
 
 class Whole(torch.autograd.Function):
-    """Parts along the last dim put together on every rank, where all go on alike."""
+    """Gathers shards along the last dim; all ranks continue with the same computation."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: Cut) -> torch.Tensor:
@@ -161,7 +168,7 @@ class Whole(torch.autograd.Function):
 
 
 def looked_up(table: torch.Tensor, index: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """This rank's part of the sum that is a row of a table, which is cut by rows."""
+    """Look up rows in a table that is sharded by rows; the result is partial, a sum over the ranks."""
     if cut.size == 1:
         return nn.functional.embedding(index, table)
     here = index - cut.rank * table.shape[0]

@@ -1,13 +1,14 @@
-"""Stages whose parameters are cut over a data axis: one flat parameter for each, gathered ahead, reduced behind.
+"""Stages with parameters sharded over a data axis: one flat parameter per stage, prefetched, reduced in the background.
 
-    forward     the gather of stage i + 1 travels while stage i computes
-    backward    the gather of stage i - 1 travels while stage i computes; the last stage kept what it had, and
-                a stage without saved parameters (an embedding) is not gathered again
-    gradients   are scattered as sums while the next stage computes, then summed over the replicas, if there are any;
-                where all ranks are replicas, summed at once
+    forward     the gather of stage i + 1 overlaps with the computation of stage i
+    backward    the gather of stage i - 1 overlaps with the computation of stage i; the last stage keeps its gathered
+                parameters, and a stage of which no parameters were saved (an embedding) is not gathered again
+    gradients   are reduce-scattered while the next stage computes, then summed over the replicas, if there are any; if
+                all ranks are replicas, they are only summed
 
-What autograd saves of gathered parameters is replaced by where it lay (saved-tensor hooks), so that a stage's memory is
-free between its forward and its backward. Stages may be compiled: they see plain tensors, and no collectives of this.
+Saved-tensor hooks replace views of gathered parameters, which autograd would save, by their position, so that a stage
+needs no memory for them between its forward and its backward. Stages may be compiled: they see plain tensors and none
+of these collectives.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from .functions import Group, c10d, wait
 
 
 class Flat(nn.Module):
-    """The parameters of one stage, flattened, and this rank's part of them."""
+    """The parameters of one stage, flattened, and this rank's shard of them."""
 
     def __init__(self, stage: nn.Module, group: Group):
         super().__init__()
@@ -35,12 +36,12 @@ class Flat(nn.Module):
         self.started = False
 
     def start(self) -> None:
-        """Start to gather, unless that is done or under way."""
+        """Start to gather, unless the parameters are gathered or being gathered."""
         if self.whole is None:
             self.whole, self.started = self.group.start_gather(self.part.detach()), True
 
     def gathered(self) -> torch.Tensor:
-        """The flat parameters, whole."""
+        """Return the gathered flat parameters."""
         self.start()
         if self.started:
             self.whole, self.started = wait(self.whole), False
@@ -48,7 +49,7 @@ class Flat(nn.Module):
         return self.whole
 
     def views(self) -> list[torch.Tensor]:
-        """The parameters as the stage has them."""
+        """Return the gathered parameters in the shapes of the stage."""
         parts = self.gathered()[: sum(s.numel() for s in self.shapes.values())]
         return [v.view(s) for v, s in zip(parts.split([s.numel() for s in self.shapes.values()]), self.shapes.values())]
 
@@ -69,13 +70,13 @@ class Unshard(torch.autograd.Function):
 
 
 class Sharded(nn.Module):
-    """A model of stages in a row, fully sharded.
+    """A fully sharded model that is a sequence of stages.
 
     Args:
-        stages: its stages.
-        group: the data axis that cuts parameters.
-        replicas: group and size of the axis that repeats them, if there is one.
-        wrap: what is done to each stage, such as compiling it.
+        stages: the stages.
+        group: group of the data axis over which parameters are sharded.
+        replicas: name and size of the group over which they are replicated, if there is one.
+        wrap: function to apply to each stage, for example to compile it.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Sharded(nn.Module):
             return torch.func.functional_call(stage, dict(zip(names, parameters)), (x,))
 
         for p in stage.parameters():
-            p.data = p.data[:0] if p.dim() else p.data  # what is gathered takes its place
+            p.data = p.data[:0] if p.dim() else p.data  # gathered parameters replace it
         return wrap(run)  # pyright: ignore
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +149,7 @@ class Sharded(nn.Module):
         return whole.as_strided(shape, stride, offset)
 
     def reduce(self, i: int, grads: tuple[torch.Tensor, ...]) -> None:
-        """Start to reduce a stage's gradients; what the stage before it started is by now to be waited for."""
+        """Start to reduce a stage's gradients, and wait for the reduction that the previous call started."""
         flat: Any = self.flats[i]
         flat.whole = None
         parts = [g.flatten() for g in grads]
@@ -171,7 +172,7 @@ class Sharded(nn.Module):
         self._pending.clear()
 
     def finish(self) -> None:
-        """Wait for the gradients: each rank's are those of the mean of all ranks' losses."""
+        """Wait for the gradients, which are those of the mean loss of all ranks."""
         self._settle()
         for i, started in self._summing:
             self._keep(i, wait(started))

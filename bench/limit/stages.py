@@ -1,7 +1,7 @@
-"""The models as stages in a row, of cut layers: the embedding, each layer, the output.
+"""The models as sequences of stages made of sharded layers: the embedding, each layer, the output.
 
-`staged` takes the dense model and cuts its parameters. Language models take tokens (batch, seq) and give logits
-(batch, seq, vocab), and compute on (seq, batch, dim) in between.
+`staged` takes a `Model` and shards the parameters of its dense form. Language models take tokens (batch, seq) and
+return logits (batch, seq, vocab); activations in between have the shape (seq, batch, dim).
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ class MLPStage(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens to activations, with learnt positions where the model has them."""
+    """Maps tokens to activations, and adds learned positions if the model has them."""
 
     def __init__(self, dense: Any, cut: Cut):
         super().__init__()
@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class Norm(nn.Module):
-    """The model's norm, on whatever part of the sequence this rank has."""
+    """The model's norm, on this rank's part of the sequence."""
 
     def __init__(self, dense: Any):
         super().__init__()
@@ -66,7 +66,7 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward of either language model."""
+    """Attention and feed-forward of a language model."""
 
     def __init__(self, dense: Any, cut: Cut, angles: tuple[torch.Tensor, torch.Tensor] | None):
         super().__init__()
@@ -120,7 +120,7 @@ class Head(nn.Module):
 
 
 class Tensor(nn.Module):
-    """Stages that are cut by `cut`, one after the other."""
+    """A sequence of stages that are sharded by `cut`."""
 
     def __init__(self, stages: list[nn.Module], cut: Cut):
         super().__init__()
@@ -132,7 +132,7 @@ class Tensor(nn.Module):
         return x
 
     def finish(self) -> None:
-        """What is left to do after the backward: gradients of norms on parts of the sequence, in one sum."""
+        """Finish the backward: sum the gradients of norms, which ran on parts of the sequence, in one all-reduce."""
         if not self.cut.sequence or self.cut.size == 1:
             return
         norms = [m for m in self.modules() if isinstance(m, Norm)]
@@ -144,7 +144,7 @@ class Tensor(nn.Module):
 
 
 def staged(model: Model, cut: Cut, device: str = "cpu") -> Tensor:
-    """The model's stages, cut, with the values of its dense form."""
+    """Return the sharded stages of the model, with the values of its dense form."""
     dense: Any = model.dense(device)
     if model.family == "mlp":
         return Tensor([MLPStage(layer, cut) for layer in dense.layers], cut)

@@ -1,1 +1,2 @@
-"""From AOTAutograd's graphs to what runs: the backend, the passes in their places, the agreement of the ranks."""
+"""From AOTAutograd's graphs to code that runs: the backend, the passes in their places, and the agreement of the
+ranks."""

@@ -1,7 +1,7 @@
-"""The `dtensor` backend of torch.compile: AOTAutograd, the passes, then the inner compiler.
+"""The `dtensor` backend of torch.compile: AOTAutograd, then the passes, then the inner compiler.
 
-The backward of what was compiled gives tangents the form in which they were traced: AOTAutograd cannot take a plain
-tensor, or the plain zeros of an output that no loss used, where it traced a DTensor.
+Compiled functions convert the tangents of their backward to the form in which they were traced. AOTAutograd cannot take
+a plain tensor, or the plain zeros of an output that no loss used, where it traced a DTensor.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -29,7 +29,7 @@ from dtensor.torch_private.compiling import (
     traced_again_if_settled,
 )
 
-from ..recording.watch import dumped
+from ..recording.watch_compiles import dumped
 from .inductor import STAGES, Partition
 from .options import Options
 from .run_passes import branches, optimise, prepare_partition, simplify_joint
@@ -42,18 +42,21 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a graph of Dynamo's; what `torch.compile(model, backend="dtensor", options=...)` calls.
+    """Compile a Dynamo graph. `torch.compile(model, backend="dtensor", options=...)` calls this function.
 
     Args:
         gm: Dynamo's graph.
         example_inputs: its inputs.
         options: see `dtensor.compile.Options`.
-        mode: not used; give options.
+        mode: not supported; use `options`.
+
+    Returns:
+        The compiled function.
 
     Raises:
-        ValueError, TypeError: unknown or wrong options.
-        StrictTraceError: with the option `strict`, an operator would communicate on its own account.
-        PassError: see the option `verify`.
+        ValueError, TypeError: unknown or invalid options.
+        StrictTraceError: with the option `strict`, an operator would communicate implicitly.
+        PassError: a pass left an invalid graph or, with the option `verify`, changed what it computes.
     """
     chosen = Options.of(options)
     if mode is not None:
@@ -63,7 +66,7 @@ def backend(
     with ExitStack() as stack:
         if any(isinstance(x, DTensor) for x in example_inputs):
             stack.enter_context(failure_told("compiled", unless=RestartAnalysis))
-        if chosen.strict:  # joint graph and all are traced in here
+        if chosen.strict:  # all graphs, the joint graph included, are traced inside
             stack.enter_context(strict())
         if chosen.dump is not None:
             stack.enter_context(dumped(gm, chosen.dump))
@@ -101,7 +104,7 @@ def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs
 
 
 def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """Compilers of forward, inference and backward graph that run the optimised graph operator by operator."""
+    """Compilers of the forward, inference and backward graphs that run the optimised graph operator by operator."""
 
     def compiler(inference: bool) -> Callable[..., Any]:
         def compile_graph(gm: fx.GraphModule, _: Any) -> Any:
@@ -118,7 +121,7 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
 
 
 def _views_returned(gm: fx.GraphModule) -> list[tuple[list[int], list[int], list[int]]]:
-    """The results that are copies of what shares memory on one device: (copies, inputs, other results) by index."""
+    """The results that are copies of values sharing memory on one device: (copies, inputs, other results) by index."""
 
     def roots(nodes: Iterable[Any]) -> list[tuple[int, bool] | None]:
         values = [node.meta.get("example_value") if isinstance(node, fx.Node) else None for node in nodes]
@@ -139,7 +142,7 @@ def _views_returned(gm: fx.GraphModule) -> list[tuple[list[int], list[int], list
 def _noting_views(
     compiled: Callable[..., Any], views: list[tuple[list[int], list[int], list[int]]]
 ) -> Callable[..., Any]:
-    """`compiled`, whose results are known to be `views`; itself where there are none."""
+    """Wrap `compiled` so that its results are known to be `views`; returns it unchanged where there are none."""
     if not views:
         return compiled
 
@@ -153,8 +156,8 @@ def _noting_views(
 
 
 def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, whose backward takes any tangents, and none, where it traced DTensors."""
-    own: list[int] = []  # those of the outputs that are DTensors with a history of their own; of all calls the same
+    """Wrap `compiled` so that where it traced DTensors its backward accepts any tangents, and missing ones."""
+    own: list[int] = []  # indices of outputs that are DTensors with their own autograd history; the same in all calls
 
     def run(*args: Any) -> Any:
         try:
@@ -175,7 +178,7 @@ def _taking_all_tangents(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_computed(x: DTensor) -> bool:
-    """Whether the compiled graph computed `x`; an alias of an input keeps the history that autograd gave it."""
+    """Whether the compiled graph computed `x`; an alias of an input keeps its own autograd history."""
     return type(x.grad_fn).__name__ == "CompiledFunctionBackward"
 
 

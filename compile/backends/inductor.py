@@ -1,4 +1,5 @@
-"""The passes inside Inductor: on the joint graph before its own passes, and on each graph before its post-grad ones."""
+"""The passes inside Inductor: on the joint graph before Inductor's passes, and on each graph before its post-grad
+passes."""
 
 from functools import cache
 from pathlib import Path
@@ -9,7 +10,7 @@ from torch import fx
 
 import dtensor
 from dtensor.comm.replication_check import noted
-from dtensor.comm.starts import OVER_GLOO
+from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.dispatch import registration, strictness
 from dtensor.mesh.local_sizes import local_lengths
 from dtensor.torch_private.compiling import (
@@ -30,21 +31,21 @@ from .run_passes import optimise, prepare_partition, simplify_joint
 
 
 class JointPasses(CustomInferenceAwareGraphPass):
-    """The simplifying passes on the joint graph, with given options."""
+    """The simplifying passes with given options, on the joint graph."""
 
-    def __init__(self, options: Options):
+    def __init__(self, options: Options) -> None:
         self.options = options
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         simplify_joint(graph, self.options, within=is_within())
 
     def uuid(self) -> Any:
-        """None, so that nothing is taken from a cache, where the options ask for it."""
+        """The cache key; None if the options require that nothing is taken from a cache."""
         return (trace_key(), repr(self.options)) if self.options.cacheable else None
 
 
 class Passes(JointPasses):
-    """The whole pipeline on a forward, backward or inference graph, with given options."""
+    """All passes with given options, on a forward, backward or inference graph."""
 
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         lower_as_collective(OVER_GLOO.all_to_all)
@@ -53,10 +54,12 @@ class Passes(JointPasses):
 
 
 class Partition(CustomPartitionerFn):
-    """The partition of the joint graph: some gathers are marked to be done again, then `then` divides it, or torch."""
+    """The partitioner of the joint graph: marks gathers to be recomputed, then calls `then` or torch's min-cut
+    partitioner."""
 
-    def __init__(self, options: Options, then: CustomPartitionerFn | None = None):
-        self.options, self.then = options, then
+    def __init__(self, options: Options, then: CustomPartitionerFn | None = None) -> None:
+        self.options: Options = options
+        self.then: CustomPartitionerFn | None = then
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         check_results(gm.graph, kwargs["num_fwd_outputs"])
@@ -67,17 +70,18 @@ class Partition(CustomPartitionerFn):
         return trace_key(), repr(self.options), self.then and self.then.uuid()
 
 
-STAGES = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Passes}
-"""Where Inductor takes custom passes -> the pass that runs there."""
+STAGES: dict[str, Any] = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Passes}
+"""Inductor's option for a custom pass -> the pass that runs there."""
 
 
 def trace_key() -> Any:
-    """What compiled code depends on beside the program: the library's source, users' rules, strict mode, the ranks.
+    """Return what compiled code depends on apart from the program: the library's source, users' rules, strict mode, the
+    ranks.
 
-    Part of the keys under which torch keeps compiled code, from one process to the next: another rule makes another
-    graph of the same program, what strict mode refuses must not be found ready made, and a graph names its process
-    groups without saying which ranks they are, of which others they are the product, which of uneven shards this rank
-    has, nor whether ranks compare its inputs.
+    It is part of the keys under which torch caches compiled code across processes. Another rule makes another graph of
+    the same program, and strict mode must not find ready-made code for what it refuses. A graph names its process
+    groups, but the names do not determine which ranks the groups hold, of which other groups they are the product,
+    which of the uneven shards this rank has, or whether the ranks compare the graph's inputs.
     """
     meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
     return source_hash(), registration.fingerprint(), strictness.fingerprint(), process_groups(), meshes, noted()
@@ -85,9 +89,10 @@ def trace_key() -> Any:
 
 @cache
 def source_hash() -> bytes:
-    """Hash of the library's source: compiled code that Inductor keeps is stale when the passes change."""
+    """Return a hash of the library's source: code that Inductor cached is stale when the passes change."""
     root = Path(dtensor.__file__).parent
-    files = {str(p) for part in ("", "compile", "passes") for p in (root / part).rglob("*.py")}  # two may be links
+    # The folders compile/ and passes/ may be links.
+    files = {str(p) for part in ("", "compile", "passes") for p in (root / part).rglob("*.py")}
     return get_hash_for_files(tuple(sorted(files)))
 
 

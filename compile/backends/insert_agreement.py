@@ -1,7 +1,7 @@
-"""The agreement of a compiled graph: what it communicates, told to the other ranks before it first runs.
+"""Inserts the agreement into a compiled graph: before it first runs, the ranks compare what it communicates.
 
-The last pass on a graph, after which nothing reorders its collectives: it lists them group by group, puts a
-`dtensor::agree` with the list in front, and has the first collective wait for it.
+This is the last step on a graph, after which nothing reorders its collectives. It lists the collectives of each group,
+inserts a `dtensor::agree` with that list at the start of the graph, and makes the first collective wait for it.
 """
 
 import json
@@ -28,15 +28,15 @@ from dtensor.torch_private.compiling import order_after
 
 
 def seal(graph: fx.Graph, direction: str, *, scheduled: bool, agreement: bool = True) -> None:
-    """Put the agreement into `graph`, in place, if it communicates; and keep its collectives in their order.
+    """Insert the agreement into `graph`, in place, if it communicates, and fix the order of its collectives.
 
-    Where shards are uneven each collective is made to depend on the one before it: a rank whose shard is empty computes
+    Where shards are uneven, each collective is made to depend on the one before it. A rank with an empty shard computes
     less, so fewer of its collectives depend on each other, and Inductor would start them in another order.
 
     Args:
         graph: a graph that no pass changes any more.
         direction: "forward", "backward" or "inference".
-        scheduled: whether what runs it may reorder what does not depend on each other, as Inductor does.
+        scheduled: whether the compiler may reorder independent nodes, as Inductor does.
         agreement: whether the ranks compare what they run.
     """
     found = _communicating(graph)
@@ -50,7 +50,7 @@ def seal(graph: fx.Graph, direction: str, *, scheduled: bool, agreement: bool = 
 
 
 def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]]) -> dict[fx.Node, list[fx.Node]]:
-    """Put the agreement in front; gives what has to wait for it."""
+    """Insert the agreement at the start; return which nodes must wait for it, and for what."""
     places = ir.gradients(graph)
     if (heard := _heard.get()) is not None:
         heard.append([(group_ranks(group), entry(node, places)) for node, group in found])
@@ -73,15 +73,15 @@ def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]])
 
 
 def _taken(graph: fx.Graph) -> list[fx.Node]:
-    """The inputs of a forward or inference graph that count as the same on all ranks; parameters aside, but for what a
-    global view takes, which may be any tensor that a module holds."""
+    """The inputs of a forward or inference graph that count as replicated. Parameters are left out, except inputs of a
+    global view, which may be any tensor that a module holds."""
     inputs = graph.find_nodes(op="placeholder")
     taken = [n for n in inputs if TAKEN in n.meta and (ALIKE in n.meta or ir.PARAMETER not in n.meta)]
     return [n for n in taken if isinstance(ir.value(n), torch.Tensor)]
 
 
 def _said(node: fx.Node) -> str:
-    """What is said of an input that counts as the same on all ranks."""
+    """Describe an input that counts as replicated."""
     taken: Taken = node.meta[TAKEN]
     there: Any = SimpleNamespace(meta=taken._asdict())
     path, line = module(there), source(there)
@@ -89,26 +89,26 @@ def _said(node: fx.Node) -> str:
 
 
 def _is_tagged(node: fx.Node) -> bool:
-    """Whether over gloo a collective consists of messages of `dtensor.comm.starts`, whose tags tell graphs apart."""
+    """Whether, over gloo, a collective consists of messages of `dtensor.comm.starts`, whose tags distinguish graphs."""
     target: Any = node.target
     return target.namespace == "dtensor" and target is not torch.ops.dtensor.all_reduce.default
 
 
 def _communicating(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
-    """The collectives of a graph over more than one rank, in order, each with its group."""
+    """The collectives over more than one rank in graph order, each with its group."""
     found = [(node, describe(node)) for node in ir.communicating(graph)]
     return [(node, info.group) for node, info in found if info is not None and info.group_size > 1]
 
 
 Collectives = list[tuple[tuple[int, ...], str]]
-"""What a graph communicates, in order: the ranks of a collective, and the collective as ranks compare it."""
+"""What a graph communicates, in order: the ranks of each collective, and the text by which ranks compare it."""
 
 _heard: ContextVar[list[Collectives] | None] = ContextVar("dtensor_heard", default=None)
 
 
 @contextmanager
 def overheard() -> Iterator[list[Collectives]]:
-    """Give the list to which each graph that is sealed inside adds what it communicates: one item, forwards first."""
+    """Collect what each graph sealed inside the context communicates: one list item per graph, forwards first."""
     token = _heard.set(heard := [])
     try:
         yield heard
@@ -117,27 +117,29 @@ def overheard() -> Iterator[list[Collectives]]:
 
 
 def entry(node: fx.Node, places: Mapping[fx.Node, int]) -> str:
-    """A collective as ranks compare it: operator, reduction, dtype and sizes of what is sent; "?" for symbols.
+    """Return the text by which ranks compare a collective: operator, reduction, dtype and sizes of what is sent; "?"
+    for symbols.
 
     Args:
-        places: as `ir.gradients` gives them: two gradients of one shape are not to be taken for each other.
+        node: the collective, or the start of one.
+        places: as `ir.gradients` returns it, so that two gradients of one shape are not mistaken for each other.
     """
     c, record = ir.collective(node), node.meta.get(ir.RECORD)
     op = c.op if c is not None else record.op if record is not None else ir.STARTS.get(node.target)
     assert op in COMMUNICATING, f"{node.format_node()} does not communicate"
     reduce_op = node.args[1] if op in ("all_reduce", "reduce_scatter") else None
     if record is not None:
-        reduce_op = record.reduce_op  # where parts are exchanged to be reduced, the call does not name it
+        reduce_op = record.reduce_op  # an all_to_all whose parts are then reduced does not name the reduction
     sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-    # Of what travels together every part counts, in its place: the sum of their sizes would hide another order.
+    # For a bucket list every part in order: the sum of their sizes would hide a different order.
     parts = node.meta.get(ir.PARTS) or [ir.value(x) for x in sent if isinstance(x, fx.Node)]
-    # Others' exchange as many rows as they say, which may be more on one rank than on the next.
+    # An all_to_all from outside this library exchanges the rows that it states, which may differ between ranks.
     rows_differ = node.target in ir.ALL_TO_ALLS and record is None
     if c is not None and c.gather_dim is not None and isinstance(c.size, int):
-        # A shard that is shorter than the first one is padded when it is sent.
+        # A shard shorter than the first one is padded when it is sent.
         parts = [_of_length(parts[0], c.gather_dim, chunk_length(c.size, group_size(c.group), 0))]
     if op == "reduce_scatter" and node.target in ir.ALL_TO_ALLS:
-        parts = [part.flatten(0, 1) for part in parts]  # over gloo its rows are exchanged
+        parts = [part.flatten(0, 1) for part in parts]  # over gloo it is an exchange of rows
     to = node.meta.get(ir.PLACES) or [places.get(node)] * len(parts)
     given = ", ".join([_kind(part, rows_differ) + _to(place) for part, place in zip(parts, to, strict=True)])
     how = f"{op} {reduce_op}" if reduce_op else op if c is None or c.senders is None else f"{op} from {c.senders}"

@@ -1,6 +1,6 @@
-"""Options of `torch.compile(model, backend="dtensor", options={...})`: checked, frozen, part of the cache key.
+"""Options of `torch.compile(model, backend="dtensor", options={...})`: validated, frozen, and part of the cache key.
 
-Plain `torch.compile` takes them from environment variables, one for each option (`dtensor.mesh.environment`).
+Plain `torch.compile` reads them from environment variables, one for each option (`dtensor.mesh.environment`).
 """
 
 import os
@@ -17,27 +17,26 @@ INNER = ("inductor", "aot_eager", "eager")
 
 @dataclass(frozen=True)
 class Options:
-    """What the backend does. The verifier of graphs runs after every pass, whatever the options are.
+    """What the backend does. The verifier of graphs runs after every pass that changed one, whatever the options are.
 
     Attributes:
-        inner: who runs the graph: "inductor" generates code, "aot_eager" runs the passes' graph operator by operator,
-            "eager" runs Dynamo's graph as it is, without AOTAutograd and passes.
+        inner: what runs the graph: "inductor" generates code, "aot_eager" runs the graph that the passes produced
+            operator by operator, "eager" runs Dynamo's graph as it is, without AOTAutograd and passes.
         passes: names of the passes to run, in order; None for all of `dtensor.passes.PIPELINE`.
         disable: names of passes to leave out.
         strict: compile as under `dtensor.strict()`: an implicit redistribution that communicates, in forward or
-            backward, fails the compilation. With inner="eager" the graph runs as under it.
-        dump: the folder to write all to that is made of a program: graphs as text, guards, the manifest
-            (`dtensor.compile.recording.folder`); None for none. What is dumped is compiled anew, not taken from a
+            backward, fails the compilation. With inner="eager" the graph runs under it.
+        dump: the folder to which graphs as text, guards and the manifest are written
+            (`dtensor.compile.recording.folder`); None for none. The program is then compiled anew, not taken from a
             cache.
-        verify: replay each graph before and after every pass on simulated ranks, with random inputs
-            (`dtensor.compile.backends.replay`), and raise if it computes something else. Slow, and not taken from a
-            cache.
-        memory_budget: bytes of gathered tensors that may be saved for the backward; what is over is gathered again.
-            None gathers parameters again and saves the others (`dtensor.passes.Regather`).
-        split_batch: into how many parts a batch is cut, so that one part computes while another communicates
-            (`dtensor.passes.SplitBatch`); 1 leaves it whole.
-        agreement: before a graph first runs, compare with the other ranks what it communicates
-            (`dtensor.comm.agreement`).
+        verify: run each graph before and after every pass on simulated ranks, with random inputs
+            (`dtensor.compile.backends.replay`), and raise if a pass changed what it computes. Slow, and nothing is
+            taken from a cache.
+        memory_budget: bytes of gathered tensors that may be saved for the backward; tensors beyond it are gathered
+            again. None gathers parameters again and saves the others (`dtensor.passes.Regather`).
+        split_batch: the number of microbatches into which a batch is split, so that one computes while another
+            communicates (`dtensor.passes.SplitBatch`); 1 leaves it unsplit.
+        agreement: whether the ranks compare what a graph communicates before it first runs (`dtensor.comm.agreement`).
     """
 
     inner: str = "inductor"
@@ -52,12 +51,12 @@ class Options:
 
     @property
     def cacheable(self) -> bool:
-        """Whether compiled code may come from a cache: what is checked or written down is compiled for it."""
+        """Whether compiled code may come from a cache: to be verified or dumped, a graph must be compiled anew."""
         return self.dump is None and not self.verify
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> "Options":
-        """Check the options of a `torch.compile` call.
+        """Validate the options of a `torch.compile` call.
 
         Raises:
             ValueError: an unknown option, pass or inner compiler; the message names the nearest known one.
@@ -73,11 +72,11 @@ class Options:
 
     @staticmethod
     def of_environment() -> "Options":
-        """The options of plain `torch.compile`; functional collectives of others are left alone, unless "raise" is
-        among the passes asked for.
+        """Return the options of plain `torch.compile`. Functional collectives from outside this library are left alone
+        unless "raise" is among the requested passes.
 
         Raises:
-            ValueError: a variable holds what its option cannot be.
+            ValueError: a variable holds an invalid value for its option.
         """
         given = environment.options()
         if "passes" not in given:
@@ -86,7 +85,7 @@ class Options:
 
 
 def _checked(given: dict[str, Any], called: Callable[[str], str]) -> Options:
-    """The options made of `given`; an error about one calls it as `called` says."""
+    """Validate `given` and make options of it; errors refer to an option by the name that `called` returns."""
     for name, check in CHECKS.items():
         if name in given:
             given[name] = check(called(name), given[name])
@@ -138,9 +137,9 @@ def _bytes_or_none(option: str, given: Any) -> int | None:
 
 def _parts(option: str, given: Any) -> int:
     if isinstance(given, bool) or not isinstance(given, int):
-        raise TypeError(f"{option} is a number of parts, got {given!r}")
+        raise TypeError(f"{option} is a number of microbatches, got {given!r}")
     if given < 1:
-        raise ValueError(f"{option} is a number of parts, got {given}; write 1 to leave a batch whole, or more")
+        raise ValueError(f"{option} is a number of microbatches, got {given}; write 1 to leave it unsplit, or more")
     return given
 
 
@@ -161,6 +160,6 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "split_batch": _parts,
     "agreement": _switch,
 }
-"""Option -> what checks its value and gives it in the form that is kept."""
+"""Option -> the function that validates its value and returns it in its final form."""
 
 __all__ = ["INNER", "Options"]

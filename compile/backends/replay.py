@@ -1,14 +1,14 @@
-"""The simulated ranks on which graphs are replayed before and after every pass: what the option `verify` asks for.
+"""The simulated ranks on which the option `verify` runs graphs before and after every pass.
 
-A graph is what this rank runs. It is replayed as the graph of all ranks that communicate with this one over its groups,
-directly or by way of others. That needs the partition of the ranks that a group's name stands for, and one graph for
-all of them, of a size that one process can hold. Where it is not so nothing is replayed, and a warning says why:
+The graph that this rank compiled is run as the graph of all ranks that communicate with this one over its groups,
+directly or through others. This takes the partition of the ranks that each group's name stands for, and one graph that
+is right for all of them and small enough for one process. Otherwise nothing is run, and a warning gives the reason:
 
-    a group of some ranks that belongs to no known mesh      the other ranks may mean others by its name
+    a group of some ranks that belongs to no known mesh      the name may stand for other ranks elsewhere
     a collective on local tensors of uneven lengths          other ranks have another graph
-    sizes that only the data tell
+    data-dependent sizes
     more than `MAX_RANKS` ranks, or `MAX_BYTES` on all
-    the graph does not run on simulated ranks, as it came
+    a graph that does not run on simulated ranks even before the passes
 """
 
 import warnings
@@ -26,20 +26,21 @@ from dtensor.passes import Simulation
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.simulate import Partition
 from dtensor.torch_private.core import disable_current_modes
-from dtensor.torch_private.sizes import has_hint, hint
+from dtensor.torch_private.symbolic_sizes import has_hint, hint
 
 MAX_RANKS = 16
-"""So many ranks are simulated at most."""
+"""The largest number of ranks that is simulated."""
 MAX_BYTES = 4 << 30
-"""So many bytes the tensors of a graph may take on all simulated ranks."""
+"""The most bytes that the tensors of a graph may take on all simulated ranks together."""
 
 
 class NotReplayed(Exception):
-    """A graph cannot be replayed; the message is the reason."""
+    """A graph cannot be run on simulated ranks; the message is the reason."""
 
 
 def simulation(graph: fx.Graph, where: str) -> Simulation | None:
-    """The simulated ranks for the `where` graph (such as "forward"); None, and a warning, if it cannot be replayed."""
+    """Return the simulated ranks for the `where` graph (such as "forward"); None, with a warning, if it cannot be run
+    on them."""
     try:
         with disable_current_modes():
             return _simulation(graph)
@@ -58,18 +59,18 @@ def _simulation(graph: fx.Graph) -> Simulation:
     groups = {name: rows for name in {*known, *used} if (rows := _within(_partition(name, known), ranks)) is not None}
     for name in used:
         if name not in groups:
-            raise NotReplayed(f"group {name!r} has no ranks among some of those that its other groups join: {ranks}")
+            raise NotReplayed(f"group {name!r} does not cover all the ranks that the graph's groups join: {ranks}")
     _check_bytes(graph, len(ranks))
     made = Simulation(len(ranks), groups)
     try:
         made.check(graph, graph, exact=False)
     except PassError as error:
-        raise NotReplayed(f"it does not run there as it came: {error}") from error
+        raise NotReplayed(f"it does not run there even before the passes: {error}") from error
     return made
 
 
 def _known_partitions() -> dict[str, Partition]:
-    """Names of groups of the known meshes, of those that still stand for the same ranks, and their partitions."""
+    """The groups of known meshes whose names still stand for the same ranks, with their partitions."""
     me = dist.get_rank()
     found: dict[str, Partition] = {}
     for facts in known_meshes():
@@ -83,15 +84,15 @@ def _partitions(mesh: Any) -> dict[str, Partition]:
     """The partitions of a mesh; none if its groups were destroyed."""
     try:
         return partitions(mesh)
-    except (RuntimeError, ValueError, KeyError):  # torch's, for names that no group has
+    except (RuntimeError, ValueError, KeyError):  # torch raises these for unknown names
         return {}
 
 
 def _ranks(name: str) -> tuple[int, ...] | None:
-    """The ranks of the group of that name; None if there is none, or no more."""
+    """The ranks of the group of that name; None if it does not exist, or no longer does."""
     try:
         return group_ranks(name)
-    except (RuntimeError, ValueError, KeyError):  # torch's, for a name that no group has
+    except (RuntimeError, ValueError, KeyError):  # torch raises these for an unknown name
         return None
 
 
@@ -101,14 +102,14 @@ def _partition(name: str, known: dict[str, Partition]) -> Partition:
     ranks = _ranks(name)
     if ranks is None or len(ranks) < dist.get_world_size():
         raise NotReplayed(
-            f"group {name!r} of ranks {list(ranks or ())} belongs to no known mesh, so which ranks other ranks mean by "
-            "it is not known; use groups of a mesh that a DTensor lives on"
+            f"group {name!r} of ranks {list(ranks or ())} belongs to no known mesh, so it is unknown which ranks other "
+            "ranks mean by it; use the groups of a mesh that some DTensor is on"
         )
     return (ranks,)
 
 
 def _connected(groups: Iterable[Partition]) -> list[int]:
-    """This rank and those that rows of `groups` join it with, one after the other."""
+    """This rank and all ranks that rows of `groups` connect it with, directly or through others."""
     rows = [set(row) for rows in groups for row in rows]
     found = {dist.get_rank()}
     while len(wider := found.union(*[row for row in rows if row & found])) > len(found):
@@ -117,28 +118,28 @@ def _connected(groups: Iterable[Partition]) -> list[int]:
 
 
 def _within(rows: Partition, ranks: list[int]) -> Partition | None:
-    """The rows of `ranks`, which are numbered from 0; None if they do not make up all of them."""
+    """The rows that consist of `ranks`, renumbered from 0; None if they do not cover all of them."""
     place = {rank: k for k, rank in enumerate(ranks)}
     inside = [tuple([place[r] for r in row]) for row in rows if all(r in place for r in row)]
     return tuple(inside) if sum(map(len, inside)) == len(ranks) else None
 
 
 def _check_sizes(graph: fx.Graph) -> None:
-    """Whether all ranks that run this graph have local tensors of the same sizes, which are known."""
+    """Check that all ranks that run this graph have local tensors of the same, known sizes."""
     for node in graph.nodes:
         sizes = [n for x in ir.tensors(node) for n in x.shape]
         if not all(has_hint(n) for n in sizes):
-            raise NotReplayed(f"{node.format_node()} has sizes that only the data tell")
+            raise NotReplayed(f"{node.format_node()} has data-dependent sizes")
     for node in graph.nodes:
         if any(not even for even in _evenness(node)):
             raise NotReplayed(
-                f"{node.format_node()} communicates uneven shards, so that other ranks have other local sizes and "
+                f"{node.format_node()} communicates uneven shards, so other ranks have other local sizes and "
                 "another graph"
             )
 
 
 def _evenness(node: fx.Node) -> list[bool]:
-    """Of each dimension that a collective cuts or joins: whether all ranks have the same part of it."""
+    """For each dim that a collective splits or joins, whether all ranks have an equal part of it."""
     c = ir.collective(node)
     if c is not None:
         n, shape, found = group_size(c.group), ir.value(c.x).shape, []
@@ -160,7 +161,7 @@ def _check_bytes(graph: fx.Graph, world: int) -> None:
     total = world * sum([_bytes(x) for node in own for x in ir.tensors(node)])
     if total > MAX_BYTES:
         raise NotReplayed(
-            f"its tensors take {total / 2**30:.1f} GiB on {world} ranks, and at most {MAX_BYTES / 2**30:.0f} are used"
+            f"its tensors take {total / 2**30:.1f} GiB on {world} ranks; at most {MAX_BYTES / 2**30:.0f} may be used"
         )
 
 

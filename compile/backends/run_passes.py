@@ -1,8 +1,9 @@
-"""Running `dtensor.passes` on the graphs that AOTAutograd makes, and writing down what they did.
+"""Runs `dtensor.passes` on the graphs that AOTAutograd makes, and records what they did.
 
     joint graph -> raise, simplify, regather -> partition -> forward and backward -> raise, simplify, lower
 
-Simplifying the joint graph comes first: what is saved for the backward is then decided on collectives that stay.
+The joint graph is simplified first, so that the decision what to save for the backward is based on the collectives that
+remain.
 """
 
 import warnings
@@ -17,31 +18,34 @@ from dtensor.errors import InvalidInputError
 from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Pass, Raise, Regather, Schedule, SplitBatch
 from dtensor.passes.graph import ir
 from dtensor.torch_private.compiling import check_settled, static_inputs, static_placeholders
-from dtensor.torch_private.sizes import binary_products
+from dtensor.torch_private.symbolic_sizes import binary_products
 
 from ..estimates.meshes import mesh_groups
 from ..recording.frames import current_frame
 from ..recording.logs import log_passes
 from ..recording.statistics import record
-from ..recording.watch import finished, stage_written
+from ..recording.watch_compiles import finished, stage_written
 from .insert_agreement import seal
 from .options import Options
-from .pin import pin
+from .pin_order import pin
 from .replay import simulation
 from .written_inputs import copy_first
 
-# One value for forward and backward would undo what activation checkpointing recomputes.
+# Merging a forward node with an equal backward node would undo the recomputation of activation checkpointing.
 NOT_JOINT = (CommonSubexpressions.name,)
 
 
 def simplify_joint(graph: fx.Graph, options: Options, *, within: bool = False) -> None:
     """Run the simplifying passes on the joint graph of forward and backward, in place.
 
-    `within`: it is the graph of a branch or a body in another graph.
+    Args:
+        graph: the joint graph.
+        options: the options of the compilation.
+        within: whether it is the graph of a branch or a loop body in another graph.
 
     Raises:
-        PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
-        SizesSettled: it is to be traced again.
+        PassError: a pass left an invalid graph or, with `options.verify`, changed what it computes.
+        SizesSettled: the program must be traced again.
     """
     check_settled()
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
@@ -51,15 +55,18 @@ def simplify_joint(graph: fx.Graph, options: Options, *, within: bool = False) -
 
 
 def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) -> None:
-    """What is done to a joint graph once it is known what its parameters are.
+    """Prepare a joint graph for the partitioner, once it is known which inputs are parameters.
 
-    Inputs that it writes to are copied if its backward reads them, the batch is split, where options say so, and marks
-    tell the partitioner which gathers to do again in the backward.
+    Inputs that the graph writes to are copied if its backward reads them, the batch is split if the options require it,
+    and marks for the partitioner state which gathers to recompute in the backward.
 
-    `static` are the arguments that are parameters or buffers, by their index before DTensors are taken apart.
+    Args:
+        graph: the joint graph.
+        options: the options of the compilation.
+        static: indices of the arguments that are parameters or buffers, before DTensors are flattened.
 
     Raises:
-        PassError: as `simplify_joint`.
+        PassError: as in `simplify_joint`.
     """
     copy_first(graph)
     _mark_parameters(graph, static)
@@ -78,11 +85,15 @@ def _mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
 def optimise(graph: fx.Graph, options: Options, *, inference: bool = False, within: bool = False) -> None:
     """Run all passes on a forward, backward or inference graph, in place.
 
-    `within`: it is the graph of a branch or a body in another graph.
+    Args:
+        graph: the graph.
+        options: the options of the compilation.
+        inference: whether it is an inference graph, unless it takes tangents.
+        within: whether it is the graph of a branch or a loop body in another graph.
 
     Raises:
-        PassError: a pass left an invalid graph or, with `options.verify`, one that computes something else.
-        SizesSettled: an inference graph is to be traced again.
+        PassError: a pass left an invalid graph or, with `options.verify`, changed what it computes.
+        SizesSettled: an inference graph must be traced again.
     """
     if inference:
         check_settled()
@@ -108,8 +119,8 @@ def _run(
     resumed: bool = False,
     within: bool = False,
 ) -> None:
-    """`resumed`: passes have run on this graph before, of which the records go on. `within`: nothing is taken down, as
-    it is not known how often the graph will run."""
+    """Run passes and record what they did. `resumed`: passes have run on this graph before, and the records continue.
+    `within`: nothing is recorded, since it is unknown how often the graph will run."""
     binary_products(graph)
     traced = passes.collectives(graph)
     simulate = simulation(graph, where) if options.verify else None
@@ -121,9 +132,9 @@ def _run(
     try:
         done = run(graph)
     except InvalidInputError as error:
-        # Not our doing, and no reason to refuse the user's model: what the passes do to it goes unchecked, and is said.
+        # The passes did not cause this, and it is no reason to refuse the model: run them unverified, with a warning.
         warnings.warn(
-            f"the {where} graph does not verify as it came, so the passes run unchecked: {error}", stacklevel=2
+            f"the {where} graph is invalid before any pass, so the passes run unverified: {error}", stacklevel=2
         )
         done = run(graph, verify=False)
     if within:
@@ -135,7 +146,7 @@ def _run(
 
 
 def branches(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """The graphs of the branches and bodies in a graph, and in these, inner ones first."""
+    """Yield the graphs of the branches and loop bodies in a graph, recursively, inner ones first."""
     used = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")}
     for name, child in gm.named_children():
         if name in used and isinstance(child, fx.GraphModule):
@@ -151,7 +162,8 @@ def direction(graph: fx.Graph, inference: bool) -> str:
 
 
 def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
-    """Whether the graph has what the chosen passes read: `dtensor::` operators, or what `raise` makes of it."""
+    """Whether the graph has operators for the chosen passes: `dtensor::` ones, or those that `raise` turns into
+    such."""
     spaces = {getattr(n.target, "namespace", None) for n in graph.nodes}
     return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 

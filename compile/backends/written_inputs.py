@@ -1,9 +1,11 @@
-"""What the backward reads of an input that the forward writes to: as it was before.
+"""Lets the backward read an input that the forward writes to as it was before.
 
-Torch's partitioner (2.13) takes an input for saved, whether the graph writes to it or not: `(x * w * w).sum()` before
-`w.sin_()` has a gradient of the sine then, on one device, too. Here such an input is copied first, and the partitioner
-sees the copy alone.
+Torch's partitioner (2.13) saves an input as is, even if the graph writes to it: with `(x * w * w).sum()` before
+`w.sin_()`, the gradient is computed from the sine, even on a single device. Here such an input is copied first, and the
+partitioner only sees the copy.
 """
+
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,14 +13,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from dtensor.passes.graph import ir
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 def copy_first(graph: fx.Graph) -> int:
-    """Have a joint graph read copies of the inputs that it writes to and whose values reach its backward, in place.
+    """Make a joint graph read copies of the inputs that it writes to and whose values reach its backward, in place.
 
     Returns:
-        How many were copied.
+        The number of inputs that were copied.
     """
     count = 0
     for write in graph.find_nodes(op="call_function", target=aten.copy_.default):

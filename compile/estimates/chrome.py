@@ -1,13 +1,13 @@
-"""The timeline as Chrome's trace format, for chrome://tracing and Perfetto."""
+"""The timeline in Chrome's trace format, for chrome://tracing and Perfetto."""
 
 from typing import Any
 
 THREADS = {"computation": 1, "communication": 2, "exposed": 3}
-"""Rows of the picture."""
+"""The rows of a graph -> their thread ids."""
 
 
 def chrome_trace(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Events of all graphs of a manifest, one after the other; each graph is a process of the picture."""
+    """Return the trace of all graphs of a manifest, one after the other in time. Each graph is shown as a process."""
     events: list[dict[str, Any]] = []
     offset = 0.0
     for pid, (direction, graph) in enumerate(manifest["graphs"].items()):

@@ -1,10 +1,10 @@
-"""How long a graph's local operators take, roughly: a roofline.
+"""A rough estimate of how long a graph's local operators take: a roofline.
 
     seconds = max(floating-point operations / peak, bytes moved / memory bandwidth) + launch
 
-What is counted in floating-point operations are the products that `torch.utils.flop_counter` knows. Bytes are those
-of a compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free. The numbers
-of `MACHINES` are orders of magnitude; what they are for is to tell which communication has enough work beside it.
+Only the products that `torch.utils.flop_counter` knows count as floating-point operations. Bytes are those of a
+compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free. The numbers in
+`MACHINES` are orders of magnitude, good enough to show which communication has enough computation to overlap with.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import OpOverload
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 from .traffic import bytes_of, called
 
@@ -28,8 +28,8 @@ class Machine:
 
     Attributes:
         flops: floating-point operations per second in float32.
-        half: the same in float16 and bfloat16.
-        memory: bytes per second.
+        half: floating-point operations per second in float16 and bfloat16.
+        memory: memory bandwidth in bytes per second.
         launch: seconds to start a kernel.
     """
 
@@ -43,13 +43,13 @@ MACHINES = {
     "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6),
     "cuda": Machine(flops=60e12, half=500e12, memory=2.5e12, launch=3e-6),
 }
-"""Device type -> what one rank has: some cores of a server, and a current accelerator."""
+"""Device type -> what one rank has: some cores of a server, or a current accelerator."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 def seconds(node: fx.Node, machine: Machine) -> float:
-    """Estimated time of a local operator."""
+    """Estimate the time of a local operator in seconds."""
     if is_free(node):
         return 0.0
     moved, flops = _moved(node), _flops(node)
@@ -61,14 +61,14 @@ def seconds(node: fx.Node, machine: Machine) -> float:
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node does nothing when it runs, or only looks at what is there."""
+    """Whether a node does nothing when it runs, or only views existing data."""
     if node.op != "call_function":
         return True
     return not ir.tensors(node) or (ir.aliases(node) and not ir.mutates(node))
 
 
 def machine_of(graph: fx.Graph) -> Machine:
-    """The machine of the device that most of a graph's values are on."""
+    """Return the machine for the device type that most values of a graph are on."""
     kinds = [x.device.type for n in graph.nodes for x in ir.tensors(n)]
     return MACHINES["cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu"]
 
@@ -81,12 +81,12 @@ def _moved(node: fx.Node) -> int:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether compilers fuse a node with its like."""
+    """Whether compilers fuse a node with others of its kind."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a view is a view of."""
+    """The tensor that a chain of views starts from."""
     while node.op == "call_function" and is_free(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -104,12 +104,13 @@ def _flops(node: fx.Node) -> float:
     given, named = map_arg((args, node.kwargs), lambda x: _plain(ir.value(x)))
     try:
         return float(count(*_plain(given), **named, out_val=_plain(ir.value(node))))
-    except (TypeError, ValueError, AssertionError, RuntimeError):  # a formula that does not know this call
+    except (TypeError, ValueError, AssertionError, RuntimeError):  # a formula that does not support this call
         return 0.0
 
 
 def _plain(val: Any) -> Any:
-    """A value as formulas take it, of tensors the shape: numbers only, for to compute with symbols would add guards."""
+    """A value as the formulas take it, tensors as their shapes. Only plain numbers: computing with symbols would add
+    guards."""
     if isinstance(val, torch.Tensor):
         return torch.Size([hint(n) for n in val.shape])
     if isinstance(val, (tuple, list)) and not isinstance(val, torch.Size):

@@ -1,8 +1,9 @@
-"""What a collective costs as a formula in the sizes of mesh axes, and of symbolic sizes where a graph has them.
+"""The cost of a collective as a formula in the sizes of mesh axes, and in symbolic sizes where a graph has them.
 
-A collective that tracing a DTensor made knows the global lengths of the buffer that it is priced by, and which axes
-cut them (`dtensor.mesh.provenance.Moved`). From these follow bytes and seconds for other meshes. Passes may have made
-another collective of it: a formula is given only if it says, for the mesh at hand, what is really sent.
+A collective made by tracing a DTensor records the global lengths of the buffer that determines its cost, and the axes
+that shard them (`dtensor.mesh.provenance.Moved`). Bytes and seconds for other meshes follow from these. Passes may have
+turned it into another collective, so a formula is given only if it yields the bytes that are really sent on the mesh at
+hand.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +17,26 @@ import sympy
 from dtensor.layout.cost import WORK, wire_bytes
 from dtensor.mesh.provenance import Moved
 from dtensor.passes.graph import groups
-from dtensor.torch_private.sizes import hint, size_formula
+from dtensor.torch_private.symbolic_sizes import hint, size_formula
 
 from .traffic import Sent
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Bytes that each rank sends, and estimated seconds. Symbols are names of axes, and of sizes of inputs."""
+    """The cost of a collective. Symbols are the names of mesh axes and of sizes of inputs.
+
+    Attributes:
+        bytes: bytes that each rank sends.
+        seconds: estimated time in seconds.
+    """
 
     bytes: sympy.Expr
     seconds: sympy.Expr
 
 
 def formula(s: Sent, moves: Sequence[Moved | None]) -> Formula | None:
-    """The formula of what is sent, which stands for the steps `moves`; None if they do not give it."""
+    """Return the formula for `s`, which implements the steps `moves`; None if it does not follow from them."""
     known = [m for m in moves if m is not None]
     if not known or len(known) < len(moves) or s.op not in WORK:
         return None
@@ -50,7 +56,8 @@ def _factored(x: sympy.Expr) -> sympy.Expr:
 
 
 def _size(m: Moved, length: Callable[[Any, Any, bool], Any], axis: Callable[[int], Any]) -> Any:
-    """Bytes of the buffer that prices a step; `axis` gives the size of an axis, `length` that of a cut dimension."""
+    """Bytes of the buffer that determines a step's cost; `axis` gives the size of an axis, `length` that of a sharded
+    dim."""
     found = m.itemsize * prod([axis(a) for a in m.count])
     for whole, axes in m.lengths:
         even = hint(whole) % prod([m.sizes[a] for a in axes]) == 0

@@ -1,4 +1,4 @@
-"""What is known of the meshes that tensors live on, as the passes and estimates take it."""
+"""The known meshes, in the form that passes and estimates take."""
 
 from dtensor.mesh.groups import group_ranks
 from dtensor.mesh.mesh import MeshFacts, known_meshes
@@ -7,9 +7,9 @@ from dtensor.torch_private.core import disable_current_modes
 
 
 def mesh_groups() -> tuple[MeshGroups, ...]:
-    """What is known of the meshes that tensors live on.
+    """Return the groups of all meshes that tensors live on.
 
-    Facts outlive process groups, whose names are given again: a mesh of groups that were destroyed is left out.
+    The records outlive process groups, whose names are reused: a mesh whose groups were destroyed is left out.
     """
     with disable_current_modes():
         facts = [f for f in known_meshes() if f.groups and _is_alive(f)]
@@ -17,13 +17,13 @@ def mesh_groups() -> tuple[MeshGroups, ...]:
 
 
 def _is_alive(facts: MeshFacts) -> bool:
-    """Whether the names of the mesh's groups stand for the ranks that the mesh has there."""
+    """Whether the names of the mesh's groups still stand for the ranks of the mesh."""
     assert facts.coordinate is not None, "a mesh has groups on its own ranks only"
     for axes, name in facts.groups.items():
         place = tuple([slice(None) if a in axes else at for a, at in enumerate(facts.coordinate)])
         try:
             ranks = group_ranks(name)
-        except (RuntimeError, ValueError, KeyError):  # torch's, for a name that no group has
+        except (RuntimeError, ValueError, KeyError):  # torch raises these for an unknown name
             return False
         if ranks != tuple(facts.mesh.mesh[place].flatten().tolist()):
             return False

@@ -1,11 +1,11 @@
-"""When a graph computes and when it communicates: a simulation of its schedule on one rank, with estimated times.
+"""When a graph computes and when it communicates: simulates its schedule on one rank, with estimated times.
 
-Nodes run in the order of the graph. Computation is one stream; communication is another, in which what was started
-first goes first. A wait holds computation until its collective has ended: that gap is the exposed part of the
-collective. One that is not split into start and wait is exposed as a whole.
+Nodes run in graph order. Computation is one stream; communication is another one, in which collectives run in the order
+of their starts. A wait blocks computation until its collective has ended, and the time blocked is the exposed part of
+the collective. A collective that is not split into start and wait is exposed entirely.
 
-Times come from `dtensor.layout.cost` with the links of the known meshes, and from `estimate` for local operators.
-Memory is what this rank holds: inputs that are given to the step stay, all else goes after its last use.
+Times come from `dtensor.layout.cost`, with the links of the known meshes, and from `estimate` for local operators.
+Memory is what this rank holds: inputs of a step stay until its end, and any other tensor is freed after its last use.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,16 @@ from .traffic import Sent, bytes_of, called, is_wait, sent
 
 @dataclass(frozen=True)
 class Span:
-    """One piece of work: what, and from when to when, in seconds from the start of the graph; `bytes` on the wire."""
+    """One piece of work. Times are in seconds from the start of the graph.
+
+    Attributes:
+        name: the operator or collective.
+        communicates: whether it is a collective.
+        start: when it starts.
+        end: when it ends.
+        exposed: seconds for which computation waits for it.
+        number: index of the collective among those of the graph; -1 for computation.
+    """
 
     name: str
     communicates: bool
@@ -33,12 +42,12 @@ class Span:
 
 @dataclass
 class Timeline:
-    """What runs when.
+    """What runs when in a graph.
 
     Attributes:
-        spans: computation and communication; a span of communication has the number of its collective, from 0.
-        memory: (time, bytes held) after each change.
-        seconds: when the graph has ended.
+        spans: computation and communication, by start time.
+        memory: pairs of time in seconds and bytes held, one for each node.
+        seconds: when the graph ends.
     """
 
     spans: list[Span] = field(default_factory=list)
@@ -62,25 +71,24 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """Most bytes held at once."""
+        """The most bytes held at once."""
         return max([held for _, held in self.memory], default=0)
 
 
 def timeline(graph: fx.Graph) -> Timeline:
-    """Simulate the schedule of `graph`. Links are those of the meshes that `dtensor.passes.graph.groups.known`
-    names."""
+    """Simulate the schedule of `graph`, with the links of the meshes given to `dtensor.passes.graph.groups.known`."""
     return _Run(graph).done()
 
 
 def seconds_of(s: Sent) -> float:
-    """Estimated time of a collective."""
+    """Estimate the time of a collective in seconds."""
     op = "all_gather" if s.op == "broadcast" else s.op
     return groups.seconds(op, s.size, s.group) if s.ranks else 0.0
 
 
 @dataclass
 class _Flight:
-    """A collective that was started."""
+    """A collective that has started."""
 
     name: str
     start: float
@@ -90,7 +98,7 @@ class _Flight:
 
 
 class _Run:
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.machine = graph, estimate.machine_of(graph)
         self.now, self.free, self.count = 0.0, 0.0, 0
         self.flights: dict[fx.Node, _Flight] = {}
@@ -147,7 +155,7 @@ class _Run:
 class _Memory:
     """Bytes held after each node, in the order of the graph."""
 
-    def __init__(self, graph: fx.Graph):
+    def __init__(self, graph: fx.Graph) -> None:
         self.root: dict[fx.Node, fx.Node] = {}
         self.dies: dict[fx.Node, list[fx.Node]] = {}
         self.held = 0
@@ -167,7 +175,7 @@ class _Memory:
                 self.dies.setdefault(node, []).append(root)
 
     def after(self, node: fx.Node) -> int:
-        """Bytes held when `node` has run, and before what it was the last to use goes."""
+        """Bytes held once `node` has run, before the tensors it was the last to use are freed."""
         self.held += _bytes(node) if self.root[node] is node else 0
         peak = self.held
         self.held -= sum([_bytes(x) for x in self.dies.get(node, ())])
@@ -175,14 +183,14 @@ class _Memory:
 
 
 def _stays(node: fx.Node, is_backward: bool) -> bool:
-    """Whether an input belongs to the caller; the backward gets tangents, and what was saved, to itself."""
+    """Whether an input belongs to the caller; a backward owns its tangents and saved tensors."""
     if node.op == "placeholder" and is_backward:
         return node.name.startswith("primals")
     return node.op in ("placeholder", "get_attr")
 
 
 def _bytes(node: fx.Node) -> int:
-    """Bytes that a node makes; what the output hands over was made before."""
+    """Bytes that a node allocates; the output node allocates nothing."""
     if node.op == "output":
         return 0
     return sum(map(bytes_of, ir.tensors(node)))

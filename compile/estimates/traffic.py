@@ -1,7 +1,7 @@
-"""What a graph sends as it is about to run: each call that puts bytes on the wire, ours, torch's or others'.
+"""What a graph that is about to run sends: every call that puts bytes on the wire, from this library, torch or others.
 
-`dtensor.passes.count` reads what the passes work on. Here is read what is left in the end, by whatever compiler: the
-variants that write in place or into a buffer, several tensors in one call, calls that Inductor wraps to order them.
+`dtensor.passes.count` reads the operators that the passes work on. This module reads what is left in the end, whatever
+compiler made it: in-place and out variants, calls on several tensors, and calls that Inductor wraps to order them.
 """
 
 import math
@@ -18,7 +18,7 @@ from dtensor.layout import cost
 from dtensor.mesh.groups import group_ranks
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import tree_leaves
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 NAMES = {
     "all_reduce": "all_reduce",
@@ -34,7 +34,7 @@ NAMES = {
     "broadcast": "broadcast",
     "collective_permute": "collective_permute",
 }
-"""Operator, without what its variants add to the name -> the collective it is."""
+"""Operator name, without the suffixes of its variants -> the collective."""
 
 SPACES = ("dtensor", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 VARIANTS = ("_out", "_coalesced", "_")
@@ -47,16 +47,16 @@ class Sent:
 
     Attributes:
         op: a collective of `dtensor.layout.cost.WORK`, or "broadcast".
-        carried: the collective called for it: an all_to_all where a reduce_scatter's parts are exchanged.
+        carried: the collective that is called for it: an all_to_all where the parts of a reduce_scatter are exchanged.
         group: name of the process group.
-        ranks: its ranks; empty if the group is not known here.
-        reduce_op: of the reducing ones.
-        dtype: short name of the elements' type.
-        shapes: of the tensors that this rank hands over.
-        buffer: their bytes.
-        bytes: bytes this rank puts on the wire, by a ring algorithm (`dtensor.layout.cost`).
-        size: what the cost is counted by: the gathered result, or else the buffer; in bytes.
-        starts: whether the call only starts, and a wait follows.
+        ranks: ranks of the group; empty if the group is unknown.
+        reduce_op: the reduction, if any.
+        dtype: short name of the elements' dtype.
+        shapes: shapes of the tensors that this rank passes in.
+        buffer: bytes of these tensors.
+        bytes: bytes this rank puts on the wire, with a ring algorithm (`dtensor.layout.cost`).
+        size: bytes that the cost is computed from: those of the gathered result, or else of the buffer.
+        starts: whether the call only starts the collective, and a wait follows.
     """
 
     op: str
@@ -72,8 +72,8 @@ class Sent:
     starts: bool
 
 
-def called(node: fx.Node) -> tuple[Any, tuple]:
-    """Operator and arguments of a call, out of the wrapping by which Inductor puts it into order."""
+def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operator and arguments of a call, without the wrapper that Inductor puts around it for ordering."""
     if str(node.target) == "control_deps" and len(node.args) > 1:
         inner: Any = getattr(node.graph.owning_module, str(getattr(node.args[1], "target", "")), None)
         calls = [n for n in inner.graph.nodes if n.op == "call_function"] if inner is not None else []
@@ -84,7 +84,7 @@ def called(node: fx.Node) -> tuple[Any, tuple]:
 
 
 def operator(target: Any) -> str:
-    """The collective that an operator is; "" if it is none."""
+    """Return the collective that an operator performs; "" if none."""
     if getattr(target, "namespace", None) not in SPACES:
         return ""
     name = target._schema.name.split("::")[1]
@@ -94,12 +94,12 @@ def operator(target: Any) -> str:
 
 
 def is_wait(target: Any) -> bool:
-    """Whether an operator waits for what was started."""
+    """Whether an operator waits for a started collective."""
     return getattr(target, "namespace", None) in SPACES and target._schema.name.split("::")[1] in WAITS
 
 
 def sent(node: fx.Node) -> Sent | None:
-    """What a node sends; None if it sends nothing, or names its group in a way that is not known here."""
+    """Return what a node sends; None if it sends nothing, or if its group cannot be determined."""
     if node.op != "call_function":
         return None
     target, args = called(node)
@@ -121,7 +121,7 @@ def sent(node: fx.Node) -> Sent | None:
 
 
 def traffic(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sent]]:
-    """The nodes that communicate, in order."""
+    """Yield the nodes that communicate, in order, with what they send."""
     for node in graph.nodes:
         found = sent(node)
         if found is not None and len(found.ranks) != 1:
@@ -129,7 +129,7 @@ def traffic(graph: fx.Graph) -> Iterator[tuple[fx.Node, Sent]]:
 
 
 def bytes_of(x: torch.Tensor) -> int:
-    """Bytes of a tensor's elements; symbolic sizes count with their example values."""
+    """Return the bytes of a tensor's elements; symbolic sizes count with their example values."""
     return math.prod([hint(n) for n in x.shape]) * x.element_size()
 
 
@@ -140,7 +140,7 @@ def _values(arg: Any) -> Any:
 def _ranks(group: str) -> tuple[int, ...]:
     try:
         return group_ranks(group)
-    except (RuntimeError, ValueError, KeyError):  # torch's, for a name that no group has
+    except (RuntimeError, ValueError, KeyError):  # torch raises these for an unknown name
         return ()
 
 

@@ -1,1 +1,1 @@
-"""What is noted while something is compiled: frames, graphs, collectives, files."""
+"""What is recorded while programs are compiled: frames, graphs, collectives, files."""

@@ -1,17 +1,17 @@
-"""The folder of a dump: which files there are, and how they get there.
+"""The folder of a dump: which files it holds, and how they are written.
 
     folder/rank0/000_forward/                a frame: a function that Dynamo compiled, by order and name
         01_dynamo.txt                        Dynamo's graph
         02_joint.00_input.txt                the joint graph as AOTAutograd traced it
-        03_forward.00_input.txt              the forward (or `03_inference`) as it came to the passes
-        03_forward.04_bucket.txt             after the fourth change, which the pass `bucket` made
+        03_forward.00_input.txt              the forward (or `03_inference`) before the passes
+        03_forward.04_bucket.txt             after the fourth change, made by the pass `bucket`
         03_forward.inner.txt                 what the inner compiler made of it
-        04_backward....                      the same of the backward
+        04_backward....                      the same for the backward
         guards.txt, recompiled.txt, graph_breaks.txt, bytecode.py
         manifest.json, trace.json            what it communicates; the timeline, for chrome://tracing or Perfetto
 
-Nothing is overwritten: counting of frames goes on after what the folder holds. A file is there as a whole or not at
-all. What cannot be written is left out with one warning for each folder: a dump stops no training.
+No frame is overwritten: numbering continues after what the folder holds. A file is written completely or not at all. If
+something cannot be written, it is left out, with one warning per folder: a dump never stops a training run.
 """
 
 import contextlib
@@ -20,6 +20,7 @@ import re
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,15 +30,15 @@ NUMBERED = re.compile(r"(\d+)_\w+")
 ORDER = {"dynamo": "01_dynamo", "joint": "02_joint", "forward": "03_forward", "inference": "03_inference"} | {
     "backward": "04_backward"
 }
-"""Graph -> how the names of its files begin."""
+"""Graph -> the prefix of its file names."""
 
 _active: list[Path] = []
 _failed: set[Path] = set()
 
 
 @contextlib.contextmanager
-def writing_to(root: Path):
-    """Context in which all that is compiled is written under `root`."""
+def writing_to(root: Path) -> Any:
+    """Write everything that is compiled inside the context to `root`."""
     _active.append(root)
     _failed.discard(root)
     try:
@@ -47,17 +48,17 @@ def writing_to(root: Path):
 
 
 def is_wanted(frame: Frame) -> bool:
-    """Whether anything is to be written of a frame."""
+    """Whether anything is to be written for a frame."""
     return bool(_active or frame.roots)
 
 
 def rank_folder(root: Path) -> Path:
-    """The folder of this rank."""
+    """Return this rank's folder below `root`."""
     return root / f"rank{dist.get_rank() if dist.is_initialized() else os.environ.get('RANK', '0')}"
 
 
 def write(frame: Frame, name: str, content: str) -> None:
-    """Write a file of a frame, wherever it is to be written; one that is there is replaced."""
+    """Write a file of a frame to all folders where it is wanted; an existing one is replaced."""
     for root in dict.fromkeys([*_active, *frame.roots]):
         if root in _failed:
             continue
@@ -69,10 +70,10 @@ def write(frame: Frame, name: str, content: str) -> None:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Write a file so that it is never seen in part.
+    """Write a file atomically, so that it is never seen half-written.
 
     Raises:
-        OSError: it cannot be written; then nothing is left behind.
+        OSError: it cannot be written; nothing is left behind.
     """
     handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
@@ -86,7 +87,7 @@ def write_whole(path: Path, content: str) -> None:
 
 
 def _folder(frame: Frame, root: Path) -> Path:
-    """The folder of a frame, which is made when its first file is written."""
+    """The folder of a frame; created when its first file is written."""
     if root not in frame.folders:
         own = rank_folder(root)
         own.mkdir(parents=True, exist_ok=True)

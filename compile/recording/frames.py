@@ -1,19 +1,20 @@
-"""What is compiled: frames of Dynamo's, their graphs, and the story of each collective in them.
+"""What is compiled: Dynamo's frames, their graphs, and the history of each collective in them.
 
     Frame                 a function that Dynamo compiled, once for each set of guards
       Story               one of its graphs: joint, forward, backward or inference
-        Change            what a pass did to the collectives of it
+        Change            what a pass did to its collectives
         Collective        what the graph sends when it runs
 
-A collective that the program asked for gets a number when it is first seen, in the joint graph or in the graph itself.
-The number goes wherever a pass hands on where a node came from, so that it can be told which passes changed a
-collective, which one removed it, and what that saved. Frames are kept here, the last `KEPT` of them, without their
-graphs: `dtensor.compile.report` and manifests are made from them.
+A collective that the program requests gets a number when it is first seen, in the joint graph or in the graph itself.
+Passes that copy a node's provenance pass the number on, which shows which passes changed a collective, which one
+removed it, and what that saved. The last `KEPT` frames are kept here, without their graphs; `dtensor.compile.report`
+and manifests are made from them.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import fx
@@ -28,26 +29,28 @@ from dtensor.torch_private.compiling import compile_context
 from ..estimates.formula import Formula, formula
 from ..estimates.timeline import Timeline, timeline
 from ..estimates.traffic import Sent, traffic
-from .remark import asked
+from .node_remarks import asked
 
 KEPT = 256
-"""Frames that are remembered."""
+"""The number of frames that are kept."""
 
 UNNAMED = "graph"
-"""Name of a frame where Dynamo was not asked."""
+"""Name of a frame whose function is unknown."""
 
 DIRECTIONS = ("joint", "forward", "backward", "inference")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A collective as the program asked for it.
+    """A collective as the program requested it.
 
     Attributes:
         number: its number in the frame.
-        op, group, bytes: see `dtensor.passes.CollectiveInfo`.
+        op: see `dtensor.passes.CollectiveInfo`.
+        group: see `dtensor.passes.CollectiveInfo`.
+        bytes: see `dtensor.passes.CollectiveInfo`.
         how: "explicit", "implicit" or "unknown".
-        moved: the step of a redistribution that it is; None if unknown.
+        moved: the redistribution step that it performs; None if unknown.
         where: the line of the user's code; None if unknown.
         module: path of the module; "" if unknown.
         backward: whether it was traced in the backward.
@@ -75,10 +78,15 @@ class Collective:
 
     Attributes:
         sent: the call.
-        asked: numbers of what it stands for.
-        passes: the passes that made it what it is, in order.
-        how, move, where, module: as of `Asked`, of the node itself.
-        start, end, exposed: estimated seconds, from the start of the graph.
+        asked: numbers of the requested collectives that it implements.
+        passes: the passes that created or changed it, in order.
+        how: as in `Asked`; "explicit and implicit" if it implements both kinds.
+        move: the placements before and after, as recorded on the node itself.
+        where: the line of the user's code, as recorded on the node itself.
+        module: path of the module, as recorded on the node itself.
+        start: estimated seconds from the start of the graph to its start.
+        end: estimated seconds from the start of the graph to its end.
+        exposed: estimated seconds for which computation waits for it.
         formula: its bytes and seconds in sizes of axes and symbolic sizes; None if they do not follow from the plan.
     """
 
@@ -97,7 +105,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class Change:
-    """What one run of a pass did to the collectives of a graph; bytes are those on the wire, of all of them."""
+    """What one run of a pass did to the collectives of a graph.
+
+    Attributes:
+        name: name of the pass.
+        direction: the graph.
+        stage: how many changes of the graph there were, this one included.
+        made: number of collectives that it created.
+        gone: number of collectives that it removed.
+        before: bytes on the wire of all collectives before the pass.
+        after: bytes on the wire of all collectives after the pass.
+        removed: numbers of the requested collectives that no collective implements any more.
+    """
 
     name: str
     direction: str
@@ -111,7 +130,15 @@ class Change:
 
 @dataclass
 class Story:
-    """One graph."""
+    """The history of one graph.
+
+    Attributes:
+        direction: "joint", "forward", "backward" or "inference".
+        stages: "input" and the names of the passes that changed it, in order.
+        sent: the collectives that it sends, in order.
+        timeline: when it computes and communicates; None until it is finished.
+        nodes: number of its nodes.
+    """
 
     direction: str
     stages: list[str] = field(default_factory=list)
@@ -125,12 +152,17 @@ class Frame:
     """A function that Dynamo compiled.
 
     Attributes:
-        name, file, line: of the function, and a line in it; "graph" as long as that is not known.
-        compile_id: Dynamo's, such as "0/1" for the first recompilation of the first function.
-        stories: direction -> graph.
-        asked: number -> collective as the program asked for it.
+        name: name of the function; "graph" while it is unknown.
+        file: file of the function.
+        line: a line in the function.
+        compile_id: Dynamo's id, such as "0/1" for the first recompilation of the first function.
+        stories: direction -> history of that graph.
+        asked: number -> collective as the program requested it.
         changes: what the passes did, in order.
-        breaks, recompiled: graph breaks and reasons for a recompilation, in torch's words.
+        breaks: graph breaks, in torch's words.
+        recompiled: reasons for the recompilation, in torch's words.
+        roots: folders of dumps to which it is written.
+        folders: folder of a dump -> the frame's own folder in it.
     """
 
     name: str = UNNAMED
@@ -146,24 +178,24 @@ class Frame:
     folders: dict[Path, Path] = field(default_factory=dict)
 
     def identify(self, graph: fx.Graph) -> None:
-        """Find out from a graph which function it is of."""
+        """Find out from a graph which function it comes from."""
         traces = [node.meta["stack_trace"] for node in graph.nodes if node.meta.get("stack_trace")]
         m = FRAME.search(traces[0]) if traces and not self.file else None
         if m is not None:
             self.name, self.file, self.line = m["function"], m["file"], int(m["line"])
 
     def story(self, direction: str) -> Story:
-        """The graph of that direction."""
+        """Return the history of the graph of that direction."""
         return self.stories.setdefault(direction, Story(direction))
 
     def finish(self, direction: str, graph: fx.Graph) -> None:
-        """Take down what `graph` sends when it runs, and when. Meshes are those that are known to the passes."""
+        """Record what `graph` sends when it runs, and when. Links are those of the meshes known to the passes."""
         story = self.story(direction)
         story.timeline, story.nodes = timeline(graph), len(graph.nodes)
         spans = {s.number: s for s in story.timeline.spans if s.communicates}
         story.sent = [self._collective(node, s, spans[k]) for k, (node, s) in enumerate(traffic(graph))]
 
-    def _collective(self, node: fx.Node, s: Sent, span) -> Collective:
+    def _collective(self, node: fx.Node, s: Sent, span: Any) -> Collective:
         numbers = node.meta.get(TRACED, ())
         origins = [self.asked[n] for n in numbers if n in self.asked]
         hows = {a.how for a in origins} or {asked(node)}
@@ -174,7 +206,7 @@ class Frame:
         return Collective(s, numbers, passes, how, move, where, path, span.start, span.end, span.exposed, found)
 
     def number(self, node: fx.Node, info: CollectiveInfo) -> None:
-        """Give a collective a number, unless it or what it was made of has one."""
+        """Give a collective a number, unless it or one that it was made from has one."""
         if TRACED in node.meta:
             return
         n = len(self.asked)
@@ -186,10 +218,11 @@ class Frame:
 
 
 class Follower:
-    """Follows the collectives of one graph through the passes; what `passes.run(observe=...)` calls."""
+    """Follows the collectives of one graph through the passes. `passes.run(observe=...)` calls it."""
 
-    def __init__(self, frame: Frame, direction: str):
-        self.frame, self.direction = frame, direction
+    def __init__(self, frame: Frame, direction: str) -> None:
+        self.frame: Frame = frame
+        self.direction: str = direction
         self.before: dict[fx.Node, CollectiveInfo] = {}
 
     def __call__(self, stage: int, name: str, graph: fx.Graph) -> None:
@@ -209,7 +242,7 @@ class Follower:
         self.before = now
 
     def resume(self, graph: fx.Graph) -> None:
-        """Go on with a graph that was followed before."""
+        """Continue with a graph that was followed before."""
         self.before = _sent(graph)
 
     def _change(self, stage: int, name: str, now: dict[fx.Node, CollectiveInfo], new: list[fx.Node]) -> Change:
@@ -227,8 +260,8 @@ def _sent(graph: fx.Graph) -> dict[fx.Node, CollectiveInfo]:
 
 
 def tell_modules(graph: fx.Graph) -> None:
-    """Note on nodes of the backward the module of the forward node that they are the gradient of, where torch did not:
-    both have one number."""
+    """Record on nodes of the backward the module of the forward node whose gradient they compute, where torch did not.
+    Both have the same sequence number."""
     forward = {node.meta.get("seq_nr"): node for node in graph.nodes if node.meta.get("nn_module_stack")}
     for node in graph.nodes:
         found = forward.get(node.meta.get("seq_nr", -1))
@@ -245,7 +278,7 @@ _recent: deque[Frame] = deque(maxlen=KEPT)
 
 
 def current_frame() -> Frame:
-    """The frame that is being compiled in this thread; a new one where Dynamo compiles none."""
+    """Return the frame that is being compiled in this thread; a new one if Dynamo is not compiling."""
     context = compile_context()
     found = _frames.get(context) if context is not None else None
     if found is None:
@@ -257,7 +290,7 @@ def current_frame() -> Frame:
 
 
 def recent_frames() -> list[Frame]:
-    """The frames that were compiled last, the oldest first."""
+    """Return the frames that were compiled last, oldest first."""
     return list(_recent)
 
 

@@ -1,4 +1,4 @@
-"""What process groups are called for people: by the axes of their meshes."""
+"""Readable names of process groups: the axes of their meshes."""
 
 import torch.distributed as dist
 
@@ -6,12 +6,12 @@ from dtensor.mesh.mesh import default_group, known_meshes
 from dtensor.torch_private.core import process_groups, resolve_process_group
 
 MESH = "mesh_"
-"""How torch begins the description of a group that it made for an axis of a mesh."""
+"""The prefix of torch's description of a group that it made for a mesh axis."""
 
 
 def labels() -> dict[str, str]:
-    """Names of process groups -> what to print: the mesh axes they are over, as far as no two would be called alike;
-    else what torch's meshes call them; groups of which nothing is known are not in it."""
+    """Map names of process groups to what is printed for them: the mesh axes they span, else the name in torch's
+    meshes. Groups about which nothing is known, and groups that would get the same label, are left out."""
     found: dict[str, str] = {}
     for facts in known_meshes():
         dims = facts.mesh.mesh_dim_names

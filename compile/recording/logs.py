@@ -1,4 +1,4 @@
-"""What the passes did, for torch's own logs: `TORCH_LOGS=+dtensor`, and `TORCH_TRACE` with tlparse."""
+"""Reports what the passes did to torch's own logs: `TORCH_LOGS=+dtensor`, and `TORCH_TRACE` with tlparse."""
 
 import json
 import logging
@@ -12,11 +12,11 @@ from .frames import Frame
 from .manifest import manifest
 
 LOG = logging.getLogger("torch.distributed.tensor.dtensor_passes")
-"""Below the logger that torch's name `dtensor` stands for, so that `TORCH_LOGS=+dtensor` shows it."""
+"""A child of the logger that torch's name `dtensor` stands for, so that `TORCH_LOGS=+dtensor` shows it."""
 
 
 def log_passes(frame: Frame, direction: str, records: Sequence[PassRecord]) -> None:
-    """Name the passes that changed a graph, and count."""
+    """Log the passes that changed a graph, with their counts."""
     lines = [pass_line(r) for r in records if r.rewrites]
     for line in lines or ["no pass changed it"]:
         LOG.debug("%s graph of %s: %s", direction, frame.name, line)
@@ -24,12 +24,12 @@ def log_passes(frame: Frame, direction: str, records: Sequence[PassRecord]) -> N
 
 
 def log_manifest(frame: Frame) -> None:
-    """Put the manifest among the artefacts of what is being compiled."""
+    """Add the manifest to the artifacts of the current compilation."""
     trace_artifact("dtensor_manifest", lambda: json.dumps(manifest(frame), indent=1))
 
 
 def pass_line(r: PassRecord) -> str:
-    """Such as `cancel_gather_shard: 2 rewrites in 0.3 ms, all_gather 3 -> 1`."""
+    """Return a line such as `cancel_gather_shard: 2 rewrites in 0.3 ms, all_gather 3 -> 1`."""
     changes = [f"{op} {r.before[op]} -> {r.after[op]}" for op in _changed(r.before, r.after)]
     return ", ".join([f"{r.name}: {r.rewrites} rewrites in {r.seconds * 1e3:.1f} ms", *changes])
 

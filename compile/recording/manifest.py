@@ -1,7 +1,8 @@
-"""The manifest of a frame: all that it communicates, who asked for it, what the passes did, and what it may cost.
+"""The manifest of a frame: everything it communicates, what requested it, what the passes did, and what it may cost.
 
-One JSON file for each frame and rank. Bytes are those that this rank puts on the wire; `sent` those that it hands to
-the process group. Times are estimates (`dtensor.compile.estimates.timeline`), in seconds from the start of the graph.
+There is one JSON file for each frame and rank. `bytes` are those that this rank puts on the wire, `sent` those that it
+passes to the process group. Times are estimates (`dtensor.compile.estimates.timeline`), in seconds from the start of
+the graph.
 """
 
 import json
@@ -17,14 +18,14 @@ from .frames import Asked, Change, Collective, Frame, Story
 from .labels import labels
 
 FORMAT = "dtensor manifest 1"
-"""What the file says it is."""
+"""Identifies the format in the file."""
 
 POINTS = 4000
-"""Most points of the curve of memory."""
+"""Longer memory curves are thinned out, to no fewer points than this."""
 
 
 def write_manifest(frame: Frame) -> None:
-    """Write manifest.json and trace.json, where the frame is dumped."""
+    """Write manifest.json and trace.json if the frame is dumped."""
     if is_wanted(frame):
         made = manifest(frame)
         write(frame, "manifest.json", json.dumps(made, indent=1))
@@ -32,7 +33,7 @@ def write_manifest(frame: Frame) -> None:
 
 
 def manifest(frame: Frame) -> dict[str, Any]:
-    """The content of the file."""
+    """Return the content of manifest.json."""
     names = labels()
     ran = [story for story in frame.stories.values() if story.timeline is not None]
     collectives = [_collective(k, c, story, names) for story in ran for k, c in enumerate(story.sent)]
@@ -50,7 +51,7 @@ def manifest(frame: Frame) -> dict[str, Any]:
 
 
 def totals(collectives: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts by direction and operator, bytes, and seconds."""
+    """Return for each direction the count of each operator, and the sums of bytes and seconds."""
     found: dict[str, Any] = {}
     for direction in dict.fromkeys([c["direction"] for c in collectives]):
         mine = [c for c in collectives if c["direction"] == direction]
@@ -111,7 +112,7 @@ def _place(where: Source | None, module: str) -> dict[str, Any]:
 
 
 def _removed(frame: Frame, names: dict[str, str]) -> list[dict[str, Any]]:
-    """What the program asked for and no graph sends."""
+    """The collectives that the program requested and that no graph sends."""
     left = {n for story in frame.stories.values() for c in story.sent for n in c.asked}
     by = {n: change for change in frame.changes for n in change.removed}
     return [_gone(a, by.get(n), names) for n, a in frame.asked.items() if n not in left]

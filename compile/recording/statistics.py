@@ -1,4 +1,4 @@
-"""Statistics: what was compiled inside a `with statistics()` block: graphs, breaks, passes and collectives."""
+"""Statistics on what was compiled inside a `with statistics()` block: graphs, breaks, passes and collectives."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ class GraphRecord:
 
     Attributes:
         direction: "joint" before the partition; "forward", "backward" or "inference" after it.
-        traced: the collectives that were in the graph before the passes.
-        collectives: those left after them.
+        traced: the collectives in the graph before the passes.
+        collectives: the collectives in the graph after the passes.
         passes: what each pass did.
     """
 
@@ -32,8 +32,8 @@ class Statistics:
     """What was compiled while the block ran.
 
     Attributes:
-        graphs: frames that Dynamo captured.
-        graph_breaks: graph breaks that Dynamo met.
+        graphs: number of frames that Dynamo captured.
+        graph_breaks: number of graph breaks.
         records: one `GraphRecord` for each graph that went through the passes, in order.
     """
 
@@ -61,9 +61,9 @@ _active: list[Statistics] = []
 
 @contextmanager
 def statistics() -> Iterator[Statistics]:
-    """Collect what is compiled inside the block; counts of graphs and breaks are filled in as it ends.
+    """Record what is compiled inside the block. The counts of graphs and graph breaks are filled in when it ends.
 
-    Compile caches are passed over inside: a graph that comes from a cache went through no pass.
+    Compile caches are bypassed inside, since a graph from a cache does not go through the passes.
     """
     made, before = Statistics(), _counted()
     _active.append(made)
@@ -82,7 +82,7 @@ def _counted() -> tuple[int, int]:
 
 
 def record(direction: str, traced: list[CollectiveInfo], graph: fx.Graph, passes: list[PassRecord]) -> None:
-    """Tell all open blocks of a graph that went through the passes."""
+    """Add a graph that went through the passes to all open blocks."""
     if _active:
         made = GraphRecord(direction, tuple(traced), tuple(collectives(graph)), tuple(passes))
         for s in _active:

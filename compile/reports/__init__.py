@@ -1,1 +1,1 @@
-"""What people read: commands, pages, summaries, differences."""
+"""Reports for people: commands, the page, summaries, locks and differences."""

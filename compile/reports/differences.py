@@ -1,7 +1,7 @@
-"""What differs between two dumps, or two files or folders of them: two versions, two ranks, two passes.
+"""The differences between two dumps, or between two files or folders of dumps: two versions, two ranks, two passes.
 
-Files are compared by name. Remarks are left out: a line number that moved is no difference. Of two manifests only
-what is communicated is compared, not estimated times; of the order of passes, guards and bytecode the text.
+Files are compared by name. Remarks are ignored, so a line number that moved is not a difference. For manifests only the
+communication is compared, not estimated times; for the order of passes, guards and bytecode the text is compared.
 """
 
 import difflib
@@ -15,26 +15,26 @@ from dtensor.passes.graph.text import REMARK
 from .reading import read_manifest
 
 KEYS = ("direction", "op", "reduce_op", "axis", "dtype", "shapes", "bytes", "how", "move", "module")
-"""What two collectives of two manifests must have in common to be taken for the same."""
+"""The fields that must be equal for two collectives of two manifests to count as the same."""
 
 LEFT_OUT = ("trace.json", "index.html")
-"""Files that say nothing that others do not."""
+"""Files that hold no information beyond what other files hold."""
 
 _VOLATILE = re.compile(r"0x[0-9a-f]+|\d{6,}\w*|__(?:compiled_fn|temp)_\w+|Guard latency = .*")
 
 
 def differences(a: Path, b: Path) -> Iterator[str]:
-    """The lines of a unified diff of two files, or of all files of two folders; nothing where they are alike.
+    """Yield the lines of a unified diff of two files, or of all files of two folders; nothing if they are the same.
 
     Raises:
-        FileNotFoundError: there is no such file or folder.
+        FileNotFoundError: a file or folder does not exist.
         ValueError: one is a file and the other a folder, or a manifest is damaged.
     """
     for path in (a, b):
         if not path.exists():
             raise FileNotFoundError(f"there is no {path}")
     if a.is_dir() != b.is_dir():
-        raise ValueError(f"{a} and {b} are a file and a folder; give two of a kind")
+        raise ValueError(f"{a} and {b} are a file and a folder; give two files or two folders")
     if not a.is_dir():
         yield from _of_files(a, b, a.name, b.name)
         return
@@ -47,7 +47,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Names below a folder -> files."""
+    """Relative names of the files below a folder -> their paths."""
     found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in LEFT_OUT)
     return {str(path.relative_to(folder)): path for path in found}
 
@@ -64,7 +64,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def collective_line(c: dict[str, Any]) -> str:
-    """A collective of a manifest in one line, without what is estimated, and without line numbers."""
+    """Return a collective of a manifest as one line, without estimates and line numbers."""
     return ", ".join([f"{key}={c[key]}" for key in KEYS])
 
 

@@ -1,9 +1,9 @@
-"""Running a program that is to be inspected: as it is, or as one rank of a mesh that is not there.
+"""Runs a program to inspect it: as it is, or as one rank of a simulated mesh.
 
-The program runs in this process as if Python had been given it, with all that it compiles dumped. It need not know of
-this library. With the sizes of another mesh, its process group is a fake of which only rank 0 exists: whatever it asks
-for in `init_process_group` and `init_device_mesh`, axes that are named get these sizes. Values are then meaningless;
-graphs, bytes and estimates are those of that mesh.
+The program runs in this process as if Python had been started with it, and everything it compiles is dumped. It need
+not use this library. For a simulated mesh, the process group is a fake in which only rank 0 exists. Whatever the
+program passes to `init_process_group` and `init_device_mesh`, named axes get the given sizes. Values are then
+meaningless; graphs, bytes and estimates are those of that mesh.
 """
 
 import math
@@ -25,20 +25,26 @@ from dtensor.torch_private.compiling import symbolic_sizes
 from dtensor.torch_private.core import fake_store
 
 from ..recording.folder import rank_folder, write_whole
-from ..recording.watch import dump
+from ..recording.watch_compiles import dump
 
 DONE = "finished.txt"
-"""The file that a rank writes when its program has ended."""
+"""The file that a rank writes when its program has finished."""
 
 PATIENCE = 30.0
-"""Seconds that the first rank waits for the files of the others."""
+"""How many seconds the first rank waits for the files of the others."""
 
 PER_HOST = 8
-"""Ranks on a host of a mesh that is not there."""
+"""Ranks per host of a simulated mesh."""
 
 
 def inspect(script: Path, arguments: Sequence[str], folder: Path, dynamic: bool = False) -> None:
-    """Run a program and dump what it compiles; `dynamic` makes sizes symbolic, so that costs are formulas in them.
+    """Run a program and dump what it compiles.
+
+    Args:
+        script: path of the program.
+        arguments: its command line arguments.
+        folder: folder of the dump.
+        dynamic: whether to make sizes symbolic, so that costs are formulas in them.
 
     Raises:
         SystemExit: the program exits with an error.
@@ -67,10 +73,10 @@ def _run(script: Path, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def imagined(sizes: Mapping[str, int]) -> Iterator[None]:
-    """Context in which this process is rank 0 of a mesh whose axes have these sizes; other axes keep theirs.
+    """Make this process rank 0 of a simulated mesh whose axes have these sizes; other axes keep theirs.
 
     Raises:
-        ValueError: in `init_device_mesh`: the axes of the mesh are not named, or their sizes do not make up the ranks.
+        ValueError: in `init_device_mesh`, if the mesh has none of the named axes or more ranks than `sizes` gives.
     """
     world = math.prod(sizes.values())
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(min(world, PER_HOST))}
@@ -84,7 +90,7 @@ def imagined(sizes: Mapping[str, int]) -> Iterator[None]:
         shape = tuple([sizes.get(name, n) for name, n in zip(names, mesh_shape)]) if names else tuple(mesh_shape)
         if not set(names) & set(sizes) or math.prod(shape) > world:
             raise ValueError(
-                f"the program makes a mesh {dict(zip(names, shape)) or shape}, which is not {dict(sizes)}; "
+                f"the program makes a mesh {dict(zip(names, shape)) or shape}, which does not fit {dict(sizes)}; "
                 "write mesh_dim_names with the names that --mesh gives sizes to"
             )
         return make(device_type, shape, **options)
@@ -107,17 +113,18 @@ def imagined(sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def clear(folder: Path, rank: int) -> None:
-    """Remove what an earlier run left of a rank; the first rank removes the page, and ranks that are no more.
+    """Remove what an earlier run of this rank left; the first rank also removes the page and the folders of ranks
+    beyond the current number.
 
     Raises:
-        ValueError: the folder holds something that is no dump.
+        ValueError: the folder holds something that is not part of a dump.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; write the folder of a dump")
     kinds = list(folder.iterdir()) if folder.exists() else []
     strange = [p.name for p in kinds if not p.name.startswith("rank") and p.name != "index.html"]
     if strange:
-        raise ValueError(f"{folder} holds {strange[0]}, which is of no dump; write another folder, or an empty one")
+        raise ValueError(f"{folder} holds {strange[0]}, which is not part of a dump; write another or an empty folder")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     for path in kinds:
         if path.name == f"rank{rank}" or (rank == 0 and not path.is_dir()):
@@ -127,7 +134,7 @@ def clear(folder: Path, rank: int) -> None:
 
 
 def wait_for_others(folder: Path, world: int) -> bool:
-    """Wait until all ranks have written their files; whether they have."""
+    """Wait until all ranks have written their files; return whether they have."""
     end = time.monotonic() + PATIENCE
     while not all((folder / f"rank{r}" / DONE).exists() for r in range(world)):
         if time.monotonic() > end:

@@ -1,5 +1,5 @@
 "use strict";
-// All text of the program is set by textContent: nothing of it is ever read as markup.
+// All text from the program is set through textContent, so that none of it is ever parsed as markup.
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
@@ -16,13 +16,13 @@ function time(s) {
   return s >= 1e-3 ? (s * 1e3).toPrecision(3) + " ms" : (s * 1e6).toPrecision(3) + " µs";
 }
 
-// The table of collectives: sorted by a click on a head, filtered by words; rows are made as they come into sight.
+// The table of collectives: click a header to sort, type words to filter. At most MOST rows are shown.
 const COLUMNS = [
   ["Exposed", (c) => c.exposed, time, true], ["Operator", (c) => c.op + (c.reduce_op ? " " + c.reduce_op : "")],
   ["Bytes", (c) => c.bytes, (n) => n.toLocaleString("en"), true], ["Move", (c) => c.move.replace("->", "→")],
   ["Module", (c) => c.module], ["Line", (c) => (c.file ? c.file.split("/").pop() + ":" + c.line : "")],
   ["Code", (c) => c.code], ["Graph", (c) => c.frame + " " + c.direction], ["Axis", (c) => c.axis],
-  ["Takes", (c) => c.seconds, time, true], ["Asked for", (c) => c.how],
+  ["Time", (c) => c.seconds, time, true], ["Requested", (c) => c.how],
   ["Type", (c) => c.dtype + " " + JSON.stringify(c.shapes)], ["Passes", (c) => c.passes.join(", ")],
   ["Ranks", (c) => (c.ranks.length > 8 ? c.ranks.length + " ranks" : c.ranks.join(" "))],
   ["Bytes as a formula", (c) => (c.formula ? c.formula.bytes : "")],
@@ -62,7 +62,7 @@ document.querySelector("#table thead").append(head);
 $("filter").addEventListener("input", fill);
 fill();
 
-// The timeline: bars that share a pixel are drawn once, so that the length of a graph does not matter.
+// The timeline: bars that share a pixel are drawn once, so that drawing does not slow down with the length of a graph.
 const graphs = data.frames.flatMap((f) => Object.entries(f.graphs).map(([d, g]) => ({ name: f.name + " " + d, f, d, ...g })));
 let graph = graphs[0], from = 0, to = 1, chosen = -1;
 graphs.forEach((g, k) => $("which").append(new Option(g.name, String(k))));
@@ -119,7 +119,7 @@ function drawMemory(x) {
   pen.beginPath();
   pen.moveTo(x(0), height);
   let y = height, column = -1, top = height;
-  for (const [s, bytes] of graph.memory) { // of what shares a pixel the most is drawn
+  for (const [s, bytes] of graph.memory) { // of the values that share a pixel, draw the largest
     const now = height - (bytes / most) * (height - 18), at = Math.floor(x(s));
     if (at !== column) {
       pen.lineTo(at, y);
@@ -198,7 +198,7 @@ window.addEventListener("resize", draw);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
 
-// The graphs: only the lines in sight are in the page.
+// The graphs: only the visible lines are in the DOM.
 const HIGH = 18;
 let lines = [], isDiff = false, stages = [];
 data.frames.forEach((f, k) => $("frame").append(new Option(f.name, String(k))));
@@ -221,7 +221,7 @@ function show() {
   isDiff = Boolean(stage && stage.diff);
   $("space").style.height = lines.length * HIGH + "px";
   $("code").scrollTop = 0;
-  $("length").textContent = `${lines.length.toLocaleString("en")} lines` + (isDiff ? " of what changed" : "");
+  $("length").textContent = `${lines.length.toLocaleString("en")} lines` + (isDiff ? " of changes" : "");
   sight();
 }
 

@@ -3,13 +3,14 @@
     overview        what is sent, how long it takes, what is most exposed
     collectives     a table to sort and filter
     timeline        computation against communication, with what is exposed; memory below it
-    graphs          each graph as it came, and what each pass changed
-    layers          what each module gives, in which placements, and what it sends
+    graphs          each graph before the passes, and what each pass changed
+    layers          what each module returns, in which placements, and what it sends
     ranks           where other ranks differ from the first
     compilation     graph breaks, recompilations
 
-`page.html` is the frame, which Jinja fills with escaping; `page.css` and `page.js` go into it. All that comes from the
-program travels as JSON and is shown as text, never as markup. Long graphs are shown by the lines that are in sight.
+Jinja fills the template `page.html`, with escaping, and inlines `page.css` and `page.js`. Everything that comes from
+the program is embedded as JSON and shown as text, never as markup. Of long graphs, only the visible lines are in the
+page's DOM.
 """
 
 import difflib
@@ -33,11 +34,11 @@ MODULE = re.compile(r" in (?P<module>\S+)$")
 STAGE = re.compile(r"(\d\d_\w+)\.(\d\d)_(\w+)\.txt")
 
 LONGEST = 20_000
-"""Graphs of more lines are compared by what is in one and not in the other, which takes no account of order."""
+"""Graphs with more lines are compared as sets of lines, without regard to order."""
 
 
 def write_page(root: Path) -> Path:
-    """Write the page of a dump into its folder.
+    """Write the page of a dump into its folder, and return its path.
 
     Raises:
         ValueError: there is no dump.
@@ -49,7 +50,7 @@ def write_page(root: Path) -> Path:
 
 
 def page(root: Path) -> str:
-    """The text of the page.
+    """Return the HTML of the page of a dump.
 
     Raises:
         ValueError: there is no dump.
@@ -83,7 +84,7 @@ def _inlined(path: Path) -> Any:
 
 
 def _as_json(data: Any) -> Any:
-    """JSON that may stand in a script element: no markup can end it."""
+    """JSON that is safe inside a script element: no markup can end it."""
     text = json.dumps(data, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -108,7 +109,7 @@ def _graph_row(f: Dumped, direction: str) -> dict[str, Any]:
 
 
 def _frame(f: Dumped) -> dict[str, Any]:
-    """What the script shows of a frame."""
+    """The data of a frame that the script shows."""
     assert f.manifest is not None
     keep = ("collectives", "removed", "frame")
     graphs = {
@@ -130,7 +131,7 @@ def _frame(f: Dumped) -> dict[str, Any]:
 
 
 def _stages(folder: Path) -> list[dict[str, Any]]:
-    """The texts of the graphs: each as it came, and what each pass changed."""
+    """The texts of the graphs: each before the passes, and what each pass changed."""
     shown: list[dict[str, Any]] = []
     before: dict[str, list[str]] = {}
     for path in sorted([*folder.glob("0*.txt")]):
@@ -145,7 +146,7 @@ def _stages(folder: Path) -> list[dict[str, Any]]:
 
 
 def compared(a: list[str], b: list[str]) -> list[str]:
-    """A unified diff of two texts of graphs."""
+    """Return a unified diff of two texts of graphs."""
     if max(len(a), len(b)) > LONGEST:
         left, new = set(b), set(a)
         return [f"-{line}" for line in a if line not in left] + [f"+{line}" for line in b if line not in new]
@@ -153,7 +154,7 @@ def compared(a: list[str], b: list[str]) -> list[str]:
 
 
 def _layers(folder: Path) -> list[dict[str, Any]]:
-    """For each module of the forward, in order: what it gives last, and how often it communicates."""
+    """For each module of the forward, in order: the last value it computes, and what it sends."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted([*folder.glob("03_*.00_input.txt")]):
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -170,7 +171,7 @@ def _layers(folder: Path) -> list[dict[str, Any]]:
 
 
 def _rank_differences(frames: list[Dumped], first: int) -> list[dict[str, Any]]:
-    """Where what another rank sends differs from the first, frame by frame."""
+    """The differences between what each other rank sends and what the first sends, frame by frame."""
     mine = {f.name: f for f in frames if f.rank == first}
     rows = []
     for f in frames:

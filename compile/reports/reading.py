@@ -1,4 +1,4 @@
-"""Reading a dump: its ranks, and the manifests of their frames."""
+"""Reads a dump: its ranks, and the manifests of their frames."""
 
 import json
 import re
@@ -11,13 +11,13 @@ RANK = re.compile(r"rank(\d+)")
 
 @dataclass(frozen=True)
 class Dumped:
-    """A frame that was dumped.
+    """A frame of a dump.
 
     Attributes:
-        rank: the rank.
-        name: its folder's name, such as `000_forward`.
-        folder: where its files are.
-        manifest: see `dtensor.compile.recording.manifest`; None if no graph was made of it.
+        rank: the rank that wrote it.
+        name: name of its folder, such as `000_forward`.
+        folder: path of its folder.
+        manifest: see `dtensor.compile.recording.manifest`; None if no graph was made of the frame.
     """
 
     rank: int
@@ -27,7 +27,7 @@ class Dumped:
 
 
 def read(root: Path) -> list[Dumped]:
-    """The frames of a dump, by rank and in the order in which they were compiled.
+    """Return the frames of a dump, by rank and in the order in which they were compiled.
 
     Raises:
         ValueError: there is no dump, or a manifest in it is damaged.
@@ -44,7 +44,7 @@ def _frame(rank: int, path: Path) -> Dumped:
 
 
 def read_manifest(file: Path) -> dict[str, Any]:
-    """What a `manifest.json` says.
+    """Return the content of a `manifest.json`.
 
     Raises:
         ValueError: it is damaged.
@@ -59,7 +59,7 @@ def read_manifest(file: Path) -> dict[str, Any]:
 
 
 def communicating(frames: list[Dumped], rank: int) -> list[tuple[Dumped, dict[str, Any]]]:
-    """The collectives of a rank, each with the frame it is in."""
+    """Return the collectives of a rank, each with the frame it is in."""
     return [(f, c) for f in frames if f.rank == rank and f.manifest for c in f.manifest["collectives"]]
 
 

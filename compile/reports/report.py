@@ -1,10 +1,10 @@
-"""`dtensor.compile.report(model)`: after a compile, what it communicates, without a dump.
+"""`dtensor.compile.report(model)`: what a compiled program communicates, without a dump.
 
-    print(dtensor.compile.report(model))      a few lines: totals, what is most exposed, who asked for it
-    dtensor.compile.report(model).manifests   all of it, as `dtensor.compile.recording.manifest` has it
+    print(dtensor.compile.report(model))      a few lines: totals, what is most exposed, what requested it
+    dtensor.compile.report(model).manifests   everything, as in `dtensor.compile.recording.manifest`
 
-Frames that went through the passes are remembered, the last few hundred; code that came from Inductor's caches went
-through none. Frames of other libraries' graphs are remembered where they were dumped.
+The last few hundred frames that went through the passes are kept. Code that came from Inductor's caches did not go
+through them. Frames of graphs from other libraries are kept only if they were dumped.
 """
 
 import inspect
@@ -27,8 +27,8 @@ class Report:
     """What some compiled functions communicate on this rank; prints as a summary.
 
     Attributes:
-        names: of the functions, in the order in which they were compiled.
-        manifests: one for each (`dtensor.compile.recording.manifest`).
+        names: names of the functions, in the order in which they were compiled.
+        manifests: one manifest for each (`dtensor.compile.recording.manifest`).
     """
 
     names: tuple[str, ...]
@@ -41,11 +41,11 @@ class Report:
 
     @property
     def bytes(self) -> int:
-        """Bytes that this rank puts on the wire in all of them."""
+        """Bytes that this rank puts on the wire for all of them."""
         return sum([c["bytes"] for c in self.collectives])
 
     def most_exposed(self, most: int = MOST) -> list[dict[str, Any]]:
-        """The collectives that a rank waits for longest, as estimated."""
+        """Return the collectives with the longest estimated exposed time, at most `most` of them."""
         return sorted(self.collectives, key=lambda c: -c["exposed"])[:most]
 
     def __str__(self) -> str:
@@ -53,10 +53,16 @@ class Report:
 
 
 def report(model: nn.Module | Callable[..., Any] | None = None) -> Report:
-    """What was compiled of a model or a function, whichever is given to or comes from `torch.compile`; None for all.
+    """Return what was compiled of a model or function.
+
+    Args:
+        model: what was passed to `torch.compile`, or what it returned; None for everything that was compiled.
+
+    Returns:
+        The report on the frames compiled of it, in order.
 
     Raises:
-        ValueError: nothing was; the message names what was.
+        ValueError: nothing was compiled of it; the message lists what was.
     """
     frames = [f for f in recent_frames() if any(s.timeline is not None for s in f.stories.values())]
     codes = None if model is None else _codes(model)
@@ -64,8 +70,8 @@ def report(model: nn.Module | Callable[..., Any] | None = None) -> Report:
     if not found:
         known = ", ".join(sorted({f"{f.name} ({Path(f.file).name}:{f.line})" for f in frames})) or "nothing"
         raise ValueError(
-            f"no graph of {_called(model)} went through the passes in this process; compiled were: {known}. Run it "
-            "once first, give the function that is compiled, or look at a dump: code from a cache goes through no pass"
+            f"no graph of {_called(model)} went through the passes in this process; these did: {known}. Run it once "
+            "first, give the function that is compiled, or look at a dump: code from a cache skips the passes"
         )
     return Report(tuple([f"{k:03}_{f.name}" for k, f in enumerate(found)]), tuple([manifest(f) for f in found]))
 
@@ -78,7 +84,7 @@ def _codes(model: Any) -> set[CodeType]:
 
 
 def _is_of(frame: Frame, code: CodeType) -> bool:
-    """Whether a frame is a function, or what goes on in it after a graph break."""
+    """Whether a frame is a function, or its continuation after a graph break."""
     lines = [line for _, _, line in code.co_lines() if line]
     named = frame.name == code.co_name or f"resume_in_{code.co_name}_at" in frame.name
     return named and frame.file == code.co_filename and min(lines) <= frame.line <= max(lines)

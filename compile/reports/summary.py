@@ -1,4 +1,4 @@
-"""A dump in a few lines: how much it communicates, what is most exposed, who asked for it, what the passes did."""
+"""A summary of a dump: how much it communicates, what is most exposed, what requested it, what the passes did."""
 
 import re
 from collections import Counter
@@ -11,10 +11,10 @@ from dtensor.passes.functional.lower import Lower
 from .reading import Dumped, communicating, read
 
 MOST = 5
-"""Collectives that are named."""
+"""The number of collectives that are listed."""
 
 ALIKE = ("op", "axis", "direction", "bytes", "move", "how", "file", "line")
-"""What is the same of collectives of alike layers."""
+"""The fields that are equal for the collectives of identical layers."""
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -22,7 +22,7 @@ UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def summary(root: Path, most: int = MOST) -> str:
-    """The text of a dump; see `described`.
+    """Return the summary of a dump; see `described`.
 
     Raises:
         ValueError: there is no dump.
@@ -31,7 +31,7 @@ def summary(root: Path, most: int = MOST) -> str:
 
 
 def described(frames: list[Dumped], most: int = MOST) -> str:
-    """The text of some frames, as their first rank sees them."""
+    """Return the summary of some frames, from the point of view of the first rank."""
     first = min([f.rank for f in frames], default=0)
     mine = [f for f in frames if f.rank == first]
     manifests = [f.manifest for f in mine if f.manifest]
@@ -41,10 +41,10 @@ def described(frames: list[Dumped], most: int = MOST) -> str:
 
 
 def exposed_lines(found: list[tuple[Dumped, dict[str, Any]]], most: int) -> list[str]:
-    """The most exposed collectives, with who asked for them and what changed them."""
+    """Return lines for the most exposed collectives, with what requested and what changed them."""
     if not found:
         return ["Nothing is communicated."]
-    lines = ["Most exposed collectives (estimated time in which a rank only waits for it; alike layers together):"]
+    lines = ["Most exposed collectives (estimated time in which a rank only waits for it; identical layers together):"]
     for k, c in enumerate(most_exposed([c for _, c in found], most), 1):
         lines += [f"{k:>3}. {what(c)}", f"     {who(c)}", f"     {changed(c)}"]
         lines += [f"     bytes = {c['formula']['bytes']}"] if c["formula"] else []
@@ -52,8 +52,8 @@ def exposed_lines(found: list[tuple[Dumped, dict[str, Any]]], most: int) -> list
 
 
 def most_exposed(found: Iterable[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """The collectives that are exposed longest. Those that differ in nothing but the numbers of their modules, as those
-    of alike layers do, are one, with `times` of them, their times added up."""
+    """Return the most exposed collectives. Those that differ only in the numbers of their modules, as in identical
+    layers, are merged into one, with their count as `times` and their times added up."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for c in found:
         alike = *(c[key] for key in ALIKE), NUMBER.sub("*", c["module"]), tuple(c["passes"]), len(c["asked"])
@@ -70,7 +70,7 @@ def _merged(group: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def what(c: dict[str, Any]) -> str:
-    """Such as `12 µs of 15 µs exposed: 2 all_reduce over tp in forward, 4,096 bytes each, P->R`."""
+    """Return text such as `12 µs of 15 µs exposed: 2 all_reduce over tp in forward, 4,096 bytes each, P->R`."""
     move, times = f", {c['move']}" if c["move"] else "", c.get("times", 1)
     count, each = (f"{times} ", " each") if times > 1 else ("", "")
     return (
@@ -80,29 +80,30 @@ def what(c: dict[str, Any]) -> str:
 
 
 def who(c: dict[str, Any]) -> str:
-    """Who asked for a collective."""
-    said = {"explicit": "asked for", "implicit": "not asked for (implicit)"}.get(c["how"], c["how"])
+    """Return where a collective was requested."""
+    said = {"explicit": "requested", "implicit": "not requested (implicit)"}.get(c["how"], c["how"])
     where = f" at {c['file']}:{c['line']}" if c["file"] else ""
     module = f" in module {c['module']}" if c["module"] else ""
     return f"{said}{where}{module}" + (f": {c['code']}" if c["code"] else "")
 
 
 def changed(c: dict[str, Any]) -> str:
-    """What the passes made of it. (`lower` splits every collective into its start and the wait for it.)"""
+    """Return what the passes did to it. (`lower` splits every collective into its start and its wait.)"""
     number, by = len(c["asked"]), [name for name in c["passes"] if name != Lower.name]
-    stands = f" (stands for {number} that the program asked for)" if number > 1 else ""
-    split = "split into its start and the wait for it" if Lower.name in c["passes"] else ""
+    stands = f" (replaces {number} that the program requested)" if number > 1 else ""
+    split = "split into start and wait" if Lower.name in c["passes"] else ""
     return "; ".join(filter(None, [f"changed by {', '.join(by)}{stands}" if by else "", split])) or "changed by no pass"
 
 
 def seconds(s: float) -> str:
-    """A time with a fitting unit, such as `12.3 µs`."""
+    """Return a time with a suitable unit, such as `12.3 µs`."""
     unit, name = next(((u, n) for u, n in UNITS if s >= u), UNITS[-1])
     return f"{s / unit:.3g} {name}"
 
 
 def step_line(root: Path, mesh: dict[str, int]) -> str:
-    """What one step takes on a mesh, as predicted: the graphs of each function's last compilation, one after the other.
+    """Return what one step is predicted to take on a mesh: the graphs of each function's last compilation, one after
+    another.
 
     Raises:
         ValueError: there is no dump.
@@ -124,7 +125,7 @@ def _head(frames: list[Dumped], manifests: list[dict[str, Any]]) -> str:
     again = sum([bool(m["recompiled"]) for m in manifests])
     return (
         f"{len(ranks)} {_plural('rank', len(ranks))}, {len(manifests)} compiled {_plural('frame', len(manifests))}, "
-        f"{breaks} graph {_plural('break', breaks)}, {again} of the frames compiled again"
+        f"{breaks} graph {_plural('break', breaks)}, {again} of the frames recompiled"
     )
 
 
@@ -154,7 +155,7 @@ def _passes(manifests: list[dict[str, Any]]) -> list[str]:
             found[0] += len(p["removed"])
             found[1] += p["bytes_saved"]
     lines = [f"  {name}: removed {n}, saved {b:,} bytes" for name, (n, b) in saved.items() if n or b]
-    return ["", "What the passes removed, of the joint graph and of its parts:", *lines] if lines else []
+    return ["", "What the passes removed from the joint graph and from its parts:", *lines] if lines else []
 
 
 __all__ = ["changed", "described", "exposed_lines", "most_exposed", "seconds", "step_line", "summary", "what", "who"]

@@ -1,2 +1,2 @@
-"""What communicates: the redistribution operators and what starts them, the executor of plans, moves between meshes,
-and the checks that ranks agree."""
+"""Communication: the redistribution operators and the operators that start their collectives, the executor of plans,
+moves between meshes, and the checks that ranks agree."""

@@ -1,20 +1,21 @@
-"""Agreement: ranks that share a process group run the same collectives on it, or all ranks of the job raise.
+"""Agreement: ranks that share a process group run the same collectives on it, or all ranks of the job raise an error.
 
-A compiled graph begins with `dtensor::agree`, whose text lists the graph's collectives group by group. On its first
-run in a process each rank tells the others of each group what it is about to run there, by the store that the process
-groups were made with, and waits until all have told the same, and until they have found so of all their groups.
+A compiled graph begins with `dtensor::agree`, whose text lists the graph's collectives group by group. When the graph
+first runs in a process, each rank publishes what it is about to run on each group, through the store that the process
+groups were made with. It waits until all ranks of a group have published the same, and until they have confirmed this
+for all of their groups. The rule is:
 
-    a graph may run on a rank when every other rank of its groups has one that communicates alike
+    a graph may run on a rank if every other rank of its groups has a graph with the same collectives
 
-So a rank may compile anew where others do not. Two ranks that run different graphs find a sequence in the other's list
-that they never had themselves; neither can be let go any more, and both raise, and every other rank of the job
-(`job`). So it is with a rank that failed while it compiled, left, or died. One that just does not come is waited for as
-long as a collective would wait, the default group's time-out.
+So a rank may recompile where others do not. If two ranks run different graphs, each finds a sequence in the other's
+list that it never had itself. Neither can go on, and both raise, and so does every other rank of the job
+(`dtensor.mesh.job`). The same happens for a rank that failed while it compiled, left, or died. A rank that merely does
+not come is waited for as long as a collective would wait, for the default group's timeout.
 
-Later runs look the text up, and note on the group which graph it is; ranks that call different ones of those they all
-know are then found waiting for each other (`starts`, `job`).
+Later runs look the text up and record on the group which graph runs. Ranks that call different graphs, all of them
+known to each, are then found waiting for each other (`dtensor.comm.starts`, `dtensor.mesh.job`).
 
-Sizes that are symbols match any size.
+Symbolic sizes match any size.
 """
 
 import hashlib
@@ -30,21 +31,21 @@ from ..mesh.collective_order import Entry, alike, difference, mark, said
 from ..mesh.environment import switched
 from ..mesh.groups import Calls, calls_on
 from ..mesh.job import Job, job
-from ..mesh.library import library
+from ..mesh.operator_library import library
 from ..torch_private.core import default_group_timeout, resolve_process_group
 from .replication_check import EVERY, Given, Look
-from .starts import meet
+from .start_collectives import meet
 
 PAUSES = (0.001, 0.05)
-"""Seconds between two looks at the store: the first, and the longest."""
+"""Seconds between polls of the store: the first pause, and the longest."""
 
 LOOK = 1.0
-"""Seconds between two looks at whether the ranks that are missing are alive."""
+"""Seconds between checks whether the missing ranks are alive."""
 
 
 @dataclass
 class _Told:
-    """A sequence that a rank told: when the job had had so many failures, and what."""
+    """A sequence that a rank published, and the number of failures that the job had had by then."""
 
     failures: int
     entries: Sequence[Entry]
@@ -52,12 +53,12 @@ class _Told:
 
 @dataclass
 class _Ledger:
-    """What is known of one group.
+    """What is known about one group.
 
     Attributes:
-        mine: the sequences that this rank told.
-        agreed: those of them that all ranks have.
-        theirs: rank -> the sequences it told, as far as they were read.
+        mine: The sequences that this rank published.
+        agreed: Those of them that all ranks have, without places in the source.
+        theirs: Rank -> the sequences that it published, as far as they have been read.
     """
 
     mine: list[_Told] = field(default_factory=list)
@@ -70,8 +71,12 @@ class _Run:
     """What a graph runs on one group.
 
     Attributes:
-        group: its name; a process group is to end with the program's last reference to it.
-        meets: whether its first collective is one that would be taken for any other rank's.
+        group: Name of the group. (Not the group itself, which must end with the program's last reference to it.)
+        calls: The record of the group.
+        entries: The collectives, in order.
+        mark: Their checksum.
+        meets: Whether `meet` must come first, because the first collective has no tags and would match that of any
+            other graph.
     """
 
     group: str
@@ -92,12 +97,13 @@ class _Run:
 
 @dataclass
 class _State:
-    """What was agreed in one job; after the process groups were made anew another one starts from nothing.
+    """What has been agreed in one job. It starts empty again after the process groups have been remade.
 
     Attributes:
-        agreed: text of a graph -> what it runs.
-        ledgers: by the ranks of a group.
-        looked: what of which graphs' inputs is said, that ranks have compared.
+        job: The job.
+        agreed: Text of a graph -> what it runs.
+        ledgers: Ranks of a group -> what is known about it.
+        looked: The `said` texts of the graphs whose inputs ranks have compared at least once.
     """
 
     job: Job | None = None
@@ -110,28 +116,33 @@ _state = _State()
 
 
 def dumps(sequences: dict[str, list[Entry]], untagged: Sequence[str] = ()) -> str:
-    """The text that `dtensor::agree` takes, from group name -> its collectives in order.
+    """The text that `dtensor::agree` takes.
 
     Args:
-        untagged: the groups whose first collective is not one of `starts`, whose messages tell graphs apart.
+        sequences: Group name -> its collectives, in order.
+        untagged: The groups whose first collective is not one of `starts`, so that its messages have no tags to
+            distinguish graphs.
     """
     return json.dumps({name: [name in untagged, entries] for name, entries in sequences.items()})
 
 
 def agree(token: torch.Tensor, text: str, alike: Sequence[torch.Tensor], said: str) -> None:
-    """Wait until all ranks of the groups named in `text` have told that they run the same on them; once per text.
+    """Wait until all ranks of the groups named in `text` have agreed to run the same on them; once per text.
 
-    `alike` are inputs of the graph that a plan takes as the same on all ranks, and `said` for each of them what a user
-    knows it by, and the group: the first time and every so often ranks compare their values.
+    Does nothing if the environment has DTENSOR_AGREEMENT=0.
 
-    Takes a tensor of one element, and says that it writes to it: that keeps it in the compiled code, and what must run
-    later can be made to read the tensor. (Of a result that nothing reads, Inductor forgets who was to come after it.)
-
-    Does nothing where the environment has DTENSOR_AGREEMENT=0.
+    Args:
+        token: A tensor of one element, declared as written to. That keeps the operator in the compiled code, and
+            operators that must run later can be made to read the tensor. (If it were a result that nothing reads,
+            Inductor would drop the dependences of later operators on it.)
+        text: What `dumps` returned.
+        alike: Inputs of the graph that are assumed to be the same on all ranks. Ranks compare their values on the first
+            run and periodically after that.
+        said: JSON with, for each of `alike`, the description for a message and the names of the groups.
 
     Raises:
-        AgreementError: another rank runs something else, failed, is gone, or does not come within the default group's
-            time-out.
+        AgreementError: Another rank runs something else, has failed, is gone, or does not come within the default
+            group's timeout.
     """
     global _state
     here = job()
@@ -160,7 +171,7 @@ def agree(token: torch.Tensor, text: str, alike: Sequence[torch.Tensor], said: s
 
 
 def _looks(here: Job, runs: Sequence[_Run], alike: Sequence[torch.Tensor], said: str) -> list[Look]:
-    """The looks at inputs that are due: for a graph that has had none, and on each group one in so many calls."""
+    """The comparisons of inputs that are due: on a graph's first run, and then once in `EVERY` calls on a group."""
     first = said not in _state.looked
     due = [run for run in runs if first or run.calls.count // EVERY != run.calls.looked // EVERY]
     if not due or (alike[0].is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -182,7 +193,7 @@ def _run(name: str, untagged: bool, entries: list[list[str]]) -> _Run:
 
 
 def _first(here: Job, runs: list[_Run]) -> None:
-    """Agree on what a graph runs that this rank has not run before."""
+    """Agree on the collectives of a graph that this rank has not run before."""
     talks = [_Talk(here, run.calls.ranks, run.entries) for run in runs]
     talks = [talk for talk in talks if not talk.is_agreed]
     with here.waiting():
@@ -199,7 +210,7 @@ def _first(here: Job, runs: list[_Run]) -> None:
 class _Talk:
     """The agreement of one group on one sequence."""
 
-    def __init__(self, here: Job, ranks: tuple[int, ...], entries: list[Entry]):
+    def __init__(self, here: Job, ranks: tuple[int, ...], entries: list[Entry]) -> None:
         self.job, self.store, self.ranks, self.entries = here, here.store, ranks, entries
         self.compared = [what for what, _ in entries]
         self.ledger = _state.ledgers.setdefault(ranks, _Ledger())
@@ -220,10 +231,10 @@ class _Talk:
         self.store.add(self.arrived, 1)
 
     def hear(self) -> None:
-        """Wait until all ranks have told a sequence like this one.
+        """Wait until all ranks have published a matching sequence.
 
         Raises:
-            AgreementError: one told a sequence that this rank never had: it will wait for this rank, and this for it.
+            AgreementError: A rank published a sequence that this rank never had: the two would wait for each other.
         """
         self._wait(self.arrived, self._alike)
 
@@ -232,7 +243,7 @@ class _Talk:
         self.store.add(f"{self.arrived}/confirmed", 1)
 
     def hear_all_confirm(self) -> None:
-        """Wait until the others have heard alike in their other groups, too: else they raise, and so does this rank."""
+        """Wait until the others have confirmed that their other groups agree, too; otherwise all of them raise."""
         self._wait(f"{self.arrived}/confirmed", self._confirmed_alike)
         self.ledger.agreed.append(self.compared)
 
@@ -240,7 +251,7 @@ class _Talk:
         return f"{self.prefix}/{rank}/{index}/confirmed"
 
     def _wait(self, counter: str, has_come: Any) -> None:
-        """Return when `counter` has counted all ranks, or `has_come` is true of all others."""
+        """Return when `counter` has counted all ranks, or `has_come` is true for all others."""
         timeout = default_group_timeout()
         pause, look = PAUSES[0], time.monotonic() + LOOK
         deadline = time.monotonic() + timeout.total_seconds()
@@ -254,8 +265,8 @@ class _Talk:
                 for why in filter(None, map(self.job.absent, missing)):
                     raise self.job.failing(f"{self._waiting()}; {why}")
             if time.monotonic() > deadline:
-                late = f"within {timeout.total_seconds():.0f} s ranks {missing} came to none like it"
-                raise self.job.failing(f"{self._waiting()}; {late}. They hang, or have left the program's common path")
+                late = f"ranks {missing} did not reach a matching graph within {timeout.total_seconds():.0f} s"
+                raise self.job.failing(f"{self._waiting()}; {late}. They hang or took another path in the program")
             time.sleep(pause)
             pause = min(2 * pause, PAUSES[1])
 
@@ -273,7 +284,7 @@ class _Talk:
         return found is not None and self.store.check([self._confirmed(rank, found)])
 
     def _told_alike(self, rank: int) -> int | None:
-        """The index of a sequence like this one that `rank` told, and did not raise about."""
+        """The index of a matching sequence that `rank` published and did not raise for; None if there is none."""
         known = self.ledger.theirs.setdefault(rank, [])
         while self.store.check([key := f"{self.prefix}/{rank}/{len(known)}"]):
             failures, entries = json.loads(self.store.get(key))

@@ -1,10 +1,10 @@
-"""Exchange: a tensor goes from one mesh to another, over the same ranks, some of them, or others.
+"""Moves between meshes: redistribute a tensor to another mesh, over the same ranks, some of them, or different ones.
 
-Every rank holds a box of the global tensor before and a box of it after. Which rank sends which part of its box to
-which is worked out from the boxes alone, alike on all ranks: a part that a rank holds already is copied, and where
-several ranks hold the same box they take turns. The parts go over the wire in one all-to-all with uneven splits over a
-group that spans both meshes (`mesh.group_between`), or not at all where no rank lacks anything. Eager only: what each
-rank sends differs, so a graph of it would too.
+Every rank holds one box of the global tensor before the move and one after it. All ranks derive from the boxes alone
+which rank sends which part of its box to which other rank. A part that a rank already holds is copied, and if several
+ranks hold the same box they take turns as senders. The parts are sent in one all-to-all with uneven splits, over a
+group that spans both meshes (`dtensor.mesh.mesh.group_between`), or not at all if no rank needs any. Eager mode only:
+each rank sends different parts, so graphs would differ between ranks.
 """
 
 from collections.abc import Iterator
@@ -17,18 +17,23 @@ import torch
 from ..layout.layout import Layout
 from ..mesh.groups import group_rank, group_ranks
 from ..mesh.mesh import group_between, mesh_shape
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..torch_private.core import c10d
-from .pending import waited
+from .pending_tensor import waited
 from .redistribute import plan_of, redistribute_local
-from .starts import starts
+from .start_collectives import starts
 
 Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the tensor that one rank hands to another: ranks, and where it lies in the global tensor."""
+    """A part of the tensor that one rank sends to another.
+
+    Attributes:
+        sender, receiver: Global ranks.
+        box: The (begin, end) range of the part along each dimension of the global tensor.
+    """
 
     sender: int
     receiver: int
@@ -41,12 +46,20 @@ class Part:
 
 
 def exchanged(local: torch.Tensor, src: Spec, dst: Spec) -> torch.Tensor:
-    """This rank's local tensor of `dst`, from that of `src`, the same global tensor on another mesh.
+    """Move a tensor from the mesh and layout of `src` to those of `dst`. Every rank of both meshes calls this.
 
-    Partial axes are reduced on the mesh of `src` first. Every rank of both meshes calls this.
+    Partial axes are first reduced on the mesh of `src`.
+
+    Args:
+        local: This rank's local tensor of `src`.
+        src: The spec before.
+        dst: The spec after, of the same global tensor.
+
+    Returns:
+        This rank's local tensor of `dst`; an empty tensor on a rank outside the mesh of `dst`.
 
     Raises:
-        MeshError: there is no process group over the ranks of both meshes.
+        MeshError: There is no process group over the ranks of both meshes.
     """
     final = _without_partial(src)
     local = waited(redistribute_local(local, src, final))
@@ -66,7 +79,7 @@ def exchanged(local: torch.Tensor, src: Spec, dst: Spec) -> torch.Tensor:
     pieces = [local[_within(sent[r].box, before[me])].reshape(-1) for r in ranks if r in sent]
     flat = torch.cat(pieces) if pieces else local.new_empty(0)
     if group is not None:
-        # As bytes, which every backend takes.
+        # Sent as bytes, which every backend supports.
         here, width = {p.sender: p.elements for p in got}, flat.element_size()
         there = [width * sent[r].elements if r in sent else 0 for r in ranks]
         sizes = [width * here.get(r, 0) for r in ranks]
@@ -86,14 +99,14 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def boxes(spec: Spec) -> dict[int, Box]:
-    """The box that each rank of the mesh holds."""
+    """Rank -> the box of the global tensor that it holds."""
     mesh, sizes = spec.mesh, mesh_shape(spec.mesh)
     ranks = mesh.mesh.flatten().tolist()
     return {r: spec.layout.local_box(spec.shape, sizes, at) for r, at in zip(ranks, product(*map(range, sizes)))}
 
 
 def handed_over(before: dict[int, Box], after: dict[int, Box]) -> Iterator[Part]:
-    """The parts that make up every box of `after`; at most one from one rank to another."""
+    """The parts that make up every box of `after`, at most one from any rank to another."""
     holders: dict[Box, list[int]] = {}
     for rank, box in before.items():
         holders.setdefault(box, []).append(rank)
@@ -109,7 +122,7 @@ def _within(part: Box, box: Box) -> tuple[slice, ...]:
 
 
 def _without_partial(spec: Spec) -> Layout:
-    """The cheapest layout to reduce to: partial axes replicated, or all put on one dimension."""
+    """The cheapest layout to reduce to: with all partial axes replicated, or all sharding the same dimension."""
     partial = [axis for axis, _ in spec.layout.partial]
     if not partial:
         return spec.layout

@@ -1,23 +1,23 @@
-"""The redistribution operators, `torch.ops.dtensor.*`: all that a compiled graph says about communication.
+"""The redistribution operators, `torch.ops.dtensor.*`: the form that communication has in a compiled graph.
 
     all_gather(x, dim, size, group)                        S(dim) -> R      `size`: length of `dim` afterwards
     reduce_scatter(x, reduce_op, dim, group)               P -> S(dim)
     all_reduce(x, reduce_op, group)                        P -> R
     all_to_all(x, gather_dim, scatter_dim, size, group)    S(gather_dim) -> S(scatter_dim)
     shard(x, dim, group)                                   R -> S(dim)      no communication
-    collective_permute(x, senders, group)                  same cuts, held by other ranks
+    collective_permute(x, senders, group)                  same blocks, held by other ranks
 
-`x` is a local tensor, `group` the name of a process group. Shards are cut as `torch.chunk` cuts, so lengths that do
-not divide, and shards that are empty, are legal. `senders[r]` is the rank of the group whose tensor rank r holds
-afterwards; all ranks hold tensors of one shape. The rank is looked up when an operator runs, never when it is traced:
-where sizes divide, every rank traces the same graph. The kernels are written over what starts a collective (`starts`);
-the `lower` pass traces these same kernels to get start/wait pairs.
+`x` is a local tensor, `group` the name of a process group. Dimensions are split as by `torch.chunk`, so lengths that
+are not divisible, and empty shards, are valid. `senders[r]` is the rank of the group whose tensor rank r holds
+afterwards; all ranks hold tensors of the same shape. The rank is looked up when an operator runs, never when it is
+traced, so every rank traces the same graph if sizes are divisible. The kernels are built on the operators that start a
+collective (`dtensor.comm.starts`); the `lower` pass traces these kernels to get start/wait pairs.
 
-A kernel is a generator that yields the collective it started and is sent the result: what follows the wait can then
-be left for later (`start`). It starts one whatever the sizes: if tensors without elements were left out, the
-collectives of a rank would follow from what it holds.
+A kernel is a generator: it yields the collective that it started and is sent the result, so the work after the wait can
+be deferred (`start`). It starts a collective for all sizes, including tensors without elements; otherwise the
+collectives that a rank runs would depend on the shard that it holds.
 
-Where a backend has no reduce_scatter the ranks exchange the parts, and each adds up what it is sent.
+If a backend has no reduce-scatter, the ranks exchange the chunks and each reduces those that it receives.
 """
 
 import functools
@@ -29,11 +29,11 @@ import torch
 from ..layout.chunks import chunk_length
 from ..mesh.groups import group_rank, group_size
 from ..mesh.job import explain
-from ..mesh.library import library
 from ..mesh.local_sizes import divides, local_length
+from ..mesh.operator_library import library
 from ..torch_private.core import c10d, traced_into_backward
-from ..torch_private.sizes import known_equal
-from .starts import ANY_ORDER, starts
+from ..torch_private.symbolic_sizes import known_equal
+from .start_collectives import ANY_ORDER, starts
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
 library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> Tensor")
@@ -43,15 +43,16 @@ library.define("shard(Tensor x, int dim, str group) -> Tensor")
 library.define("collective_permute(Tensor x, int[] senders, str group) -> Tensor")
 library.define("hold(Tensor x, Tensor[] others, str what) -> Tensor")
 
-ops = torch.ops.dtensor
+ops: Any = torch.ops.dtensor
 
 
 class _Emit:
-    """The operators as the tensor calls them.
+    """The operators as DTensors call them.
 
-    While a joint graph is traced, a collective of the backward is pinned to the backward, even if it needs no tangent
-    (a saved operand that is gathered, say). The partitioner would else weigh it by its size, and with uneven shards
-    the ranks have other sizes: they would run their collectives in different orders, and hang.
+    While a joint graph is traced, a collective of the backward is pinned to the backward, even if it depends on no
+    tangent (for example, gathering a saved operand). Otherwise the partitioner would place it according to its size.
+    With uneven shards the sizes differ between ranks, which would then run their collectives in different orders and
+    hang.
     """
 
     def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
@@ -66,10 +67,10 @@ class _Emit:
         return call
 
 
-emit = _Emit()
+emit: _Emit = _Emit()
 
 
-def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+def _padded(x: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
     """`x` with zeros appended along `dim` up to `length`."""
     missing = length - x.shape[dim]
     if isinstance(missing, torch.SymInt):
@@ -82,12 +83,12 @@ def _padded(x: torch.Tensor, dim: int, length) -> torch.Tensor:
 def _with_zeros(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
     """`x` with `count` zeros appended along `dim`.
 
-    A graph may hold this when its operators are no longer decomposed: Inductor has code for it.
+    Inductor can lower this even in a graph whose operators are no longer decomposed.
     """
     return torch.nn.functional.pad(x, [0] * (2 * (x.dim() - dim) - 1) + [count])
 
 
-def _cut(x: torch.Tensor, dim: int, length) -> torch.Tensor:
+def _cut(x: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
     """The first `length` elements of `x` along `dim`, contiguous."""
     if isinstance(length, torch.SymInt) or isinstance(x.shape[dim], torch.SymInt):
         return x if known_equal(length, x.shape[dim]) else ops.fit(x, dim, length)
@@ -95,18 +96,18 @@ def _cut(x: torch.Tensor, dim: int, length) -> torch.Tensor:
 
 
 def _split(x: torch.Tensor, dim: int, group: str) -> list[torch.Tensor]:
-    """`x` cut along `dim` into a chunk of equal length for each rank, the last ones padded with zeros."""
+    """`x` split along `dim` into a chunk of equal length for each rank, the last ones padded with zeros."""
     step, parts = local_length(x.shape[dim], group, first=True), group_size(group)
     return list(torch.split(_padded(x, dim, step * parts), step, dim)) if step else [x] * parts
 
 
 def _is_outermost(x: torch.Tensor, dim: int) -> bool:
-    """Whether the dims before `dim` have length one: in memory, parts of `dim` then lie one after the other."""
+    """Whether all dims before `dim` have length one, so that chunks of `dim` are consecutive in memory."""
     return all(isinstance(n, int) and n == 1 for n in x.shape[:dim])
 
 
-def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
-    """Chunks of equal, padded length put together along `dim` and cut to `size`."""
+def _joined(chunks: list[torch.Tensor], dim: int, size: Any) -> torch.Tensor:
+    """Chunks of equal, padded length concatenated along `dim` and narrowed to `size`."""
     x = torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0]
     return _cut(x, dim, size)
 
@@ -114,7 +115,7 @@ def _joined(chunks: list[torch.Tensor], dim: int, size) -> torch.Tensor:
 Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _all_gather(x: torch.Tensor, dim: int, size, group: str) -> Kernel:
+def _all_gather(x: torch.Tensor, dim: int, size: Any, group: str) -> Kernel:
     n = group_size(group)
     x = _padded(x, dim, local_length(size, group, first=True)).contiguous()
     y = yield starts(group, x.device).all_gather(x.unsqueeze(0) if x.dim() == 0 else x, n, group)
@@ -130,7 +131,7 @@ REDUCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "min": lambda rows: torch.amin(rows, 0),
     "product": lambda rows: torch.prod(rows, 0, dtype=rows.dtype),
 }
-"""Reduction -> what it makes of the ranks' parts, which lie along the first dim."""
+"""Reduction -> the function that reduces the chunks of all ranks, stacked along dim 0."""
 
 
 def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Kernel:
@@ -153,19 +154,19 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
     return y if even else _cut(y, dim, local_length(size, group))
 
 
-# "avg" is carried out as a sum and a division: gloo has no average, and the result is the same everywhere.
+# "avg" is computed as a sum and a division: gloo has no average, and this way results are the same on all backends.
 def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     op = "sum" if reduce_op == "avg" else reduce_op
     y = yield c10d.all_reduce(x.contiguous(), op, group)
     return y / group_size(group) if reduce_op == "avg" else y
 
 
-def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size, group: str) -> Kernel:
+def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size: Any, group: str) -> Kernel:
     n, length = group_size(group), x.shape[scatter_dim]
     x = _padded(x, gather_dim, local_length(size, group, first=True))
     chunks = _split(x, scatter_dim, group)
     mine = local_length(length, group)
-    y = torch.cat([c.unsqueeze(0) for c in chunks])  # Inductor, which is given this kernel traced, has no stack
+    y = torch.cat([c.unsqueeze(0) for c in chunks])  # not stack: Inductor gets this kernel traced and has no stack
     y = yield starts(group, x.device).all_to_all(y, [1] * n, [1] * n, group)
     return _cut(_joined(list(y.unbind(0)), gather_dim, size), scatter_dim, mine)
 
@@ -180,7 +181,7 @@ def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kern
 
 
 def run(kernel: Kernel) -> torch.Tensor:
-    """The result of a kernel, waited for."""
+    """Run a kernel, wait for its collective and return the result."""
     try:
         started = next(kernel)
     except StopIteration as end:
@@ -200,7 +201,7 @@ def _finished(kernel: Kernel, started: torch.Tensor) -> torch.Tensor:
 
 
 def start(name: str, *args: Any) -> Callable[[], torch.Tensor]:
-    """Start the communicating operator `name`; what is returned waits for it and gives the result, once."""
+    """Start the communicating operator `name`; call the returned function, once, to wait for the result."""
     kernel = _GENERATORS[name](*args)
     try:
         started = next(kernel)
@@ -221,14 +222,14 @@ CARRIED = {
     torch.float32,
     torch.float64,
 }
-"""Dtypes that every backend takes."""
+"""Dtypes that every backend supports."""
 
 
 def carried(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
-    """`kernel` for all dtypes: what backends do not take travels as another one.
+    """Extend `kernel` to all dtypes, by sending those that backends do not support as another one.
 
-    Complex numbers travel as pairs of real ones. The rest travels as bytes where it is moved, and as int32 where
-    integers are reduced.
+    Complex numbers are sent as pairs of real numbers. Other dtypes are sent as bytes where data is only moved, and as
+    int32 where integers are reduced.
     """
 
     @functools.wraps(kernel)
@@ -237,7 +238,7 @@ def carried(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
             return (yield from kernel(x, *rest))
         if x.dtype.is_complex:
             if rest[0] == "product":
-                raise ValueError("a product of complex numbers cannot be reduced over ranks; gather them and multiply")
+                raise ValueError("complex numbers cannot be reduced over ranks by a product; gather and multiply them")
             y = yield from kernel(torch.view_as_real(x.resolve_conj()), *rest)
             return torch.view_as_complex(y.contiguous())
         if kernel in (_all_reduce, _reduce_scatter):
@@ -272,37 +273,37 @@ def shard(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
     return x.narrow(dim, start, chunk_length(size, n, rank)).clone(memory_format=torch.contiguous_format)
 
 
-def _resized(x: torch.Tensor, dim: int, size) -> torch.Tensor:
+def _resized(x: torch.Tensor, dim: int, size: Any) -> torch.Tensor:
     shape = list(x.shape)
     shape[dim] = size
     return x.new_empty(shape)
 
 
-def _fake_all_gather(x, dim, size, group):
+def _fake_all_gather(x: Any, dim: Any, size: Any, group: Any) -> Any:
     return _resized(x, dim, size)
 
 
-def _fake_reduce_scatter(x, reduce_op, dim, group):
+def _fake_reduce_scatter(x: Any, reduce_op: Any, dim: Any, group: Any) -> Any:
     return _fake_shard(x, dim, group)
 
 
-def _fake_all_reduce(x, reduce_op, group):
+def _fake_all_reduce(x: Any, reduce_op: Any, group: Any) -> Any:
     return x.new_empty(x.shape)
 
 
-def _fake_all_to_all(x, gather_dim, scatter_dim, size, group):
+def _fake_all_to_all(x: Any, gather_dim: Any, scatter_dim: Any, size: Any, group: Any) -> Any:
     return _fake_shard(_resized(x, gather_dim, size), scatter_dim, group)
 
 
-def _fake_shard(x, dim, group):
+def _fake_shard(x: Any, dim: Any, group: Any) -> Any:
     return _resized(x, dim, local_length(x.shape[dim], group))
 
 
-def _fake_collective_permute(x, senders, group):
+def _fake_collective_permute(x: Any, senders: Any, group: Any) -> Any:
     return x.new_empty(x.shape)
 
 
-KERNELS = {
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "all_gather": (_waited("all_gather"), _fake_all_gather),
     "reduce_scatter": (_waited("reduce_scatter"), _fake_reduce_scatter),
     "all_reduce": (_waited("all_reduce"), _fake_all_reduce),
@@ -314,20 +315,20 @@ KERNELS = {
 
 
 def hold(x: torch.Tensor, others: list[torch.Tensor], what: str) -> torch.Tensor:
-    """`x`, which does not need `others`, as if it did: as if it were what `what` says, made of them.
+    """A copy of `x` that depends on `others` in the graph, as if it were the value described by `what`.
 
-    A rank with an empty shard would drop the collectives that make `others` from its graph, and leave the ranks that
-    do need them waiting. Without `what` it would take `x` for any other `x` of its shape.
+    A rank with an empty shard does not need `others`. It would remove the collectives that make them, and leave the
+    ranks that do need them waiting. Without `what`, `x` would be merged with any other `x` of its shape.
     """
     return x.clone()
 
 
-def fit(x: torch.Tensor, dim: int, length) -> torch.Tensor:
-    """`x` cut, or padded with zeros, to `length` along `dim`: for lengths that a graph does not know."""
+def fit(x: torch.Tensor, dim: int, length: Any) -> torch.Tensor:
+    """`x` narrowed, or padded with zeros, to `length` along `dim`: for lengths that are not known in a graph."""
     missing = length - x.shape[dim]
     if missing <= 0:
         return x.narrow(dim, 0, length).clone(memory_format=torch.contiguous_format)
-    return _with_zeros(x, dim, missing).contiguous()  # padding keeps channels last
+    return _with_zeros(x, dim, missing).contiguous()  # padding preserves channels_last
 
 
 library.define("fit(Tensor x, int dim, SymInt length) -> Tensor", tags=ANY_ORDER)
@@ -341,13 +342,13 @@ for _name, (_kernel, _fake) in KERNELS.items():
     torch.library.register_fake(f"dtensor::{_name}", _fake, lib=library)
 
 COMMUNICATING = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute")
-"""The operators that put bytes on the wire."""
+"""The operators that send bytes."""
 
 LOWERED = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-"""Those whose kernel is the same on every rank, so that a graph may hold it; the others look up their rank."""
+"""The operators whose kernel is the same on every rank, so that graphs can hold it. The others look up their rank."""
 
 KEPT = "dtensor_kept"
-"""The annotation (`torch.fx.traceback.annotate`) of gathers whose results are saved for the backward in any case."""
+"""Key of the annotation (`torch.fx.traceback.annotate`) of gathers whose results are always saved for the backward."""
 
 __all__ = [
     "CARRIED",

@@ -1,6 +1,7 @@
-"""Where plain tensors meet the mesh: the current mesh, checks across ranks, scattering a tensor from one rank.
+"""The way from plain tensors to the mesh: the current mesh, checks across ranks, and data from a source rank.
 
-The only part of the tensor's own code that talks to process groups directly; never runs while a graph is traced.
+Used by `from_local`, `distribute_tensor` and the like. The checks and broadcasts of eager mode call process groups
+directly, not through the operators of `dtensor.comm.collectives`.
 """
 
 from typing import Any
@@ -19,7 +20,7 @@ def current_mesh() -> Any:
     """The mesh of the innermost `with mesh:` block.
 
     Raises:
-        MeshError: there is none.
+        MeshError: There is none.
     """
     found = current_device_mesh()
     if found is None:
@@ -28,22 +29,22 @@ def current_mesh() -> Any:
 
 
 def mesh_of(device_mesh: Any) -> Any:
-    """The mesh that was given, or the current one for None.
+    """The given mesh, or the current one for None.
 
     Raises:
-        MeshError: it is no mesh, or none was given and none is current.
+        MeshError: `device_mesh` is not a mesh, or none is given and none is current.
     """
     if device_mesh is None:
         return current_mesh()
     if not hasattr(device_mesh, "device_type"):
         raise MeshError(
-            f"device_mesh is what dtensor.init_device_mesh(device_type, sizes) makes, got {device_mesh!r}; "
+            f"device_mesh must be a mesh as made by dtensor.init_device_mesh(device_type, sizes); got {device_mesh!r}; "
             f'write for example init_device_mesh("cpu", ({dist.get_world_size() if dist.is_initialized() else 2},))'
         )
     return device_mesh
 
 
-def is_tracing(out) -> bool:
+def is_tracing(out: Any) -> bool:
     """Whether `out`, a DTensor or a sequence of them, holds fake or functional tensors."""
     first = out[0] if isinstance(out, (tuple, list)) and out else out
     local = getattr(first, "_local_tensor", None)
@@ -51,35 +52,36 @@ def is_tracing(out) -> bool:
 
 
 def refuse_export() -> None:
-    """Raise where torch.export.export traces: it records operators before DTensors see them, and fails later, darkly.
+    """Raise if torch.export.export traces: it records operators before DTensors see them, and fails obscurely later.
 
     Raises:
-        ShardingError: it does.
+        ShardingError: torch.export.export traces.
     """
     if torch.compiler.is_exporting():
         raise ShardingError(
-            "torch.export.export cannot trace through DTensors: it records operators above the point where they are "
-            "taken apart; write dtensor.export(model, args), which gives the same kind of program"
+            "torch.export.export cannot trace through DTensors: it records operators before they are decomposed into "
+            "local operators and collectives; write dtensor.export(model, args), which gives the same kind of program"
         )
 
 
 def refuse_tangent(x: torch.Tensor, name: str) -> None:
-    """Raise where forward-mode differentiation would lose the tangent of `x` in `name`.
+    """Raise if forward-mode differentiation would lose the tangent of `x` in the function `name`.
 
     Raises:
-        ShardingError: `x` carries one.
+        ShardingError: `x` has a tangent.
     """
     if has_tangent(x):
         raise ShardingError(
-            f"forward-mode differentiation does not go through {name}, whose result would have no tangent; write "
-            "torch.autograd.functional.jvp or hvp, which differentiate backwards twice"
+            f"forward-mode differentiation does not support {name}, whose result would have no tangent; write "
+            "torch.autograd.functional.jvp or hvp, which use reverse mode twice"
         )
 
 
 def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
-    """What each rank of the mesh gave as `item`, picklable, in some order that is the same on all of them.
+    """Gather the `item`, which must be picklable, of each rank of the mesh, in an order that is the same on all ranks.
 
-    For checks: all ranks learn of all others before any raises; one that raised earlier would leave the rest waiting.
+    For checks: all ranks see the items of all others before any rank raises. A rank that raised earlier would leave the
+    others waiting.
     """
     found = [item]
     for axis in range(mesh.ndim):
@@ -93,13 +95,20 @@ def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
 def check_replicas(
     local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...], *, with_shape: bool, wrong: str = ""
 ) -> torch.Tensor:
-    """Compare shape (if `with_shape`) and dtype across the mesh, then broadcast replicas from their axis' first rank.
+    """Compare shape and dtype across the mesh, then broadcast replicas from the first rank of their axis.
 
     Args:
-        wrong: what this rank has found wrong by itself, if anything.
+        local: This rank's local tensor.
+        mesh: The mesh.
+        placements: One placement per mesh axis; the tensor is broadcast along the replicated ones.
+        with_shape: Whether shapes must be the same, too.
+        wrong: The error that this rank has found by itself; "" if there is none.
+
+    Returns:
+        The local tensor with the broadcast values.
 
     Raises:
-        PlacementError: on every rank of the mesh, if any two ranks differ, or one has found something wrong.
+        PlacementError: On every rank of the mesh, if any two ranks differ or one has found an error.
     """
     if mesh.get_coordinate() is None:
         return local
@@ -114,7 +123,7 @@ def check_replicas(
             f"from_local: shape and dtype differ between the ranks of the mesh: {ranks}; "
             "pass the global shape and stride for uneven shards"
         )
-    local = local if local.requires_grad else local.clone()
+    local = local.clone()  # the caller's stays as it is; gradients reach it
     for axis, p in enumerate(placements):
         if p.is_replicate():
             local = local.contiguous()
@@ -125,24 +134,24 @@ def check_replicas(
 
 
 def check_source(mesh: Any, src_data_rank: int | None) -> None:
-    """Raise ValueError if some mesh axis has no such rank."""
+    """Raise ValueError if a mesh axis has no rank `src_data_rank`."""
     if src_data_rank is not None and src_data_rank not in range(min(mesh.shape)):
         raise ValueError(
-            f"src_data_rank is a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank!r}"
+            f"src_data_rank must be a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank!r}"
         )
 
 
 def check_module(name: str, module: Any) -> None:
-    """Raise TypeError if what the function `name` was given as a module is none."""
+    """Raise TypeError if `module`, an argument of the function `name`, is not an nn.Module."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{name} takes an nn.Module; got {module!r}")
 
 
 def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:
-    """The global tensor that rank `src_data_rank` (of each mesh axis) holds, on every rank of the mesh.
+    """A copy of the global tensor that rank `src_data_rank` (of each mesh axis) holds, on every rank of the mesh.
 
     Raises:
-        ValueError: some mesh axis has no such rank.
+        ValueError: A mesh axis has no such rank.
     """
     check_source(mesh, src_data_rank)
     data = tensor.detach().contiguous().clone()
@@ -151,8 +160,10 @@ def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Te
 
 
 def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
-    """Overwrite the memory of a tensor by what rank `src_data_rank` (of each mesh axis) holds there, on every rank of a
-    mesh; nothing on others. `x` may be any view of it. In a trace the graph does so."""
+    """Overwrite the memory of `x` with that of rank `src_data_rank` (of each mesh axis), on every rank of the mesh.
+
+    Does nothing on ranks outside the mesh. `x` may be any view of the memory. In a trace, the graph does it for `x`.
+    """
     if mesh.get_coordinate() is None:
         return
     if isinstance(x, (FakeTensor, FunctionalTensor)):

@@ -1,6 +1,7 @@
-"""The executor: carries out a plan on this rank's local tensor by the `dtensor::*` operators.
+"""The executor of plans: runs the steps of a plan on this rank's local tensor, as `dtensor::*` operators.
 
-Runs alike in eager mode and while a graph is traced. Below autograd: gradients are `tensor`'s business.
+It runs in the same way in eager mode and while a graph is traced. It is below autograd; `dtensor.tensor` handles
+gradients.
 """
 
 from typing import Any
@@ -14,17 +15,17 @@ from ..layout.planner import Plan, Prefer, Step, plan
 from ..layout.transitions import senders
 from ..mesh.mesh import MeshFacts, facts
 from ..mesh.provenance import note_layout, note_move, note_shards
-from ..mesh.spec import Spec
-from ..torch_private.sizes import has_hint, hint
+from ..mesh.tensor_spec import Spec
+from ..torch_private.symbolic_sizes import has_hint, hint
 from .collectives import COMMUNICATING, emit, start
-from .pending import Pending
+from .pending_tensor import Pending
 
 UNKNOWN = 8191
-"""Stands in plans for a size that is not known at all: a prime, so that nothing is planned that needs it to divide."""
+"""Used in plans for a size without an example value: a prime, so that no plan requires it to be divisible."""
 
 
 def plan_of(spec: Spec, dst: Layout, prefer: Prefer = "time") -> Plan:
-    """The plan that moves a tensor of `spec` to `dst`. Symbolic sizes choose by their hints."""
+    """The plan that redistributes a tensor of `spec` to `dst`. For symbolic sizes it is chosen by their hints."""
     shape = spec.shape if spec.static else tuple([hint(n) if has_hint(n) else UNKNOWN for n in spec.shape])
     return plan(spec.layout, dst, shape, facts(spec.mesh).network, spec.dtype.itemsize, prefer)
 
@@ -38,11 +39,19 @@ def redistribute_local(
     prefer: Prefer = "time",
     asked: bool = False,
 ) -> torch.Tensor:
-    """This rank's local tensor after moving a tensor of `spec` from its layout to `dst`.
+    """Redistribute a tensor of `spec` to the layout `dst`.
 
-    With `async_op` the last collective is only started, and what is to be done after it is left for the first use of
-    the result: nothing is ever started later than here, so that all ranks start their collectives in one order.
-    `asked` says that the program asks for it in so many words; a traced graph keeps that with its collectives.
+    Args:
+        local: This rank's local tensor.
+        spec: The spec of the tensor before.
+        dst: The layout after.
+        async_op: Only start the last collective, and leave the work after it for the first use of the result. No
+            collective is ever started later than in this call, so all ranks start their collectives in the same order.
+        prefer: As for `dtensor.layout.planner.plan`.
+        asked: Whether the program explicitly requested it; recorded with the collectives of a traced graph.
+
+    Returns:
+        This rank's local tensor in `dst`.
     """
     if spec.layout is dst or spec.coordinate is None:
         return local
@@ -70,8 +79,8 @@ def _all_of(steps: tuple[Step, ...], local: torch.Tensor, spec: Spec, asked: boo
     return local
 
 
-def _arguments(step: Step, spec: Spec) -> tuple:
-    """What the operator of `step` takes after the tensor."""
+def _arguments(step: Step, spec: Spec) -> tuple[Any, ...]:
+    """The arguments of the operator of `step` that follow the tensor."""
     known = facts(spec.mesh)
     group = known.groups[step.axes]
     if len(step.axes) > 1:
@@ -92,25 +101,25 @@ def _arguments(step: Step, spec: Spec) -> tuple:
     raise AssertionError(f"no such step: {step.op}")
 
 
-def _length_after(spec: Spec, step: Step):
+def _length_after(spec: Spec, step: Step) -> Any:
     assert step.dim is not None, f"{step.op} has no dimension to measure"
     assert spec.coordinate is not None, "nothing is redistributed on a rank outside the mesh"
     return spec.with_layout(step.dst).local_shape()[step.dim]
 
 
 def _check_divides(step: Step, spec: Spec, known: MeshFacts) -> None:
-    """Hold symbolic sizes to what the plan took from their hints: merged axes cut evenly. Guards in a traced graph."""
+    """Check that merged axes shard evenly, which the plan concluded from hints. Adds guards to a traced graph."""
     for dim, (before, after) in enumerate(zip(step.src.dims, step.dst.dims)):
         if before != after:
             for axes in (before, after):
                 n = known.network.size(axes)
-                assert spec.shape[dim] % n == 0, f"{step} needs dimension {dim} to divide by {n}"
+                assert spec.shape[dim] % n == 0, f"{step} needs dimension {dim} to be divisible by {n}"
 
 
 def _partial(local: torch.Tensor, step: Step, known: MeshFacts) -> torch.Tensor:
-    """R -> P: the value itself where reducing copies gives it back, else the first rank keeps it.
+    """R -> P: all ranks keep the value if reducing copies of it gives it back; otherwise only the first rank does.
 
-    The others hold what the reduction ignores: zeros of a sum, ones of a product.
+    The others then hold the neutral element of the reduction: zeros for a sum, ones for a product.
     """
     if step.reduce_op in ("avg", "max", "min"):
         return local
@@ -121,26 +130,28 @@ def _partial(local: torch.Tensor, step: Step, known: MeshFacts) -> torch.Tensor:
 
 
 def check_target(src: tuple[Placement, ...], dst: tuple[Placement, ...]) -> None:
-    """Refuse what users may not ask of `redistribute`: to make a value partial.
+    """Refuse a target layout that users cannot request from `redistribute`: one that makes a value partial.
 
     Raises:
-        PlacementError: an axis of `dst` is partial where `src` is not partial in the same way.
+        PlacementError: An axis of `dst` is partial where `src` is not partial in the same way.
     """
     for axis, (a, b) in enumerate(zip(src, dst)):
         if b.is_partial() and a != b:
             raise PlacementError(
-                f"cannot redistribute mesh axis {axis} from {a} to {b}: a value does not become partial; "
+                f"cannot redistribute mesh axis {axis} from {a} to {b}: a value cannot be made partial; "
                 "write Replicate() or Shard(dim), or DTensor.from_local(x, mesh, [Partial()]) for local parts of a sum"
             )
 
 
 def check_dtypes(forward: Any, backward: Any) -> None:
-    """Raise TypeError unless values and gradients can be cast so."""
+    """Raise TypeError unless values and gradients can be cast to these dtypes."""
     for name, given in (("forward_dtype", forward), ("backward_dtype", backward)):
         if given is not None and not isinstance(given, torch.dtype):
-            raise TypeError(f"{name} is a torch.dtype or None; got {given!r}, write such as torch.bfloat16")
+            raise TypeError(f"{name} must be a torch.dtype or None; got {given!r}, write for example torch.bfloat16")
     if backward is not None and not (backward.is_floating_point or backward.is_complex):
-        raise TypeError(f"backward_dtype is what a gradient can have; got {backward}, write such as torch.bfloat16")
+        raise TypeError(
+            f"backward_dtype must be a dtype that a gradient can have; got {backward}, write for example torch.bfloat16"
+        )
 
 
 __all__ = ["check_dtypes", "check_target", "plan_of", "redistribute_local"]

@@ -1,12 +1,13 @@
-"""Likeness: whether ranks have the same values where a tensor counts as the same on all of them.
+"""The replication check: do ranks really have the same values where a tensor is assumed to be the same on all of them?
 
-Ranks of a tensor parallel axis that read different batches train on without a word. So what a style takes as the same,
-and what stands plain beside DTensors in a global view, is looked at on its first use, and every so often then: each
-rank writes a few numbers of it into the job's store, and looks at what the others have written for the same place in
-the program. Nobody waits; whoever comes last sees a difference, and a failure is everybody's (`job`).
+If the ranks of a tensor-parallel axis read different batches, training goes on without an error. So the tensors that a
+style assumes to be replicated, and the plain tensors used with DTensors in a global view, are checked on first use and
+periodically after that. Each rank writes a few numbers about the tensor to the job's store, and reads those that the
+others have written for the same place in the program. No rank waits; the last one to come sees a difference, and then
+all ranks of the job raise (`dtensor.mesh.job`).
 
-Values that are alike may differ in their last bits, so a norm and a few sums are compared; of integers a checksum. In a
-trace a note goes to the inputs of the graph that such a tensor is computed from, and `agree` looks at these.
+Replicated values can differ in their last bits, so a norm and a few sums are compared; for integers, a checksum. In a
+trace, the graph inputs that such a tensor is computed from are marked, and `dtensor.comm.agreement.agree` checks them.
 """
 
 import json
@@ -35,45 +36,45 @@ BY_STYLE = (
     "sampler by the rank along the data axis, not by the global one), write the layout Shard(dim) into the style where "
     "each gives a part, or parallelize_module(…, check_inputs=False)"
 )
-"""How it is said what a style takes, of the module {}."""
+"""Description, for a message, of a tensor that a style assumes to be replicated: the input of the module {}."""
 
 BY_VIEW = (
     "that stands beside DTensors in a model sharded by distribute_model, and so counts as the same on all ranks: {}. "
     "Give all of them the same values, write DTensor.from_local(x, mesh, placements) where each has a part, or "
     "distribute_model(…, check_inputs=False)"
 )
-"""How it is said what a global view takes, at {}."""
+"""Description, for a message, of a tensor that a global view assumes to be replicated, at the place {}."""
 
 FIRST = 2
-"""How many first uses in eager mode are looked at."""
+"""Number of first uses in eager mode that are checked."""
 
 EVERY = 100
-"""Of so many uses later ones are looked at once."""
+"""Of later uses, one in this many is checked."""
 
 STRIDES = (1, 2, 3, 7)
-"""Of what elements the sums are compared: each of these, counted from the first."""
+"""Strides of the elements, from the first one on, whose sums are compared."""
 
 TOLERANCE = 0.05
-"""By how much values may differ, relative to their norm: rounding stays below it by far, other data does not."""
+"""Allowed difference relative to the norm: far above rounding errors, and below the difference of other data."""
 
 COMMUNICATES = ("dtensor", "_c10d_functional")
-"""Namespaces of operators whose results do not follow from what this rank was given."""
+"""Namespaces of operators that communicate, so that their results do not depend on this rank's inputs alone."""
 
 KEPT = 256
-"""How many notes of this rank stay in the store."""
+"""Number of entries of this rank that are kept in the store."""
 
 _told: deque[tuple[Job, str]] = deque()
 
 
 class Given(NamedTuple):
-    """A tensor that counts as the same on all ranks, and what is said of it."""
+    """A tensor that is assumed to be the same on all ranks, and its description for a message."""
 
     said: str
     x: torch.Tensor
 
 
 def numbers(x: torch.Tensor) -> torch.Tensor:
-    """The norm of a plain tensor and sums of its elements, in float64; of integers a checksum."""
+    """The norm of a plain tensor and sums of its elements, in float64; for integers, a checksum."""
     flat = x.detach().reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     if not flat.is_floating_point():
@@ -85,15 +86,19 @@ def numbers(x: torch.Tensor) -> torch.Tensor:
 
 
 class Look:
-    """This rank's look at some tensors at one place of the program that the ranks of a group have in common."""
+    """One check of some tensors by this rank, at a place in the program that the ranks of a group share."""
 
     def __init__(self, job: Job, calls: Calls, place: str, given: Sequence[Given]) -> None:
-        self.job, self.given, self.ranks = job, given, calls.ranks
-        self.prefix = f"dtensor/alike/{calls.name}/{job.failures}/{place}"
+        self.job: Job = job
+        self.given: Sequence[Given] = given
+        self.ranks: tuple[int, ...] = calls.ranks
+        self.prefix: str = f"dtensor/alike/{calls.name}/{job.failures}/{place}"
 
     def tell(self) -> None:
-        """Write down what this rank has."""
-        self.mine = [[said, str(x.dtype), list(x.shape), numbers(x).tolist()] for said, x in self.given]
+        """Write the numbers of this rank to the store."""
+        self.mine: list[list[Any]] = [
+            [said, str(x.dtype), list(x.shape), numbers(x).tolist()] for said, x in self.given
+        ]
         key = f"{self.prefix}/{self.job.rank}"
         self.job.store.set(key, json.dumps(self.mine))
         _told.append((self.job, key))
@@ -102,17 +107,17 @@ class Look:
             job.store.delete_key(old)
 
     def hear(self) -> None:
-        """Look at what other ranks have written.
+        """Compare with the numbers that other ranks have written so far.
 
         Raises:
-            AgreementError: one has other values.
+            AgreementError: A rank has different values.
         """
         for rank in self.ranks:
             key = f"{self.prefix}/{rank}"
             if rank != self.job.rank and self.job.store.check([key]):
                 others = json.loads(self.job.store.get(key))
                 if [said for said, *_ in others] != [said for said, *_ in self.mine]:
-                    continue  # a rank that has compiled another graph
+                    continue  # that rank has compiled another graph
                 for (said, *mine), (_, *theirs) in zip(self.mine, others):
                     if not _are_alike(mine, theirs):
                         raise self.job.failing(_error(said, {self.job.rank: mine, rank: theirs}))
@@ -135,15 +140,15 @@ def _error(said: str, by_rank: dict[int, Any]) -> str:
 
 
 def is_due(uses: int) -> bool:
-    """Whether the use after so many others is one to look at."""
+    """Whether to check the use that follows `uses` others."""
     return uses < FIRST or uses % EVERY == 0
 
 
 def compare(said: str, x: torch.Tensor, group: str, due: bool) -> None:
-    """In eager mode: look at a plain tensor, if that is due; to be called for it in any case, on all ranks.
+    """In eager mode: check a plain tensor if that is `due`. Call it for every use, on all ranks, to keep them in step.
 
     Raises:
-        AgreementError: other ranks of the group have other values, here or on another rank.
+        AgreementError: Other ranks of the group have different values; detected here or on another rank.
     """
     if isinstance(x, (FakeTensor, FunctionalTensor)) or is_in_graph():
         return
@@ -158,17 +163,20 @@ def compare(said: str, x: torch.Tensor, group: str, due: bool) -> None:
 
 
 _noting: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""What is compiled -> the groups over which something in it is to be alike."""
+"""Context of a compilation -> the groups over which a tensor in it is assumed to be replicated."""
 
 
 def noted() -> tuple[str, ...]:
-    """The groups over which something in what is compiled now is to be alike: the same code, otherwise, is not."""
+    """The groups over which a tensor in the current compilation is assumed to be replicated.
+
+    Part of the identity of compiled code: the same code without this assumption is different.
+    """
     context = compile_context()
     return tuple(sorted(_noting.get(context, ()))) if context is not None else ()
 
 
 def note_taken(local: torch.Tensor, groups: Sequence[str], said: str) -> None:
-    """While a graph is traced: note on its inputs that what `local` is computed from is to be alike over `groups`."""
+    """While a graph is traced: mark the inputs that `local` is computed from as to be the same over `groups`."""
     node = graph_node(local)
     if node is None:
         return

@@ -1,2 +1,2 @@
-"""How one operator runs on DTensors: what may stand beside them, which rule and layout, what is redistributed, what
-becomes of views and writes."""
+"""How one operator runs on DTensors: which plain tensors may stand beside them, which rule and layouts apply, what is
+redistributed, and how views and writes are handled."""

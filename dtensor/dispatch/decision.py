@@ -1,8 +1,9 @@
-"""Decision: how one operator call runs, worked out from the operator's rule and the operands' specs.
+"""Decides how one operator call runs, from the operator's rule and the operands' specs.
 
     call -> outputs on fake global tensors -> rule -> choice of layouts -> decision
 
-What an operator without a rule does instead is a kind of decision; `multi_step` carries those out.
+`dispatch` calls `decide` for each call that is not in its cache. A call that does not run as one local operator, such
+as one without a rule, gets a decision of another `kind`, which `multi_step` and `out_variants` carry out.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from ..comm.from_plain import take_from_source
 from ..errors import MeshError
 from ..layout.layout import Layout
 from ..mesh.local_sizes import written as written_size
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules import (
     MASKS,
     RULES,
@@ -37,6 +38,8 @@ from ..rules.choose import Choice
 from ..rules.rule import Rule
 from ..torch_private.core import (
     FakeTensorMode,
+    OpOverload,
+    conjugates_resolved,
     decompositions,
     detect_fake_mode,
     disable_current_modes,
@@ -52,10 +55,10 @@ from .memory_order import IN_MEMORY, put_in_memory
 from .plain_operands import draws_of_torch, is_alike
 
 COMPOSITES: dict[str, Callable[..., Any]] = {}
-"""Operators written in terms of others, on DTensors; `multi_step` and `composite` fill it."""
+"""Operator name -> an implementation on DTensors in terms of other operators; `multi_step` and `composite` fill it."""
 
 FOREACH = ("aten::_foreach_", "aten::_fused_adam", "aten::_fused_sgd", "aten::_fused_adagrad")
-"""How the names of operators begin that work on lists index by index."""
+"""Name prefixes of the operators that work on lists of tensors, index by index."""
 
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -65,20 +68,21 @@ class Decision:
     """How one operator call runs.
 
     Attributes:
-        moves: for each operand the layout it is redistributed to, None where it stays; empty if all stay.
+        moves: the layout that each operand is redistributed to, None where it stays; empty if all stay.
         outputs: spec of each output, None where it is not a tensor.
         many: whether the operator returns a tuple or list.
-        replace: arguments (by name) whose global shape is replaced by a local one.
-        local: runs the local operator if the operator itself will not do.
-        returns_self: in-place: the result is the first argument.
-        writes: operands that are written to and were moved: they are moved back and copied into what was given.
-        written: all operands that are written to, moved or not.
-        kind: "" or a key of `dispatch.KINDS`, which run by other means.
+        replace: (argument name, local shape) for each argument that holds a global shape.
+        local: runs in place of the operator where the plain operator on local tensors is not enough.
+        returns_self: whether the operator is in-place, so that the result is its first argument.
+        writes: indices of the operands that are redistributed and written to. They are redistributed back and copied
+            into the tensors that were passed.
+        kind: "", or a key of `dispatch.KINDS` for a call that does not run as one local operator.
         fallback: whether operands are gathered because the operator has no rule.
-        homes: for each output that is put in another layout than it is made in its spec before, None where it stays;
-            empty if all stay.
-        simple: the operator, where it runs on the local tensors as it stands and makes nothing but new DTensors: then
-            dispatch has nothing else to look at.
+        homes: for each output that is redistributed after it was computed, the spec it was computed with; None where
+            it stays, empty if all stay.
+        simple: the operator, if it runs unchanged on the local tensors and only makes new DTensors; `dispatch` then
+            skips everything else.
+        written: indices of all operands that are written to, redistributed or not.
     """
 
     moves: tuple[Layout | None, ...] = ()
@@ -95,7 +99,7 @@ class Decision:
     written: tuple[int, ...] = ()
 
     def on(self, mesh: Any) -> "Decision":
-        """The same with results on `mesh`, the mesh of the decision or a stand-in for it."""
+        """Return the decision with its results on `mesh`, which is the decision's mesh or a stand-in for it."""
         specs = [s for s in self.outputs if s is not None]
         if not specs or specs[0].mesh is mesh:
             return self
@@ -103,7 +107,7 @@ class Decision:
         return dataclasses.replace(self, outputs=outputs, homes=homes)
 
     def traced(self) -> "Decision":
-        """The same with sizes of results that the graph which is traced can compute."""
+        """Return the decision with result sizes that the graph being traced can compute."""
         if all(s is None or s.static for s in self.outputs):
             return self
         shapes = tuple([(name, [written_size(n) for n in shape]) for name, shape in self.replace])
@@ -111,11 +115,11 @@ class Decision:
 
 
 def is_dtensor(a: Any) -> bool:
-    """Whether an argument is a DTensor of ours: what carries a spec."""
+    """Whether an argument is a `dtensor` DTensor, recognised by its spec."""
     return isinstance(getattr(a, "_spec", None), Spec)
 
 
-def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
+def decide(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Decision:
     name = func._schema.name
     if name.startswith(FOREACH):
         return Decision(kind="foreach")
@@ -139,8 +143,8 @@ def decide(func, args: tuple, kwargs: dict[str, Any]) -> Decision:
     return decide_by(call, rule, in_place)
 
 
-def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
-    """The kind of decision for an operator that has no rule; "" if it runs on whole tensors."""
+def _without_rule(func: OpOverload, in_place: bool, operands: list[Spec]) -> str:
+    """The kind of decision for an operator that has no rule; "" if it runs on gathered tensors."""
     if not _DYNAMIC.isdisjoint(func.tags):
         return "dynamic"
     if not any(o.layout.partial or any(o.layout.dims) for o in operands):
@@ -152,22 +156,22 @@ def _without_rule(func, in_place: bool, operands: list[Spec]) -> str:
     return "decompose" if func in decompositions and not func._schema.is_mutable else ""
 
 
-def has_out(func) -> bool:
-    """Whether an operator writes its results to out= arguments."""
+def has_out(func: OpOverload) -> bool:
+    """Whether an operator writes its results to `out=` arguments."""
     return any(a.is_out for a in func._schema.arguments)
 
 
 _functional: dict[Any, Any] = {}
 
 
-def functional_of(func) -> Any:
-    """The overload that makes a new tensor where `func` writes to its first argument or to out=, or None."""
+def functional_of(func: OpOverload) -> Any:
+    """The overload that returns a new tensor where `func` writes to its first argument or to `out=`; None without."""
     if func not in _functional:
         _functional[func] = _find_functional(func)
     return _functional[func]
 
 
-def _find_functional(func):
+def _find_functional(func: OpOverload) -> Any:
     space, base = func._schema.name.split("::")
     packet = getattr(getattr(torch.ops, space), base.removesuffix("_"), None)
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if not a.is_out]
@@ -179,15 +183,15 @@ def _find_functional(func):
     return None
 
 
-def _reads_mask(args: tuple) -> bool:
-    """Whether a list among the arguments holds a mask: what an index reads is then of a shape that depends on it."""
+def _reads_mask(args: tuple[Any, ...]) -> bool:
+    """Whether a list among the arguments holds a mask: the shape of an indexing result then depends on its values."""
     lists = [a for a in args if isinstance(a, (list, tuple))]
     return any(getattr(item, "dtype", None) in MASKS for a in lists for item in a)
 
 
 @dataclass(frozen=True)
 class Decided:
-    """What a decision was made from: the call, its rule, the choice, and whether output 0 is operand 0."""
+    """The inputs of one decision: the call, its rule, the choice, and whether output 0 is operand 0."""
 
     call: Call
     rule: Rule
@@ -204,7 +208,7 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Decided]]:
-    """Context that gives the list of what is decided by a rule in this thread, from here on; the innermost one sees."""
+    """Context that yields a growing list of the decisions by rule in this thread; only the innermost one records."""
     before, _watch.seen = _watch.seen, []
     try:
         yield _watch.seen
@@ -213,7 +217,7 @@ def watched() -> Iterator[list[Decided]]:
 
 
 def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
-    """The decision for `call` by `rule`."""
+    """Choose the cheapest layouts that `rule` allows and return the decision for `call`."""
     choice = choose(rule, call.operands, in_place)
     if _watch.seen is not None:
         _watch.seen.append(Decided(call, rule, choice, in_place))
@@ -221,7 +225,7 @@ def decide_by(call: Call, rule: Rule, in_place: bool) -> Decision:
 
 
 def carry_out(call: Call, rule: Rule, choice: Choice, in_place: bool) -> Decision:
-    """The decision that runs `call` in the layouts of `choice`."""
+    """Return the decision that runs `call` in the layouts of `choice`."""
     operands, mesh = call.operands, call.operands[0].mesh
     specs = tuple(
         None if o is None or layout is None else Spec.make(mesh, layout, o.shape, o.stride, o.dtype)
@@ -258,7 +262,7 @@ def _put(spec: Spec | None, home: Spec) -> Spec | None:
 
 
 def _is_plain(call: Call, outputs: tuple[Spec | None, ...]) -> bool:
-    """Whether the operator returns tensors, and has no lists or tensors among its keyword arguments."""
+    """Whether the operator returns only tensors, and no keyword argument is a tensor or a list."""
     return (
         (call.many or len(outputs) == 1)
         and None not in outputs
@@ -267,7 +271,7 @@ def _is_plain(call: Call, outputs: tuple[Spec | None, ...]) -> bool:
 
 
 def written(call: Call) -> list[int]:
-    """Indices of the operands that the operator says it writes to."""
+    """Indices of the operands that the operator's schema marks as written to."""
     found: list[int] = []
     count = 0
     for a in call.func._schema.arguments:
@@ -280,29 +284,30 @@ def written(call: Call) -> list[int]:
     return found
 
 
-def _local(call: Call, rule: Rule, choice, mesh) -> Callable[..., Any]:
+def _local(call: Call, rule: Rule, choice: Any, mesh: Any) -> Callable[..., Any]:
     run = rule.local
     assert run is not None
     return lambda func, args, kwargs: run(LocalCall(func, args, kwargs, call, mesh, choice.axes, choice.outputs))
 
 
 def _needs_local(rule: Rule, choice: Choice, operands: list[Spec]) -> bool:
-    """Whether the rule's `local` does anything else than the operator itself, in the layouts of `choice`."""
+    """Whether the rule's `local` differs from the plain operator in the layouts of `choice`."""
     if rule.local is unless_empty and all(o.static for o in operands):
         return any(map(is_empty_somewhere, operands, choice.inputs))
     return rule.across is None or any(choice.axes.get(f) for f in rule.across)
 
 
 def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
-    """`run`, whose results hold all operands in a graph, whether it reads them or not.
+    """Wrap `run` so that in a graph its results depend on all operands, whether it reads them or not.
 
-    For operators that go another way on an empty shard: the rank would drop the collectives that make what it does not
-    read from its graph, and leave the other ranks waiting. So all ranks keep all of them. What is held says which
-    result of which call it is: zeros of one shape that stand for different results must not become one value there,
-    and the collectives that follow one collective.
+    Some operators take another path on an empty shard and do not read all their operands there. That rank would drop
+    the collectives that produce the unread ones from its graph, and the other ranks would wait for it. So all ranks
+    keep all operands alive with `dtensor::hold`. Its text names the call and the result: otherwise zeros of the same
+    shape, made for different results, would be merged into one value on that rank, and so would the collectives on
+    them.
     """
 
-    def held(func, args, kwargs):
+    def held(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = run(func, args, kwargs)
         if not is_in_graph():
             return out
@@ -311,7 +316,7 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
         call = " ".join([str(func), *[str(a) for a in flat if not isinstance(a, torch.Tensor)]])
         count = itertools.count()
 
-        def hold(x):
+        def hold(x: Any) -> Any:
             what = f"{call} {next(count)}"
             return torch.ops.dtensor.hold(x, given, what) if isinstance(x, torch.Tensor) else x
 
@@ -323,36 +328,67 @@ def _holding(run: Callable[..., Any], in_place: bool) -> Callable[..., Any]:
     return held
 
 
-def _reshape(func, args: tuple, kwargs: dict[str, Any]):
-    """A view of a shard that is no view locally (its strides differ from the global ones) copies."""
+def _reshape(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """View the shard, or copy it where its strides differ from the global ones so that no local view exists."""
     if args[1:] and isinstance(args[1], torch.dtype):
         return func(*args, **kwargs)
     return torch.ops.aten.reshape.default(args[0], args[1] if len(args) > 1 else kwargs["size"])
 
 
-def _resolved(func, args: tuple, kwargs: dict[str, Any]):
-    """A conjugate or negative is computed at once: a bit on the local tensor is nothing the DTensor would know of."""
+def _resolved(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute a conjugate or negative at once: the DTensor would not know of a lazy bit on its local tensor."""
     return func(*args, **kwargs).resolve_conj().resolve_neg()
 
 
+_CONJUGATING = ("aten::linalg_pinv", "aten::linalg_lstsq")
+"""Operators whose kernels call others with lazy conjugates. No others of torch's operators on complex numbers compute
+something else on DTensors for it; `tests/sweep` tries them."""
+
+
+def called(func: OpOverload) -> Callable[..., Any]:
+    """`func` as it is called on local tensors: those in `_CONJUGATING` may call others with lazy conjugates.
+
+    Inside `__torch_dispatch__` torch leaves out the dispatch keys that resolve them, and such a kernel would silently
+    compute with the values that are not conjugated.
+    """
+    if func._schema.name not in _CONJUGATING:
+        return func
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        with conjugates_resolved():
+            return func(*args, **kwargs)
+
+    return running
+
+
+def _called(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return called(func)(*args, **kwargs)
+
+
 _LOCAL: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(_CONJUGATING, _called),
     **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::_reshape_alias"), _reshape),
     **dict.fromkeys(("aten::_conj", "aten::_neg_view"), _resolved),
 }
 
 
 def _outside(specs: tuple[Spec | None, ...], many: bool) -> Callable[..., Any]:
-    """On a rank outside the mesh nothing is computed: outputs are empty."""
+    """What runs on a rank outside the mesh: it computes nothing and returns empty outputs."""
 
-    def run(func, args, kwargs):
+    def run(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = [None if s is None else torch.empty(0, dtype=s.dtype, device=s.mesh.device_type) for s in specs]
         return made if many else made[0]
 
     return run
 
 
-def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> None:
-    """Collect the operands' specs; refuse a second mesh, and plain tensors that may differ between ranks."""
+def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Spec]) -> None:
+    """Append the operands' specs to `operands`. Plain tensors that a torch function drew are taken from the first rank.
+
+    Raises:
+        MeshError: two operands live on different meshes.
+        MixedTensorError: a plain tensor may differ between ranks.
+    """
     names, plain = [a.name for a in func._schema.arguments], []
     for name, value in [*zip(names, args), *kwargs.items()]:
         for item in value if isinstance(value, (list, tuple)) else (value,):
@@ -375,8 +411,8 @@ def check_operands(func, args: tuple, kwargs: dict[str, Any], operands: list[Spe
             check_global(func, name, item, operands[0].mesh)
 
 
-def call_of(func, args: tuple, kwargs: dict[str, Any], operands: list[Spec]) -> Call:
-    """The call as rules see it: arguments with specs in place of DTensors, on the mesh itself and no stand-in."""
+def call_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[Spec]) -> Call:
+    """The call as rules see it: with specs in place of DTensors, on the mesh itself rather than a stand-in."""
     specs = tuple([mapped(a, _real_spec) for a in args]), {k: mapped(v, _real_spec) for k, v in kwargs.items()}
     outputs, many = _outputs(func, args, kwargs)
     return Call(func, *specs, [o.real or o for o in operands], outputs, many)
@@ -386,7 +422,7 @@ def _real_spec(x: Any) -> Spec:
     return x._spec.real or x._spec
 
 
-def mapped(a, of: Callable[[Any], Any]):
+def mapped(a: Any, of: Callable[[Any], Any]) -> Any:
     if is_dtensor(a):
         return of(a)
     if isinstance(a, (list, tuple)):
@@ -395,23 +431,23 @@ def mapped(a, of: Callable[[Any], Any]):
 
 
 class _Fake(threading.local):
-    """A fake mode per thread: one mode is not safe to enter from several, and ranks may be threads."""
+    """One fake mode per thread: ranks may be threads, and a mode is not safe to enter from several."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 _fake = _Fake()
 
 
-def _outputs(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Output | None, ...], bool]:
-    """Global shape, stride and dtype of the outputs, by running the operator on fake global tensors."""
+def _outputs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Output | None, ...], bool]:
+    """Global shape, stride and dtype of each output, and whether there are many, from a run on fake global tensors."""
     locals_: list[torch.Tensor] = []
     mapped([args, list(kwargs.values())], lambda t: locals_.append(t._local_tensor))
     symbolic = not all(_is_static(a) for a in (*args, *kwargs.values()))
     mode = detect_fake_mode(locals_) if symbolic else None
 
-    def fake(t) -> torch.Tensor:
+    def fake(t: Any) -> torch.Tensor:
         s = t._spec
         return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=t._local_tensor.device)
 
@@ -425,7 +461,7 @@ def _outputs(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple[Output | 
     return tuple(described), many
 
 
-def _is_static(a) -> bool:
+def _is_static(a: Any) -> bool:
     if is_dtensor(a):
         return a._spec.static
     if isinstance(a, (list, tuple)):
@@ -434,13 +470,13 @@ def _is_static(a) -> bool:
 
 
 def replicated(call: Call) -> Rule:
-    """The rule of last resort: everything whole on every rank, counted where that is not the case anyway."""
+    """The rule of last resort: all operands replicated, counted as a fallback if one of them has to be gathered."""
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.outputs)
     gathers = any(not o.layout.is_replicated for o in call.operands)
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {}, local=_run_whole if gathers else None)
 
 
-def _run_whole(call: LocalCall):
+def _run_whole(call: LocalCall) -> Any:
     if not needs_whole(call.func):
         fell_back(call.func)
     return call.run()
@@ -452,6 +488,7 @@ __all__ = [
     "Decided",
     "Decision",
     "call_of",
+    "called",
     "carry_out",
     "check_operands",
     "decide",

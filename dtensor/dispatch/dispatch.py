@@ -1,9 +1,9 @@
-"""Dispatch: runs one operator on DTensors.
+"""Runs one operator on DTensors.
 
     operator call -> key -> decision (cached) -> redistribute operands -> local operator -> wrap
 
-A decision holds everything that follows from the operator, its plain arguments and the operands' specs; where all sizes
-are ints it is cached, so the hot path is one dictionary lookup.
+`DTensor.__torch_dispatch__` calls `dispatch`. A decision holds everything that follows from the operator, its plain
+arguments and the operands' specs. Where all sizes are ints it is cached, so the hot path is one dictionary lookup.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,47 +17,49 @@ from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError
 from ..layout.layout import Layout
 from ..mesh.caches import cache
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules.call import is_in_place, replaced
-from ..torch_private.core import disable_proxy_modes_tracing
-from ..torch_private.sizes import is_traced
-from . import strictness
-from . import view_copies as aliasing
+from ..torch_private.core import OpOverload, disable_proxy_modes_tracing
+from ..torch_private.symbolic_sizes import is_traced
+from . import strictness, view_copies
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
 from .global_view import may_be_written
 from .plain_operands import mark_alike, mark_local
 from .view_copies import copies, freshen, remember, wrote
 
 MOST_DECISIONS = 1 << 16
-"""Decisions kept; at one more all are dropped."""
+"""Maximum number of cached decisions; one more clears the cache."""
 
 STAND_IN, SYMBOLIC, PLAIN = 1, 2, 4
-"""What may be found in an argument: a stand-in for a mesh, which results get, too; and what keeps a decision from being
-looked up."""
+"""Bits that `_walk` reports: a DTensor on a stand-in for its mesh, which results then get too; a symbolic size; a plain
+tensor. The last two keep a decision from being looked up."""
 
 ATOMS = frozenset((int, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
-"""Types of arguments that hold no tensor and stand in a key as they are."""
+"""Argument types that hold no tensor and enter a key unchanged."""
 
-_cache: dict[tuple, Decision] = cache()
+_cache: dict[tuple[Any, ...], Decision] = cache()
 
 KINDS: dict[str, Callable[..., Any]] = {}
-"""Kind of a decision -> what runs it in place of a local operator; `multi_step` fills it."""
+"""Kind of a decision -> the function that runs the call; `multi_step` and `out_variants` fill it."""
 
 wrap: Callable[[torch.Tensor, Spec], torch.Tensor]
-"""Makes a DTensor of a local tensor and a spec; set by `tensor`."""
+"""Makes a DTensor from a local tensor and a spec; `dtensor.tensor.tensor` sets it."""
 DTensorType: type
-"""The DTensor class; set by `tensor`."""
+"""The DTensor class; `dtensor.tensor.tensor` sets it."""
 
 
 def install(cls: type, make: Callable[[torch.Tensor, Spec], torch.Tensor]) -> None:
-    """Tell dispatch which class carries specs and how to build it."""
+    """Set the DTensor class and the function that builds it from a local tensor and a spec."""
     global wrap, DTensorType
     DTensorType, wrap = cls, make
-    aliasing.install(make)
+    view_copies.install(make)
 
 
-def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run `func` on arguments some of which are DTensors.
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` on arguments of which at least one is a DTensor.
+
+    Returns:
+        What `func` returns, with DTensors in place of tensors.
 
     Raises:
         MixedTensorError: a plain tensor that may differ between ranks is among the arguments.
@@ -103,10 +105,10 @@ def dispatch(func, args: tuple, kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
-    """A call with plain tensors among its arguments, or with sizes that no key can hold."""
+def _uncached(found: int, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call that has plain tensors among its arguments, or sizes that no key can hold."""
     if not found & PLAIN:
-        with disable_proxy_modes_tracing():  # what is worked out of sizes on the way is no part of the graph
+        with disable_proxy_modes_tracing():  # keep the arithmetic on sizes out of the graph
             decision = decide(func, args, kwargs).on(_mesh_of((args, kwargs)))
         return run(decision.traced(), func, args, kwargs)
     if func._schema.name.startswith(FOREACH):
@@ -121,7 +123,7 @@ def _uncached(found: int, func, args: tuple, kwargs: dict[str, Any]):
 
 
 def _mesh_of(given: Any) -> Any:
-    """The mesh of the first DTensor among arguments, or the stand-in for it; None without DTensors."""
+    """The mesh of the first DTensor among the arguments, or its stand-in; None without DTensors."""
     if isinstance(given, DTensorType):
         return given._spec.mesh
     items = given.values() if isinstance(given, dict) else given if isinstance(given, (list, tuple)) else ()
@@ -129,15 +131,15 @@ def _mesh_of(given: Any) -> Any:
 
 
 def forget() -> None:
-    """Drop all decisions: the rule of an operator has changed."""
+    """Drop all cached decisions; called when the rule of an operator changes."""
     _cache.clear()
 
 
 def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
-    """Append to `parts` what a decision depends on in arguments, and to `local` what the local operator is given.
+    """Append to `parts` the key parts of the arguments, and to `local` the arguments of the local operator.
 
     Returns:
-        What was found in them: a STAND_IN, SYMBOLIC sizes, PLAIN tensors.
+        The bits of what was found: STAND_IN, SYMBOLIC, PLAIN.
     """
     found = 0
     for a in items:
@@ -160,7 +162,7 @@ def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
             parts.append(a)
             local.append(a)
         elif kind is float:
-            # A decision depends on a float only by its being zero; optimizers pass another one in every step.
+            # A decision depends only on whether a float is zero; optimizers pass a new value in every step.
             parts += (kind, a == 0)
             local.append(a)
         elif kind is list or isinstance(a, (list, tuple)):
@@ -175,7 +177,7 @@ def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
 
 
 def _other(a: Any, parts: list[Any], local: list[Any]) -> int:
-    """As `_walk`, of an argument that is none of the usual."""
+    """As `_walk`, for one argument of a less common type."""
     parts.append(type(a))
     if isinstance(a, DTensorType):
         spec = a._spec
@@ -191,11 +193,13 @@ def _other(a: Any, parts: list[Any], local: list[Any]) -> int:
     return 0
 
 
-def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The call with plain tensors that are alike on all ranks as replicated DTensors.
+def with_plain_wrapped(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the call's arguments with each plain tensor wrapped as a replicated DTensor.
 
     Raises:
-        MixedTensorError: a plain tensor may differ between ranks, or is to be written to.
+        MixedTensorError: a plain tensor may differ between ranks, or would be written to.
     """
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
@@ -204,7 +208,7 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     if is_in_place(func) and not isinstance(first, DTensorType) and not may_be_written(first):
         raise MixedTensorError(f"{func} would write a DTensor into a plain tensor; write x.full_tensor() to read it")
 
-    def replicated(a):
+    def replicated(a: Any) -> Any:
         if isinstance(a, (list, tuple)):
             return [replicated(item) for item in a]
         if isinstance(a, torch.Tensor) and not isinstance(a, DTensorType):
@@ -215,8 +219,8 @@ def with_plain_wrapped(func, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple
     return tuple(map(replicated, args)), {k: replicated(a) for k, a in kwargs.items()}
 
 
-def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Carry out any decision."""
+def run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Carry out a decision of any kind, and keep track of views and writes."""
     if copies:
         freshen(decision.written, func, args, kwargs)
     out = _run(decision, func, args, kwargs)
@@ -227,7 +231,7 @@ def run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     return out
 
 
-def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if decision.kind:
         return KINDS[decision.kind](func, args, kwargs)
     if decision.writes:
@@ -258,20 +262,20 @@ def _run(decision: Decision, func, args: tuple, kwargs: dict[str, Any]) -> Any:
     return result if spec is None else wrap(result, spec)
 
 
-def _homed(results, decision: Decision) -> Any:
-    """Several results, each in the layout that it is put in. `strict` allows that: they are gradients of parameters."""
+def _homed(results: Any, decision: Decision) -> Any:
+    """Redistribute results to their output layouts. `strict` allows it, since they are gradients of parameters."""
     places = zip(results, decision.homes, decision.outputs)
     return tuple(r if s is None or o is None else redistribute_local(r, s, o.layout, asked=True) for r, s, o in places)
 
 
-def _wrapped(results, specs: tuple[Spec | None, ...]) -> Any:
-    """Several results, as DTensors of their specs."""
+def _wrapped(results: Any, specs: tuple[Spec | None, ...]) -> Any:
+    """Wrap several results as DTensors of their specs."""
     wrapped = [r if s is None else wrap(r, s) for r, s in zip(results, specs)]
     return wrapped if isinstance(results, list) else tuple(wrapped)
 
 
-def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str, Any]):
-    """Operands that are written to in another layout than their own: run on the moved ones, then move those back."""
+def _run_and_write_back(decision: Decision, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run on redistributed copies of the written operands, then redistribute these back and copy them into place."""
     if strictness.active():
         strictness.check(decision, func, args, kwargs)
     operands: list[Any] = []
@@ -280,7 +284,7 @@ def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str,
     moved_args, moved_kwargs = [], {}
     at_hand: list[Any] = []
 
-    def take(_):
+    def take(_: Any) -> Any:
         at_hand.append(next(supply))
         return at_hand[-1]
 
@@ -293,13 +297,13 @@ def _run_and_write_back(decision: Decision, func, args: tuple, kwargs: dict[str,
     return args[0] if decision.returns_self else out
 
 
-def _moved(x, target: Layout | None):
+def _moved(x: Any, target: Layout | None) -> Any:
     if target is None:
         return x
     return wrap(redistribute_local(x._local_tensor, x._spec, target), x._spec.with_layout(target))
 
 
-def _local_of(a):
+def _local_of(a: Any) -> Any:
     if isinstance(a, DTensorType):
         return a._local_tensor
     if isinstance(a, (list, tuple)):
@@ -307,7 +311,7 @@ def _local_of(a):
     return a
 
 
-def _localized(a, moves):
+def _localized(a: Any, moves: Any) -> Any:
     if isinstance(a, DTensorType):
         target = next(moves, None)
         local = a._local_tensor

@@ -1,8 +1,9 @@
-"""Ranks without elements, in graphs whose sizes are symbols.
+"""Handles ranks whose shard has no elements, in graphs with symbolic sizes.
 
-A graph serves many sizes, and of some of them a rank may have no part. Most kernels compute nothing then; those that
-refuse would raise on that rank alone, and the others would wait. Which do is found by asking them. A graph with such an
-operator holds for sizes of which every rank has a part, and any other size has a graph of its own.
+One graph serves many sizes, and for some of them a rank's shard may be empty. Most kernels then compute nothing, but a
+kernel that refuses empty tensors would raise on that rank alone while the others wait. `decision` therefore tries the
+operator on empty tensors. If it refuses, the graph is valid only for sizes at which no shard is empty, and any other
+size gets a graph of its own.
 """
 
 from collections.abc import Collection
@@ -15,25 +16,25 @@ import torch
 from ..layout.layout import Layout
 from ..mesh import local_sizes
 from ..mesh.mesh import mesh_shape
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules.call import Call, replaced
 from ..rules.choose import Choice
 from ..rules.rule import Rule
 from ..torch_private.core import disable_current_modes, tree_map
-from ..torch_private.sizes import hint
+from ..torch_private.symbolic_sizes import hint
 
 
 def is_empty_somewhere(spec: Spec, layout: Layout) -> bool:
-    """Whether some rank's shard has no elements while others have some: then the last one's has none."""
+    """Whether the tensor has elements but some rank's shard has none; the last rank's shard is then empty."""
     sizes, shape = mesh_shape(spec.mesh), tuple(map(hint, spec.shape))
     return 0 not in shape and 0 in layout.local_shape(shape, sizes, [n - 1 for n in sizes])
 
 
 def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
-    """Let what is traced hold only where every rank has a part, or for this size only, of dimensions of which the
-    operator refuses to have nothing.
+    """Guard the graph on non-empty shards, for each sharded symbolic dim in which the operator refuses an empty shard.
 
-    What is required follows from global sizes, and is the same on all ranks.
+    If a shard is empty at the present size, the graph is valid for that size only. The guards follow from global sizes
+    and are the same on all ranks.
     """
     cuts = [(o, layout, d) for o, layout in zip(call.operands, choice.inputs) for d in _cut_symbols(o, layout)]
     refused = _refused(call, rule, choice, list(dict.fromkeys(layout.dims[d] for _, layout, d in cuts)))
@@ -42,30 +43,29 @@ def require_parts(call: Call, rule: Rule, choice: Choice) -> None:
             continue
         sizes, size = mesh_shape(spec.mesh), spec.shape[d]
         if hint(size) and not layout.local_shape(tuple(map(hint, spec.shape)), sizes, [n - 1 for n in sizes])[d]:
-            int(size)  # from here on a number
+            int(size)  # specializes the size to a number
         else:
             local_sizes.require_nonempty(size, [sizes[axis] for axis in layout.dims[d]])
 
 
 def _cut_symbols(spec: Spec, layout: Layout) -> list[int]:
-    """The dimensions of symbolic size that `layout` cuts."""
+    """The dims of symbolic size that `layout` shards."""
     return [d for d, axes in enumerate(layout.dims) if axes and isinstance(spec.shape[d], torch.SymInt)]
 
 
 Axes = tuple[int, ...]
-"""The mesh axes that cut a dimension, as `Layout.dims` has them: what one factor of the operator is cut by."""
+"""The mesh axes that shard a dim, as in `Layout.dims`: those that one factor of the operator is sharded over."""
 
 LARGE = 1 << 22
-"""The most elements of an operand that is made to try an operator; with larger ones it counts as one that refuses."""
+"""Maximum number of elements of an operand created to try an operator; beyond it the operator counts as refusing."""
 
 
 def _refused(call: Call, rule: Rule, choice: Choice, cuts: list[Axes]) -> set[Axes]:
-    """Of what is cut, that of which a rank cannot have nothing: what the rule says, and else the operator is tried
-    beside the trace, on tensors without any. A rank may have rows and no columns, so it is tried with every set of
-    `cuts`.
+    """The entries of `cuts` for which the operator refuses an empty shard.
 
-    Where it cannot be tried, it is taken to refuse: that costs a graph and is never wrong. An operator of the user's is
-    not called beside the program.
+    They come from the rule, or from trying the operator outside the trace on empty tensors. A rank may have rows but no
+    columns, so every subset of `cuts` is tried. An operator that cannot be tried counts as refusing, which costs a
+    graph and is never wrong; this includes users' operators, which are not called outside their program.
     """
     if not cuts or torch.Tag.nondeterministic_seeded in call.func.tags:
         return set()
@@ -83,7 +83,7 @@ def _refused(call: Call, rule: Rule, choice: Choice, cuts: list[Axes]) -> set[Ax
 
 
 def _refuses(call: Call, rule: Rule, choice: Choice, emptied: Collection[Axes]) -> bool:
-    """Whether the operator raises on tensors without elements where they are cut by the axes of `emptied`."""
+    """Whether the operator raises on tensors whose dims sharded over the axes in `emptied` have no elements."""
     device = call.operands[0].mesh.device_type
     shapes = [_without_parts(o, layout, emptied) for o, layout in zip(call.operands, choice.inputs)]
     if max(map(prod, shapes)) > LARGE:
@@ -104,14 +104,13 @@ def _refuses(call: Call, rule: Rule, choice: Choice, emptied: Collection[Axes]) 
             args, kwargs = replaced(call.func, args, kwargs, [(rule.shape_arg, shape)])
         try:
             call.func(*args, **kwargs)
-        except Exception:  # kernels raise anything
+        except Exception:  # kernels raise all kinds of errors
             return True
     return False
 
 
 def _without_parts(spec: Spec, layout: Layout, emptied: Collection[Axes]) -> list[int]:
-    """The shape of the first rank's shard, but for dimensions of symbolic size that the axes of `emptied` cut, which
-    have no elements."""
+    """The shape of the first rank's shard, with 0 for each symbolic dim sharded over axes in `emptied`."""
     sizes, cut = mesh_shape(spec.mesh), _cut_symbols(spec, layout)
     shape = layout.local_shape(tuple(map(hint, spec.shape)), sizes, [0] * len(sizes))
     return [0 if d in cut and layout.dims[d] in emptied else n for d, n in enumerate(shape)]

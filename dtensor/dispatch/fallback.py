@@ -1,10 +1,15 @@
-"""Fallback: the count of calls of operators without a rule, which gathered their arguments to run on every rank."""
+"""Counts calls of operators without a sharding rule, which gather their arguments and run on every rank.
+
+`decision` and `multi_step` report each such call; users read the counts from `dtensor.fallbacks`.
+"""
 
 import contextlib
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
+
+from ..torch_private.core import OpOverload
 
 _counts: Counter[str] = Counter()
 _warned: set[str] = set()
@@ -20,7 +25,7 @@ _quiet = _Quiet()
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-    """Context in which calls of this thread neither count nor warn: they are not for real."""
+    """Context in which this thread's calls neither count nor warn, for dry runs."""
     before, _quiet.on = _quiet.on, True
     try:
         yield
@@ -28,8 +33,8 @@ def uncounted() -> Iterator[None]:
         _quiet.on = before
 
 
-def fell_back(func) -> None:
-    """Count a call of `func` that ran replicated; the first one warns."""
+def fell_back(func: OpOverload) -> None:
+    """Count a call of `func` that ran replicated; the first call of each operator warns."""
     if _quiet.on:
         return
     with _lock:
@@ -44,13 +49,16 @@ def fell_back(func) -> None:
 
 
 def fallbacks(*, reset: bool = False) -> Counter[str]:
-    """Calls so far, in all threads of this process, of operators without a rule whose arguments were gathered for it.
+    """Count the calls whose arguments were gathered because the operator has no sharding rule.
 
-    Operator (such as "aten.histogram.bin_ct") -> number of calls. Under torch.compile a call counts when it is traced.
-    The Counter is a copy: the difference of two is what ran between.
+    The counts cover all threads of this process. Under torch.compile a call counts when it is traced.
 
     Args:
-        reset: start again from zero. Warnings, one for each operator, do not come again.
+        reset: set the counts back to zero. The warnings, one per operator, are not issued again.
+
+    Returns:
+        A Counter from operator (such as "aten.histogram.bin_ct") to number of calls. It is a copy, so the difference
+        of two gives the calls between them.
 
     >>> before = dtensor.fallbacks()
     >>> found = torch.histogram(x, 3)

@@ -1,10 +1,10 @@
-"""Plain tensors in a global view: there every tensor is a global value, so one beside DTensors is the whole of it.
+"""Accepts plain tensors beside DTensors in a global view, where every plain tensor is a full, global value.
 
-`distribute_model` runs a model's forward in `global_view`. A plain tensor that meets a DTensor there, or is written to
-from one, counts as the same on all ranks. Where nothing says that it is (`plain_operands`), its values are compared, in
-eager mode when it is met and in compiled code when the graph runs (`replication_check`).
+`distribute_model` runs a model's forward in `global_view`. A plain tensor that meets a DTensor there, or that a DTensor
+is written to, counts as replicated. Where `plain_operands` does not already know that it is, the ranks compare its
+values (`dtensor.comm.replication_check`): in eager mode when it is met, in compiled code when the graph runs.
 
-A trace knows where it is by the annotation of the operators that Dynamo recorded inside.
+A trace recognises a global view by the annotation on the operators that Dynamo recorded inside it.
 """
 
 import contextlib
@@ -31,19 +31,19 @@ from .plain_operands import (
 )
 
 ANNOTATION = "dtensor_global_view"
-"""Key of the annotation of operators in a global view: whether the ranks' values are compared."""
+"""Key of the annotation on operators in a global view; its value is whether the ranks compare values."""
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-"""Folders of files that are not the user's."""
+"""Folders whose files are not user code."""
 
 
 class _View(threading.local):
     """The global view that this thread is in.
 
     Attributes:
-        checked: whether the ranks' values are compared; None outside of any.
-        due: whether all are that nothing is known of.
-        uses: how often a place in the program has met one.
+        checked: whether the ranks compare values; None outside of any global view.
+        due: whether this run compares every tensor that is not known to be replicated.
+        uses: (argument, line) -> how often a plain tensor was met there, counted from 0.
     """
 
     checked: bool | None = None
@@ -58,11 +58,11 @@ _view = _View()
 
 @contextlib.contextmanager
 def global_view(checked: bool, run: int = 0) -> Iterator[None]:
-    """Region in which plain tensors are global values.
+    """Context in which plain tensors are global values.
 
     Args:
-        checked: compare that they are alike on all ranks.
-        run: how often the region was entered before.
+        checked: whether the ranks compare the values of plain tensors.
+        run: how often the context was entered before; it decides whether this run is one that compares.
     """
     if torch.compiler.is_dynamo_compiling():
         with fx_traceback.annotate({ANNOTATION: checked}):
@@ -78,7 +78,7 @@ def global_view(checked: bool, run: int = 0) -> Iterator[None]:
 
 
 def _checked(x: torch.Tensor) -> bool | None:
-    """Whether the values of `x` are compared, in the global view that an operator on it is in; None outside of any."""
+    """Whether the global view around an operator on `x` compares values; None outside of any."""
     if isinstance(x, (FakeTensor, FunctionalTensor)):
         found = (fx_traceback.current_meta.get("custom") or {}).get(ANNOTATION)
         return found if found is not None else _view.checked
@@ -89,22 +89,22 @@ def check_global(func: Any, name: str, x: torch.Tensor, mesh: Any) -> None:
     """Refuse the plain tensor `x`, argument `name` of `func` beside DTensors on `mesh`, unless it counts as replicated.
 
     Raises:
-        MixedTensorError: it does not.
-        AgreementError: it would, in a global view, but ranks have other values.
+        MixedTensorError: it does not count as replicated.
+        AgreementError: it counts as replicated in a global view, but ranks hold different values.
     """
     if not is_alike(x) and not _taken(func, name, x, mesh):
         check_invariant(func, name, x)
 
 
 def may_be_written(x: torch.Tensor) -> bool:
-    """Whether DTensors may be written to the plain tensor `x`: in a global view."""
+    """Whether DTensors may be written to the plain tensor `x`, which they may in a global view."""
     if is_being_compiled() and graph_node(x) is None:
-        return True  # Dynamo looks at shapes; the trace that knows comes after
+        return True  # Dynamo only computes shapes here; the trace that decides comes later
     return _checked(x) is not None
 
 
 def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any) -> bool:
-    """Take `x` for a global value, if that is what it is."""
+    """Accept `x` as a global value and mark it so, if it may be one; return whether it was accepted."""
     checked = _checked(x)
     if checked is None:
         return False
@@ -112,7 +112,7 @@ def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any) -> bool:
     if isinstance(x, (FakeTensor, FunctionalTensor)):
         return _taken_in_trace(x, groups if checked else [])
     if is_differentiated(x) and x.is_leaf:
-        return False  # its gradient would be a DTensor; that of what has a history is one all the way
+        return False  # a leaf would get a DTensor as its gradient; a non-leaf hands one on through its history
     if checked and not is_marked(x):
         where = _line()
         uses = _view.uses[name, where] = _view.uses.get((name, where), -1) + 1
@@ -120,7 +120,7 @@ def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any) -> bool:
         for group in groups:
             compare(BY_VIEW.format(f"argument '{name}' of {func} ({where})"), x.detach(), group, due)
         if not due:
-            return True  # to be looked at later, if it lasts
+            return True  # left unmarked, so that a later use may compare it
     mark_alike(x)
     return True
 
@@ -134,18 +134,18 @@ def _taken_in_trace(x: torch.Tensor, groups: list[str]) -> bool:
         return False
     if groups:
         note_taken(x, groups, BY_VIEW)
-    for n in (node, *found):  # a backward has no annotation, and meets the node again
+    for n in (node, *found):  # the backward meets the nodes again, without an annotation
         n.meta[ALIKE] = True
     return True
 
 
 def _is_whole(node: torch.fx.Node) -> bool:
-    """Whether a node is the local tensor of a DTensor of which every rank has all."""
+    """Whether a node is the local tensor of a replicated DTensor."""
     return set(node.meta.get(LAYOUT, "")) == {"R"}
 
 
 def _line() -> str:
-    """The user's line that runs."""
+    """File name and number of the user's line that is running."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(LIBRARIES):
         frame = frame.f_back

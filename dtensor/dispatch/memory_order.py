@@ -1,9 +1,9 @@
-"""Operators that read their tensors as they lie in memory.
+"""Restores memory order for operators that depend on how their operands are laid out in memory.
 
-A DTensor has the strides of the global tensor, and its local tensor may lie in another order: what collectives deliver
-is contiguous. Nearly all operators do not care. Those of `IN_MEMORY` do: strides are among their arguments, or their
-kernels expect the memory that torch's own code has given to the global tensor before it calls them. Their operands are
-put in that order first, which is a copy where they lie in another.
+A DTensor has the strides of the global tensor, but its local tensor may be laid out in another order, since collectives
+deliver contiguous results. Nearly all operators work with any strides. Those in `IN_MEMORY` do not: they take strides
+as arguments, or their kernels expect the layout that torch's own code gave the global tensor before calling them.
+`decision` has their local operands put in the global tensor's order first, which copies where the orders differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..mesh.spec import Spec, contiguous_stride
+from ..mesh.tensor_spec import Spec, contiguous_stride
 from ..torch_private.core import tree_map
-from ..torch_private.sizes import hint, known_equal
+from ..torch_private.symbolic_sizes import hint, known_equal
 
 IN_MEMORY = frozenset(
     f"aten::{name}"
@@ -37,10 +37,10 @@ IN_MEMORY = frozenset(
 
 
 def put_in_memory(run: Callable[..., Any] | None, operands: Sequence[Spec]) -> Callable[..., Any]:
-    """`run`, or the operator itself for None, on local tensors in the order in memory of the global `operands`."""
+    """Wrap `run` (None: the operator itself) so that its local operands have the memory order of the global ones."""
     orders = [_order(o) for o in operands]
 
-    def running(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def running(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         left = iter(orders)
 
         def put(x: Any) -> Any:
@@ -53,27 +53,29 @@ def put_in_memory(run: Callable[..., Any] | None, operands: Sequence[Spec]) -> C
 
 
 def _order(spec: Spec) -> tuple[int, ...] | None:
-    """The dimensions of a tensor in the order in which they lie in memory, the one with the largest stride first; None
-    where it has gaps there. Of sizes that only the run knows the examples count, which all ranks have alike."""
+    """The dims in memory order, largest stride first; None if the tensor has gaps in memory.
+
+    Symbolic sizes count by their hints, which are the same on all ranks.
+    """
     shape, stride = [hint(n) for n in spec.shape], [hint(n) for n in spec.stride]
     dims = tuple(sorted(range(spec.ndim), key=lambda dim: -stride[dim]))
     return dims if _strides(shape, dims) == stride else None
 
 
 def _strides(shape: Sequence[Any], dims: tuple[int, ...]) -> list[Any]:
-    """Strides without gaps."""
+    """Strides without gaps for the memory order `dims`."""
     found = dict(zip(dims, contiguous_stride([shape[dim] for dim in dims])))
     return [found[dim] for dim in range(len(dims))]
 
 
 def ordered(x: torch.Tensor, dims: tuple[int, ...] | None) -> torch.Tensor:
-    """`x` with its dimensions in an order in memory, without gaps; as it is for None."""
+    """`x` laid out in the memory order `dims`, without gaps; unchanged for None."""
     if dims is None or all(map(known_equal, stride := _strides(x.shape, dims), x.stride())):
         return x
     laid, back = x.permute(dims), [dims.index(dim) for dim in range(x.dim())]
     if not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
-        return laid.clone(memory_format=torch.contiguous_format).permute(back)  # asks nothing of the sizes
-    if laid.is_contiguous():  # but for the strides of dimensions of one, which kernels go by, too
+        return laid.clone(memory_format=torch.contiguous_format).permute(back)  # adds no guards on the sizes
+    if laid.is_contiguous():  # only strides of dims of length 1 differ, which kernels read too
         return x.as_strided(x.shape, stride)
     return laid.contiguous().permute(back)
 

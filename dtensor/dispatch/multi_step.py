@@ -1,7 +1,7 @@
-"""Detours: operators that do not run as one local operator.
+"""Runs operators that do not run as one local operator.
 
-Lists of tensors (foreach), operators written in terms of others, decompositions, views in place, and results whose
-shape depends on values. Registers itself with `dispatch`.
+These are operators on lists of tensors (foreach), operators written in terms of others, decompositions, in-place views,
+and operators whose result depends on values. Importing this module fills `dispatch.KINDS` with a function for each.
 """
 
 from collections.abc import Callable
@@ -12,19 +12,29 @@ import torch
 from ..comm.redistribute import redistribute_local
 from ..errors import OperatorError, ShardingError, StrictReason
 from ..layout.layout import Layout
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules import Output, needs_whole, rule_of
-from ..torch_private.core import decompositions, return_and_correct_aliasing
+from ..torch_private.core import OpOverload, decompositions, return_and_correct_aliasing
 from . import dispatch, strictness
-from .decision import COMPOSITES, call_of, check_operands, decide_by, functional_of, is_dtensor, mapped, replicated
+from .decision import (
+    COMPOSITES,
+    call_of,
+    called,
+    check_operands,
+    decide_by,
+    functional_of,
+    is_dtensor,
+    mapped,
+    replicated,
+)
 from .dispatch import KINDS, run, with_plain_wrapped
 from .fallback import fell_back
 from .implicit_moves import moves_of, named_operands
 from .plain_operands import region_of_torch
 
 
-def _foreach(func, args: tuple, kwargs: dict[str, Any]):
-    """A foreach operator runs list index by list index; an index that holds only plain tensors runs as it is."""
+def _foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a foreach operator index by index; an index that holds only plain tensors runs unchanged."""
     names = [a.name for a in func._schema.arguments]
     lists = {n: v for n, v in [*zip(names, args), *kwargs.items()] if isinstance(v, (list, tuple))}
     length = max(len(v) for v in lists.values())
@@ -41,11 +51,11 @@ def _foreach(func, args: tuple, kwargs: dict[str, Any]):
 
 
 NUMBERS = ("lr", "state_steps")
-"""Arguments of fused optimizers that are numbers on every rank, in tensors of whatever shape, and on whatever mesh."""
+"""Arguments of fused optimizers that hold a number on every rank, in a tensor of any shape and on any mesh."""
 
 
-def _number(a):
-    """A replicated tensor of one element as a plain one without dimensions; a list of it likewise."""
+def _number(a: Any) -> Any:
+    """Turn a plain or replicated tensor of one element into a plain tensor without dims; do so in lists too."""
     if isinstance(a, list):
         return [_number(x) for x in a]
     if is_dtensor(a) and a._spec.layout.is_replicated:
@@ -53,12 +63,12 @@ def _number(a):
     return a.reshape(()) if isinstance(a, torch.Tensor) and not is_dtensor(a) and a.numel() == 1 else a
 
 
-def _at(i: int, a):
-    """The list of what a list has at index `i`; an empty list, an optional argument not given, stays empty."""
+def _at(i: int, a: Any) -> Any:
+    """The list of element `i` of a list; an empty list (an optional argument that is not given) stays empty."""
     return list(a[i : i + 1]) if isinstance(a, (list, tuple)) else a
 
 
-def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
+def _one_of_foreach(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors: list[Any] = []
     _tensors([args, list(kwargs.values())], tensors)
     if not any(is_dtensor(t) for t in tensors):
@@ -81,7 +91,7 @@ def _one_of_foreach(func, args: tuple, kwargs: dict[str, Any]):
     return run(decide_by(call, rule, in_place).on(operands[0].mesh).traced(), func, args, kwargs)
 
 
-def _tensors(a, found: list[Any]) -> None:
+def _tensors(a: Any, found: list[Any]) -> None:
     if isinstance(a, torch.Tensor):
         found.append(a)
     elif isinstance(a, (list, tuple)):
@@ -90,9 +100,9 @@ def _tensors(a, found: list[Any]) -> None:
 
 
 def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose strict errors speak of the operator that was called and not only of those it runs as."""
+    """Wrap `run` so that its strict errors name the operator that was called, not only those it runs as."""
 
-    def named(func, args: tuple, kwargs: dict[str, Any]):
+    def named(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return run(func, args, kwargs)
         except StrictReason as error:
@@ -102,14 +112,14 @@ def _blamed(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_blamed
-def _decompose(func, args: tuple, kwargs: dict[str, Any]):
+def _decompose(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with region_of_torch():
         made = decompositions[func](*args, **kwargs)
     return _whole(func, args, kwargs) if made is NotImplemented else made
 
 
-def _whole(func, args: tuple, kwargs: dict[str, Any]):
-    """Everything gathered, the operator on every rank."""
+def _whole(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Gather all operands and run the operator on every rank."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     call = call_of(func, args, kwargs, operands)
@@ -117,14 +127,14 @@ def _whole(func, args: tuple, kwargs: dict[str, Any]):
 
 
 @_blamed
-def _functional(func, args: tuple, kwargs: dict[str, Any]):
-    """An in-place operator by the one that makes a new tensor."""
+def _functional(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an in-place operator by its functional overload and copy the result back."""
     return args[0].copy_(functional_of(func)(*args, **kwargs))
 
 
 @_blamed
-def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
-    """An operator that changes the shape of its tensor: that becomes what the view is."""
+def _inplace_view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator that changes the shape of its tensor, by giving it the local tensor and spec of the view."""
     functional = functional_of(func)
     if functional is None:
         raise OperatorError(f"{func} is not possible on a DTensor; make a new tensor instead")
@@ -134,27 +144,27 @@ def _inplace_view(func, args: tuple, kwargs: dict[str, Any]):
     return return_and_correct_aliasing(func, args, kwargs, x)
 
 
-def _set(x, *_):
-    """`set_`, and what a graph makes of an assignment to `data`.
+def _set(x: Any, *_: Any) -> None:
+    """`set_`, and the operator that a graph records for an assignment to `data`.
 
     Raises:
         ShardingError: always.
     """
     raise ShardingError(
-        f"a DTensor of shape {list(x.shape)} is to take the memory of another tensor, by set_ or by an assignment to "
+        f"a DTensor of shape {list(x.shape)} cannot take the memory of another tensor by set_, or by an assignment to "
         "its data in a compiled function; write x.data = y outside of compiled code, or x.copy_(y)"
     )
 
 
 @_blamed
-def _implicit(func, args: tuple, kwargs: dict[str, Any]):
-    """An operator that torch itself writes in terms of others; arrives here only from within a decomposition."""
+def _implicit(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that torch itself writes in terms of others; it gets here only from within a decomposition."""
     with region_of_torch():
         return func.decompose(*args, **kwargs)
 
 
-def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
-    """An operator whose result is a number, or of a shape, that depends on values: runs whole, results replicated."""
+def _dynamic(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator whose result, or its shape, depends on values: on gathered operands, with replicated results."""
     operands: list[Spec] = []
     check_operands(func, args, kwargs, operands)
     mesh = operands[0].mesh
@@ -166,27 +176,36 @@ def _dynamic(func, args: tuple, kwargs: dict[str, Any]):
         fell_back(func)
     supply = iter(targets)
 
-    def whole(x):
+    def whole(x: Any) -> Any:
         return redistribute_local(x._local_tensor, x._spec, next(supply))
 
-    def wrapped(t):
+    def wrapped(t: Any) -> Any:
         if not isinstance(t, torch.Tensor):
             return t
         layout = Layout.make(mesh.ndim, ((),) * t.dim(), ())
         return dispatch.wrap(t, Spec.make(mesh, layout, t.shape, t.stride(), t.dtype))
 
-    made = func(*mapped(args, whole), **{k: mapped(v, whole) for k, v in kwargs.items()})
+    made = called(func)(*mapped(args, whole), **{k: mapped(v, whole) for k, v in kwargs.items()})
     return type(made)(map(wrapped, made)) if isinstance(made, (list, tuple)) else wrapped(made)
 
 
 @_blamed
-def _composite(func, args: tuple, kwargs: dict[str, Any]):
+def _composite(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return COMPOSITES[func._schema.name](*args, **kwargs)
 
 
-def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
-    """`linalg_vector_norm` by operators that have rules, so that only the reduced value is communicated."""
+def vector_norm(
+    x: Any, ord: int = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
+    """`linalg_vector_norm` in terms of operators that have rules, so that only the reduced value is communicated.
+
+    As in torch, the norm of complex numbers is that of their absolute values, and float16 and bfloat16 are accumulated
+    in float32.
+    """
     x = x.to(dtype) if dtype is not None else x
+    x = x.abs() if x.is_complex() else x
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return vector_norm(x.float(), ord, dim, keepdim).to(x.dtype)
     over = list(range(x.dim())) if dim is None else dim
     if ord == float("inf"):
         return x.abs().amax(over, keepdim)
@@ -199,8 +218,8 @@ def vector_norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     return x.abs().pow(ord).sum(over, keepdim).pow(1 / ord)
 
 
-def _size(x) -> list[int]:
-    """The sizes as numbers, for kernels of torch that know no symbols: what is traced is then for these."""
+def _size(x: Any) -> list[int]:
+    """The sizes as ints, for torch kernels that do not support symbols; it specializes the trace to these sizes."""
     return [int(n) for n in x.shape]
 
 

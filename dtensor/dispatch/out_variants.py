@@ -1,8 +1,8 @@
-"""out=: an operator that writes its results to given tensors.
+"""Runs `out=` variants: operators that write their results to tensors passed by the caller.
 
-The result is computed by the overload that makes a new tensor, moved to the layout of what was given, and copied. An
-empty tensor, of whatever kind, becomes what the result is: torch's own operators pass such ones on for results that
-nobody reads. Registers itself with `dispatch`.
+The overload that returns a new tensor computes the result, which is redistributed to the layout of the tensor passed as
+`out=` and copied into it. An empty tensor, plain or DTensor, takes on the result instead: torch's own operators pass
+empty tensors for results that are not read. Importing this module registers it in `dispatch.KINDS`.
 """
 
 from typing import Any
@@ -12,19 +12,19 @@ import torch
 from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError, OperatorError
 from ..layout.layout import Layout
-from ..mesh.spec import Spec
-from ..torch_private.core import return_and_correct_aliasing
+from ..mesh.tensor_spec import Spec
+from ..torch_private.core import OpOverload, return_and_correct_aliasing
 from . import dispatch
 from .decision import check_operands, functional_of, is_dtensor, mapped
 from .dispatch import KINDS
 
 
-def _out(func, args: tuple, kwargs: dict[str, Any]):
-    """Run `func` and give what it was to write to.
+def _out(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `func` and return the tensors passed as `out=`.
 
     Raises:
-        MixedTensorError: out= is a plain tensor with elements.
-        OperatorError: out= has another number of elements than the result.
+        MixedTensorError: `out=` is a plain tensor with elements.
+        OperatorError: `out=` has elements, but not as many as the result, or is a view of another shape.
     """
     targets = {a.name: kwargs[a.name] for a in func._schema.arguments if a.is_out}
     rest = {k: v for k, v in kwargs.items() if k not in targets}
@@ -39,8 +39,8 @@ def _out(func, args: tuple, kwargs: dict[str, Any]):
     return next(iter(targets.values())) if one else tuple(targets.values())
 
 
-def put(func, name: str, given: torch.Tensor, value: Any) -> None:
-    """Write `value`, a result of `func`, to `given`, its argument `name`."""
+def put(func: OpOverload, name: str, given: torch.Tensor, value: Any) -> None:
+    """Write `value`, a result of `func`, to `given`, which was passed as its argument `name`."""
     if not is_dtensor(value):
         given.copy_(value)
     elif not is_dtensor(given):
@@ -67,23 +67,23 @@ def put(func, name: str, given: torch.Tensor, value: Any) -> None:
         )
 
 
-def _become(x, value) -> None:
+def _become(x: Any, value: Any) -> None:
     """Give the DTensor `x` the shape, layout and values of `value`."""
     value = value.to(x.dtype).contiguous()
     x._local_tensor, x._spec = value._local_tensor, value._spec
     return_and_correct_aliasing(torch.ops.aten.resize_.default, (x, list(value.shape)), {}, x)
 
 
-def _on_whole(func, args: tuple, rest: dict[str, Any], targets: dict[str, Any]):
-    """The results of an operator that has no other form, run on whole tensors; one, or a list of several."""
+def _on_whole(func: OpOverload, args: tuple[Any, ...], rest: dict[str, Any], targets: dict[str, Any]) -> Any:
+    """Run an operator that has no functional overload on gathered tensors; return one result or a list."""
     operands: list[Spec] = []
     check_operands(func, args, rest | targets, operands)
     mesh = operands[0].mesh
 
-    def whole(x):
+    def whole(x: Any) -> Any:
         return redistribute_local(x._local_tensor, x._spec, Layout.make(mesh.ndim, ((),) * x._spec.ndim, ())).clone()
 
-    def wrapped(x: torch.Tensor):
+    def wrapped(x: torch.Tensor) -> Any:
         layout = Layout.make(mesh.ndim, ((),) * x.dim(), ())
         return dispatch.wrap(x, Spec.make(mesh, layout, x.shape, x.stride(), x.dtype))
 

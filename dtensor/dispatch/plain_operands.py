@@ -1,20 +1,22 @@
-"""Invariance: which plain tensors may stand beside DTensors, because every rank holds the same values.
+"""Decides which plain tensors may stand beside DTensors, because every rank holds the same values.
 
-A plain tensor among DTensors is an error as a rule: nothing says whether it is a global tensor or this rank's part. It
-is taken as replicated where its origin says so: it has no dimensions, or it was computed from nothing that can differ
-between ranks, that is from factories (`ones`, `arange`), Python numbers and others of its kind. Inputs and what comes
-out of `to_local` do differ, and so do random numbers, unless the region says that all ranks draw alike.
+A plain tensor among DTensors is normally an error: it could be a global tensor or this rank's shard. It is taken as
+replicated if its origin shows that it is the same on all ranks: it has no dims, or it was computed only from values
+that cannot differ between ranks, which are factories (`ones`, `arange`), Python numbers and other such tensors. Graph
+inputs and results of `to_local` may differ, and so may random numbers unless the region states that all ranks draw the
+same ones.
 
-    compiled   the trace knows where a tensor comes from: the graph node of the tensor is followed to its ancestors
-    eager      inside `implicit_replication` a dispatch mode marks such tensors; torch's own decompositions run in one,
-               and what its gradient formulas make on the way counts as such
+    compiled   the trace records where a tensor comes from: its graph node is followed to its ancestors
+    eager      inside `implicit_replication` a dispatch mode marks such tensors; torch's own decompositions run in such
+               a mode, and tensors that its gradient formulas create count as marked
 
-Of what a few functions of torch make in Python (`IN_PYTHON`) their frame tells, in a trace of AOTAutograd, too: it is
-alike unless they were given a plain tensor; what they draw, all ranks take from the first.
+Tensors that a few Python functions of torch create (`IN_PYTHON`) are recognised by the function's stack frame, in
+AOTAutograd's trace too. They are the same on all ranks unless the function was given a plain tensor; random numbers
+that such a function draws are taken from the first rank.
 
-A mark lies on the storage, so that views share it, and holds the version of the tensor, so that a later write ends it.
-Sizes and Python numbers count as alike on all ranks: nothing can tell where they come from. What writes to a marked
-tensor outside of regions and counts no version, a collective or numpy, goes unseen.
+A mark is kept on the storage, so views share it, and holds the tensor's version, so a later write invalidates it. Sizes
+and Python numbers always count as the same on all ranks, since their origin cannot be traced. A write to a marked
+tensor goes unnoticed if it happens outside of regions and does not bump the version (a collective, or numpy).
 """
 
 import contextlib
@@ -45,31 +47,31 @@ from ..torch_private.core import (
 )
 
 MARK = "rank_invariant"
-"""Attribute of a storage: the tensor's version when it was recorded; the `_Recorder` where versions are not counted."""
+"""Attribute of a storage: the version of the tensor when it was marked, or the `_Recorder` for inference tensors."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 NATIVE = ("aten", "prims")
-"""Namespaces of operators that know nothing of ranks."""
+"""Namespaces of operators whose results do not depend on the rank."""
 SHAPE_ONLY = tuple(
     f"aten::{name}"
     for name in ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
 )
-"""Factories that read of their tensor argument no more than the shape."""
+"""Factories that read no values of their tensor argument."""
 LIFTS = ("aten::lift_fresh", "aten::lift_fresh_copy")
-"""What torch makes a tensor of Python numbers with; nothing else calls it."""
+"""Operators that torch uses only to make a tensor from Python numbers."""
 
 
 def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
     """Refuse the plain tensor `x`, argument `name` of `func`, unless it may be taken as replicated.
 
     Raises:
-        MixedTensorError: it may not.
+        MixedTensorError: `x` may differ between ranks.
     """
     reason = _objection(x)
     if reason is not None and in_forward_mode():
         raise MixedTensorError(
-            f"{func}: forward-mode differentiation (torch.func.jvp, jacfwd, hessian, linearize) stands a plain zero "
-            f"for the tangent of argument '{name}', which has none, beside DTensors; write "
+            f"{func}: argument '{name}' has no tangent, and forward-mode differentiation (torch.func.jvp, jacfwd, "
+            "hessian, linearize) puts a plain zero in its place, beside DTensors; write "
             "torch.autograd.functional.jvp or hvp, or torch.func.jacrev of jacrev, which differentiate backwards"
         )
     if reason is not None:
@@ -97,15 +99,14 @@ IN_PYTHON: dict[Any, bool] = {
     torch.nn.functional.fractional_max_pool2d_with_indices.__code__: True,
     torch.nn.functional.fractional_max_pool3d_with_indices.__code__: True,
 }
-"""Functions that torch writes in Python, with plain tensors of their own, by their file or their code -> whether they
-draw these."""
+"""File or code object of torch functions written in Python that create plain tensors -> whether these are random."""
 
 
 def draws_of_torch(x: torch.Tensor) -> bool | None:
-    """Whether the plain `x`, an operand now, was drawn by a function of `IN_PYTHON`; None if none of them made it.
+    """Whether the plain operand `x` was drawn by a function in `IN_PYTHON`; None if it does not count as made by one.
 
-    None did where the function was given a plain tensor, which `x` may come from. (An argument named `_random_samples`
-    is None, and has what was drawn in its place.)
+    It does not where the function was given a plain tensor, since `x` may come from that. The argument
+    `_random_samples` is ignored: it was given as None, and the function has put the drawn tensor in its place.
     """
     frame, entry = sys._getframe(1), None
     while frame is not None and (entry is None or _in_python(frame) is not None):
@@ -126,7 +127,7 @@ def _in_python(frame: Any) -> bool | None:
 
 
 def _objection(x: torch.Tensor) -> str | None:
-    """What speaks against taking `x` as replicated, to be read after its shape; None if nothing does."""
+    """Why `x` cannot be taken as replicated, as text that follows its shape in a message; None if it can."""
     if x.dim() == 0:
         return None
     if isinstance(x, (FakeTensor, FunctionalTensor)):
@@ -134,7 +135,7 @@ def _objection(x: torch.Tensor) -> str | None:
         if node is not None:
             return _origin(node)
         if is_being_compiled():
-            # Dynamo and AOTAutograd look at shapes first, without a graph; the trace that has one comes after.
+            # Dynamo and AOTAutograd first compute shapes without a graph; the trace that has one comes later.
             return None
     if not is_marked(x):
         return None if is_in_formula() else " that requires a gradient" if is_differentiated(x) else ""
@@ -142,17 +143,17 @@ def _objection(x: torch.Tensor) -> str | None:
 
 
 def is_differentiated(x: torch.Tensor) -> bool:
-    """Whether what is done with `x` now has a gradient."""
+    """Whether autograd records what is done with `x` now."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def _origin(node: torch.fx.Node) -> str | None:
-    """The first ancestor of `node` (itself included) that can differ between ranks, in words; None if there is none."""
+    """Why `node` can differ between ranks, from the first such ancestor (or itself); None if there is none."""
     return next((reason for _, reason in differing(node)), None)
 
 
 def differing(node: torch.fx.Node) -> Iterator[tuple[torch.fx.Node, str]]:
-    """The nearest ancestors of `node` (itself included) that can differ between ranks, each with why."""
+    """Yield the nearest ancestors of `node` (itself included) that can differ between ranks, each with the reason."""
     waiting, seen = [node], {node}
     while waiting:
         n = waiting.pop()
@@ -172,18 +173,18 @@ def _schema_of(node: torch.fx.Node) -> Any:
 
 
 def _has_dims(value: Any) -> bool:
-    """Whether a node's value is more than a number; unknown values are."""
+    """Whether a node's value may have dims; only a number or a tensor without dims has none for certain."""
     if isinstance(value, torch.Tensor):
         return value.dim() > 0
     return not isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _differs(node: torch.fx.Node) -> str | None:
-    """Why this node's value can differ between ranks though its arguments do not."""
+    """Why this node's value can differ between ranks even if its arguments do not; None if it cannot."""
     if LOCAL in node.meta:
         return " that holds this rank's part of a DTensor"
     if node.op == "placeholder":
-        # For an input that the graph writes to, autograd hands over a plain tangent, and a whole one.
+        # For an input that the graph writes to, autograd passes a plain, unsharded tangent.
         if str(node.target).startswith("tangents"):
             return None
         return " computed from an input of the compiled graph"
@@ -196,12 +197,12 @@ def _differs(node: torch.fx.Node) -> str | None:
 
 
 class _Region(threading.local):
-    """The innermost region that this thread is in.
+    """The innermost `implicit_replication` region that this thread is in.
 
     Attributes:
-        entered: whether it is in one.
-        draws_alike: whether that takes the default generator to be in one state on all ranks.
-        recorder: what marks tensors in it.
+        entered: whether the thread is in a region.
+        draws_alike: whether the region assumes that the default generator has the same state on all ranks.
+        recorder: the mode that marks tensors in the region.
     """
 
     entered: bool = False
@@ -218,12 +219,12 @@ def _differs_by(func: OpOverload) -> str | None:
     return None if func.namespace in NATIVE else f" computed by {func}"
 
 
-def mark_local(out: Any, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    """While a graph is traced: note in it that the locals of the DTensors `out` are one rank's parts.
+def mark_local(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """While tracing, annotate the graph nodes of the local tensors of the DTensors in `out`.
 
-    They may be computed from factories and this rank's coordinate, and `to_local` gives them to users. Where the local
-    operator is the one that was called, with the same numbers, that is noted too; and the sizes of all ranks' shards,
-    of what was given as well: an input of the graph is seen here first.
+    `LOCAL` marks them as rank-specific: they may be computed from factories and this rank's coordinate, and `to_local`
+    hands them to users. `OPERATOR` records that the local operator is the one that was called, with the same numbers.
+    The shard sizes of all ranks are recorded too, also for the arguments, since graph inputs are first seen here.
     """
     traced = False
     for x in out if isinstance(out, (tuple, list)) else (out,):
@@ -248,7 +249,7 @@ def _numbers(args: Any, kwargs: Any) -> list[Any]:
 
 
 def _leaves(given: Any) -> Iterator[Any]:
-    """What an operator's arguments are, those in lists too."""
+    """Yield an operator's arguments, those in nested lists too."""
     for x in given:
         if isinstance(x, (list, tuple)):
             yield from _leaves(x)
@@ -257,7 +258,7 @@ def _leaves(given: Any) -> Iterator[Any]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Marks the results of factories, and of operators whose tensors are all marked."""
+    """Marks the results of factories, and of operators whose tensor arguments are all marked or without dims."""
 
     supports_higher_order_operators = True
 
@@ -267,13 +268,13 @@ class _Recorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled functions may be called inside: their graphs are regions by themselves."""
+        """Allow calls of compiled functions inside; their graphs act as regions of their own."""
         return True
 
     @never_traced
-    def __enter__(self):
+    def __enter__(self) -> Any:
         self.active = True
-        # Where autograd has been passed already, writes do not count up versions.
+        # Below autograd, writes do not bump versions.
         self.counts = not is_below_autograd()
         return super().__enter__()
 
@@ -281,7 +282,9 @@ class _Recorder(TorchDispatchMode):
         self.active = False
         super().__exit__(*args)
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload) or (types and not all(t in PLAIN for t in types)):
             return func(*args, **kwargs)
@@ -290,13 +293,13 @@ class _Recorder(TorchDispatchMode):
         alike = _differs_by(func) is None and kwargs.get("generator") is None
         if info.name not in SHAPE_ONLY and info.name not in LIFTS:
             alike = alike and all(t.dim() == 0 or is_marked(t) for t in given)
-        # Schemas of collectives do not say what is written.
+        # Schemas of collectives do not state which arguments are written to.
         written = list(_written(info, args, kwargs)) if func.namespace in NATIVE else given
         kept = [alike and is_marked(t) for t in written]
         out = func(*args, **kwargs)
         for t, keep in zip(written, kept):
             self.mark(t, keep, self.counts)
-        # A view shares the mark already; what has memory of its own needs one.
+        # A view already shares the mark of its base; a result with its own memory needs one.
         shared = [] if info.name in LIFTS else [_storage(t) for t in given]
         for t in _tensors(out):
             if all(_storage(t) is not s for s in shared):
@@ -311,7 +314,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def is_marked(x: torch.Tensor) -> bool:
-    """Whether a region knows that all ranks hold the values that `x` has now."""
+    """Whether a region has marked `x`, in its present version, as the same on all ranks."""
     mark = getattr(_storage(x), MARK, None)
     if mark is None:
         return False
@@ -330,7 +333,7 @@ def _tensors(a: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _written(info: torch.FunctionSchema, args: tuple, kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
+def _written(info: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterable[torch.Tensor]:
     if not info.is_mutable:
         return ()
     names = [a.name for a in info.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -340,16 +343,17 @@ def _written(info: torch.FunctionSchema, args: tuple, kwargs: dict[str, Any]) ->
 
 @contextlib.contextmanager
 def implicit_replication(*, random: bool = False) -> Iterator[None]:
-    """Region in which plain tensors that are alike on all ranks may be operands beside DTensors.
+    """Context in which plain tensors that are the same on all ranks may be operands beside DTensors.
 
-    Those that factories (`torch.arange`, `ones`, `full`, `eye`, `tensor` of Python numbers, ...) make inside, and what
-    is computed from them alone, are taken as replicated, also after the region has ended. Tensors from elsewhere and
-    results of `to_local` are not. Every operator is a few microseconds slower inside. In a compiled function it has no
-    effect and no cost: there every graph is such a region.
+    Tensors that factories (`torch.arange`, `ones`, `full`, `eye`, `tensor` of Python numbers, ...) make inside, and
+    tensors computed only from them, are taken as replicated, also after the context has ended. Tensors from elsewhere
+    and results of `to_local` are not. Every operator is a few microseconds slower inside. In a compiled function the
+    context has no effect and no cost, because every graph is such a region already.
 
     Args:
-        random: take random numbers from the default generator as alike too, in compiled functions that are called
-            inside as well. That all ranks were seeded alike is your word; `dtensor.random.check_states` tests it.
+        random: also take random numbers from the default generator as replicated, including those drawn in compiled
+            functions called inside. You must have seeded all ranks identically, which is not checked here;
+            `dtensor.random.check_states` tests it.
 
     >>> with dtensor.implicit_replication():
     ...     masked = x.masked_fill(torch.ones(8).tril() == 0, float("-inf"))
@@ -367,8 +371,10 @@ def implicit_replication(*, random: bool = False) -> Iterator[None]:
 
 
 def mark_alike(x: torch.Tensor, *, written: bool = False) -> None:
-    """Note of the plain tensor `x`, in the region or the trace around, that all ranks hold the same values; `written`:
-    by the operator that runs."""
+    """Mark the plain tensor `x` as the same on all ranks, in the current region or trace.
+
+    `written` means that the operator now running writes to `x`.
+    """
     if isinstance(x, (FakeTensor, FunctionalTensor)):
         note_alike(x)
     elif (recorder := _region.recorder) is not None:
@@ -376,7 +382,7 @@ def mark_alike(x: torch.Tensor, *, written: bool = False) -> None:
 
 
 def region_of_torch() -> contextlib.AbstractContextManager[Any]:
-    """The region that torch's own decompositions run in, on DTensors; a trace needs none."""
+    """Context in which torch's own decompositions run on DTensors, marking what they create; a no-op in a trace."""
     return contextlib.nullcontext() if is_being_compiled() else _Recorder()
 
 

@@ -1,9 +1,9 @@
-"""Registration: sharding rules for operators that the library does not know, written by users in einsum-like text.
+"""Registers sharding rules that users write, in einsum-like text, for operators that the library does not know.
 
     register_sharding(op, "mk,kn->mn", …)  ->  Rule (parsed, checked against the schema)  ->  the engine's rule per call
 
-A rule names the factors of each dimension of each tensor, as the tables of `rules` do; the engine's `rules.rule.Rule`
-is made from it for the shapes of one call.
+A rule names the factors of each dim of each tensor, as the tables in `dtensor.rules` do. For the shapes of each call it
+is turned into the engine's `dtensor.rules.rule.Rule`.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from typing import Any, overload
 import torch
 
 from ..errors import OperatorError
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules import RULES, Call, Output
 from ..rules import Rule as EngineRule
 from ..rules.call import RuleFunction, argument
@@ -24,14 +24,19 @@ from ..torch_private.core import OpOverload, overloads_of
 from . import dispatch
 
 _registered: dict[str, str] = {}
-"""Operator -> what tells its registered rule from another one."""
+"""Operator -> a string that identifies its registered rule."""
 
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What a rule function is told of a tensor argument: its global shape and its dtype."""
+    """Stands for a tensor argument when a rule function is called.
 
-    shape: tuple
+    Attributes:
+        shape: global shape.
+        dtype: element type.
+    """
+
+    shape: tuple[Any, ...]
     dtype: torch.dtype
 
     @property
@@ -42,7 +47,7 @@ class TensorMeta:
 
 RuleMaker = Callable[..., "Rule | str"]
 _BY_FUNCTION = object()
-"""Stands for a rule that is not given: a function that is decorated gives it."""
+"""Default for `rule`: the decorated function supplies it."""
 
 
 @overload
@@ -58,23 +63,23 @@ def register_sharding(
     blocked: str | Iterable[str] = ...,
 ) -> None: ...
 def register_sharding(op: Any, rule: Any = _BY_FUNCTION, **options: Any) -> Any:
-    """Give an operator a sharding rule, or another one than it has.
+    """Give an operator a sharding rule, or replace the rule it has.
+
+    The rule applies from the next call on. Functions that are already compiled stay as they are. A rule given as a
+    function keeps torch from reusing code that other processes compiled. The operator's backward needs no rule here: it
+    runs by the rules of the operators that it is written in.
 
     Args:
-        op: what `torch.library.custom_op` made, an OpOverload, or an OpOverloadPacket for all its overloads. It needs a
-            fake kernel (`register_fake`), as for torch.compile.
-        rule: a `Rule`, or its text with the other fields of `Rule` as keywords. Without it this is a decorator for a
-            function that takes the operator's arguments (tensors as their `shape`, `dtype` and `ndim`, or the first
-            few of them) and returns a `Rule` or its text.
-
-    Holds from the next call on; functions compiled before stay as they are, and a rule that is a function keeps torch
-    from reusing compiled code of other processes. What the backward of the operator does is a
-    matter of the operators that it is written in.
+        op: an operator made by `torch.library.custom_op`, an OpOverload, or an OpOverloadPacket, which stands for all
+            its overloads. It needs a fake kernel (`register_fake`), as for torch.compile.
+        rule: a `Rule`, or its text, with the other fields of `Rule` as keywords. Without `rule`, `register_sharding`
+            is a decorator for a function that takes the operator's arguments, or the first few of them, and returns a
+            `Rule` or its text. The function gets a `TensorMeta` (`shape`, `dtype`, `ndim`) for each tensor.
 
     Raises:
-        TypeError: `op` is no operator.
+        TypeError: `op` is not an operator, or `rule` is neither a `Rule` nor its text.
         ValueError: the rule does not fit the operator's schema, or the operator cannot have one: it writes to its
-            arguments, its result's shape depends on values, or torch takes it apart before DTensor sees it.
+            arguments, its result's shape depends on values, or torch decomposes it before DTensor sees it.
         OperatorError: when the operator is called, if the tensors do not fit the rule.
 
     >>> @torch.library.custom_op("mylib::scale_rows", mutates_args=())
@@ -85,14 +90,14 @@ def register_sharding(op: Any, rule: Any = _BY_FUNCTION, **options: Any) -> Any:
     ...     return torch.empty_like(x)
     >>> dtensor.register_sharding(scale_rows, "mk,m->mk", linear=("x", "w"))
 
-    The same by a function, for a rule that depends on the arguments:
+    The same with a function, for a rule that depends on the arguments:
 
     >>> @dtensor.register_sharding(scale_rows)
     ... def _(x, w):
     ...     return dtensor.Rule("mk,m->mk", linear=("x", "w"), blocked="k" if x.dtype is torch.int8 else "")
 
-    Whether a rule tells the truth is found out by brute force, best in a test: every combination of placements that it
-    allows, on simulated ranks, is compared with the plain call.
+    Check in a test that a rule is right. `wrong_candidates` runs every combination of placements that the rule allows
+    on simulated ranks and compares the result with the plain call:
 
     >>> from dtensor.testing import Case, wrong_candidates
     >>> x, w = torch.rand(5, 4, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
@@ -101,7 +106,7 @@ def register_sharding(op: Any, rule: Any = _BY_FUNCTION, **options: Any) -> Any:
     """
     overloads = [o for o in _overloads(op) if _is_shardable(o, alone=not hasattr(op, "overloads"))]
     if not overloads:
-        raise ValueError(f"{op} has no overload that returns new tensors and writes to none; nothing to register")
+        raise ValueError(f"no overload of {op} can have a sharding rule; register one that only returns new tensors")
     if rule is _BY_FUNCTION:
         if options:
             raise TypeError(f"register_sharding takes {', '.join(options)} only together with the text of a rule")
@@ -123,7 +128,7 @@ def _register(func: OpOverload, make: RuleFunction, identity: str) -> None:
 
 
 def fingerprint() -> tuple[tuple[str, str], ...]:
-    """The registered rules as a key for compiled code; one given as a function is like no other of any process."""
+    """The registered rules as a key for compiled code; a rule given as a function matches no other process's."""
     return tuple(sorted(_registered.items()))
 
 
@@ -131,23 +136,27 @@ def _overloads(op: Any) -> list[OpOverload]:
     found = overloads_of(op)
     if not found:
         raise TypeError(
-            f"register_sharding takes an operator: what torch.library.custom_op made, torch.ops.mylib.f or "
+            f"register_sharding takes an operator: one made by torch.library.custom_op, torch.ops.mylib.f or "
             f"torch.ops.mylib.f.default; got {op!r}"
         )
     return found
 
 
 def _is_shardable(func: OpOverload, alone: bool) -> bool:
-    """Whether a rule for `func` makes sense. If not that is an error for one asked for `alone`."""
+    """Whether `func` can have a rule.
+
+    Raises:
+        ValueError: it cannot, and it was passed `alone` rather than as one overload of several.
+    """
     why = ""
     if func.namespace in ("dtensor", "_c10d_functional") or "_foreach_" in func.name():
         why = "is laid out by the library itself"
     elif any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
         why = "writes to its arguments; register one that returns a new tensor"
     elif torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
-        why = "gives a result that depends on values, so its shards cannot be known beforehand"
+        why = "returns a result that depends on values, so its shards cannot be known beforehand"
     elif func._can_decompose():
-        why = "is written in terms of others that DTensor sees in its place; register those"
+        why = "is written in terms of other operators, which DTensor sees in its place; register those"
     if why and alone:
         raise ValueError(f"no sharding rule for {func}: it {why}")
     return not why
@@ -155,7 +164,7 @@ def _is_shardable(func: OpOverload, alone: bool) -> bool:
 
 def _register_function(overloads: list[OpOverload], function: RuleMaker) -> RuleMaker:
     if not callable(function):
-        raise TypeError(f"register_sharding(op) decorates a function that gives rules; got {function!r}")
+        raise TypeError(f"register_sharding(op) decorates a function that returns a rule; got {function!r}")
     parameters = list(inspect.signature(function).parameters.values())
     rest = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     takes = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -172,13 +181,15 @@ def _register_function(overloads: list[OpOverload], function: RuleMaker) -> Rule
     return function
 
 
-def _of_function(func: OpOverload, function: RuleMaker, positional: list[str], parameters: list[inspect.Parameter]):
+def _of_function(
+    func: OpOverload, function: RuleMaker, positional: list[str], parameters: list[inspect.Parameter]
+) -> Any:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     accepted = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     keywords = [a.name for a in func._schema.arguments if a.kwarg_only and (takes_all or a.name in accepted)]
 
     def make(call: Call) -> EngineRule:
-        def given(name: str):
+        def given(name: str) -> Any:
             return _described(argument(func, call.args, call.kwargs, name))
 
         found = function(*map(given, positional), **{name: given(name) for name in keywords})
@@ -191,7 +202,7 @@ def _of_function(func: OpOverload, function: RuleMaker, positional: list[str], p
     return make
 
 
-def _described(value):
+def _described(value: Any) -> Any:
     if isinstance(value, Spec):
         return TensorMeta(value.shape, value.dtype)
     return [_described(v) for v in value] if isinstance(value, (list, tuple)) else value
@@ -202,7 +213,7 @@ def _tensor_arguments(func: OpOverload) -> list[str]:
 
 
 def _check_schema(rule: Rule, func: OpOverload) -> None:
-    """Refuse a rule that cannot be one of `func`, whatever the shapes."""
+    """Raise ValueError if the rule cannot fit `func`, whatever the shapes."""
     arguments = _tensor_arguments(func)
     returns = [str(r.type) for r in func._schema.returns if "Tensor" in str(r.type)]
     if len(rule.inputs) != len(arguments):
@@ -217,7 +228,7 @@ def _check_schema(rule: Rule, func: OpOverload) -> None:
         )
     if len(func._schema.returns) > 1 and any("List" in t for t in returns):
         raise ValueError(
-            f"{func} returns a list of tensors beside other results, which no rule can say: {func._schema}"
+            f"{func} returns a list of tensors beside other results, which no rule can express: {func._schema}"
         )
     names = [n for group in rule.linear_sets for n in group] + list(rule.addends)
     if unknown := [n for n in names if n not in arguments]:
@@ -231,7 +242,7 @@ def _check_schema(rule: Rule, func: OpOverload) -> None:
 
 
 def _engine_rule(rule: Rule, call: Call) -> EngineRule:
-    """What the engine consumes, for the shapes of one call."""
+    """The engine's rule for the shapes of one call."""
     func = call.func
     terms = dict(zip(_tensor_arguments(func), rule.inputs))
     names = [a.name for a in func._schema.arguments]
@@ -246,7 +257,13 @@ def _engine_rule(rule: Rule, call: Call) -> EngineRule:
 
 @dataclass
 class _Fitting:
-    """A rule laid over the tensors of one call."""
+    """Matches a rule to the tensors of one call.
+
+    Attributes:
+        operands: (argument name, term of the rule, spec) for each operand.
+        outputs: (name for messages, term, output) for each output, None for one that is not a tensor.
+        sizes: global size of each factor.
+    """
 
     rule: Rule
     func: OpOverload
@@ -277,7 +294,7 @@ class _Fitting:
         return frozenset(i for i, (name, _, _) in enumerate(self.operands) if name in names)
 
     def _letters(self, name: str, term: Term, tensor: Spec | Output) -> list[str]:
-        """One factor per dimension: `...` written out, its dimensions numbered from the last."""
+        """One factor per dim; `...` is expanded, its dims numbered from the last."""
         extra = tensor.ndim - (len(term) - ("..." in term))
         if extra < 0 or (extra and "..." not in term):
             raise OperatorError(
@@ -290,8 +307,8 @@ class _Fitting:
             found += [f"...{k}" for k in range(extra, 0, -1)] if part == "..." else [part]
         return found
 
-    def _meet(self, name: str, dim: int, factor: str, size) -> None:
-        """Note the size of a factor; a length of 1 gives way to any other."""
+    def _meet(self, name: str, dim: int, factor: str, size: Any) -> None:
+        """Record the size of a factor; a length of 1 gives way to any other."""
         known = self.sizes.setdefault(factor, size) if factor else size
         if _same(known, size) or _is_one(size):
             return
@@ -299,14 +316,14 @@ class _Fitting:
             raise self._mismatch(name, dim, factor, size, known)
         self.sizes[factor] = size
 
-    def _mismatch(self, name: str, dim: int, factor: str, size, known) -> OperatorError:
+    def _mismatch(self, name: str, dim: int, factor: str, size: Any, known: Any) -> OperatorError:
         return OperatorError(
-            f"{self.func}: by the rule {self.rule.text!r} dimension {dim} of {name} is of factor "
-            f"{factor!r}, of length {known}, but its length is {size}; correct the rule (1 for a dimension that is "
-            "never sharded) or the call"
+            f"{self.func}: by the rule {self.rule.text!r} dimension {dim} of {name} is factor "
+            f"{factor!r}, of length {known}, but its length is {size}; correct the rule (write 1 for a dimension that "
+            "is never sharded) or the call"
         )
 
-    def _dim(self, factor: str, size) -> tuple[str, ...]:
+    def _dim(self, factor: str, size: Any) -> tuple[str, ...]:
         if not factor or (_is_one(size) and not _is_one(self.sizes[factor])):
             return ()
         return (factor, _minor(factor)) if self._even(factor) else (factor,)
@@ -319,20 +336,20 @@ class _Fitting:
         return tuple(self._dim(f, s) for f, s in zip(letters, out.shape))
 
     def _even(self, factor: str) -> bool:
-        """Whether only even shards of the factor will do: averages weigh all alike, extrema have none of nothing."""
+        """Whether the factor needs even shards: averages weigh all shards equally, and an empty one has no extremum."""
         return self.rule.reductions.get(factor, "sum") != "sum"
 
 
 def _minor(factor: str) -> str:
-    """A second factor, of length 1, of a dimension: the engine cuts a dimension of two factors evenly or not at all."""
+    """A second factor, of length 1, for a dim: the engine shards a dim of two factors evenly or not at all."""
     return f"{factor}'"
 
 
-def _is_one(size) -> bool:
+def _is_one(size: Any) -> bool:
     return isinstance(size, int) and size == 1
 
 
-def _same(a, b) -> bool:
+def _same(a: Any, b: Any) -> bool:
     return a is b or a == b
 
 

@@ -1,7 +1,7 @@
-"""Strict mode: inside `strict()` no operator communicates unless the user wrote so.
+"""Strict mode: inside `strict()` no operator communicates unless the user asked for it.
 
-Asked by dispatch where a decision has moves, and by the detours and composites that move operands themselves; what
-runs without moves is never looked at. The decision is the same in and out of strict mode, and so is its cache.
+`dispatch` checks it where a decision has moves, and so do `multi_step` and the composites that move operands
+themselves. Calls without moves are never checked. Decisions and their cache are the same in and out of strict mode.
 """
 
 import contextlib
@@ -11,8 +11,8 @@ from typing import Any
 from ..errors import StrictError, StrictReason, StrictTraceError
 from ..layout.placements import Replicate
 from ..mesh.environment import switched, text
-from ..mesh.spec import Spec
-from ..torch_private.core import is_being_compiled, set_thread_state, thread_state
+from ..mesh.tensor_spec import Spec
+from ..torch_private.core import OpOverload, is_being_compiled, set_thread_state, thread_state
 from .implicit_moves import Move, as_code, moves_of, named_operands, redistribute_call
 
 _KEY = "dtensor.strict"
@@ -20,19 +20,19 @@ _KEY = "dtensor.strict"
 
 @contextlib.contextmanager
 def strict() -> Iterator[None]:
-    """Context in which an operator raises instead of communicating on its own account.
+    """Context in which an operator raises instead of communicating implicitly.
 
-    Refused are operands that would be redistributed by a collective before the operator runs, and an operator without a
-    rule whose arguments would be gathered. What sends nothing is allowed (cutting a replicated operand, say), and so is
-    what was asked for: `redistribute`, `full_tensor`, their gradients, and gradients brought to the layout of what they
-    are the gradient of. Backward is checked too where it is called inside.
+    An operator is refused if a collective would redistribute one of its operands before it runs, or if it has no rule
+    and its arguments would be gathered. Moves that send nothing are allowed, such as sharding a replicated operand. So
+    is communication that was asked for: `redistribute`, `full_tensor`, their gradients, and bringing a gradient to the
+    layout of the tensor it belongs to. A backward that is called inside is checked too.
 
-    Holds for the calling thread; may be nested, and be used as a decorator. Put it around the call of a compiled
-    function, not into it: tracing runs the same checks, and compilation fails with an error of torch's that holds the
-    message. What was compiled before is not checked again.
+    The context applies to the calling thread. It can be nested and used as a decorator. Put it around the call of a
+    compiled function, not inside: tracing runs the same checks, and compilation fails with a torch error that contains
+    the message. Code that is already compiled is not checked again.
 
     Raises:
-        StrictError: an OperatorError that names the operator, the argument, where it is and where it would go, the
+        StrictError: an OperatorError that names the operator, the argument, its present and target placements, the
             collectives, the bytes that each rank would send, and what to write instead.
 
     >>> @dtensor.strict()
@@ -61,26 +61,26 @@ def _state(value: bool) -> Iterator[None]:
 
 
 def suspended() -> contextlib.AbstractContextManager[None]:
-    """Context in which strict mode is off, for what does not run for real."""
+    """Context in which strict mode is off, for dry runs."""
     return _state(False)
 
 
 def active() -> bool:
-    """Whether this thread is inside `strict()`; or compiles, where the environment has DTENSOR_STRICT=1."""
+    """Whether this thread is inside `strict()`, or is compiling with DTENSOR_STRICT=1 in the environment."""
     state = thread_state(_KEY, None)
     return state if state is not None else is_being_compiled() and switched("strict", False)
 
 
 def fingerprint() -> tuple[bool | None, str]:
-    """What `active` goes by, for keys of compiled code; checks nothing."""
+    """The state that `active` depends on, for keys of compiled code; checks nothing."""
     return thread_state(_KEY, None), text("strict")
 
 
-def check(decision: Any, func, args: Sequence, kwargs: dict[str, Any]) -> None:
+def check(decision: Any, func: OpOverload, args: Sequence, kwargs: dict[str, Any]) -> None:
     """Refuse the moves of a decision if they communicate.
 
     Raises:
-        StrictError: they do.
+        StrictError: a move communicates.
     """
     operands = named_operands(func, args, kwargs)
     moves = moves_of(operands, decision.moves, decision.writes)
@@ -93,10 +93,13 @@ def check(decision: Any, func, args: Sequence, kwargs: dict[str, Any]) -> None:
 
 
 def check_moves(name: Any, moves: list[Move], why: Callable[[Move], str] | None = None) -> None:
-    """Refuse those of `moves`, made for the operator called `name`, that communicate.
+    """Refuse `moves`, made for the operator called `name`, if they communicate.
+
+    Args:
+        why: text that follows a refused move in the message.
 
     Raises:
-        StrictError: some do.
+        StrictError: a move communicates.
     """
     refused = [m for m in moves if m.axes]
     if refused:
@@ -105,7 +108,7 @@ def check_moves(name: Any, moves: list[Move], why: Callable[[Move], str] | None 
 
 
 def _leaving(move: Move, out: Spec | None) -> str:
-    """Which dimension a view cannot keep sharded."""
+    """Text that names the dims that a view cannot keep sharded; empty if there are none."""
     spec = move.spec
     lost = [
         f"dimension {p.dim} (of length {spec.shape[p.dim]}) has to leave mesh axis {axis}"  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,7 +119,7 @@ def _leaving(move: Move, out: Spec | None) -> str:
     return f": {' and '.join(lost)}{shape}" if lost else ""
 
 
-def _check_fallback(func, operands: list[tuple[str, Spec]], moves: list[Move]) -> None:
+def _check_fallback(func: OpOverload, operands: list[tuple[str, Spec]], moves: list[Move]) -> None:
     refused = [m for m in moves if m.axes]
     if refused:
         where = ", ".join(f"{name}: {as_code(spec.layout.placements)}" for name, spec in operands)
@@ -128,7 +131,7 @@ def _check_fallback(func, operands: list[tuple[str, Spec]], moves: list[Move]) -
 
 
 def within(name: Any, operands: list[tuple[str, Spec]], error: StrictReason) -> StrictReason:
-    """The error of an operator that runs as others, one of which raised `error`: in terms of what the user called."""
+    """Turn `error`, raised by an operator that `name` runs as, into one in terms of `name`, which the user called."""
     calls = []
     for argument, spec in operands:
         have = spec.layout.placements

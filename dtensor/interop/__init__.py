@@ -1,8 +1,8 @@
-"""Models of torch.distributed.tensor and FSDP2 become models of dtensor, and tensors go over and back
-(`torch_dtensor`).
+"""Converts models of torch.distributed.tensor and FSDP2 to dtensor, and tensors in both directions.
 
-Nothing is copied or sent. What torch has put on modules is taken off where it would do the work of what takes its place
-(FSDP2), and given torch's tensors where it still has work to do (the hooks of tensor parallel styles).
+Nothing is copied or communicated. FSDP2 is removed from modules, because `fully_shard` replaces it. The hooks of
+torch's tensor parallel styles are kept and continue to receive torch's DTensors. The conversion of tensors is in
+`dtensor.tensor.torch_dtensor`.
 """
 
 from typing import Any
@@ -18,25 +18,25 @@ FSDP1 = "FullyShardedDataParallel"
 
 
 def convert_module(module: nn.Module) -> nn.Module:
-    """Turn a model that torch.distributed.tensor.parallel or FSDP2 has sharded into one of dtensor, in place.
+    """Converts a model that torch.distributed.tensor.parallel or FSDP2 has sharded to dtensor, in place.
 
-    Parameters, buffers and gradients become DTensors that share the memory of torch's; parameters that modules share
-    stay shared. The hooks that torch's styles have put on modules go on working: they are given torch's DTensors, and
-    what they give is turned back. FSDP2 is taken off, and `dtensor.parallel.fully_shard` is what the modules have
-    instead, over the same mesh and dimensions, with the same mixed precision, resharding and shared units. Plain
-    parameters and everything else stay as they are. Make optimizers afterwards: one made before holds the old
-    parameters.
+    Parameters, buffers and gradients become DTensors that share the memory of torch's; shared parameters stay shared.
+    The hooks that torch's styles have installed continue to work: they receive torch's DTensors, and their results are
+    converted back. FSDP2 is replaced by `dtensor.parallel.fully_shard`, over the same mesh and dims, with the same
+    mixed precision, resharding and shared units. Plain parameters and everything else are unchanged. If the conversion
+    raises, nothing is changed. Create optimizers afterwards: one created before holds the old parameters.
+
+    Args:
+        module: the model.
 
     Returns:
         `module`.
 
     Raises:
-        PlacementError: a parameter has a placement that dtensor does not know.
-        MeshError: FSDP2 and a style have used meshes that are no slices of one.
+        PlacementError: a parameter has a placement that dtensor does not support.
+        MeshError: FSDP2 and a style were applied over meshes that are not slices of one mesh.
         NotImplementedError: a module is sharded by FSDP1 or `replicate`, offloaded, or has torch's `input_reshard`.
-        ValueError: `module` is a part of what one call of FSDP2 has sharded, or FSDP2 holds unreduced gradients.
-
-        Nothing is changed then.
+        ValueError: `module` is only a part of what one FSDP2 call has sharded, or FSDP2 holds unreduced gradients.
     """
     for name, found in module.named_modules():
         _check(found, name)
@@ -66,13 +66,13 @@ def _check(module: nn.Module, name: str) -> None:
         )
     if any(_home(hook).endswith(".input_reshard") for hooks in _hooks(module) for hook in hooks.values()):
         raise NotImplementedError(
-            f"module {name!r} has torch's input_reshard, which knows only torch's DTensors; convert the model before, "
-            "and write dtensor.parallel.input_reshard"
+            f"module {name!r} has torch's input_reshard, which supports only torch's DTensors; convert the model "
+            "before applying it, and write dtensor.parallel.input_reshard"
         )
 
 
 def _converted(x: Any) -> Any:
-    """A parameter or buffer of ours in place of torch's."""
+    """The DTensor parameter or buffer that replaces one of torch's, with its gradient."""
     new = from_torch(x.detach())
     if isinstance(x, nn.Parameter):
         new = nn.Parameter(new, requires_grad=x.requires_grad)
@@ -81,20 +81,20 @@ def _converted(x: Any) -> Any:
     return new
 
 
-def _hooks(module: nn.Module) -> tuple[dict, ...]:
+def _hooks(module: nn.Module) -> tuple[dict[int, Any], ...]:
     return module._forward_pre_hooks, module._forward_hooks
 
 
 def _home(hook: Any) -> str:
-    """The module that a hook was written in."""
+    """The name of the Python module that defines a hook."""
     hook = getattr(hook, "func", hook)
     return getattr(hook, "__module__", None) or ""
 
 
 def _bridged(hook: Any) -> Any:
-    """A hook of torch's styles, which gets and gives torch's DTensors, among ours."""
+    """A hook of torch's styles, with DTensors converted to torch's before it and back after it."""
 
-    def bridged(module, *given):
+    def bridged(module: Any, *given: Any) -> Any:
         return tree_map(as_ours, hook(module, *tree_map(as_torchs, given)))
 
     return bridged

@@ -1,8 +1,8 @@
-"""`export`: the graph that one rank runs of a model of DTensors, as a program of torch.export.
+"""`export`: exports the graph that one rank runs for a model of DTensors, as a torch.export program.
 
-torch.export.export by itself cannot: it records operators above autograd, before DTensors see them, and takes no
-tensors of another class there. So the model is traced below that first, with the local tensors of its parameters as
-inputs. What is left are local operators and collectives on plain tensors, which torch.export takes as any module's.
+torch.export.export cannot do this by itself: it records operators above autograd, before DTensors see them, and does
+not accept tensor subclasses there. So the model is first traced below autograd, with the local tensors of its
+parameters as inputs. This leaves local operators and collectives on plain tensors, which torch.export handles as usual.
 """
 
 import functools
@@ -16,30 +16,35 @@ from ..comm.from_plain import check_module
 from ..mesh.local_sizes import divisibility_guarded
 from ..tensor.tensor import DTensor
 from ..torch_private.core import tree_flatten, tree_leaves, tree_unflatten
-from ..torch_private.sizes import guards_hold, guards_on, stand_in, symbolic_mode, trace_with
+from ..torch_private.symbolic_sizes import guards_hold, guards_on, stand_in, symbolic_mode, trace_with
 
 TRACED = "_traced"
-"""The module inside a program that holds the graph."""
+"""The name of the submodule of a program that holds the graph."""
 
 
 def export(
-    model: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None, *, dynamic_shapes: Any = None
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
-    """The inference graph of a model whose parameters are DTensors, for plain inputs and outputs.
+    """Exports the inference graph of a model whose parameters are DTensors and whose inputs and outputs are plain.
 
-    The program holds this rank's part of each parameter under the model's own names, and the collectives as operators
-    `torch.ops.dtensor.*`, which name process groups. Every rank exports and runs its own. torch.export.save and load
-    work: what loads it imports dtensor and has made the same meshes, in the same order.
+    The program holds this rank's local tensor of each parameter under the model's own names. Collectives are operators
+    `torch.ops.dtensor.*` that refer to process groups by name. Every rank exports and runs its own program.
+    torch.export.save and load work if the loading process imports dtensor and has created the same meshes in the same
+    order.
 
     Args:
-        model: the model; call `eval()` before if that is how it is to be exported.
+        model: the model, exported in its current mode; call `eval()` first for inference mode.
         args: example inputs.
-        kwargs: example inputs by keyword.
-        dynamic_shapes: which sizes may be others than the examples', as torch.export takes it. None lets none.
+        kwargs: example keyword inputs.
+        dynamic_shapes: which sizes may differ from the examples', as for torch.export.export. None fixes all sizes.
+
+    Returns:
+        The exported program of this rank.
 
     Raises:
-        TypeError: an input or output is a DTensor, `model` is no module, `args` no tuple.
-        torch._dynamo.exc.UserError: a size is to vary that the model, or how it is sharded, does not let vary so.
+        TypeError: an input or output is a DTensor, `model` is not a module, or `args` is not a tuple.
+        torch._dynamo.exc.UserError: a size declared dynamic cannot vary as declared, because of the model or of how it
+            is sharded.
     """
     check_module("export", model)
     if not isinstance(args, tuple):
@@ -78,14 +83,16 @@ def _stand_in(mode: Any, x: Any, name: str, symbols: bool) -> Any:
     return stand_in(mode, x, name, symbols) if isinstance(x, torch.Tensor) else x
 
 
-def _sizes(x: Any) -> tuple:
+def _sizes(x: Any) -> tuple[Any, ...]:
     return tuple(x.shape) if isinstance(x, torch.Tensor) else ()
 
 
 class _Program(nn.Module):
-    """The traced graph as a module with the local tensors of a model, under the model's names."""
+    """The traced graph as a module that holds the local tensors of a model under the model's names."""
 
-    def __init__(self, model: nn.Module, local: dict[str, torch.Tensor], graph: nn.Module, form: Any, check: Callable):
+    def __init__(
+        self, model: nn.Module, local: dict[str, torch.Tensor], graph: nn.Module, form: Any, check: Callable[..., Any]
+    ) -> None:
         super().__init__()
         self._names, self._form, self._check = tuple(local), form, check
         self.add_module(TRACED, graph)
@@ -110,7 +117,7 @@ class _Program(nn.Module):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         found = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         flat = tree_leaves((args, kwargs))
-        self._check(flat)  # in a trace, a guard on the sizes of this one
+        self._check(flat)  # in a trace this adds a guard on these sizes
         leaves = self.get_submodule(TRACED)([found[name] for name in self._names], flat)
         return tree_unflatten(leaves, self._form)
 
@@ -131,7 +138,7 @@ def _check_plain(what: str, values: Any) -> None:
         if isinstance(x, DTensor):
             raise TypeError(
                 f"export takes a model with plain inputs and outputs, but an {what} is a DTensor, placed as "
-                f"{list(x.placements)}; write x.to_local() or x.full_tensor(), or give it to the model's style: "
+                f"{list(x.placements)}; write x.to_local() or x.full_tensor(), or convert it with the model's styles: "
                 "use_local_output=True, PrepareModuleInput, PrepareModuleOutput"
             )
 

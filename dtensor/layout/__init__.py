@@ -1,2 +1,5 @@
-"""How a tensor lies over a mesh, and the cheapest way from one layout to another: placements, layouts, redistribution
-steps, their prices, plans. Pure: nothing here knows a process group."""
+"""How a tensor is distributed over a mesh, and how to get from one layout to another at the lowest cost.
+
+Contains placements, layouts, redistribution steps, the cost model and the planner. Everything here is pure: nothing
+depends on a process group.
+"""

@@ -1,8 +1,10 @@
-"""How a length is cut over the ranks of a mesh axis: as `torch.chunk` cuts."""
+"""How a length is split over the ranks of a mesh axis: in the same way as `torch.chunk`."""
+
+from typing import Any
 
 
-def chunk_length(size, parts: int, index: int):
-    """Length of chunk `index` when `size` elements are cut into `parts` as `torch.chunk` cuts; 0 past the end."""
+def chunk_length(size: Any, parts: int, index: int) -> Any:
+    """Length of chunk `index` when `torch.chunk` splits `size` elements into `parts`; 0 past the last chunk."""
     if size % parts == 0:
         return size // parts
     step = (size + parts - 1) // parts

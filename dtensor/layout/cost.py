@@ -1,15 +1,15 @@
-"""Cost of a redistribution step: alpha-beta, seconds from bytes and ranks, for each link of a mesh.
+"""The cost model: an alpha-beta estimate of the seconds that a redistribution step takes, for each link of a mesh.
 
     time = start + alpha * rounds + bytes on the wire per rank / bandwidth
 
-with the algorithms of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
-(2005): all_gather and reduce_scatter send (n-1)/n of the full buffer in ceil(log2 n) rounds (recursive doubling and
-halving), all_reduce twice that, all_to_all (n-1)/n of the local buffer in ceil(log2 n) rounds (Bruck's algorithm for
-short messages, of which rounds are the cost; for long ones, sent pairwise, bytes are), collective_permute the local
-buffer in one round. `shard` and `partial` send nothing and cost a copy. `start` is what a collective costs before its
-first byte; it is why one collective over two axes is cheaper than two.
+The counts are those of Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH"
+(2005). All-gather and reduce-scatter send (n-1)/n of the full buffer in ceil(log2 n) rounds (recursive doubling and
+halving), and all-reduce takes twice that. All-to-all sends (n-1)/n of the local buffer in ceil(log2 n) rounds: that is
+Bruck's algorithm for short messages, where rounds dominate; long messages are sent pairwise, where bytes dominate.
+`collective_permute` sends the local buffer in one round. `shard` and `partial` send nothing and cost one copy. `start`
+is the cost of a collective before its first byte; it makes one collective over two axes cheaper than two collectives.
 
-The table `WORK` holds for numbers and for sympy expressions alike. Nothing here differs between ranks.
+The table `WORK` works for numbers and for sympy expressions. Nothing here differs between ranks.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Link:
-    """What a wire and a memory cost.
+    """The cost constants of a network link and of local memory.
 
     Attributes:
-        alpha: seconds per message round.
-        bandwidth: bytes per second on the wire.
-        memory: bytes per second of a local copy.
-        launch: seconds to start a local copy.
-        start: seconds to start a collective.
+        alpha: Seconds per message round.
+        bandwidth: Bytes per second on the wire.
+        memory: Bytes per second of a local copy.
+        launch: Seconds to start a local copy.
+        start: Seconds to start a collective.
     """
 
     alpha: float = 5e-6
@@ -37,7 +37,7 @@ class Link:
     start: float = 5e-6
 
     def and_(self, other: "Link") -> "Link":
-        """The link of a group that spans both: the slower of the two in everything."""
+        """The link of a group that spans both: the slower of the two in every constant."""
         return Link(
             max(self.alpha, other.alpha),
             min(self.bandwidth, other.bandwidth),
@@ -48,14 +48,14 @@ class Link:
 
 
 INTRA = DEFAULT = Link()
-"""Between the ranks of one host. Orders of magnitude; what was measured is given to `dtensor.prepare`. A round costs as
-much as a start, so that reducing more than is kept never pays, however small the tensor."""
+"""The default link between the ranks of one host. Only orders of magnitude: pass measured links to `dtensor.prepare`.
+A round costs as much as a start, so reducing more than is kept never pays off, however small the tensor."""
 INTER = Link(alpha=10e-6, bandwidth=2.5e9, start=10e-6)
-"""Between hosts."""
+"""The default link between hosts."""
 
 
 def log2_ceil(n: int) -> int:
-    """Rounds of recursive doubling over `n` ranks."""
+    """Number of rounds of recursive doubling over `n` ranks."""
     return (n - 1).bit_length()
 
 
@@ -68,19 +68,23 @@ WORK: dict[str, tuple[Rounds, Callable[[Any], Any]]] = {
     "all_to_all": (lambda n, log2: log2(n), lambda n: (n - 1) / n),
     "collective_permute": (lambda n, log2: 1, lambda n: 1),
 }
-"""Collective -> its rounds over n ranks, and the part of the buffer that each rank sends."""
+"""Collective -> its number of rounds over n ranks, and the fraction of the buffer that each rank sends."""
 
 
 def wire_bytes(op: str, size: Any, n: Any) -> Any:
-    """Bytes each rank sends in `op` over `n` ranks; numbers or sympy expressions.
+    """Bytes that each rank sends in `op` over `n` ranks.
 
-    `size` in bytes: the gathered result of all_gather, the input of every other operator.
+    Args:
+        op: The name of a step. Steps that are not collectives send nothing.
+        size: Bytes of the gathered result of `all_gather`, of the input of every other operator. A number or a sympy
+            expression.
+        n: Number of ranks, a number or a sympy expression.
     """
     return WORK[op][1](n) * size if op in WORK else 0.0
 
 
 def terms(op: str, n: int, link: Link = DEFAULT) -> tuple[float, float]:
-    """Seconds that `op` over `n` ranks takes whatever the size, and seconds per byte of `size` as in `wire_bytes`."""
+    """Fixed seconds of `op` over `n` ranks, and seconds per byte of `size` (as in `wire_bytes`)."""
     if n == 1:
         return 0.0, 0.0
     if op not in WORK:
@@ -89,65 +93,70 @@ def terms(op: str, n: int, link: Link = DEFAULT) -> tuple[float, float]:
 
 
 def seconds(op: str, size: float, n: int, link: Link = DEFAULT) -> float:
-    """Estimated time of `op` over `n` ranks; `size` as in `wire_bytes`, of `shard` and `partial` what is written."""
+    """Estimated seconds of `op` over `n` ranks.
+
+    `size` is as in `wire_bytes`; for `shard` and `partial` it is the bytes written.
+    """
     fixed, per_byte = terms(op, n, link)
     return fixed + per_byte * size
 
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """What a plan has to know of a mesh. Build with `Network.of`, which interns: equal networks are one object.
+    """What the planner needs to know about a mesh.
+
+    Build with `Network.of`, which interns: equal networks are the same object.
 
     Attributes:
-        sizes: sizes of the mesh axes.
-        links: the link along each axis.
-        merged: the sets of two or more axes, each ascending and of sizes above one, that have a process group of
-            their own, whose ranks are numbered with the last axis fastest.
+        sizes: Sizes of the mesh axes.
+        links: The link along each axis.
+        merged: Sets of two or more axes that have a process group of their own. The axes of a set ascend and have
+            sizes above one; the group's ranks are numbered with the last axis fastest.
     """
 
     sizes: tuple[int, ...]
     links: tuple[Link, ...]
     merged: frozenset[tuple[int, ...]]
-    _known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    _known: dict[Any, Any] = field(default_factory=dict[Any, Any], init=False, repr=False)
 
     @staticmethod
-    def of(sizes: tuple[int, ...], links: tuple[Link, ...] | Link = DEFAULT, merged=()) -> "Network":
-        """The network with these attributes; one link stands for all axes.
+    def of(sizes: tuple[int, ...], links: tuple[Link, ...] | Link = DEFAULT, merged: Any = ()) -> "Network":
+        """The interned network with these attributes. A single link applies to all axes.
 
         Raises:
-            ValueError: there is not one link for each axis.
+            ValueError: The number of links is not the number of axes.
         """
         links = (links,) * len(sizes) if isinstance(links, Link) else tuple(links)
         if len(links) != len(sizes):
             raise ValueError(f"the mesh has {len(sizes)} axes but {len(links)} links were given; write one for each")
-        key = (tuple(sizes), links, frozenset(map(tuple, merged)))
+        key = (tuple(sizes), links, frozenset([tuple(axes) for axes in merged]))
         found = _networks.get(key)
         if found is None:
             found = _networks.setdefault(key, Network(*key))
         return found
 
     def size(self, axes: tuple[int, ...]) -> int:
-        """Number of ranks of the group over `axes`."""
+        """Number of ranks in the group over `axes`."""
         found = self._known.get(axes)
         if found is None:
             found = self._known[axes] = prod([self.sizes[a] for a in axes])
         return found
 
     def terms(self, op: str, axes: tuple[int, ...]) -> tuple[float, float]:
-        """As the function `terms`, of `op` over the group over `axes`."""
+        """Like the function `terms`, for `op` on the group over `axes`."""
         found = self._known.get((op, axes))
         if found is None:
             found = self._known[op, axes] = terms(op, self.size(axes), self.link(axes))
         return found
 
     def link(self, axes: tuple[int, ...]) -> Link:
-        """The link of the group over `axes`: its slowest."""
+        """The link of the group over `axes`: the slowest of the axes' links in every constant."""
         found = self.links[axes[0]]
         for a in axes[1:]:
             found = found.and_(self.links[a])
         return found
 
 
-_networks: dict[tuple, Network] = {}
+_networks: dict[tuple[Any, ...], Network] = {}
 
 __all__ = ["DEFAULT", "INTER", "INTRA", "WORK", "Link", "Network", "log2_ceil", "seconds", "terms", "wire_bytes"]

@@ -1,12 +1,13 @@
-"""Layout: how a whole tensor lies over all axes of a mesh, with the order in which axes share a dimension.
+"""Layouts: how a tensor is distributed over all axes of a mesh, including the order of axes that share a dimension.
 
-`placements` (one per mesh axis) is the user's view of a layout. A `Layout` lists for each tensor dimension the mesh
-axes that shard it, outermost cut first, and beside that the partial axes. Layouts are interned: equal layouts are one
-object, so comparing them in a guard or a cache is a pointer comparison. Sizes are no part of a layout.
+Users see a layout as `placements`, one per mesh axis. Internally, a `Layout` lists for each tensor dimension the mesh
+axes that shard it, outermost first, and separately the partial axes. Layouts are interned: equal layouts are the same
+object, so a guard or a cache compares them by pointer. Sizes are not part of a layout.
 """
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import PlacementError
 from ..torch_private.core import register_value_type
@@ -14,22 +15,24 @@ from .chunks import chunk_length
 from .placements import Partial, Placement, Replicate, Shard
 
 _TOKEN = re.compile(r"(?:S\((\d+)\)(?:#(\d+))?)|(R)|(?:P(?:\((\w+)\))?)")
-_interned: dict[tuple, "Layout"] = {}
+_interned: dict[tuple[Any, ...], "Layout"] = {}
 _parsed: dict[tuple[str, int], "Layout"] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Build with `Layout.make`, `Layout.of` or `Layout.parse`, which intern; never directly.
+    """The distribution of a tensor over a mesh.
+
+    Build with `Layout.make`, `Layout.of` or `Layout.parse`, which intern; never directly.
 
     Attributes:
-        mesh_ndim: number of mesh axes.
-        dims: for each tensor dimension the mesh axes that shard it, outermost cut first.
+        mesh_ndim: Number of mesh axes.
+        dims: For each tensor dimension, the mesh axes that shard it, outermost first.
         partial: (axis, reduce_op) of each partial axis, ascending.
-        placements: one placement per mesh axis.
-        text: canonical text, such as `S(0)R` or `S(0)#1S(0)#0` where axis 1 cuts dimension 0 before axis 0 does.
-        context: the layout alone in a tuple, for guards. Tuples look in C whether what they hold is the same object;
-            layouts, which torch wants to have an `__eq__`, compare in Python.
+        placements: One placement per mesh axis.
+        text: Canonical text, such as `S(0)R`, or `S(0)#1S(0)#0` where axis 1 shards dimension 0 before axis 0 does.
+        context: A tuple that holds only the layout, for guards. Tuples compare their items by identity in C, whereas
+            layouts compare in Python, because torch requires that they define `__eq__`.
     """
 
     mesh_ndim: int
@@ -39,7 +42,7 @@ class Layout:
     text: str = field(init=False)
     context: "tuple[Layout]" = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         found: list[Placement] = [Replicate()] * self.mesh_ndim
         text = ["R"] * self.mesh_ndim
         for dim, axes in enumerate(self.dims):
@@ -64,9 +67,9 @@ class Layout:
 
     @staticmethod
     def of(placements: tuple[Placement, ...], ndim: int) -> "Layout":
-        """The layout of checked placements (`as_placements`) of an `ndim`-dimensional tensor."""
+        """The layout with these placements, already checked by `as_placements`, of an `ndim`-dimensional tensor."""
         dims: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
-        partial = []
+        partial: list[tuple[int, str]] = []
         for axis, p in enumerate(placements):
             if isinstance(p, Shard):
                 dims[p.dim].append((axis if p.cut is None else p.cut, axis))
@@ -76,7 +79,7 @@ class Layout:
 
     @staticmethod
     def parse(text: str, ndim: int) -> "Layout":
-        """The layout of an `ndim`-dimensional tensor that prints as `text`.
+        """The layout of an `ndim`-dimensional tensor whose canonical text is `text`.
 
         Raises:
             PlacementError: `text` is not the text of a layout.
@@ -88,25 +91,25 @@ class Layout:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole, final value."""
+        """Whether every rank holds the full, final value."""
         return not self.partial and not any(self.dims)
 
     @property
     def sharded_axes(self) -> tuple[int, ...]:
-        """The mesh axes that shard some dimension, dimension by dimension."""
+        """The mesh axes that shard a dimension, ordered by dimension."""
         return tuple(axis for axes in self.dims for axis in axes)
 
-    def local_shape(self, shape, mesh_shape: tuple[int, ...], coordinate) -> tuple:
-        """Shape of the shard at `coordinate` (one index per mesh axis) of a tensor of global `shape`."""
+    def local_shape(self, shape: Any, mesh_shape: tuple[int, ...], coordinate: Any) -> tuple[Any, ...]:
+        """Shape of the shard at mesh `coordinate` (one index per mesh axis) of a tensor with global `shape`."""
         local = list(shape)
         for dim, axes in enumerate(self.dims):
             for axis in axes:
                 local[dim] = chunk_length(local[dim], mesh_shape[axis], coordinate[axis])
         return tuple(local)
 
-    def local_box(self, shape, mesh_shape: tuple[int, ...], coordinate) -> tuple[tuple[int, int], ...]:
-        """Where the shard at `coordinate` begins and ends along each dimension of a tensor of global `shape`."""
-        box = []
+    def local_box(self, shape: Any, mesh_shape: tuple[int, ...], coordinate: Any) -> tuple[tuple[int, int], ...]:
+        """The (begin, end) range along each dimension of the shard at `coordinate` of a tensor with global `shape`."""
+        box: list[tuple[int, int]] = []
         for length, axes in zip(shape, self.dims):
             begin = 0
             for axis in axes:
@@ -117,11 +120,11 @@ class Layout:
         return tuple(box)
 
     def without_partial(self) -> "Layout":
-        """The same layout with every partial axis replicated: where gradients of this layout live."""
+        """This layout with every partial axis replicated: the layout of gradients for tensors in this layout."""
         return Layout.make(self.mesh_ndim, self.dims, ()) if self.partial else self
 
     def moved(self, axis: int, dim: int | None = None, reduce_op: str | None = None) -> "Layout":
-        """This layout with `axis` taken off and, if given, put innermost on `dim` or made partial."""
+        """This layout with `axis` removed and then, if given, made the innermost axis of `dim` or made partial."""
         dims = [tuple(a for a in axes if a != axis) for axes in self.dims]
         partial = [(a, r) for a, r in self.partial if a != axis]
         if dim is not None:
@@ -130,18 +133,18 @@ class Layout:
             partial = sorted([*partial, (axis, reduce_op)])
         return Layout.make(self.mesh_ndim, tuple(dims), tuple(partial))
 
-    def __eq__(self, other) -> bool:
+    def __eq__(self, other: Any) -> bool:
         return self is other
 
-    __hash__ = object.__hash__
+    __hash__: Any = object.__hash__
 
     def __copy__(self) -> "Layout":
         return self
 
-    def __deepcopy__(self, memo) -> "Layout":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Layout":
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return Layout.make, (self.mesh_ndim, self.dims, self.partial)
 
     def __str__(self) -> str:
@@ -150,13 +153,14 @@ class Layout:
     def __repr__(self) -> str:
         return f"Layout.parse({self.text!r}, {len(self.dims)})"
 
-    def __fx_repr__(self):
+    def __fx_repr__(self) -> Any:
         return repr(self), {"Layout": Layout}
 
 
 def _parse(text: str, ndim: int) -> Layout:
     dims: list[list[tuple[int, int]]] = [[] for _ in range(ndim)]
-    partial, axis, end = [], 0, 0
+    partial: list[tuple[int, str]] = []
+    axis = end = 0
     for token in _TOKEN.finditer(text):
         if token.start() != end:
             break
@@ -169,12 +173,12 @@ def _parse(text: str, ndim: int) -> Layout:
             partial.append((axis, reduce_op or "sum"))
         axis, end = axis + 1, token.end()
     if end != len(text):
-        raise PlacementError(f"{text!r} is not a layout of a {ndim}-dimensional tensor; write for example 'S(0)R'")
+        raise PlacementError(f"{text!r} is not a layout of a {ndim}-dimensional tensor; write, for example, 'S(0)R'")
     return Layout.make(axis, _in_order(dims), tuple(partial))
 
 
 def _in_order(dims: list[list[tuple[int, int]]]) -> tuple[tuple[int, ...], ...]:
-    """The axes of each dimension, from pairs of a cut and its axis."""
+    """The axes of each dimension, sorted, from its (cut, axis) pairs."""
     return tuple([tuple([axis for _, axis in sorted(cuts)]) for cuts in dims])
 
 

@@ -1,12 +1,14 @@
-"""Placements: how a tensor lies along one mesh axis.
+"""Placements: how a tensor is distributed along one mesh axis.
 
-Plain frozen data. What they mean for redistribution is decided in `planner`, what they mean for an operator in `rules`.
-Registered with torch as opaque value types, so that Dynamo builds, compares and passes them inside a traced function.
+Placements are plain frozen data. `dtensor.layout.planner` decides what they mean for a redistribution, and
+`dtensor.rules` what they mean for an operator. They are registered with torch as opaque value types, so that Dynamo
+can construct, compare and pass them inside a traced function.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import PlacementError
 from ..torch_private.core import register_value_type
@@ -16,39 +18,43 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
 @dataclass(frozen=True)
 class Placement:
-    """Base of `Shard`, `Replicate` and `Partial`; compared by value."""
+    """Base class of `Shard`, `Replicate` and `Partial`. Placements compare by value."""
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Whether this is `Shard` (of `dim`, if given)."""
+        """Whether this is a `Shard` (of `dim`, if given)."""
         return isinstance(self, Shard) and (dim is None or self.dim == dim)
 
     def is_replicate(self) -> bool:
-        """Whether this is `Replicate`."""
+        """Whether this is a `Replicate`."""
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Whether this is `Partial` (with `reduce_op`, if given)."""
+        """Whether this is a `Partial` (with `reduce_op`, if given)."""
         return isinstance(self, Partial) and (reduce_op is None or self.reduce_op == reduce_op)
 
 
 @dataclass(frozen=True)
 class Shard(Placement):
-    """The ranks of the axis hold consecutive chunks of tensor dimension `dim`, cut as `torch.chunk` cuts.
+    """The ranks of the mesh axis hold consecutive chunks of tensor dimension `dim`, split as by `torch.chunk`.
 
-    Ranks past the last chunk hold an empty one. A negative `dim` counts from the end of the tensor it is applied to.
+    Ranks past the last chunk hold an empty one.
 
-    Axes that share a dimension cut it one after the other, in mesh order. Where an operator leaves them in another one,
-    `cut` says which cut of the dimension is this axis's, 0 being the outermost.
+    Several axes that shard the same dimension split it one after the other, normally in mesh order. If an operator
+    leaves them in another order, `cut` records the position of this axis in it.
+
+    Attributes:
+        dim: The tensor dimension. A negative one counts from the end of the tensor that the placement is applied to.
+        cut: Position of this axis among those that shard the dimension, 0 for the outermost; None for mesh order.
     """
 
     dim: int
     cut: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise TypeError(f"Shard takes a tensor dimension, an int such as Shard(0); got {self.dim!r}")
         if self.cut is not None and (not isinstance(self.cut, int) or self.cut < 0):
-            raise TypeError(f"Shard takes as cut which cut of the dimension this is, 0 the outermost; got {self.cut!r}")
+            raise TypeError(f"Shard takes as cut the position of its axis, an int, 0 the outermost; got {self.cut!r}")
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.cut is None else f"S({self.dim})#{self.cut}"
@@ -56,38 +62,39 @@ class Shard(Placement):
     def __repr__(self) -> str:
         return f"Shard(dim={self.dim})" if self.cut is None else f"Shard(dim={self.dim}, cut={self.cut})"
 
-    def __fx_repr__(self):
+    def __fx_repr__(self) -> Any:
         return f"Shard({self.dim})" if self.cut is None else f"Shard({self.dim}, cut={self.cut})", {"Shard": Shard}
 
 
 @dataclass(frozen=True)
 class Replicate(Placement):
-    """Every rank of the axis holds the same values."""
+    """Every rank of the mesh axis holds the same values."""
 
     def __str__(self) -> str:
         return "R"
 
-    def __fx_repr__(self):
+    def __fx_repr__(self) -> Any:
         return "Replicate()", {"Replicate": Replicate}
 
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """The value is the reduction, by `reduce_op`, of what the ranks of the axis hold.
+    """The value is the reduction, by `reduce_op`, of the local tensors of the ranks of the mesh axis.
 
-    `reduce_op` is one of "sum", "avg", "max", "min", "product".
+    Attributes:
+        reduce_op: One of "sum", "avg", "max", "min", "product".
     """
 
     reduce_op: str = "sum"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
             raise ValueError(f"Partial takes one of {', '.join(REDUCE_OPS)}; got {self.reduce_op!r}")
 
     def __str__(self) -> str:
         return "P" if self.reduce_op == "sum" else f"P({self.reduce_op})"
 
-    def __fx_repr__(self):
+    def __fx_repr__(self) -> Any:
         return f"Partial({self.reduce_op!r})", {"Partial": Partial}
 
 
@@ -97,8 +104,12 @@ register_value_type(Replicate, _COMMON)
 register_value_type(Partial, ("reduce_op", *_COMMON))
 
 
-def as_placement(given) -> Placement:
-    """Our placement for `given`, which may be ours or one of torch.distributed.tensor's."""
+def as_placement(given: Any) -> Placement:
+    """Convert `given`, a placement of this library or of torch.distributed.tensor, to one of this library.
+
+    Raises:
+        PlacementError: `given` is neither.
+    """
     if isinstance(given, Placement):
         return given
     kind = type(given).__name__
@@ -112,13 +123,19 @@ def as_placement(given) -> Placement:
     raise PlacementError(f"a placement is Shard(dim), Replicate() or Partial(); got {given!r}")
 
 
-def as_placements(given: Sequence | Placement | None, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
-    """Check `given` against a mesh of `mesh_ndim` axes and a tensor of `ndim` dimensions.
+def as_placements(given: Sequence[Any] | Placement | None, mesh_ndim: int, ndim: int) -> tuple[Placement, ...]:
+    """Check the placements that a user gave.
 
-    Returns one placement per mesh axis, with dims counted from the front; None means Replicate on every axis.
+    Args:
+        given: One placement per mesh axis, or None for Replicate on every axis.
+        mesh_ndim: Number of mesh axes.
+        ndim: Number of tensor dimensions.
+
+    Returns:
+        One placement per mesh axis, with dims counted from the front.
 
     Raises:
-        PlacementError: wrong number of placements, something that is no placement, or a dim out of range.
+        PlacementError: The number of placements is wrong, an item is not a placement, or a dim is out of range.
     """
     if given is None:
         return (Replicate(),) * mesh_ndim
@@ -140,16 +157,18 @@ def _check_cuts(placements: tuple[Placement, ...]) -> None:
         cuts = [q.cut for q in shards if q.dim == p.dim]
         if p.cut is not None and (None in cuts or len({*cuts}) < len(cuts)):
             raise PlacementError(
-                f"{list(placements)} does not say in which order axes cut dimension {p.dim}; give each of those that "
-                "do another cut, or none of them one"
+                f"{list(placements)} leaves open in which order axes shard dimension {p.dim}; give each of these axes "
+                "a different cut, or none of them one"
             )
 
 
-def words(given: Sequence | None) -> str:
-    """Placements as text, such as `S(-1)R`, which `parsed` reads; None is "". Does little, for Dynamo traces it.
+def words(given: Sequence[Any] | None) -> str:
+    """Placements as text, such as `S(-1)R`, which `parsed` reads back; "" for None.
+
+    Does little work, because Dynamo traces it.
 
     Raises:
-        PlacementError: something that is no placement, or one by itself.
+        PlacementError: `given` is not a sequence, or an item is not a placement.
     """
     if given is None:
         return ""
@@ -159,7 +178,7 @@ def words(given: Sequence | None) -> str:
 
 
 def parsed(text: str) -> tuple[Placement, ...]:
-    """The placements that `words` wrote."""
+    """The placements that `words` turned into `text`."""
     found = [m.groups() for m in _WORD.finditer(text)]
     return tuple(
         [
@@ -172,7 +191,7 @@ def parsed(text: str) -> tuple[Placement, ...]:
 _WORD = re.compile(r"S\((-?\d+)\)(?:#(\d+))?|(R)|P(?:\((\w+)\))?")
 
 
-def _not_a_sequence(given) -> PlacementError:
+def _not_a_sequence(given: Any) -> PlacementError:
     return PlacementError(f"placements is a sequence with one placement per mesh axis, write [{given!r}]")
 
 

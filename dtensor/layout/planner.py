@@ -1,17 +1,17 @@
-"""Plan: the cheapest sequence of redistribution steps from one layout to another.
+"""The planner: the cheapest sequence of redistribution steps from one layout to another.
 
-A shortest path by A* (Hart, Nilsson and Raphael, 1968) over the layouts and steps of `transitions`, in seconds of
-`cost`. By default no layout on the way is larger than the larger of the two ends, if there is such a path that sends no
-more than gathering the whole tensor would; what is held at once is then at most that and the result of one step. Pure
-and cached: the executor, the reports and `Plan.cost` read one plan, the same at trace time and in eager mode, and the
-same on every rank.
+A* search (Hart, Nilsson and Raphael, 1968) finds a shortest path over the layouts and steps of
+`dtensor.layout.transitions`, in seconds as estimated by `dtensor.layout.cost`. By default, no intermediate layout is
+larger than the larger of source and target, as long as such a path sends no more than gathering the full tensor would.
+The memory held at once is then at most that size plus the result of one step. Planning is pure and cached: the
+executor, the reports and `Plan.cost` read the same plan, in eager mode and at trace time, on every rank.
 """
 
 import heapq
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, prod
-from typing import Literal
+from typing import Any, Literal
 
 import sympy
 
@@ -28,16 +28,17 @@ class Step:
     """One redistribution step.
 
     Attributes:
-        op: a name of `dtensor.comm.collectives.KERNELS`, or "partial" (R -> P, local).
-        axes: the mesh axes of its group, ascending.
-        src, dst: the layouts before and after.
-        dim: the dimension cut or put together (for all_to_all: put together); None where there is none.
-        scatter_dim: for all_to_all the dimension that is cut.
-        reduce_op: for the reducing steps and "partial".
-        pieces, count: the buffer that prices the step: `count` times a shard that is cut like `pieces`.
-        bytes: bytes each rank sends.
-        seconds: estimated time.
-        peak: bytes of the largest shard before the step and of the largest after it, together.
+        op: A name in `dtensor.comm.collectives.KERNELS`, or "partial" (R -> P, local).
+        axes: The mesh axes of its process group, ascending.
+        src, dst: The layouts before and after.
+        dim: The dimension that is sharded or gathered (for all_to_all: gathered); None if there is none.
+        scatter_dim: For all_to_all, the dimension that is sharded.
+        reduce_op: The reduction of the reducing steps and of "partial".
+        pieces, count: The buffer that the cost depends on: `count` times a shard whose dimensions are sharded over the
+            axes in `pieces`.
+        bytes: Bytes that each rank sends.
+        seconds: Estimated time.
+        peak: Bytes of the largest shard before the step plus the largest after it.
     """
 
     op: str
@@ -61,11 +62,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a plan costs: numbers, or sympy expressions.
+    """The cost of a plan, as numbers or sympy expressions.
 
     Attributes:
-        bytes: bytes each rank puts on the wire; of uneven shards the longest.
-        seconds: estimated time.
+        bytes: Bytes that each rank puts on the wire; for uneven shards, those of the longest.
+        seconds: Estimated time.
     """
 
     bytes: float | sympy.Expr
@@ -74,15 +75,17 @@ class Cost:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps from `src` to `dst`.
+    """The steps that redistribute a tensor from `src` to `dst`.
 
     Attributes:
-        src, dst: the layouts.
-        steps: what is done, in order.
-        shape: the global sizes it was made for.
-        network: the mesh it was made for.
-        itemsize: bytes per element.
-        bytes, seconds, peak: of all steps: bytes each rank sends, estimated time, most bytes held at once.
+        src, dst: The layouts before and after.
+        steps: The steps, in order.
+        shape: The global sizes that the plan was made for.
+        network: The mesh that the plan was made for.
+        itemsize: Bytes per element.
+        bytes: Bytes that each rank sends in all steps.
+        seconds: Estimated time of all steps.
+        peak: The most bytes held at once.
     """
 
     src: Layout
@@ -99,12 +102,12 @@ class Plan:
         return "\n".join(map(str, self.steps)) or f"{self.src} -> {self.dst}: nothing to do"
 
     def cost(self, *, symbolic: bool = False) -> Cost:
-        """Bytes on the wire per rank and seconds.
+        """Bytes on the wire per rank, and seconds.
 
         Args:
-            symbolic: give expressions in the sizes `s0`, `s1`, … of the dimensions and `n0`, `n1`, … of the mesh axes,
-                positive integers. They hold for all sizes for which this plan is valid: dimensions that it cuts evenly
-                are taken to be cut evenly.
+            symbolic: Return expressions in the sizes `s0`, `s1`, … of the dimensions and `n0`, `n1`, … of the mesh
+                axes, all positive integers. They hold for all sizes for which this plan is valid, and assume that the
+                dimensions that it shards evenly are sharded evenly.
         """
         if not symbolic:
             return Cost(self.bytes, self.seconds)
@@ -143,26 +146,29 @@ def plan(
     itemsize: int = 4,
     prefer: Prefer = "time",
 ) -> Plan:
-    """The cheapest plan from `src` to `dst`.
+    """Find the cheapest plan from `src` to `dst`.
 
     Args:
-        src, dst: layouts over the same mesh and number of dimensions.
-        shape: global sizes as ints; for symbolic sizes pass their hints, which only choose between plans.
-        mesh: the network, or the sizes of the mesh axes (no merged groups then, and the default link).
-        itemsize: bytes per element.
-        prefer: "time" takes the quickest path among those on which no layout is larger than the larger end, or among
-            all if there is none or it sends more than gathering the whole tensor does; "memory" takes the path that
-            holds least at once, and of these the quickest.
+        src, dst: Layouts over the same mesh and the same number of dimensions.
+        shape: Global sizes as ints. For symbolic sizes, pass their hints, which only choose between plans.
+        mesh: The network, or only the sizes of the mesh axes (then without merged groups, and with the default link).
+        itemsize: Bytes per element.
+        prefer: "time" takes the fastest path on which no layout is larger than the larger of source and target. If
+            there is none, or if it sends more than gathering the full tensor, it takes the fastest of all paths.
+            "memory" takes the path that holds the least memory at once, and the fastest of these.
+
+    Returns:
+        The plan, cached.
 
     Raises:
-        PlacementError: the layouts do not fit the shape or the mesh.
+        PlacementError: The layouts do not fit the shape or the mesh.
         ValueError: `prefer` is neither of the two.
     """
     return _plan(src, dst, shape, mesh if mesh.__class__ is Network else Network.of(mesh), itemsize, prefer)  # pyright: ignore
 
 
 @lru_cache(maxsize=16384)
-def _plan(src: Layout, dst: Layout, shape, network: Network, itemsize: int, prefer: str) -> Plan:
+def _plan(src: Layout, dst: Layout, shape: Any, network: Network, itemsize: int, prefer: str) -> Plan:
     _check(src, dst, shape, network, prefer)
     real = [n > 1 for n in network.sizes]
     start, goal = _bare(src, real), _bare(dst, real)
@@ -175,7 +181,7 @@ def _plan(src: Layout, dst: Layout, shape, network: Network, itemsize: int, pref
         found = _search(space, start, goal, itemsize, larger, inf)
         if found is None or _sent(found, space) > _sent_by_way_of_whole(space, start, goal):
             found = _search(space, start, goal, itemsize, inf, inf)
-    assert found is not None, f"no path from {src} to {dst}: through replication there always is one"
+    assert found is not None, f"no path from {src} to {dst}: there is always one through replication"
     steps = _named_steps(found, src, dst, space, itemsize)
     largest = itemsize * larger
     return Plan(
@@ -192,32 +198,32 @@ def _plan(src: Layout, dst: Layout, shape, network: Network, itemsize: int, pref
 
 
 def forget() -> None:
-    """Drop all plans, to time planning."""
+    """Drop all cached plans, to time planning."""
     _plan.cache_clear()
 
 
-def _check(src: Layout, dst: Layout, shape, network: Network, prefer: str) -> None:
+def _check(src: Layout, dst: Layout, shape: Any, network: Network, prefer: str) -> None:
     if prefer not in ("time", "memory"):
         raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
     for layout in (src, dst):
         if layout.mesh_ndim != len(network.sizes) or len(layout.dims) != len(shape):
             raise PlacementError(
-                f"layout {layout} is of a {len(layout.dims)}-dimensional tensor on {layout.mesh_ndim} mesh axes; the "
-                f"plan is for shape {tuple(shape)} on a mesh of sizes {network.sizes}"
+                f"layout {layout} is for a {len(layout.dims)}-dimensional tensor on {layout.mesh_ndim} mesh axes, but "
+                f"the plan is for shape {tuple(shape)} on a mesh of sizes {network.sizes}"
             )
 
 
 def _bare(layout: Layout, real: list[bool]) -> State:
-    """`layout` without axes of one rank, which hold nothing apart."""
+    """`layout` without the mesh axes of a single rank, which split nothing."""
     dims = tuple([tuple([a for a in axes if real[a]]) for axes in layout.dims])
     return State(dims, tuple([p for p in layout.partial if real[p[0]]]))
 
 
 def _search(space: Space, start: State, goal: State, itemsize: int, limit: float, peak: float) -> list[Edge] | None:
-    """The quickest path over states of at most `limit` elements and steps that hold at most `peak`; None if none.
+    """The fastest path over states of at most `limit` elements and steps that hold at most `peak`; None if none.
 
-    A* with the bound of `_Bound`, which never exceeds the true cost; a state reached more cheaply is opened again, so
-    nothing more is asked of the bound.
+    A* with `_Bound` as the heuristic, which never exceeds the true cost. A state that is reached at a lower cost is
+    opened again, so the heuristic does not have to be consistent.
     """
     bound = _Bound(space, goal, itemsize)
     best: dict[State, float] = {start: 0.0}
@@ -246,12 +252,12 @@ def _search(space: Space, start: State, goal: State, itemsize: int, limit: float
 
 
 def _sent(path: list[Edge], space: Space) -> float:
-    """Elements that each rank sends."""
-    return sum([wire_bytes(e.op, e.count * space.elements(e.pieces), space.network.size(e.axes)) for e in path])
+    """Number of elements that each rank sends along a path."""
+    return sum([wire_bytes(e.op, e.times * space.elements(e.pieces), space.network.size(e.axes)) for e in path])
 
 
 def _sent_by_way_of_whole(space: Space, start: State, goal: State) -> float:
-    """Elements that each rank sends who reduces its shard and gathers the whole tensor, to cut it then."""
+    """Number of elements that each rank sends if it reduces its shard, gathers the full tensor and then shards that."""
     shard = space.elements(start.dims)
     reduced = [
         wire_bytes("all_reduce", shard, space.network.size((a,)))
@@ -262,7 +268,7 @@ def _sent_by_way_of_whole(space: Space, start: State, goal: State) -> float:
 
 
 def _path(came: dict[State, tuple[State, Edge]], at: State) -> list[Edge]:
-    path = []
+    path: list[Any] = []
     while at in came:
         at, edge = came[at]
         path.append(edge)
@@ -270,15 +276,15 @@ def _path(came: dict[State, tuple[State, Edge]], at: State) -> list[Edge]:
 
 
 class _Bound:
-    """Seconds that at least lie between a state and the goal.
+    """A lower bound on the seconds from a state to the goal.
 
-    Counts what every path has to do: a collective for each reduction that is open; one for each dimension out of which
-    axes have to be taken, or one if some dimension is cut otherwise than the goal begins to cut it; a local step for
-    what is to be cut or made partial. And the bytes that a rank of the goal cannot have held before: a step over n
-    ranks brings at most n-1 times what is kept.
+    It counts what every path has to do. That is one collective per pending reduction operation; one for each dimension
+    that has to lose axes, and at least one if the axes of some dimension are not those that the goal's begin with; and
+    local steps for what still has to be sharded or made partial. To this it adds the bytes that a rank cannot hold
+    before the goal: a step over n ranks brings at most n-1 times what is kept.
     """
 
-    def __init__(self, space: Space, goal: State, itemsize: int):
+    def __init__(self, space: Space, goal: State, itemsize: int) -> None:
         self.space, self.goal = space, goal
         links = space.network.links
         self.collective = min([link.start + link.alpha for link in links], default=0.0)
@@ -317,17 +323,17 @@ class _Bound:
         return total + self.collective * collectives + self.per_byte * (self.size - (0 if opened else kept))
 
     def _of_dim(self, dim: int, axes: tuple[int, ...]) -> tuple[bool, bool, int]:
-        """Whether the goal does not begin with `axes` on `dim`, whether some have to go, and what can be kept."""
+        """Whether the goal's axes of `dim` do not begin with `axes`, whether some must go, and the length to keep."""
         goal, network = self.goal.dims[dim], self.space.network
         other = axes != goal[: len(axes)]
-        # A permutation keeps the number of pieces, so it helps only where that can still become one of the goal's.
+        # A permutation keeps the number of blocks, so it helps only if the goal can be reached from that number.
         blocks = network.size(axes)
         full = other and all(network.size(goal[:k]) % blocks for k in range(len(goal) + 1))
         return other, full, min(self.space.length(dim, axes), self.space.length(dim, goal))
 
 
 def _least_peak(space: Space, start: State, goal: State) -> float:
-    """Elements that a path from `start` to `goal` must hold at once at least: before and after a step, together."""
+    """The fewest elements that a path can hold at once: the sum of those before and those after a step."""
     best: dict[State, int] = {start: 0}
     heap: list[tuple[int, int, State]] = [(0, 0, start)]
     order = 0
@@ -348,8 +354,9 @@ def _least_peak(space: Space, start: State, goal: State) -> float:
 
 
 def _named_steps(path: list[Edge], src: Layout, dst: Layout, space: Space, itemsize: int) -> tuple[Step, ...]:
-    """The steps of a path with whole layouts: axes of one rank lie as in `dst` from the first step on."""
-    sizes, steps = space.network.sizes, []
+    """The steps of a path with complete layouts: axes of one rank are placed as in `dst` from the first step on."""
+    sizes = space.network.sizes
+    steps: list[Step] = []
     single = [tuple([a for a in axes if sizes[a] == 1]) for axes in dst.dims]
     partial = tuple([p for p in dst.partial if sizes[p[0]] == 1])
     at, held = src, space.elements(_bare(src, [n > 1 for n in sizes]).dims)
@@ -359,7 +366,7 @@ def _named_steps(path: list[Edge], src: Layout, dst: Layout, space: Space, items
         to = dst if last else Layout.make(src.mesh_ndim, dims, tuple(sorted(edge.to.partial + partial)))
         after = space.elements(edge.to.dims)
         one = itemsize * space.elements(edge.pieces)
-        sent = wire_bytes(edge.op, one * edge.count, space.network.size(edge.axes))
+        sent = wire_bytes(edge.op, one * edge.times, space.network.size(edge.axes))
         time = edge.fixed + edge.per_byte * one
         steps.append(Step(edge.op, edge.axes, at, to, *edge[2:7], sent, time, itemsize * (held + after)))
         at, held = to, after

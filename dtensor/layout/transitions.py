@@ -1,26 +1,27 @@
-"""The steps a redistribution is made of: which there are from a layout, what they send and hold.
+"""The steps of redistributions: which steps lead out of a layout, what they send and what they hold.
 
-Each step is one operator over one process group: a mesh axis, or several axes that have a group of their own
-(`Network.merged`). Only the innermost cuts of a dimension can be changed, since only they are contiguous locally:
+The planner searches over these. Each step is one operator over one process group: that of a mesh axis, or of several
+axes that have a group of their own (`Network.merged`). Only the innermost axes of a dimension can change, because only
+their shards are contiguous locally:
 
     all_gather      S(d) -> R       all_to_all   S(d) -> S(e)      reduce_scatter       P -> S(d)
-    all_reduce      P -> R          shard        R -> S(d)         collective_permute   same cuts, other ranks
+    all_reduce      P -> R          shard        R -> S(d)         collective_permute   same blocks, other ranks
     partial         R -> P
 
-Two rules keep values exact. Several axes are merged on a dimension, and blocks permuted, only where its length divides,
-for cutting twice and cutting once agree only there; the axes are taken in ascending order, as the group's ranks are
-numbered. And a value that is partial over several axes is the reduction over the first of the reduction over the
-second and so on, so an axis is reduced only when no later one is partial by an operation that does not commute with
-its own.
+Two rules keep values exact. First, several axes are merged on a dimension, and blocks are permuted, only if its length
+is divisible: otherwise splitting twice and splitting once give different shards. Merged axes are in ascending order,
+like the numbering of the group's ranks. Second, a value that is partial over several axes is the reduction over the
+first axis of the reduction over the second, and so on. So an axis is reduced only when no later axis is partial by an
+operation that does not commute with its own.
 
-`Space` works on bare tuples and on axes of more than one rank, for the sake of the search's speed.
+For the speed of the search, `Space` works on plain tuples, and only on axes of more than one rank.
 """
 
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, combinations, islice, pairwise, permutations, product
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .cost import Network
 
@@ -29,7 +30,7 @@ Partials = tuple[tuple[int, str], ...]
 
 
 class State(NamedTuple):
-    """A layout, bare: for each dimension the axes that cut it, outermost first, and the partial axes, ascending."""
+    """A layout as plain tuples: for each dimension the axes that shard it, outermost first; ascending partial axes."""
 
     dims: Dims
     partial: Partials
@@ -39,15 +40,16 @@ class Edge(NamedTuple):
     """A step out of a state.
 
     Attributes:
-        op: the name of the operator.
-        axes: the mesh axes of its group, ascending.
-        dim: dimension that is cut or put together (for all_to_all: put together), None where there is none.
-        scatter_dim: for all_to_all the dimension that is cut.
-        reduce_op: for the reducing steps and "partial".
-        pieces: what `cost.wire_bytes` calls the size of the step, as the layout's cuts of one rank's buffer...
-        count: ... and the number of such buffers.
-        to: the state after it.
-        fixed, per_byte: seconds of the step whatever the size, and per byte of one buffer.
+        op: The name of the operator.
+        axes: The mesh axes of its process group, ascending.
+        dim: The dimension that is sharded or gathered (for all_to_all: gathered); None if there is none.
+        scatter_dim: For all_to_all, the dimension that is sharded.
+        reduce_op: The reduction of the reducing steps and of "partial".
+        pieces: For each dimension, the axes that shard one buffer. `count` such buffers are the size of the step as
+            `cost.wire_bytes` takes it.
+        count: Number of such buffers.
+        to: The state after the step.
+        fixed, per_byte: Seconds of the step for any size, and per byte of one buffer.
     """
 
     op: str
@@ -56,14 +58,14 @@ class Edge(NamedTuple):
     scatter_dim: int | None
     reduce_op: str | None
     pieces: Dims
-    count: int
+    times: int
     to: State
     fixed: float
     per_byte: float
 
 
 def commute(a: str, b: str) -> bool:
-    """Whether reductions by `a` over one axis and by `b` over another may be done in either order."""
+    """Whether a reduction by `a` over one axis and one by `b` over another can be done in either order."""
     return a == b or {a, b} == {"sum", "avg"}
 
 
@@ -71,26 +73,26 @@ class Space:
     """The states and edges of one search.
 
     Args:
-        lengths: global length of each dimension.
-        network: the mesh.
-        named: dimensions that source or target cut.
-        wanted: partial axes of the target.
+        lengths: Global length of each dimension.
+        network: The mesh.
+        named: Dimensions that are sharded in the source or the target.
+        wanted: Partial axes of the target.
     """
 
-    def __init__(self, lengths: tuple[int, ...], network: Network, named: frozenset[int], wanted: Partials):
+    def __init__(self, lengths: tuple[int, ...], network: Network, named: frozenset[int], wanted: Partials) -> None:
         self.lengths = lengths
         self.network = network
         self.wanted = wanted
-        self.axes = tuple(a for a, n in enumerate(network.sizes) if n > 1)
-        self.runs = dict.fromkeys(sorted([*[(a,) for a in self.axes], *network.merged]))
-        self.classes = _interchangeable(lengths, named, prod(network.sizes))
+        self.axes: tuple[int, ...] = tuple(a for a, n in enumerate(network.sizes) if n > 1)
+        self.runs: dict[tuple[int, ...], None] = dict.fromkeys(sorted([*[(a,) for a in self.axes], *network.merged]))
+        self.classes: Any = _interchangeable(lengths, named, prod(network.sizes))
         self._lengths: dict[tuple[int, tuple[int, ...]], int] = {}
         self._elements: dict[Dims, int] = {}
         n = prod(network.sizes)
         self._edges = _edge_table(network, named, wanted, tuple([0 if x and x % n == 0 else x for x in lengths]))
 
     def length(self, dim: int, axes: tuple[int, ...]) -> int:
-        """Length of the longest shard of `dim` when `axes` cut it."""
+        """Length of the longest shard of `dim` when it is sharded over `axes`."""
         key = (dim, axes)
         found = self._lengths.get(key)
         if found is None:
@@ -98,24 +100,26 @@ class Space:
         return found
 
     def elements(self, dims: Dims) -> int:
-        """Elements of the largest shard."""
+        """Number of elements of the largest shard."""
         found = self._elements.get(dims)
         if found is None:
             found = self._elements[dims] = prod([self.length(*key) for key in enumerate(dims)])
         return found
 
     def divides(self, dim: int, axes: tuple[int, ...]) -> bool:
-        """Whether `axes` cut `dim` into pieces of one length."""
+        """Whether `axes` shard `dim` evenly."""
         return self.lengths[dim] % self.network.size(axes) == 0
 
     def edges(self, at: State) -> tuple[Edge, ...]:
-        """All steps out of `at` that can be on a shortest path, those that only rename equal dimensions once."""
+        """All steps out of `at` that can be on a shortest path; of interchangeable dimensions, only one is tried."""
         found = self._edges.get(at)
         if found is None:
             found = self._edges[at] = tuple(self._steps(at))
         return found
 
-    def _edge(self, op: str, axes, dim, scatter_dim, reduce_op, pieces: Dims, count: int, to: State) -> Edge:
+    def _edge(
+        self, op: str, axes: Any, dim: Any, scatter_dim: Any, reduce_op: Any, pieces: Dims, count: int, to: State
+    ) -> Edge:
         fixed, per_byte = self.network.terms(op, axes)
         return Edge(op, axes, dim, scatter_dim, reduce_op, pieces, count, to, fixed, per_byte * count)
 
@@ -129,8 +133,8 @@ class Space:
                 yield self._edge("collective_permute", group, None, None, None, at.dims, 1, State(dims, at.partial))
 
     def _targets(self, dims: Dims) -> list[int]:
-        """Dimensions worth cutting: of several empty ones that are alike, the first."""
-        found = []
+        """Dimensions worth sharding: of several interchangeable unsharded ones, only the first."""
+        found: list[int] = []
         for alike in self.classes:
             for d in alike:
                 found.append(d)
@@ -139,7 +143,7 @@ class Space:
         return found
 
     def _cut(self, dims: Dims, dim: int, run: tuple[int, ...]) -> Dims | None:
-        """`dims` with `run` put innermost on `dim`; None if a merged run would not cut as its axes in turn do."""
+        """`dims` with `run` innermost on `dim`; None if a merged `run` splits differently from its axes in turn."""
         axes = dims[dim] + run
         if len(run) > 1 and not self.divides(dim, axes):
             return None
@@ -181,17 +185,17 @@ class Space:
                 to = self._cut(at.dims, d, run)
                 if to is not None:
                     yield self._edge("shard", run, d, None, None, to, 1, State(to, at.partial))
-        # Also what the target does not want, where one merged reduction is then cheaper than two.
+        # Also consider partial axes that the target does not have: one merged reduction can be cheaper than two.
         open_ops = sorted({op for _, op in at.partial}) if len(self.runs) > len(self.axes) else ()
         for axis, op in dict.fromkeys([*self.wanted, *[(a, op) for a in free for op in open_ops]]):
-            # A product's other ranks hold ones, of which a later sum would make more.
+            # The other ranks of a product hold ones, and a sum over a later axis would turn them into larger numbers.
             if axis in free and not (op == "product" and any(b > axis and o == "sum" for b, o in at.partial)):
                 made = State(at.dims, tuple(sorted((*at.partial, (axis, op)))))
                 yield self._edge("partial", (axis,), None, None, op, at.dims, 1, made)
 
 
 def _interchangeable(lengths: tuple[int, ...], named: frozenset[int], n: int) -> list[list[int]]:
-    """Dimensions in classes whose members may be exchanged: neither end names them and they cut alike."""
+    """Classes of interchangeable dimensions: unsharded in source and target, and split in the same way."""
     classes: dict[int, list[int]] = {}
     for d, length in enumerate(lengths):
         if d not in named:
@@ -200,20 +204,22 @@ def _interchangeable(lengths: tuple[int, ...], named: frozenset[int], n: int) ->
 
 
 @lru_cache(maxsize=1024)
-def _edge_table(network: Network, named: frozenset[int], wanted: Partials, lengths) -> dict[State, tuple[Edge, ...]]:
-    """Edges already listed, for all searches among the same steps: those whose `lengths` divide (0) or are equal."""
+def _edge_table(
+    network: Network, named: frozenset[int], wanted: Partials, lengths: Any
+) -> dict[State, tuple[Edge, ...]]:
+    """Known edges, shared by all searches over the same steps: `lengths` that divide (given as 0) or are equal."""
     return {}
 
 
 def forget() -> None:
-    """Drop all that is known of steps, to time planning."""
+    """Drop all cached steps, to time planning."""
     for known in (_edge_table, _reducible_sets, rearranged):
         known.cache_clear()
 
 
 @lru_cache(maxsize=4096)
 def _reducible_sets(partial: Partials) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    found = []
+    found: list[tuple[str, tuple[int, ...]]] = []
     for op in dict.fromkeys([op for _, op in partial]):
         axes = [a for a, o in partial if o == op]
         last = max([a for a, o in partial if not commute(o, op)], default=-1)
@@ -223,13 +229,13 @@ def _reducible_sets(partial: Partials) -> tuple[tuple[str, tuple[int, ...]], ...
 
 
 def _reducible(partial: Partials, runs: dict[tuple[int, ...], None]) -> list[tuple[str, tuple[int, ...]]]:
-    """The sets of axes that one collective may reduce now, with the operation."""
+    """The sets of axes that one collective can reduce now, each with its operation."""
     return [(op, run) for op, run in _reducible_sets(partial) if run in runs] if partial else []
 
 
 @lru_cache(maxsize=65536)
 def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...]], ...]:
-    """Other ways for the same axes to cut every dimension into as many blocks, each with the axes that take part."""
+    """Other assignments of the axes that split every dimension into as many blocks, with the axes that change."""
     axes = tuple([a for cut in dims for a in cut])
     if len(axes) < 2 or not network.merged:
         return ()
@@ -237,7 +243,8 @@ def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...
         return tuple(_relabelled(axes, dims))
     ways = [_dealt(order, dims, network) for order in permutations(axes)]
     assert ways[0] is not None, "the axes as they are cut the dimensions as they are cut"
-    digits, found, ascending = ways[0][1], [], sorted(axes)
+    digits, ascending = ways[0][1], sorted(axes)
+    found: list[Any] = []
     for way in ways[1:]:
         if way is not None:
             found.append((way[0], tuple([a for a in ascending if way[1][a] != digits[a]])))
@@ -245,7 +252,7 @@ def rearranged(dims: Dims, network: Network) -> tuple[tuple[Dims, tuple[int, ...
 
 
 def _relabelled(axes: tuple[int, ...], dims: Dims) -> Iterator[tuple[Dims, tuple[int, ...]]]:
-    """As `rearranged` where all axes are of one size: they change places with each other."""
+    """Like `rearranged`, for axes of equal size: they change places with each other."""
     ends = list(accumulate([len(cut) for cut in dims], initial=0))
     places = list(pairwise(ends))
     for order in islice(permutations(axes), 1, None):
@@ -254,11 +261,13 @@ def _relabelled(axes: tuple[int, ...], dims: Dims) -> Iterator[tuple[Dims, tuple
 
 
 def _dealt(order: tuple[int, ...], dims: Dims, network: Network) -> tuple[Dims, dict[int, tuple[int, int]]] | None:
-    """`order` cut up so that every dimension gets as many blocks as in `dims`; None where that cannot be.
+    """`order` divided so that every dimension gets as many blocks as in `dims`; None if that is impossible.
 
-    Also for each axis the dimension, and by how many blocks of it a step along the axis goes on.
+    Also returns, for each axis, its dimension and the number of blocks between neighbours along the axis.
     """
-    found, digits, begin, sizes = [], {}, 0, network.sizes
+    found: list[Any] = []
+    digits: dict[Any, Any] = {}
+    begin, sizes = 0, network.sizes
     for d, cut in enumerate(dims):
         end, blocks = begin, network.size(cut)
         while blocks > 1 and end < len(order) and blocks % sizes[order[end]] == 0:
@@ -273,10 +282,10 @@ def _dealt(order: tuple[int, ...], dims: Dims, network: Network) -> tuple[Dims, 
 
 
 def senders(before: Dims, after: Dims, group: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """For each rank of the group over `group`, the rank of that group whose block it holds after a permutation."""
+    """For each rank of the group over the axes `group`, the rank of that group whose block it receives."""
 
     def block(dims: Dims, at: dict[int, int]) -> tuple[int, ...]:
-        found = []
+        found: list[Any] = []
         for axes in dims:
             index = 0
             for a in axes:

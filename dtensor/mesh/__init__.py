@@ -1,1 +1,1 @@
-"""The mesh and its process groups, what ranks know of each other, and what is known of a tensor on a mesh (`spec`)."""
+"""Meshes and their process groups, what ranks know about each other, and the `Spec` of a tensor on a mesh."""

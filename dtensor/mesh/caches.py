@@ -1,7 +1,7 @@
-"""Every cache of the library that holds a mesh, registered here so that they can be emptied together.
+"""Registry of all caches of the library that hold meshes, so that they can be cleared together.
 
-A mesh keeps its process groups alive, and a gloo group that is torn down by the interpreter's last clean-up may abort
-the process. The caches are therefore emptied at exit, before that.
+A mesh keeps its process groups alive, and a gloo group that is destroyed during the interpreter's final cleanup can
+abort the process. The caches are therefore cleared at exit, before that cleanup.
 """
 
 import atexit
@@ -12,14 +12,14 @@ _caches: list[MutableMapping[Any, Any]] = []
 
 
 def cache() -> dict[Any, Any]:
-    """A new dictionary that `clear_caches` empties."""
+    """A new dictionary that `clear_caches` clears."""
     made: dict[Any, Any] = {}
     _caches.append(made)
     return made
 
 
 def clear_caches() -> None:
-    """Empty all caches that hold meshes: specs, decisions, group names. Only the next calls are slower for it."""
+    """Clear all caches that hold meshes: specs, decisions, group names. This only makes the next calls slower."""
     for c in _caches:
         c.clear()
 

@@ -1,20 +1,20 @@
-"""What ranks compare of the graphs they run: the collectives of one on one group, in order."""
+"""The sequence of collectives that a graph runs on a process group, and how ranks compare their sequences."""
 
 import re
 import zlib
 from collections.abc import Mapping, Sequence
 
 Entry = tuple[str, str]
-"""A collective as it is compared ("all_reduce sum of float32[4, ?]"), and where it was asked for."""
+"""A collective in the text form that is compared ("all_reduce sum of float32[4, ?]"), and its place in the source."""
 
 WORD = re.compile(r"\w+|\?")
-"""What a comparison compares of an entry, one by one."""
+"""The units of an entry that are compared one by one."""
 
 SIZE = re.compile(r"(?<=[\[ ])(\d+|\?)(?=[,\]])")
 
 
 def alike(one: Sequence[Entry], other: Sequence[Entry]) -> bool:
-    """Whether two sequences communicate alike, as far as can be known: a size "?" may be any."""
+    """Whether two sequences are the same, as far as that is known: a size "?" matches any size."""
     return len(one) == len(other) and all(_alike(a, b) for (a, _), (b, _) in zip(one, other))
 
 
@@ -24,12 +24,16 @@ def _alike(a: str, b: str) -> bool:
 
 
 def mark(entries: Sequence[Entry]) -> int:
-    """A number of 32 bits that sequences have in common if they are alike, and others hardly have."""
+    """A 32-bit checksum that is equal for matching sequences and almost certainly different for others."""
     return zlib.crc32("\n".join([SIZE.sub("?", what) for what, _ in entries]).encode())
 
 
 def difference(sequences: Mapping[int, Sequence[Entry]]) -> str:
-    """The message for two ranks that run different sequences: rank -> what it runs on the group they share."""
+    """The error message for two ranks that run different sequences.
+
+    Args:
+        sequences: Rank -> what it runs on the group that the two share.
+    """
     (a, mine), (b, theirs) = sorted(sequences.items())
     index = next(
         (i for i, (x, y) in enumerate(zip(mine, theirs)) if not _alike(x[0], y[0])), min(len(mine), len(theirs))
@@ -42,7 +46,7 @@ def difference(sequences: Mapping[int, Sequence[Entry]]) -> str:
 
 
 def said(entries: Sequence[Entry], index: int) -> str:
-    """The collective at `index` in words, "none" if there is no such one."""
+    """The collective at `index` as text for a message; "none" past the end."""
     if index >= len(entries):
         return "none"
     what, where = entries[index]

@@ -1,16 +1,16 @@
-"""The environment variables that say for plain `torch.compile` what `backend="dtensor"` is told by its options.
+"""The environment variables that give plain `torch.compile` the options of `backend="dtensor"`.
 
-Read when something is compiled (DTENSOR_AGREEMENT also when a compiled graph first runs). One that is
-unset, or empty, says nothing. Switches are 0 or 1, lists are separated by commas.
+They are read when something is compiled (DTENSOR_AGREEMENT also when a compiled graph first runs). A variable that is
+unset or empty has no effect. Switches are 0 or 1; lists are separated by commas.
 
-    DTENSOR_PASSES=0                 no passes at all; or the names of those to run
-    DTENSOR_DISABLE=bucket,schedule  leave these passes out
-    DTENSOR_STRICT=1                 whatever is compiled, by any backend, is traced as under `dtensor.strict()`
-    DTENSOR_DUMP=folder              write there all that is made of a program (read at import, too)
+    DTENSOR_PASSES=0                 run no passes at all; or the names of those to run
+    DTENSOR_DISABLE=bucket,schedule  skip these passes
+    DTENSOR_STRICT=1                 trace everything that is compiled, by any backend, as under `dtensor.strict()`
+    DTENSOR_DUMP=folder              write everything that is made from a program to this folder (also read at import)
     DTENSOR_VERIFY=1                 replay each graph on simulated ranks before and after every pass
     DTENSOR_MEMORY_BUDGET=1000000    bytes of gathered tensors that may be saved for the backward
-    DTENSOR_SPLIT_BATCH=2            compute on so many parts of a batch, one while another travels
-    DTENSOR_AGREEMENT=0              graphs run without comparing with the other ranks what they communicate
+    DTENSOR_SPLIT_BATCH=2            split a batch into this many microbatches; one computes while another communicates
+    DTENSOR_AGREEMENT=0              run graphs without comparing their collectives with those of the other ranks
 """
 
 import os
@@ -27,31 +27,32 @@ VARIABLES = {
     "split_batch": "DTENSOR_SPLIT_BATCH",
     "agreement": "DTENSOR_AGREEMENT",
 }
-"""Option of `dtensor.compile.Options` -> the variable that stands for it. (`inner` has none: who runs is given.)"""
+"""Option of `dtensor.compile.Options` -> its variable. (`inner` has none: with plain `torch.compile`, the backend is
+given.)"""
 
 OFF = "0"
 SWITCH = {"0": False, "1": True}
 
 
 def options() -> dict[str, Any]:
-    """The options that the environment gives, by name; `passes` is not among them where they are all on or off.
+    """The options that the environment sets, by name. `passes` is absent if it switches all passes on or off.
 
     Raises:
-        ValueError: a switch that is neither 0 nor 1, or a number that is none.
+        ValueError: A switch is neither 0 nor 1, or a number is not a number.
     """
     return {name: KINDS[name](name) for name in VARIABLES if _is_given(name)}
 
 
 def passes_are_off() -> bool:
-    """Whether plain `torch.compile` is to be left alone."""
+    """Whether plain `torch.compile` must run without passes."""
     return text("passes") == OFF
 
 
 def switched(option: str, default: bool) -> bool:
-    """The switch of `option`, or `default` if the environment does not say.
+    """The switch of `option`, or `default` if the environment does not set it.
 
     Raises:
-        ValueError: it is neither 0 nor 1.
+        ValueError: It is neither 0 nor 1.
     """
     given = text(option)
     if not given:
@@ -62,12 +63,12 @@ def switched(option: str, default: bool) -> bool:
 
 
 def text(option: str) -> str:
-    """What the variable of `option` holds, as it stands."""
+    """The raw text of the variable of `option`, stripped; "" if it is unset."""
     return os.environ.get(VARIABLES[option], "").strip()
 
 
 def fingerprint() -> tuple[str, ...]:
-    """All the variables as they stand, for keys of compiled code; checks nothing."""
+    """The raw text of all variables, for cache keys of compiled code. Checks nothing."""
     return tuple([text(option) for option in VARIABLES])
 
 
@@ -101,6 +102,6 @@ KINDS: dict[str, Callable[[str], Any]] = {
     "split_batch": _number,
     "agreement": _switch,
 }
-"""Option -> what reads its variable."""
+"""Option -> the function that reads its variable."""
 
 __all__ = ["VARIABLES", "fingerprint", "options", "passes_are_off", "switched", "text"]

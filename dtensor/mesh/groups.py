@@ -1,4 +1,4 @@
-"""Process groups by name, and which compiled graph this rank ran last on each."""
+"""Process groups looked up by name, and the record of the compiled graphs that this rank has run on each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,18 @@ from .collective_order import Entry
 
 @dataclass
 class Calls:
-    """The compiled graphs that this rank has run on a group.
+    """The compiled graphs that this rank has run on a process group.
 
     Attributes:
-        name: the group's, which all its ranks know it by: other groups may have the same ranks.
-        ranks: the global ranks of the group.
-        over_gloo: whether it carries CPU tensors over gloo.
-        count: how many graphs.
-        last: the collectives of the last one on the group.
-        mark: a number that tells the last one from others; part of the tags of its messages (`starts`).
-        looked: at which count what is taken as the same on all ranks was last looked at (`replication_check`).
-        taken: how many tensors styles have taken so in eager mode.
+        name: Name of the group, the same on all its ranks. (Ranks do not identify it: other groups can have the same.)
+        ranks: Global ranks of the group.
+        over_gloo: Whether the group sends CPU tensors over gloo.
+        count: Number of graphs run.
+        last: The collectives of the last graph on the group.
+        mark: Checksum that distinguishes the last graph from others; part of the tags of its messages
+            (`dtensor.comm.starts`).
+        looked: The `count` at which the last replication check ran (`dtensor.comm.replication_check`).
+        taken: Number of tensors that were assumed to be replicated in eager mode.
     """
 
     name: str
@@ -39,7 +40,7 @@ _calls: WeakKeyDictionary[torch.distributed.ProcessGroup, Calls] = WeakKeyDictio
 
 
 def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
-    """What this rank has run on a process group."""
+    """The record of a process group; made on first use."""
     found = _calls.get(group)
     if found is None:
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
@@ -48,7 +49,7 @@ def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
 
 
 def all_calls() -> list[Calls]:
-    """What this rank has run on each of its groups; those that were destroyed may live on under a name of today's."""
+    """The records of all registered groups. Destroyed groups may still be alive under a name that is in use again."""
     return [calls for group, calls in list(_calls.items()) if is_registered(group)]
 
 

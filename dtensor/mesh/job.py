@@ -1,24 +1,24 @@
-"""What the ranks of a job know of each other: which are alive, and that one failed.
+"""What the ranks of a job know about each other: which are alive, and whether one has failed.
 
-A rank that fails where others will wait for it (`failed`) says so in the job's store, and every other rank raises once:
-`check` does, which a graph's agreement calls. The failures of a job are numbered. A rank counts those that it raised,
-be they its own or told by others, so ranks that all fail in the same way have one failure between them, and none of
-them is told of it later.
+A rank that fails where others will wait for it records this in the job's store (`failed`), and every other rank then
+raises once: in `check`, which the agreement of a graph calls. The failures of a job are numbered. A rank counts the
+failures that it has raised, both its own and those of others. So ranks that all fail in the same way share one failure,
+and none of them raises it a second time later.
 
-A thread in each rank writes every `PULSE` seconds that the rank is alive, and reads how many failures there are. Where
-its rank does not get to look, as it waits in a collective for a rank that will not come, the thread breaks the
-connections of this rank's process groups, which ends the wait with an error, and logs why. The same if two ranks wait
-for each other in different graphs that both know, which is seen from how many graphs each has run on the group they
-share. Nothing of this costs the program more than a few comparisons for each call of a compiled graph.
+A thread in each rank writes a sign of life every `PULSE` seconds and reads the number of failures. If its rank cannot
+look, because it waits in a collective for a rank that will not come, the thread breaks the connections of this rank's
+process groups, which ends the wait with an error, and logs the reason. It does the same if two ranks wait for each
+other in different graphs that both know; the number of graphs that each has run on the shared group reveals this. All
+of it costs the program no more than a few comparisons per call of a compiled graph.
 
 Keys in the store, under `dtensor/job/`:
 
     alive/{rank}     a number that grows; LEFT when the program ends
     failures         number of failures
-    raised/{k}       how many ranks raised the k-th by themselves
-    failure/{k}      what the first of them said
-    at/{rank}        where a rank stands that has not moved for a while: name of a group -> graphs run, collectives
-                     of the last
+    raised/{k}       how many ranks raised the k-th failure by themselves
+    failure/{k}      the text of the first of them
+    at/{rank}        position of a rank that has not moved for a while: name of a group -> number of graphs run,
+                     collectives of the last one
 """
 
 import atexit
@@ -42,7 +42,7 @@ from .collective_order import alike, difference
 from .groups import all_calls
 
 PULSE = 1.0
-"""Seconds between two signs of life."""
+"""Seconds between signs of life."""
 
 SILENCE = 15.0
 """Seconds without a sign of life after which a rank counts as dead."""
@@ -53,20 +53,21 @@ PATIENCE = 5.0
 LEFT = "left"
 
 SAID = 2000
-"""Characters of an error that others are told."""
+"""Maximum number of characters of an error that other ranks receive."""
 
-log = logging.getLogger("dtensor")
+log: logging.Logger = logging.getLogger("dtensor")
 
 
 @dataclass
 class Job:
-    """This rank's view of a job: all ranks that met by one store.
+    """This rank's view of a job: all ranks that share one store.
 
     Attributes:
-        store: a connection of the main thread's.
-        failures: how many of the job's failures this rank has raised.
-        news: a failure that this rank has yet to raise, once the thread has read of it.
-        broken: the failure for which the thread broke the connections of this rank.
+        store: The main thread's connection to the store.
+        rank: The global rank of this process.
+        failures: Number of the job's failures that this rank has raised.
+        news: The text of a failure that the thread has found and this rank has yet to raise; "" if there is none.
+        broken: The text of the failure for which the thread broke this rank's connections; "" if it did not.
     """
 
     store: Any
@@ -76,7 +77,7 @@ class Job:
     broken: str = ""
 
     def __post_init__(self) -> None:
-        self.process = os.getpid()
+        self.process: int = os.getpid()
         self._signs: dict[int, tuple[bytes, float]] = {}
         self._agreeing = False
         self._stop = threading.Event()
@@ -87,18 +88,18 @@ class Job:
         self._thread.start()
 
     def failed(self, said: str) -> None:
-        """Tell the job that this rank raises, and what; it is one failure with those of all that raise as often."""
+        """Record in the store that this rank raises `said`. Ranks that have raised equally often share one failure."""
         self._count_failure()
         _add_failure(self.store, self.failures, said[:SAID])
 
     def failing(self, said: str) -> AgreementError:
-        """The error to raise, of which the job is told."""
+        """Record the failure `said` in the store, and return the error to raise."""
         self.failed(said)
         return AgreementError(said)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Context in which this thread waits for others, and looks itself for failures."""
+        """Context in which the calling thread waits for other ranks and looks for failures itself."""
         self._agreeing, self._main = True, threading.get_ident()
         try:
             yield
@@ -106,10 +107,10 @@ class Job:
             self._agreeing = False
 
     def check(self) -> None:
-        """Raise what another rank has failed by, if this one has not.
+        """Raise the failure of another rank, if there is one that this rank has not raised.
 
         Raises:
-            AgreementError: with the text of that failure.
+            AgreementError: With the text of that failure.
         """
         if self.store.add(_key("failures"), 0) > self.failures:
             self._count_failure()
@@ -118,13 +119,13 @@ class Job:
         self.news = ""
 
     def _count_failure(self) -> None:
-        """After a failure ranks have run different numbers of graphs: all begin to count anew."""
+        """Count a failure, and restart the counts of graphs: after a failure they differ between ranks."""
         self.failures += 1
         for calls in all_calls():
             calls.count, calls.last, calls.looked, calls.taken = 0, (), 0, 0
 
     def absent(self, rank: int) -> str:
-        """Why `rank` will never come, as far as is known; "" if it may."""
+        """The reason why `rank` will never come, as far as is known; "" if it may still come."""
         if not self.store.check([key := _key("alive", rank)]):
             return ""
         sign, now = self.store.get(key), time.monotonic()
@@ -138,7 +139,7 @@ class Job:
         return f"rank {rank} has given no sign of life for {silent:.0f} s" if silent > SILENCE else ""
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the thread and tell the others that this rank is gone; with an error, that it failed by that."""
+        """End the thread, and record that this rank has left; with an `error`, also that it failed with it."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -150,10 +151,10 @@ class Job:
         except RuntimeError:
             pass  # the store is gone, and with it the rank that held it
         if error is not None:
-            break_connections()  # what was started and is waited for by nobody would keep the process from ending
+            break_connections()  # a started collective that is never waited for would keep the process from ending
 
     def _watch(self, store: Any) -> None:
-        """What the thread does."""
+        """The loop of the thread."""
         beat, place, since = 0, None, time.monotonic()
         while not self._stop.is_set():
             try:
@@ -171,12 +172,12 @@ class Job:
             self._stop.wait(PULSE)
 
     def _place(self) -> tuple[int, int] | None:
-        """Where the main thread is: as long as it is in one call, or waits for an agreement, the same."""
+        """The position of the main thread. It stays the same within one call, and while the rank waits to agree."""
         frame = sys._current_frames().get(self._main)
         return None if self._agreeing or frame is None else (id(frame), frame.f_lasti)
 
     def _look_around(self, store: Any) -> None:
-        """For a rank that has not moved for a while: break its wait if it is for nothing."""
+        """For a rank that has not moved for a while: end its wait if that is in vain."""
         if is_compiling(sys._current_frames().get(self._main)):
             return
         said = self.news or self._at_odds(store)
@@ -191,7 +192,7 @@ class Job:
             break_connections()
 
     def _at_odds(self, store: Any) -> str:
-        """What this rank and another one run on the group they share, if both wait there, and not for each other."""
+        """The difference to another rank, if both are stuck in different graphs on a shared group; else ""."""
         mine = all_calls()
         here = {calls.name: (calls.count, calls.last) for calls in mine}
         store.set(_key("at", self.rank), json.dumps([self.failures, here]))
@@ -211,7 +212,7 @@ def _key(*parts: object) -> str:
 
 
 def _add_failure(store: Any, number: int, said: str) -> None:
-    """Note a failure, the `number`-th of a rank, with what is said of it if no other rank was first."""
+    """Record the `number`-th failure of a rank, with the text `said` unless another rank was first."""
     if store.add(_key("raised", number), 1) == 1:
         store.set(_key("failure", number), said)
         store.add(_key("failures"), 1)
@@ -226,8 +227,10 @@ _store: Any = None
 
 
 def job() -> Job | None:
-    """The job of the default process group, which this rank joins when it is first asked for; None where there are no
-    other processes to meet."""
+    """The job of the default process group, which this rank joins on the first call.
+
+    None if there are no other processes to communicate with.
+    """
     global _job, _store
     store = default_store()
     if store is not _store:
@@ -237,18 +240,19 @@ def job() -> Job | None:
 
 
 def all_here() -> None:
-    """Find out whether all ranks of the default group are there, before all make a new group: that waits in the store,
-    where nobody notices one that is gone. Over gloo only.
+    """Check that all ranks of the default group are present, before they make a new group together.
+
+    Making a group waits in the store, where a missing rank goes unnoticed. Over gloo only.
 
     Raises:
-        RuntimeError: a rank is gone, or does not come within the group's time-out.
+        RuntimeError: A rank is gone, or does not come within the group's timeout.
     """
     if default_store() is not None and "gloo" in dist.get_backend_config():
         dist.barrier()
 
 
 def leave() -> None:
-    """Leave the job; with the error that ends the program, if one does."""
+    """Leave the job, with the error that ends the program if there is one."""
     global _job, _store
     gone, _job, _store = _job, None, None
     if gone is not None and gone.process == os.getpid():
@@ -257,9 +261,11 @@ def leave() -> None:
 
 
 @contextmanager
-def failure_told(doing: str, *, unless: type[Exception] | tuple = ()) -> Iterator[None]:
-    """Context in which an error of this rank is one of the job: `doing` says what it did, "compiled", say. One that is
-    `unless` ends nothing."""
+def failure_told(doing: str, *, unless: type[Exception] | tuple[Any, ...] = ()) -> Iterator[None]:
+    """Context in which an error of this rank is recorded as a failure of the job, unless it is of a type in `unless`.
+
+    `doing` describes what the rank does there, such as "compiled".
+    """
     try:
         yield
     except Exception as error:
@@ -269,10 +275,10 @@ def failure_told(doing: str, *, unless: type[Exception] | tuple = ()) -> Iterato
 
 
 def explain(error: RuntimeError) -> None:
-    """Raise why a collective ended in `error`, if that is known.
+    """Raise the reason why a collective ended in `error`, if it is known.
 
     Raises:
-        AgreementError: this rank waited for nothing, and its connections were broken for that; or another's were, and
+        AgreementError: This rank waited in vain and its connections were broken for that; or another rank's were, and
             with them those to this rank.
     """
     if _job is None:

@@ -1,9 +1,9 @@
-"""The file of measured links: what `dtensor calibrate` found out on a machine, and `dtensor.prepare` plans with.
+"""The file of measured links: `dtensor calibrate` writes it, and `dtensor.prepare` reads it for the planner.
 
-One JSON file per user, $XDG_CACHE_HOME/dtensor/links.json or ~/.cache/dtensor/links.json; the environment variable
-DTENSOR_LINKS names another, and set to nothing turns the file off. It holds, for each machine, backend and device
-type, the constants of the link within a host and of the link between hosts, as far as they were measured. The file of
-one rank speaks for all: `mesh.prepare` hands on what the first rank of a mesh reads here, and nothing else reads it.
+There is one JSON file per user, $XDG_CACHE_HOME/dtensor/links.json or ~/.cache/dtensor/links.json. The environment
+variable DTENSOR_LINKS names another one; if it is set but empty, no file is used. For each machine, backend and device
+type the file holds the constants of the link within a host and of the link between hosts, as far as they were measured.
+The file of one rank counts for all: only `dtensor.prepare` reads it, on the first rank of a mesh, and broadcasts it.
 """
 
 import json
@@ -20,10 +20,10 @@ from typing import Any
 from ..layout.cost import INTER, INTRA, Link
 
 SWITCH = "DTENSOR_LINKS"
-"""The environment variable that names the file; set to nothing, there is none."""
+"""The environment variable that names the file; set but empty, it turns the file off."""
 
 FORMAT = "dtensor links 1"
-"""What the file says it is."""
+"""The value of the file's "format" entry."""
 
 UNITS = {
     "start": "seconds per collective",
@@ -35,28 +35,33 @@ UNITS = {
 """The constants of a `Link` and their units."""
 
 KINDS = ("inter", "intra")
-"""The links of a machine: between hosts, and within one."""
+"""The links of a machine: between hosts, and within a host."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The links that were measured, None where none was."""
+    """The measured links of a machine.
+
+    Attributes:
+        inter: The link between hosts, None if it was not measured.
+        intra: The link within a host, None if it was not measured.
+    """
 
     inter: Link | None = None
     intra: Link | None = None
 
     @property
     def links(self) -> tuple[Link, Link]:
-        """The links between hosts and within one, to plan with.
+        """The links (between hosts, within a host) to plan with; defaults where none was measured.
 
-        Of two links of which only that within a host was measured, that between hosts is in nothing better.
+        If only the link within a host was measured, the one between hosts is no better than it in any constant.
         """
         inter = self.inter or (self.intra.and_(INTER) if self.intra else INTER)
         return inter, self.intra or INTRA
 
 
 def links_path() -> Path | None:
-    """Where the file is, or would be; None where it is turned off."""
+    """Path of the file, which may not exist; None if the file is turned off."""
     given = os.environ.get(SWITCH)
     if given is not None:
         return Path(given) if given else None
@@ -65,16 +70,16 @@ def links_path() -> Path | None:
 
 
 def machine_key(backend: str, device_type: str) -> str:
-    """The entry of this machine."""
+    """Key of this machine's entry in the file."""
     return f"{platform.node()} {backend} {device_type}"
 
 
 def read_links(path: Path) -> dict[str, Measured]:
-    """The entries of a file; none if there is no file.
+    """The entries of a file; empty if there is no file.
 
     Raises:
-        ValueError: it is damaged, or some other file; the message names it.
-        OSError: it cannot be read.
+        ValueError: It is damaged or is some other file; the message names it.
+        OSError: It cannot be read.
     """
     try:
         text = path.read_bytes()
@@ -101,11 +106,11 @@ def _link(constants: Mapping[str, Any]) -> Link:
 
 
 def save_links(path: Path, key: str, measured: Measured) -> None:
-    """Put what was measured into the file, beside what it holds; readers see the old file or the new one.
+    """Add measured links to the file and keep its other entries. The file is replaced atomically.
 
     Raises:
-        ValueError: the file is damaged, or some other file, and is left as it is.
-        OSError: it cannot be written.
+        ValueError: The file is damaged or is some other file; it is left as it is.
+        OSError: It cannot be written.
     """
     entries = read_links(path)
     old = entries.get(key, Measured())
@@ -123,7 +128,7 @@ def save_links(path: Path, key: str, measured: Measured) -> None:
 
 
 def links_here(backend: str, device_type: str) -> Measured:
-    """What the file says of this machine, for plans; nothing, and a warning, where it cannot be read."""
+    """The links that the file holds for this machine; none, with a warning, if it cannot be read."""
     path = links_path()
     if path is None:
         return Measured()

@@ -1,14 +1,14 @@
-"""Sizes of local tensors while a graph of symbolic sizes is traced: the same symbols, values and guards on every rank.
+"""Sizes of local tensors while a graph with symbolic sizes is traced: the same symbols, values and guards on all ranks.
 
-A dimension of symbolic global length that an axis cuts has a local length that is a symbol of its own. Compiled code
-reads it from the tensors that it is given, so one graph is right for every length, whether the axis divides it or not,
-and for shards of length 1 and 0. While the graph is traced, all ranks take the symbol to be what the first rank has,
-the length of the longest shard. So nothing in a trace follows from what this rank has, and all ranks trace alike.
+If a dimension of symbolic global length is sharded, its local length is a symbol of its own. Compiled code reads it
+from its input tensors, so one graph is correct for every length, divisible or not, and for shards of length 1 and 0.
+During the trace, all ranks take the value of the symbol to be that of the first rank, the length of the longest shard.
+So nothing in a trace depends on this rank's own length, and all ranks trace the same graph.
 
-What the trace found out about local lengths has to hold on every rank, and all ranks have to see it alike when they
-choose a graph. So a guard is asked of the global length: it holds where it holds on the first rank, on the one with the
-last shard that is not empty, and on the last. All shards between these are as long as the first. What would hold on
-some ranks only is never taken for granted: the lengths it is about become numbers, on all ranks.
+What a trace concludes about local lengths must hold on every rank, and all ranks must evaluate it equally when they
+choose a graph. A guard is therefore rewritten in terms of the global length: it must hold on the first rank, on the
+rank with the last non-empty shard, and on the last rank. All shards in between are as long as the first. A condition
+that would hold on some ranks only is never assumed: the lengths in it become numbers, on all ranks.
 
     length of a shard of s:  c = ceil(s / n);  rank i has min(c, s - i c), but no less than 0          (torch.chunk)
 """
@@ -23,7 +23,7 @@ import sympy
 import torch
 
 from ..layout.chunks import chunk_length
-from ..torch_private.sizes import (
+from ..torch_private.symbolic_sizes import (
     CeilDiv,
     FloorDiv,
     Max,
@@ -45,10 +45,10 @@ from ..torch_private.sizes import (
     traced_size,
 )
 from .groups import group_rank, group_size
-from .library import library
+from .operator_library import library
 
 ATTRIBUTE = "dtensor_lengths"
-"""Attribute of the environment in which a trace keeps its symbols: its `_Lengths`, which go with it."""
+"""Attribute of a trace's ShapeEnv that holds its `_Lengths`, so that they live as long as it."""
 
 
 _guarded: ContextVar[bool] = ContextVar("guarded", default=False)
@@ -56,8 +56,10 @@ _guarded: ContextVar[bool] = ContextVar("guarded", default=False)
 
 @contextmanager
 def divisibility_guarded() -> Iterator[None]:
-    """Context in which a trace guards whether groups divide lengths: for programs that are to hold no operators of
-    ours, which lengths of parts need where a group does not."""
+    """Context in which a trace guards whether a group divides a length.
+
+    For programs that must not contain `dtensor::*` operators, which local lengths need if the group does not divide.
+    """
     before = _guarded.set(True)
     try:
         yield
@@ -69,11 +71,12 @@ class _Lengths:
     """The local lengths of one trace.
 
     Attributes:
-        found: (global length, group, whether of the first rank) -> local length.
-        made_of: symbol of a local length -> the same.
+        env: The ShapeEnv of the trace.
+        found: (global length, group, whether it is the first rank's) -> local length.
+        made_of: Symbol of a local length -> that key.
     """
 
-    def __init__(self, env: ShapeEnv):
+    def __init__(self, env: ShapeEnv) -> None:
         self.env = env
         self.found: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
         self.made_of: dict[sympy.Symbol, tuple[sympy.Expr, str, bool]] = {}
@@ -82,14 +85,14 @@ class _Lengths:
         on_replaced_sizes(env, check=self.hold_on_all_ranks, number=self.settle, other=self.unite)
 
     def of(self, size: torch.SymInt, group: str, first: bool) -> torch.SymInt:
-        """The length of this rank's part of `size`, or of the first rank's."""
+        """The length of this rank's shard of `size`, or of the first rank's."""
         key = size.node.expr, group, first
         found = self.found.get(key)
         if found is None:  # a guard may have replaced symbols since
             found = next((x for (e, *k), x in self.found.items() if (self.env.replace(e), *k) == key), None)
         if found is None:
             whole, n = hint(size), group_size(group)
-            # Where ranks have parts of 1 and 0, neither is to be taken for what all have.
+            # If ranks have shards of 1 and 0, the trace must not assume either for all ranks.
             least = 1 if whole == n and self._is_even(size) else 2
             found = assumed_size(self.env, f"part of {key}", max(chunk_length(whole, n, 0), least), least)
             self.made_of[found.node.expr] = key
@@ -97,12 +100,12 @@ class _Lengths:
         return found
 
     def _is_even(self, size: torch.SymInt) -> bool:
-        """Whether all ranks have what `size` is taken to be: the local lengths that it is made of are all even."""
+        """Whether all ranks have the assumed value of `size`: every local length in it comes from an even split."""
         wholes = [self.made_of[s] for s in self._parts_in(size.node.expr)]
         return all(hint(size_of(size, whole)) % group_size(group) == 0 for whole, group, _ in wholes)
 
     def unite(self) -> None:
-        """Let the trace know parts as one whose wholes it has learnt to be equal. (Parts stand after their wholes.)"""
+        """Unify the local lengths of global lengths that have proved equal. (They are listed after these.)"""
         parts: dict[tuple[sympy.Expr, str, bool], torch.SymInt] = {}
         for (expr, group, first), part in list(self.found.items()):
             one = parts.setdefault((self.env.replace(expr), group, first), part)
@@ -110,7 +113,7 @@ class _Lengths:
                 replace_size(part, one)
 
     def settle(self) -> None:
-        """Let the trace know parts by their whole where it has learnt that the group divides it, or its number."""
+        """Replace local lengths whose global length has proved divisible by the group, or to be a number."""
         for (expr, group, first), part in list(self.found.items()):
             whole = size_of(part, self.env.replace(expr))
             if _is_number(whole):
@@ -120,7 +123,7 @@ class _Lengths:
                 replace_size(part, size_of(part, quotient))
 
     def on_all_ranks(self, guard: sympy.Basic) -> sympy.Basic:
-        """A condition that local lengths occur in, as one on global lengths: that it holds on every rank."""
+        """Rewrite a condition on local lengths as one on global lengths: that it holds on every rank."""
         used = self._parts_in(guard)
         if not used:
             return guard
@@ -132,8 +135,10 @@ class _Lengths:
         return sympy.And(*held)
 
     def hold_on_all_ranks(self, guard: sympy.Basic) -> None:
-        """Have the trace be for the present sizes alone if a condition on local lengths, which holds for what the trace
-        takes them to be, does not hold on every rank: each rank then goes by its own."""
+        """Specialize the trace to the present sizes if a condition on local lengths does not hold on every rank.
+
+        The condition holds for the values that the trace assumes. Once specialized, each rank uses its own lengths.
+        """
         example = self.env.backed_var_to_val
         if (
             guard.free_symbols.isdisjoint(self.made_of.keys())
@@ -144,7 +149,7 @@ class _Lengths:
             self.env.evaluate_expr(sympy.Eq(s, example[s]))
 
     def _wholes(self, expr: sympy.Basic) -> set[Any]:
-        """The symbols that the local lengths in `expr` are made of, as far as the trace knows, and are no such."""
+        """The symbols that the local lengths in `expr` are computed from and that are not local lengths themselves."""
         wholes: set[Any] = set()
         todo: list[Any] = self._parts_in(expr)
         while todo:
@@ -154,7 +159,7 @@ class _Lengths:
         return wholes
 
     def _parts_in(self, expr: sympy.Basic) -> list[sympy.Symbol]:
-        """The local lengths that occur in `expr`, and what they are parts of, later ones first."""
+        """The local lengths in `expr`, and those that they are in turn computed from, later ones first."""
         used: set[Any] = set()
         todo: list[Any] = list(expr.free_symbols)
         while todo:
@@ -165,10 +170,11 @@ class _Lengths:
         return [s for s in reversed(self.made_of) if s in used]
 
     def _places(self, group: str, used: list[sympy.Symbol], before: list[str]) -> list[sympy.Expr]:
-        """The ranks of the group that are asked: the first, the last, and those with a last shard that is not empty.
+        """The ranks of the group to check: the first, the last, and those with the last non-empty shard.
 
-        Where parts over the groups `before` are cut again, that follows from the places in those. Of parts of what is a
-        part over this group or a later one already, all are asked: each rank cuts another length."""
+        If shards over the groups `before` are split again, the last non-empty shard depends on the ranks chosen there.
+        If shards over this group or a later one are split again, all ranks are checked: each splits another length.
+        """
         n = group_size(group)
         ends = []
         for s in used:
@@ -199,16 +205,18 @@ def _lengths(env: ShapeEnv) -> _Lengths:
     return found
 
 
-def divides(n: int, size) -> bool:
-    """Whether `n` divides `size`; of a symbolic size, whether the trace knows that."""
+def divides(n: int, size: Any) -> bool:
+    """Whether `n` divides `size`; for a symbolic size, whether the trace knows that it does."""
     if isinstance(size, torch.SymInt) and not _guarded.get():
         return known_true(size.node.shape_env, sympy.Eq(Mod(size.node.expr, n), 0))
     return bool(size % n == 0)
 
 
 def require_nonempty(size: torch.SymInt, group_sizes: Iterable[int]) -> None:
-    """Let what is traced hold only for such a length that every rank has a part of it, where groups of these sizes cut
-    it one after the other. It holds for the present one."""
+    """Guard that every rank has a non-empty shard of `size` when groups of these sizes split it one after the other.
+
+    This must hold for the present size.
+    """
     last: Any = size.node.expr
     for n in group_sizes:
         step: Any = CeilDiv(last, n)
@@ -217,17 +225,21 @@ def require_nonempty(size: torch.SymInt, group_sizes: Iterable[int]) -> None:
 
 
 def _is_number(size: torch.SymInt) -> bool:
-    """Whether a trace knows that a size can only be what it is now. (To compare sizes would be a part of the trace.)"""
+    """Whether a trace knows that a size can only have its present value. (Comparing sizes would be traced.)"""
     expr = size.node.expr
     return expr.is_number or (has_hint(size) and known_true(size.node.shape_env, sympy.Eq(expr, hint(size))))
 
 
-def local_length(size, group: str, *, first: bool = False) -> Any:
-    """The length of this rank's part of `size` elements that the ranks of `group` cut as `torch.chunk` does, or of the
-    first rank's, which is the longest.
+def local_length(size: Any, group: str, *, first: bool = False) -> Any:
+    """The length of this rank's shard of `size`, split over `group` as by `torch.chunk`.
 
-    Of a symbolic size a symbol, unless the group is known to divide it. A size that is known to be a number, as one is
-    that was compared with another tensor's, is that number, and a part of it is what this rank has.
+    A symbolic size gives a symbol, unless the group is known to divide it. If the size is known to be a number, for
+    example because it was compared with that of another tensor, the result is this rank's own length as a number.
+
+    Args:
+        size: A length in elements, an int or a SymInt.
+        group: Name of a process group.
+        first: Return the length of the first rank's shard instead, which is the longest.
     """
     n = group_size(group)
     if isinstance(size, torch.SymInt) and _is_number(size):
@@ -248,7 +260,7 @@ def local_length(size, group: str, *, first: bool = False) -> Any:
 
 
 def written(size: Any) -> Any:
-    """A size as the graph that is traced, if one is, can compute it: local lengths are looked up in it before."""
+    """A size in a form that the graph being traced, if any, can compute; local lengths in it are first looked up."""
     if isinstance(size, torch.SymInt) and is_traced():
         made_of = _lengths(size.node.shape_env).made_of
         for symbol in sorted(size.node.expr.free_symbols & made_of.keys(), key=str):
@@ -259,15 +271,15 @@ def written(size: Any) -> Any:
 
 
 def local_lengths(env: ShapeEnv) -> dict[sympy.Symbol, tuple[sympy.Expr, str, bool]]:
-    """The symbols of a trace that are local lengths -> what `dtensor::local_length` computes them from."""
+    """The symbols of a trace that are local lengths -> the arguments of `dtensor::local_length` that compute them."""
     found = vars(env).get(ATTRIBUTE)
     return {} if found is None else found.made_of
 
 
-def define_local_length(mine, size, groups: tuple[str, ...]) -> None:
-    """Let a trace know that `mine`, a length of an input's local tensor, is this rank's part of `size`.
+def define_local_length(mine: Any, size: Any, groups: tuple[str, ...]) -> None:
+    """Define `mine`, a length of an input's local tensor, as the length of this rank's shard of `size` in a trace.
 
-    `groups` cut it one after the other. What torch made for it is replaced.
+    `groups` split `size` one after the other. The symbol that torch made for `mine` is replaced.
     """
     if isinstance(mine, torch.SymInt):
         for group in groups:
@@ -282,7 +294,7 @@ def _local_length(size: int, group: str, first: bool) -> int:
     return chunk_length(size, group_size(group), 0 if first else group_rank(group))
 
 
-def _fake_local_length(size, group: str, first: bool):
+def _fake_local_length(size: Any, group: str, first: bool) -> Any:
     if not isinstance(size, torch.SymInt):
         return _local_length(size, group, first)
     return _lengths(size.node.shape_env).of(size, group, first)

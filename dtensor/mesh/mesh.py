@@ -1,17 +1,18 @@
-"""What the library asks of a DeviceMesh: looked up once per mesh object, and the process groups made for it.
+"""What the library needs to know about a DeviceMesh, looked up once per mesh object, and the process groups for it.
 
-Facts are keyed by the object, not by its value: after the process groups were destroyed and made anew, an equal mesh
-has other groups.
+Facts are keyed by the mesh object, not by its value: after the process groups have been destroyed and made again, an
+equal mesh has different groups.
 
-A mesh comes with one process group for each of its axes. One collective over two axes at once needs a group over both,
-and such groups are made here, by `prepare`, and nowhere else: making a group is collective over all ranks of the
-default group, in one order, which only a call that every rank makes on purpose can promise. `init_device_mesh` is such
-a call already and prepares the mesh; a mesh made by other means is prepared by the user or works one axis at a time.
-So no group is ever made in a redistribution, in a pass or while a graph is traced, and whether plans may merge axes is
-the same on all ranks, in eager mode and at trace time. Slices of a prepared mesh use its groups.
+A mesh comes with one process group per axis. A single collective over two axes needs a group over both. Such groups are
+made here, by `prepare`, and nowhere else: all ranks of the default group must make a group together and in the same
+order, which only a deliberate call on every rank can guarantee. `init_device_mesh` is such a call already, and prepares
+the mesh. A mesh made in another way must be prepared by the user, or is redistributed over one axis at a time. So no
+group is ever made in a redistribution, in a pass or during a trace, and plans may merge the same axes on all ranks, in
+eager mode and at trace time. Slices of a prepared mesh use its groups.
 
-What links cost, plans must know alike on all ranks, too. `prepare` has the first rank of the mesh read what was
-measured on its machine (`links`) and tell all others: hosts are taken to be alike, and their files are not read.
+The costs of links must also be the same for the plans of all ranks. In `prepare`, the first rank of the mesh reads the
+links measured on its machine (`dtensor.mesh.links`) and broadcasts them. Hosts are assumed to be identical: only that
+rank's file is read.
 """
 
 import os
@@ -34,23 +35,23 @@ from .job import all_here, job
 from .links import Measured, links_here
 
 PREPARED = "_dtensor_prepared"
-"""The attribute of a mesh under which `prepare` leaves what it made: it lives as long as the mesh."""
+"""The attribute of a mesh in which `prepare` stores its `Prepared`, so that it lives as long as the mesh."""
 MANY_AXES = 4
-"""Up to so many axes every set of them gets a group; of more axes, neighbouring ones."""
+"""With up to this many axes, every set of axes gets a group; with more, only sets of neighbouring axes."""
 RANKS_PER_HOST = "LOCAL_WORLD_SIZE"
-"""The environment variable, set by torchrun on all ranks alike, by which axes within a host are known."""
+"""The environment variable that shows which axes are within a host; torchrun sets it to the same value on all ranks."""
 
 
 @dataclass
 class Prepared:
-    """What was made for a mesh.
+    """What `prepare` made for a mesh.
 
     Attributes:
-        groups: axes -> name of this rank's group over them, None outside.
-        unions: union of ranks -> name of this rank's group over it, None outside.
-        links: the links that were given.
-        measured: those that were measured, as the ranks agreed on.
-        slices: names of axes -> the mesh of these axes.
+        groups: Axes -> name of this rank's group over them, None on ranks outside.
+        unions: Union of ranks -> name of this rank's group over them, None on ranks outside.
+        links: The links that the user gave, one per axis; None if not given.
+        measured: The measured links that all ranks use.
+        slices: Names of axes -> the mesh of these axes.
     """
 
     groups: dict[tuple[int, ...], str | None] = field(default_factory=dict)
@@ -59,27 +60,27 @@ class Prepared:
     measured: Measured = field(default_factory=Measured)
     slices: dict[tuple[str, ...], Any] = field(default_factory=dict)
 
-    def __deepcopy__(self, memo) -> "Prepared":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Prepared":
         return self
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         # Names of groups mean nothing in another process.
         return Prepared, ()
 
 
-torch.serialization.add_safe_globals([DeviceMesh, Prepared])  # what a pickled mesh is made of, for torch.load
+torch.serialization.add_safe_globals([DeviceMesh, Prepared])  # the contents of a pickled mesh, for torch.load
 
 
 @dataclass(frozen=True)
 class MeshFacts:
-    """What is known of a mesh.
+    """What is known about a mesh.
 
     Attributes:
-        mesh: the mesh.
-        shape: sizes of its axes.
-        coordinate: this rank's index along each axis, None outside the mesh.
-        groups: ascending axes -> name of this rank's group over them; none outside the mesh.
-        network: what plans know of the mesh.
+        mesh: The mesh.
+        shape: Sizes of its axes.
+        coordinate: This rank's index along each axis; None on a rank outside the mesh.
+        groups: Ascending axes -> name of this rank's group over them; empty on a rank outside the mesh.
+        network: The description of the mesh for the planner.
     """
 
     mesh: Any
@@ -90,7 +91,7 @@ class MeshFacts:
 
     @property
     def by_axis(self) -> list[str]:
-        """This rank's groups over one axis each."""
+        """Names of this rank's groups over a single axis, one per mesh axis."""
         return [group for axes, group in self.groups.items() if len(axes) == 1]
 
 
@@ -98,10 +99,10 @@ _facts: dict[int, MeshFacts] = cache()
 
 
 def facts(mesh: Any) -> MeshFacts:
-    """The facts of `mesh`.
+    """The facts of `mesh`, cached.
 
     Raises:
-        MeshError: the ranks descend along an axis, which groups do not, and the mesh was not prepared.
+        MeshError: The ranks do not ascend along an axis, as those of a group do, and the mesh was not prepared.
     """
     found = _facts.get(id(mesh))
     if found is None:
@@ -128,7 +129,7 @@ def _look_up(mesh: Any) -> MeshFacts:
     for axis in range(mesh.ndim):
         if (axis,) not in made and not _ascending(_rows(mesh.mesh, (axis,))):
             raise MeshError(
-                f"along axis {axis} of {mesh} the ranks do not ascend, but ranks of a process group do; "
+                f"along axis {axis} of {mesh} the ranks do not ascend, but those of its process group do; "
                 "write dtensor.prepare(mesh) on every rank after making the mesh, or list its ranks in ascending order"
             )
         if at is not None:
@@ -144,9 +145,9 @@ def _look_up(mesh: Any) -> MeshFacts:
 
 
 def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Names of this rank's groups over the axes of `mesh` -> the ranks of all groups over these axes.
+    """Names of this rank's groups over axes of `mesh` -> the ranks of all groups over the same axes.
 
-    Of a sliced mesh, the groups of the mesh that it was sliced from: of all its slices, each rank has its own.
+    For a sliced mesh this includes the groups of the mesh that it was sliced from: each rank is in a different slice.
     """
     with disable_current_modes():
         root = root_mesh(mesh)
@@ -158,7 +159,7 @@ def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
 
 
 def _axes_in_root(mesh: Any, root: Any) -> list[int | None]:
-    """For each axis of `mesh` the axis of `root` it is; None where it is none, as of a flattened mesh."""
+    """For each axis of `mesh`, the same axis of `root`; None if there is none, as for a flattened axis."""
     if mesh is root:
         return list(range(mesh.ndim))
     names = list(root.mesh_dim_names or ())
@@ -166,7 +167,7 @@ def _axes_in_root(mesh: Any, root: Any) -> list[int | None]:
 
 
 def _rows(ranks: torch.Tensor, axes: tuple[int, ...]) -> list[list[int]]:
-    """The ranks of each group over `axes`, the last axis fastest."""
+    """The ranks of each group over `axes`, with the last axis fastest."""
     size = 1
     for a in axes:
         size *= ranks.shape[a]
@@ -178,7 +179,7 @@ def _ascending(rows: list[list[int]]) -> bool:
 
 
 def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
-    """For each axis the link between hosts if some of its groups span hosts, else the link within one."""
+    """For each axis, the link between hosts if one of its groups spans hosts, otherwise the link within a host."""
     per_host = int(os.environ.get(RANKS_PER_HOST, "0"))
     inter, intra = measured.links
 
@@ -190,7 +191,19 @@ def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
 
 
 def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], **options: Any) -> Any:
-    """As `torch.distributed.device_mesh.init_device_mesh`, and prepared: see `prepare`."""
+    """Make a DeviceMesh and prepare it.
+
+    Like `torch.distributed.device_mesh.init_device_mesh`, followed by `prepare`. Collective: every rank of the default
+    process group calls it.
+
+    Args:
+        device_type: "cpu", "cuda" or another device type of torch.
+        mesh_shape: Number of ranks along each axis.
+        options: Passed on to torch's function.
+
+    Raises:
+        ValueError: `mesh_shape` is not a tuple of positive ints, or torch does not know `device_type`.
+    """
     _check_shape(device_type, mesh_shape)
     all_here()
     mesh = torch_init_device_mesh(device_type, tuple(map(int, mesh_shape)), **options)
@@ -202,45 +215,48 @@ def _check_shape(device_type: Any, mesh_shape: Any) -> None:
     sizes = mesh_shape if isinstance(mesh_shape, (tuple, list)) else ()
     if not sizes or not all(isinstance(n, Integral) and int(n) > 0 for n in sizes):
         raise ValueError(
-            "mesh_shape is a tuple with the number of ranks along each axis, such as (4,) or (2, 2), and an axis has "
-            f"at least one rank; got {mesh_shape!r}"
+            "mesh_shape must be a tuple with the number of ranks along each axis, such as (4,) or (2, 2), at least one "
+            f"per axis; got {mesh_shape!r}"
         )
     try:
         torch.device(device_type)
     except (RuntimeError, TypeError):
-        raise ValueError(f'device_type is "cpu", "cuda" or another that torch knows; got {device_type!r}') from None
+        raise ValueError(f'device_type must be "cpu", "cuda" or another of torch\'s; got {device_type!r}') from None
 
 
 def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
-    """Make the process groups by which redistributions take several axes of a mesh in one collective.
+    """Make the process groups with which redistributions cover several axes of a mesh in one collective.
 
-    With several meshes also a group over the ranks of all of them, by which tensors go from one to another; where the
-    meshes or one of them cover all ranks, that needs no preparation. Collective: every rank of the default process
-    group calls it, also those outside the meshes, in the same order among all that makes groups. A slice of a mesh
-    prepares the whole mesh.
+    Given several meshes, also make a group over the ranks of all of them, over which tensors move from one mesh to
+    another. (If the meshes, or one of them, cover all ranks, such moves need no preparation.) Collective: every rank of
+    the default process group calls it, including those outside the meshes, in the same order relative to other calls
+    that make groups. Given a slice of a mesh, prepares the mesh that it was sliced from.
 
     Args:
-        meshes: the meshes.
-        links: for plans, what each axis of the one mesh costs (`dtensor.layout.cost`); by default the link between
-            hosts where a group of the axis spans hosts, by torchrun's LOCAL_WORLD_SIZE, and the link within a host
-            elsewhere. Both are those that `dtensor calibrate` measured on the machine of the mesh's first rank, and
-            `INTER` and `INTRA` where it did not.
+        meshes: The meshes.
+        links: For the planner, the link along each axis of the mesh (`dtensor.layout.cost.Link`); only with a single
+            mesh. By default, an axis has the link between hosts if one of its groups spans hosts, judging by
+            torchrun's LOCAL_WORLD_SIZE, and otherwise the link within a host. Both are as `dtensor calibrate` measured
+            them on the machine of the mesh's first rank, or else `INTER` and `INTRA`.
 
     Raises:
-        ValueError: no mesh is given, or links together with several, or not one link for each axis.
-        MeshError, TypeError: a mesh is none, or a link.
+        ValueError: No mesh is given, links are given for several meshes, or the number of links is not the number of
+            axes.
+        MeshError: An argument is not a mesh.
+        TypeError: An item of `links` is not a `Link`.
     """
     if not meshes or (links is not None and len(meshes) > 1):
         raise ValueError(
-            f"prepare takes one mesh, with links if need be, or several without; got {len(meshes)} and links={links}"
+            f"prepare takes one mesh, with or without links, or several meshes without links; got {len(meshes)} meshes "
+            f"and links={links}"
         )
     for mesh in meshes:
         if not hasattr(mesh, "device_type"):
-            raise MeshError(f"prepare takes meshes, as init_device_mesh makes them; got {mesh!r}")
+            raise MeshError(f"prepare takes meshes as made by init_device_mesh; got {mesh!r}")
     for link in links or ():
         if not isinstance(link, Link):
-            raise TypeError(f"links holds a dtensor.cost.Link for each axis of the mesh; got {link!r}")
-    job()  # from here on the ranks know whether the others are alive
+            raise TypeError(f"links takes a dtensor.layout.cost.Link for each axis of the mesh; got {link!r}")
+    job()  # from here on each rank knows whether the others are alive
     roots = [root_mesh(mesh) for mesh in meshes]
     if links is not None and len(links) != roots[0].ndim:
         raise ValueError(f"{roots[0]} has {roots[0].ndim} axes but {len(links)} links were given; write one for each")
@@ -256,13 +272,13 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
         name = _new_groups([list(union)])
         for root in roots:
             vars(root)[PREPARED].unions[union] = name
-    clear_caches()  # decisions hold plans made without these groups and links
+    clear_caches()  # cached decisions hold plans made without these groups and links
 
 
 def one_object(mesh: Any) -> Any:
-    """`mesh`, or an equal slice of the same mesh that was given before.
+    """`mesh`, or an equal slice of the same mesh that was passed before.
 
-    Slicing makes a new object each time, and what is known of a mesh is kept by the object.
+    Slicing makes a new object each time, and facts are keyed by the object.
     """
     prepared: Prepared = vars(root_mesh(mesh)).setdefault(PREPARED, Prepared())
     known = prepared.slices.setdefault(tuple(mesh.mesh_dim_names or ()), mesh)
@@ -270,13 +286,13 @@ def one_object(mesh: Any) -> Any:
 
 
 def backend_of(mesh: Any) -> str:
-    """Name of the backend that carries tensors of the mesh's device type."""
+    """Name of the backend that sends tensors of the mesh's device type; "" if there is none."""
     backends = dict(pair.split(":") for pair in str(dist.get_backend_config()).split(","))
     return backends.get(mesh.device_type, "")
 
 
 def _agreed_links(mesh: Any) -> Measured:
-    """The measured links of the machine of the mesh's first rank, on every rank of the default group."""
+    """The links measured on the machine of the mesh's first rank, broadcast to every rank of the default group."""
     first, backend = int(mesh.mesh.flatten()[0]), backend_of(mesh)
     alone = backend == "fake" or dist.get_world_size() == 1
     said = [links_here(backend, mesh.device_type) if alone or dist.get_rank() == first else Measured()]
@@ -287,7 +303,7 @@ def _agreed_links(mesh: Any) -> Measured:
 
 
 def _worth_merging(ranks: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """The sets of axes that get a group: two or more of more than one rank, and single ones whose ranks descend."""
+    """The sets of axes that get a group: two or more axes of more than one rank, and single non-ascending axes."""
     yield from ((a,) for a in range(ranks.dim()) if not _ascending(_rows(ranks, (a,))))
     axes = [a for a in range(ranks.dim()) if ranks.shape[a] > 1]
     for k in range(2, len(axes) + 1):
@@ -298,7 +314,7 @@ def _worth_merging(ranks: torch.Tensor) -> Iterator[tuple[int, ...]]:
 
 
 def _new_groups(rows: list[list[int]]) -> str | None:
-    """Groups over each of `rows`, ranks numbered as they are listed; the name of the one this rank is in."""
+    """Make a group over each of `rows`, with ranks in the listed order; the name of the one with this rank, or None."""
     if rows == [list(range(dist.get_world_size()))]:
         return default_group()
     mine = None
@@ -323,7 +339,7 @@ def group_between(one: Any, other: Any) -> str | None:
     """Name of a process group over the ranks of both meshes; None on a rank outside it.
 
     Raises:
-        MeshError: there is none.
+        MeshError: There is no such group.
     """
     union = _union(one, other)
     if len(union) == dist.get_world_size():
@@ -343,12 +359,12 @@ def group_between(one: Any, other: Any) -> str | None:
 
 
 def known_meshes() -> list[MeshFacts]:
-    """The facts of all meshes that were looked up: those that tensors live on. Some may outlive their groups."""
+    """The facts of all meshes looked up so far: those that tensors are on. Some may outlive their groups."""
     return list(_facts.values())
 
 
 def world_of(mesh: Any) -> str:
-    """All that a traced graph may depend on of `mesh`, for caches of compiled code: equal only where that is equal."""
+    """Text with everything about `mesh` that a traced graph may depend on, for cache keys of compiled code."""
     known = facts(mesh)
     n = known.network
     return repr(

@@ -1,8 +1,8 @@
-"""What the nodes of a traced graph know of the DTensors they were traced from: notes in `node.meta`.
+"""Notes in `node.meta` that record from which DTensors the nodes of a traced graph come.
 
-`LOCAL`, `ALIKE`, `OPERATOR` and `SHARDS` tell tracing and the passes what they may take for granted. Of the others
-nothing depends: they are for texts, manifests and reports. A rewrite hands `MOVE` and `TRACED` on to what it makes;
-`LAYOUT` and `SHARDS` are true of one value alone.
+`LOCAL`, `ALIKE`, `OPERATOR` and `SHARDS` state facts that tracing and the passes rely on. Nothing depends on the other
+notes: they are for texts, manifests and reports. A rewrite passes `MOVE` and `TRACED` on to the nodes that it makes;
+`LAYOUT` and `SHARDS` hold for a single value only.
 """
 
 import functools
@@ -14,46 +14,46 @@ import torch
 
 from ..torch_private.compiling import weigh_by
 from ..torch_private.core import FakeTensor, FunctionalTensor, graph_node
-from ..torch_private.sizes import has_hint
+from ..torch_private.symbolic_sizes import has_hint
 
 LOCAL = "dtensor_local"
-"""The node is the local tensor of a computed DTensor: this rank's part, whatever it was computed from."""
+"""The node is the local tensor of a computed DTensor: this rank's shard, whatever it was computed from."""
 
 ALIKE = "dtensor_alike"
-"""The node is the same on all ranks, whatever it was computed from: an input of the graph, as what is around it knows,
-or what a global view takes so or has written."""
+"""The node is the same on all ranks, whatever it was computed from: an input of the graph that the code around it knows
+to be replicated, or a tensor that a global view takes as replicated or has written to."""
 
 OPERATOR = "dtensor_operator"
-"""The node is an operator that was called on DTensors, with its numbers as they were given: the same on all ranks."""
+"""The node is an operator as it was called on DTensors, so its numeric arguments are the same on all ranks."""
 
 LAYOUT = "dtensor_layout"
-"""The layout of the DTensor whose local tensor the node is, as text such as `S(0)R`."""
+"""For the local tensor of a DTensor: the layout of that DTensor, as text such as `S(0)R`."""
 
 SHARDS = "dtensor_shards"
-"""The `Shards` of the DTensor whose local tensor the node is. What decides by size goes by these: all ranks know them
-alike, and a local tensor's own sizes only where the shards are even."""
+"""For the local tensor of a DTensor: the `Shards` of that DTensor. Decisions that depend on sizes use these, because
+they are the same on all ranks; the sizes of a local tensor are so only if the shards are even."""
 
 MOVE = "dtensor_move"
-"""The `Moved` that made a collective."""
+"""The `Moved` that a collective comes from."""
 
 TAKEN = "dtensor_taken"
-"""The `Taken` of a tensor that counts as the same on all ranks, and of what it is computed from."""
+"""The `Taken` of a tensor that is assumed to be the same on all ranks, and of the nodes it is computed from."""
 
 TRACED = "dtensor_traced"
-"""Numbers of the collectives that the program asked for, and a collective stands for
-(`dtensor.compile.recording.frames`)."""
+"""Numbers of the program's collectives that this collective stands for (`dtensor.compile.recording.frames`)."""
 
 PASSES = "dtensor_passes"
-"""Names of the passes that made a collective what it is, in order."""
+"""Names of the passes that made or changed a collective, in order."""
 
 
 class Taken(NamedTuple):
-    """What counts as the same on all ranks.
+    """The assumption that a tensor is the same on all ranks.
 
     Attributes:
-        said: by what, and what to do where it is not: a text with a place for what it is (`replication_check`).
-        groups: over which it is.
-        nn_module_stack, stack_trace: where, as in a node's `meta`.
+        said: Text for an error message: what assumes it and what to do if it does not hold, with a placeholder for
+            the tensor (`dtensor.comm.replication_check`).
+        groups: Names of the process groups whose ranks must have the same values.
+        nn_module_stack, stack_trace: The place in the program, as in a node's `meta`.
     """
 
     said: str
@@ -64,19 +64,25 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A dimension of so many elements that is cut over mesh axes of these sizes, in turn."""
+    """A sharded dimension.
+
+    Attributes:
+        length: Number of elements.
+        parts: Sizes of the mesh axes that split it, one after the other.
+    """
 
     length: int
     parts: tuple[int, ...]
 
 
 class Shards(NamedTuple):
-    """The local tensors of one DTensor, over all ranks; symbolic sizes count with their example values.
+    """The shapes of the local tensors of one DTensor, over all ranks. Symbolic sizes count as their example values.
 
     Attributes:
-        largest: the shape of the largest, which is the first rank's.
-        even: whether all have that shape, but for symbolic lengths, which are symbols that all ranks take alike.
-        lengths: each dimension's length, or how it is cut where ranks have other lengths; None where sizes are
+        largest: Shape of the largest shard, which is that of the first rank.
+        even: Whether all shards have that shape. Symbolic lengths do not matter: their symbols are the same on all
+            ranks.
+        lengths: For each dimension its local length, or a `Cut` if ranks have different lengths; None if sizes are
             symbolic.
     """
 
@@ -90,14 +96,15 @@ class Moved:
     """One step of a redistribution.
 
     Attributes:
-        src, dst: placements along the axes of the step, such as `P` and `S(0)`.
-        asked: whether the program says `redistribute`; otherwise an operator needed its operand elsewhere.
-        lengths: of each dimension of the buffer that the step is priced by, its global length (a SymInt where sizes are
-            symbolic) and the mesh axes that cut it.
-        count: how many times that buffer, in sizes of the axes: all of `axes` for a gather, else nothing.
-        axes: the mesh axes of the step.
-        itemsize: bytes per element.
-        names, sizes: of the mesh's axes.
+        src, dst: Placements along the axes of the step, such as `P` and `S(0)`.
+        asked: Whether the program calls `redistribute`; otherwise an operator needed its operand in another layout.
+        lengths: For each dimension of the buffer that the cost depends on, its global length (a SymInt if sizes are
+            symbolic) and the mesh axes that shard it.
+        count: The mesh axes whose sizes multiply to the number of such buffers: those of the step, or none for a single
+            buffer.
+        axes: The mesh axes of the step.
+        itemsize: Bytes per element.
+        names, sizes: Names and sizes of all axes of the mesh.
     """
 
     src: str
@@ -115,23 +122,23 @@ class Moved:
 
 
 def note_alike(x: torch.Tensor) -> None:
-    """Note in the graph that is traced that `x`, which it is given, is alike on all ranks."""
+    """While a graph is traced: note that its input `x` is the same on all ranks."""
     node = graph_node(x) if isinstance(x, (FakeTensor, FunctionalTensor)) else None
     if node is not None:
         node.meta[ALIKE] = True
 
 
 def note_layout(local: Any, layout: str) -> None:
-    """While a graph is traced: note the layout of the DTensor whose local tensor is `local`."""
+    """While a graph is traced: note that `local` is the local tensor of a DTensor in `layout`."""
     node = _node(local)
     if node is not None:
         node.meta.setdefault(LAYOUT, layout)
 
 
 def note_shards(local: Any, spec: Any) -> None:
-    """While a graph is traced: note that `local` is one of the shards of `spec`; nothing if a size is not known at all.
+    """While a graph is traced: note that `local` is one of the shards of `spec`, unless a size has no example value.
 
-    From the first note on, torch's partitioner weighs by these notes.
+    From the first note on, torch's partitioner weighs tensors by these notes.
     """
     node = _node(local)
     if node is not None:
@@ -139,15 +146,17 @@ def note_shards(local: Any, spec: Any) -> None:
 
 
 def note_shards_at(node: torch.fx.Node, spec: Any) -> None:
-    """The same, of the local tensor that `node` stands for."""
+    """Like `note_shards`, for the local tensor that `node` stands for."""
     if spec.static or all(map(has_hint, spec.shape)):
         node.meta.setdefault(SHARDS, spec.shards)
         weigh_by(_nbytes)
 
 
 def shards_of(node: torch.fx.Node) -> Shards | None:
-    """The shards that the value of `node` is one of; None if that was not noted. To be asked when all is traced: only
-    then is it known which sizes are symbols in the end."""
+    """The shards of the DTensor whose local tensor `node` is; None if that was not noted.
+
+    Call it only when tracing has finished: before, it is not known which sizes remain symbols.
+    """
     noted: Any = node.meta.get(SHARDS)
     if callable(noted):
         noted = node.meta[SHARDS] = noted()
@@ -164,8 +173,10 @@ def _sizes() -> Any:
 
 
 def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:
-    """While a graph is traced: note that `step` of a plan (`dtensor.layout.planner.Step`) for a tensor of `spec` gave
-    `local`."""
+    """While a graph is traced: note that `local` is the result of `step`, a `dtensor.layout.planner.Step`.
+
+    `spec` is that of the redistributed tensor; `asked` is as in `Moved`.
+    """
     node = _node(local)
     if node is None:
         return

@@ -1,5 +1,8 @@
-"""Tensor parallelism by plan (`parallelize_module` and the styles it applies) and full sharding over data axes
-(`fully_shard`); losses and clipping on what they shard. Stands on `dtensor.parallel.modules.distribute_module`."""
+"""Tensor parallelism by plan (`parallelize_module` and its styles) and full sharding over data axes (`fully_shard`).
+
+Also losses, gradient clipping and resharding of saved activations for models that were sharded this way. Built on
+`dtensor.parallel.modules.distribute_module`.
+"""
 
 from .fsdp.fully_shard import fully_shard
 from .fsdp.materialize import materialize

@@ -1,14 +1,18 @@
-"""The sharding rules of aten, as tables by family. `RULES` maps an operator's name to its rule function."""
+"""The sharding rules of aten operators, as tables by family. `RULES` maps an operator's name to its rule function.
+
+For each call `dtensor.dispatch.decision` looks up the rule (`lookup`), applies it to the call (`call`, `rule`) and
+chooses the cheapest layouts that it allows (`choose`).
+"""
 
 from .call import RULES, SHAPES, Call, LocalCall, Output, base_name, is_in_place
 from .choose import Choice, choose
 from .families import (
-    advanced,
-    along,
+    advanced_indexing,
+    along_dim,
     attention,
     batch_norm,
     conv,
-    indexing,
+    embedding_and_gather,
     linalg,
     linear_lse,
     log_softmax,
@@ -17,27 +21,27 @@ from .families import (
     nll,
     norm,
     optimizer,
-    parts,
     pointwise,
     random,
     reduction,
+    slices,
     spatial,
     views,
     weight_norm,
 )
-from .families.advanced import MASKS
-from .families.whole import WHOLE, needs_whole
-from .local import unless_empty
+from .families.advanced_indexing import MASKS
+from .families.replicated import WHOLE, needs_whole
+from .local_calls import unless_empty
 from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
 
 FAMILIES = (
-    advanced,
-    along,
+    advanced_indexing,
+    along_dim,
     attention,
     batch_norm,
     conv,
-    indexing,
+    embedding_and_gather,
     linalg,
     linear_lse,
     log_softmax,
@@ -46,15 +50,15 @@ FAMILIES = (
     nll,
     norm,
     optimizer,
-    parts,
     pointwise,
     random,
     reduction,
+    slices,
     spatial,
     views,
     weight_norm,
 )
-"""The modules whose import fills `RULES`."""
+"""The modules that fill `RULES` when they are imported."""
 
 __all__ = [
     "FAMILIES",

@@ -1,4 +1,8 @@
-"""Call: one operator call as a rule sees it, with specs in place of tensors, and as `local` functions see it."""
+"""The views of an operator call that rules work with, and the tables in which rules are registered.
+
+A rule function gets a `Call`, with specs in place of DTensors; its `local` function gets a `LocalCall`, with this
+rank's local tensors.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -7,24 +11,25 @@ from typing import Any
 import torch
 
 from ..layout.layout import Layout
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
+from ..torch_private.core import OpOverload
 from .rule import Rule
 
 RuleFunction = Callable[["Call"], Rule]
 RULES: dict[str, RuleFunction] = {}
-"""Operator name (`aten::add`, without overload and without the in-place underscore) -> its rule; one overload's own
-(`aten.add.Tensor`) comes before it."""
+"""Operator name (`aten::add`, without overload and in-place underscore) -> its rule function. An entry for a single
+overload (`aten.add.Tensor`) takes precedence."""
 
 SHAPES: dict[str, Callable[..., Any]] = {}
-"""Operator name -> what gives its outputs on stand-ins, where torch's own refuses what a kernel takes."""
+"""Operator name -> a function that computes its outputs on fake tensors, where torch's own refuses valid arguments."""
 
 
 @dataclass(frozen=True)
 class Output:
     """Global shape, stride and dtype of one output, before a layout is chosen."""
 
-    shape: tuple
-    stride: tuple
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
     dtype: torch.dtype
 
     @property
@@ -33,19 +38,20 @@ class Output:
         return len(self.shape)
 
 
-def base_name(func) -> str:
-    """The name under which an operator's rule stands in `RULES`, or would stand.
+def base_name(func: OpOverload) -> str:
+    """The name under which an operator's rule is, or would be, registered in `RULES`.
 
-    That of the operator itself if it is there; else without the in-place underscore, then also without `_copy` (the
-    twin of a view that copies). A foreach operator has the name of what it does to each tensor.
+    It is the operator's own name if that is registered. Otherwise the in-place underscore is dropped, and then the
+    suffix `_copy` (of the copying variant of a view). A foreach operator uses the name of the operator that it applies
+    to each tensor.
     """
     name = func._schema.name.replace("aten::_foreach_", "aten::")
     plain = name[:-1] if name.endswith("_") and not name.endswith("__") else name
     return next((n for n in (name, plain, plain.removesuffix("_copy")) if n in RULES), plain)
 
 
-def is_in_place(func) -> bool:
-    """Whether the operator writes its result into its first argument and returns that."""
+def is_in_place(func: OpOverload) -> bool:
+    """Whether the operator writes its result to its first argument and returns that."""
     return func._schema.is_mutable and func._schema.name.endswith("_")
 
 
@@ -55,14 +61,14 @@ class Call:
 
     Attributes:
         func: the torch OpOverload.
-        args, kwargs: as given, specs in place of tensors.
+        args, kwargs: the arguments as given, with specs in place of DTensors.
         operands: the specs in order of occurrence.
         outputs: for each output its `Output`, or None for one that is not a tensor.
         many: whether the operator returns a tuple or list.
     """
 
     func: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     operands: list[Spec]
     outputs: tuple[Output | None, ...] = ()
@@ -73,7 +79,7 @@ class Call:
         return argument(self.func, self.args, self.kwargs, name)
 
     def operands_at(self, arguments: Iterable[int]) -> frozenset[int] | None:
-        """Operand indices of the arguments at these positions of the schema; None if one of them is no DTensor."""
+        """Operand indices of the arguments at these schema positions; None if one of them is not a DTensor."""
         names = [a.name for a in self.func._schema.arguments]
         found: dict[int, int] = {}
         count = 0
@@ -89,13 +95,13 @@ class Call:
 
     @property
     def wanted(self) -> tuple[Output | None, ...]:
-        """The outputs, None for those that an `output_mask` leaves out: not every fake kernel heeds it."""
+        """The outputs, with None for those that `output_mask` excludes; not every fake kernel respects the mask."""
         mask = self["output_mask"] if self.has("output_mask") else ()
         return tuple(o if i >= len(mask) or mask[i] else None for i, o in enumerate(self.outputs))
 
     @property
     def name(self) -> str:
-        """Name under which the rule is registered: without "aten::", "_foreach_", in-place underscore and "_copy"."""
+        """The `base_name` of the operator, without "aten::"."""
         return base_name(self.func).removeprefix("aten::")
 
     def has(self, name: str) -> bool:
@@ -105,18 +111,18 @@ class Call:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """What a rule's `local` function gets.
+    """The argument of a rule's `local` function.
 
     Attributes:
         func, args, kwargs: the call on local tensors.
         call: the global call.
         mesh: the device mesh.
-        axes: factor -> the mesh axes that shard it, outermost cut first.
+        axes: factor -> the mesh axes that shard it, outermost first.
         layouts: layout of each output.
     """
 
     func: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Call
     mesh: Any
@@ -127,7 +133,7 @@ class LocalCall:
         return argument(self.func, self.args, self.kwargs, name)
 
     def run(self, /, **changed: Any) -> Any:
-        """Run the operator on the local arguments, some of them changed by name."""
+        """Run the operator on the local arguments, with the named ones replaced."""
         args, kwargs = replaced(self.func, self.args, self.kwargs, changed.items())
         return self.func(*args, **kwargs)
 
@@ -135,7 +141,7 @@ class LocalCall:
 _positions: dict[Any, dict[str, tuple[int, Any, bool]]] = {}
 
 
-def positions(func) -> dict[str, tuple[int, Any, bool]]:
+def positions(func: OpOverload) -> dict[str, tuple[int, Any, bool]]:
     """Argument name -> (position, default, keyword only) of an operator's schema."""
     found = _positions.get(func)
     if found is None:
@@ -145,7 +151,7 @@ def positions(func) -> dict[str, tuple[int, Any, bool]]:
     return found
 
 
-def argument(func, args: tuple, kwargs: dict, name: str) -> Any:
+def argument(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
     index, default, _ = positions(func)[name]
     if name in kwargs:
         return kwargs[name]
@@ -153,9 +159,9 @@ def argument(func, args: tuple, kwargs: dict, name: str) -> Any:
 
 
 def replaced(
-    func, args: Sequence[Any], kwargs: dict[str, Any], changed: Iterable[tuple[str, Any]]
-) -> tuple[tuple, dict[str, Any]]:
-    """`args` and `kwargs` with the named arguments changed; positional ones are filled up with defaults as needed."""
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], changed: Iterable[tuple[str, Any]]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """`args` and `kwargs` with the named arguments replaced; missing positional ones are filled in with defaults."""
     filled, keywords, known = list(args), dict(kwargs), positions(func)
     for name, value in changed:
         index, _, keyword = known[name]
@@ -169,7 +175,7 @@ def replaced(
 
 
 def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for the named operators, of aten where no namespace is named."""
+    """Register a rule function for the named operators; a name without namespace is an aten operator."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
@@ -180,7 +186,7 @@ def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def shape_for(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register what is called on stand-ins of global tensors in the place of an aten operator."""
+    """Register a function that runs in place of an aten operator on fake global tensors."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         SHAPES[f"aten::{name}"] = function

@@ -1,17 +1,18 @@
-"""Choose: from an operator's rule and the operands' layouts to the layouts it runs in.
+"""Chooses the layouts in which an operator runs, from its rule and the operands' layouts.
 
-For each mesh axis the cheapest candidate wins: the one whose redistributions of the operands cost least, replication
-first among equals, then those that always fit, then in the rule's order. Pure, and the same on every rank.
+On each mesh axis the cheapest candidate wins, the one whose operands cost least to redistribute. Ties go to
+replication, then to candidates that fit any size, then to the rule's order. The choice is the same on every rank.
 """
 
 from dataclasses import dataclass
 from math import inf, prod
+from typing import Any
 
 from ..layout.cost import Network, seconds
 from ..layout.layout import Layout
 from ..mesh.mesh import facts
-from ..mesh.spec import Spec
-from ..torch_private.sizes import hint
+from ..mesh.tensor_spec import Spec
+from ..torch_private.symbolic_sizes import hint
 from .rule import Candidate, Factor, Rule, candidates, shares_dim
 
 
@@ -22,7 +23,7 @@ class Choice:
     Attributes:
         inputs: target layout of each operand.
         outputs: layout of each output, None where an output is not a tensor.
-        axes: factor -> the mesh axes that shard it, outermost cut first.
+        axes: factor -> the mesh axes that shard it, outermost first.
     """
 
     inputs: tuple[Layout, ...]
@@ -31,12 +32,15 @@ class Choice:
 
 
 def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
-    """The cheapest layouts for `operands`.
+    """Choose the cheapest layouts for `operands`.
 
     Args:
         rule: the rule of the call.
         operands: specs of the tensor operands, all on one mesh.
-        in_place: output 0 is operand 0, so both get the same layout, and moving it back is part of the price.
+        in_place: whether output 0 is operand 0, so that both get the same layout and the price includes moving it back.
+
+    Returns:
+        The layouts of operands and outputs, and the mesh axes that shard each factor.
     """
     network = facts(operands[0].mesh).network
     table = candidates(rule)
@@ -48,11 +52,11 @@ def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
 
 
 def _cheapest(
-    rule, table, operands, in_place: bool, axis: int, network: Network, shared: dict[Factor, int]
+    rule: Any, table: Any, operands: Any, in_place: bool, axis: int, network: Network, shared: dict[Factor, int]
 ) -> Candidate:
-    """The cheapest candidate on `axis`; what it cuts is noted in `shared`.
+    """The cheapest candidate on `axis`. The number of shards of its factor is recorded in `shared`.
 
-    Whether one fits that may not is asked last, and only if it would win: of a symbolic size the answer is a guard.
+    `_fits` is checked last and only for a candidate that would win, because on a symbolic size it adds a guard.
     """
     best, least, n = None, inf, network.sizes[axis]
     for c in sorted(table, key=lambda c: c.factor is not None and shares_dim(rule, c.factor)):
@@ -73,9 +77,9 @@ class Weighed:
 
     Attributes:
         candidate: the combination of placements.
-        seconds: what its redistributions cost; None if it is refused.
-        refused: why it cannot be, else "".
-        chosen: whether it was picked.
+        seconds: estimated time of its redistributions; None if it is refused.
+        refused: why it is refused, else "".
+        chosen: whether it was chosen.
     """
 
     candidate: Candidate
@@ -85,15 +89,15 @@ class Weighed:
 
 
 def weigh(rule: Rule, operands: list[Spec], in_place: bool = False) -> list[list[Weighed]]:
-    """All that `choose` weighs, for each mesh axis in the rule's order."""
+    """All candidates that `choose` compares, for each mesh axis, in the rule's order."""
     network = facts(operands[0].mesh).network
     table = candidates(rule)
     shared: dict[Factor, int] = {}
-    found = []
+    found: list[list[Weighed]] = []
     for axis, n in enumerate(network.sizes):
         before = dict(shared)
         best = _cheapest(rule, table, operands, in_place, axis, network, shared)
-        rows = []
+        rows: list[Weighed] = []
         for c in table:
             why = _refusal(rule, c, n, before, in_place)
             price = None if why else _price(rule, c, operands, axis, network, inf, in_place)
@@ -106,11 +110,11 @@ def _refusal(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int], in_pla
     if not _fits(rule, c, n, shared):
         parts = n * shared.get(c.factor or "", 1)
         return f"uneven: {parts} does not divide {rule.sizes[c.factor or '']}, and the dimension is merged or split"
-    return "in place: the result would not lie as the operand" if in_place and not _keeps(rule, c) else ""
+    return "in place: the result would have another layout than the operand" if in_place and not _keeps(rule, c) else ""
 
 
 def _fits(rule: Rule, c: Candidate, n: int, shared: dict[Factor, int]) -> bool:
-    """Whether the candidate's factor may be cut by `n` more: evenly, where it shares a dimension with others."""
+    """Whether the candidate's factor may be split `n` ways more; a factor that shares a dim must split evenly."""
     if c.factor is None or not shares_dim(rule, c.factor):
         return True
     return rule.sizes[c.factor] % (n * shared.get(c.factor, 1)) == 0
@@ -128,7 +132,7 @@ def _state(layout: Layout, axis: int) -> int | str | None:
 def _price(
     rule: Rule, c: Candidate, operands: list[Spec], axis: int, network: Network, limit: float, in_place: bool
 ) -> float:
-    """Seconds to bring all operands to the candidate's placements on `axis`; may stop early past `limit`."""
+    """Seconds to redistribute all operands to the candidate's placements on `axis`; may stop early past `limit`."""
     total = 0.0
     for i, (spec, want) in enumerate(zip(operands, c.inputs)):
         have = _state(spec.layout, axis)
@@ -148,7 +152,7 @@ def _price(
 
 
 def _stays(rule: Rule, operand: int, sharded: bool) -> bool:
-    """Whether an operand whose values are not read stays where it is: unless its shard gives the local shape."""
+    """Whether an operand is unread and so keeps its layout; it does not if its shard determines the local shape."""
     return operand in rule.unread and not (sharded and any(rule.inputs[operand]))
 
 
@@ -162,7 +166,7 @@ _MOVES = {
 }
 
 
-def _move(spec: Spec, have, want, axis: int, network: Network) -> float:
+def _move(spec: Spec, have: Any, want: Any, axis: int, network: Network) -> float:
     n, link = network.sizes[axis], network.links[axis]
     others = prod(network.sizes[a] for a in spec.layout.sharded_axes if a != axis)
     size = spec.dtype.itemsize * prod(map(hint, spec.shape)) / others
@@ -174,7 +178,7 @@ def _move(spec: Spec, have, want, axis: int, network: Network) -> float:
 
 
 def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], in_place: bool) -> Choice:
-    """Layouts from one candidate per axis. Axes that share a factor keep the order an operand already has."""
+    """The layouts from one candidate per axis. Axes that share a factor keep the order that an operand has already."""
     axes = {f: _order(rule, f, picked, operands) for f in {c.factor for c in picked if c.factor is not None}}
 
     def layout(which: str, index: int, ndim: int) -> Layout:
@@ -186,7 +190,7 @@ def _assemble(rule: Rule, picked: list[Candidate], operands: list[Spec], in_plac
         partial = tuple((a, s) for a, s in enumerate(states) if isinstance(s, str))
         return Layout.make(len(picked), tuple(cut), partial)
 
-    ins = []
+    ins: list[Layout] = []
     for i, spec in enumerate(operands):
         target = layout("inputs", i, spec.ndim)
         ins.append(spec.layout if _stays(rule, i, spec.layout.dims != target.dims) else target)

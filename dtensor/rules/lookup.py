@@ -1,18 +1,19 @@
-"""Lookup: the rule of an operator, from the tables or from what torch says of it."""
+"""Looks up the rule of an operator, in the tables or by torch's tags."""
 
 from functools import cache
 
 import torch
 
+from ..torch_private.core import OpOverload
 from .call import RULES, RuleFunction, base_name
 from .families.pointwise import pointwise
 
 
-def rule_of(func) -> RuleFunction | None:
+def rule_of(func: OpOverload) -> RuleFunction | None:
     """The rule function of an operator; None if it has none.
 
-    What stands in `RULES` comes first: for this very overload, else under the name that `base_name` gives. Then an
-    operator that torch tags as pointwise, in any of its overloads, has the pointwise rule.
+    An entry in `RULES` comes first: one for this overload, then one under its `base_name`. Otherwise an operator gets
+    the pointwise rule if torch tags any of its overloads as pointwise.
     """
     return RULES.get(str(func)) or RULES.get(base_name(func)) or (pointwise if _is_pointwise(base_name(func)) else None)
 
@@ -24,7 +25,7 @@ def _is_pointwise(name: str) -> bool:
     return packet is not None and any(_tagged(getattr(packet, overload)) for overload in packet.overloads())
 
 
-def _tagged(func) -> bool:
+def _tagged(func: OpOverload) -> bool:
     if torch.Tag.pointwise not in func.tags or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     returns = func._schema.returns

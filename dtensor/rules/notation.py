@@ -1,8 +1,8 @@
-"""Notation: the einsum-like text in which users write sharding rules, parsed and checked by itself.
+"""Parses and checks the einsum-like text in which users write sharding rules.
 
-    "mk,kn->mn"  ->  Rule: the terms of operands and outputs, and what its keywords say of their factors
+    "mk,kn->mn"  ->  Rule: the terms of operands and outputs, and the properties of their factors from its keywords
 
-Whether a rule fits an operator's schema and the tensors of a call is `registration`'s business.
+`dtensor.dispatch.registration` checks whether a rule fits an operator's schema and the tensors of a call.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,32 +11,32 @@ from dataclasses import dataclass, field
 from ..layout.placements import REDUCE_OPS
 
 Term = tuple[str, ...]
-"""One letter per dimension, "" for one that is never sharded, "..." for any number of leading or inner ones."""
+"""One letter per dim, "" for a dim that is never sharded, "..." for any number of dims."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """How the dimensions of an operator's tensors hang together, and so how it may run on shards.
+    """Describes how the dims of an operator's tensors correspond, and so how the operator may run on shards.
 
     Args:
-        text: einsum-like, a term for each tensor argument of the schema in its order and, after `->`, one for each
-            tensor it returns: `"mk,kn->mn"`. One letter per dimension; dimensions with the same letter, a factor, are
-            sharded together. `1` is a dimension that is never sharded; `...` stands for any number of dimensions, the
-            same ones in every term. An empty term is a 0-dim tensor. A list of tensors has one term for all its items,
-            and so has a returned list. Spaces do not count. Where one operand is of length 1 and others are not, it is
-            taken to be broadcast.
-        reduce: factors that an output lacks, over which the operator reduces: `"k"` for a sum, or `{"k": "max"}` with
-            any of "sum", "avg", "max", "min", "product". If such a factor is sharded the output is Partial; for
-            other than sums only where it divides evenly. A factor that is neither in all outputs nor here is never
-            sharded.
-        linear: arguments in which the operator is linear, so that it may run on Partial ones: `("x", "w")` in each with
-            the other fixed, `[("x", "y")]` jointly, as in x + y.
-        added: arguments that are added to the reduced result, such as a bias: they count once, not on every rank.
+        text: an einsum-like rule such as `"mk,kn->mn"`: one term for each tensor argument of the schema, in order, and
+            after `->` one for each tensor returned. A term has one letter per dim. Dims with the same letter, called a
+            factor, are sharded together. `1` is a dim that is never sharded; `...` stands for any number of dims, the
+            same ones in every term. An empty term is a 0-dim tensor. A list of tensors, passed or returned, has one
+            term for all its items. Spaces are ignored. A dim of length 1 is broadcast where other operands have
+            another length.
+        reduce: the factors over which the operator reduces, which some output lacks: `"k"` for a sum, or
+            `{"k": "max"}` with "sum", "avg", "max", "min" or "product". If such a factor is sharded, the output is
+            Partial; for reductions other than sums it is sharded only if it divides evenly. A factor that is neither
+            in all outputs nor in `reduce` is never sharded.
+        linear: the arguments in which the operator is linear, so that they may be Partial: `("x", "w")` means linear
+            in each with the other fixed, `[("x", "y")]` jointly linear, as in x + y.
+        added: arguments that are added to the reduced result, such as a bias, and so count once, not once per rank.
         blocked: factors that may not be sharded although the text would allow it.
 
     Raises:
-        ValueError: text or names cannot be understood, or contradict each other.
-        TypeError: a keyword is of another type.
+        ValueError: the text cannot be parsed, or names in it or in the keywords are unknown or contradictory.
+        TypeError: an argument has the wrong type.
 
     For `x @ w.T + bias`, which is linear in x together with the bias, but not in x alone:
 
@@ -55,7 +55,7 @@ class Rule:
     inputs: tuple[Term, ...] = field(init=False, repr=False, compare=False)
     outputs: tuple[Term, ...] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self._check_types()
         left, arrow, right = self.text.partition("->")
         if not arrow or "->" in right:
@@ -76,7 +76,7 @@ class Rule:
 
     def _check_types(self) -> None:
         if not isinstance(self.text, str):
-            raise TypeError(f"a rule is a text such as 'mk,kn->mn'; got {self.text!r}")
+            raise TypeError(f"a rule is a string such as 'mk,kn->mn'; got {self.text!r}")
         if not isinstance(self.reduce, (str, Mapping)):
             raise TypeError(f"reduce takes factors, 'k', or a dict such as {{'k': 'max'}}; got {self.reduce!r}")
         for name, wanted in (("linear", "names of arguments"), ("added", "names of arguments"), ("blocked", "factors")):
@@ -87,7 +87,7 @@ class Rule:
                 raise TypeError(f"{name} takes {wanted}; got {given!r}")
 
     def _check_arguments(self) -> None:
-        """Refuse what `linear` and `added` say in vain."""
+        """Raise ValueError for entries of `linear` or `added` that are empty, repeated or have no effect."""
         for group in self.linear_sets:
             if not group or len(set(group)) != len(group):
                 raise ValueError(
@@ -119,7 +119,7 @@ class Rule:
 
 
 def _term(text: str, rule: str) -> Term:
-    """The dimensions of one term."""
+    """Parse one term into its dims."""
     found: list[str] = []
     rest = text.replace(" ", "")
     while rest:
@@ -127,7 +127,7 @@ def _term(text: str, rule: str) -> Term:
         if part != "..." and part != "1" and not part.isalpha():
             raise ValueError(f"{rule!r}: a dimension is a letter, 1, or ... for several; got {part!r} in {text!r}")
         if part == "..." and part in found:
-            raise ValueError(f"{rule!r}: ... may stand once in a term; got {text!r}")
+            raise ValueError(f"{rule!r}: ... may occur only once in a term; got {text!r}")
         found.append("" if part == "1" else part)
         rest = rest[len(part) :]
     return tuple(found)

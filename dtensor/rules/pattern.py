@@ -1,26 +1,26 @@
-"""Pattern: the rule of a family of operators as one line of text, `"n(gi)~, (go)i~, (go) -> n(go)~"`.
+"""Turns one line of text, such as `"n(gi)~, (go)i~, (go) -> n(go)~"`, into the rule of an operator.
 
-A word for each tensor, those of the arguments in the order of the schema, then those of the outputs. One item of a word
-stands for one dimension, but for `*` and `~`, which stand for as many as are left:
+The text has one word for each tensor: the arguments in the order of the schema, then the outputs. Each item of a word
+stands for one dim, except `*` and `~`, which stand for all remaining ones:
 
-    a letter      a dimension that is this factor
-    (ab)          a dimension of several factors, major to minor
-    _             a dimension that is never sharded
-    *             leading (batch) dimensions, which broadcast between the tensors; at most once in a word
-    ~             any number of dimensions that are never sharded
+    a letter      a dim that is this factor
+    (ab)          a dim of several factors, major to minor
+    _             a dim that is never sharded
+    *             leading (batch) dims, which broadcast between the tensors; at most once in a word
+    ~             any number of dims that are never sharded
 
-An argument that is None is passed over with its word. Where the tensors do not have the dimensions that the words name,
-everything is replicated.
+If an argument is None, its word is skipped. If the tensors do not have the dims that the words name, everything is
+replicated.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from ..torch_private.sizes import same_size
+from ..torch_private.symbolic_sizes import same_size
 from .call import Call, rule_for
-from .local import unless_empty
+from .local_calls import unless_empty
 from .rule import Dims, Rule
 
 Item = str | tuple[str, ...]
@@ -29,21 +29,22 @@ Word = tuple[Item, ...]
 
 @dataclass(frozen=True)
 class Pattern:
-    """The rule of an operator in words; see the module.
+    """The rule of an operator as text; see the module docstring.
 
     Attributes:
         text: the words.
-        linear: sets of words (counted from 0) in which the operator is jointly linear.
-        reduce: factors (`*` for all leading dimensions) that some output lacks -> reduce op.
+        linear: sets of word indices (from 0) in which the operator is jointly linear.
+        reduce: factor (`*` for all leading dims) that some output lacks -> reduce op.
         sizes: factor -> the argument that gives its size; a factor of size 1 is left out.
-        blocked: factors that may not be sharded, `*` for all leading dimensions.
-        addends, unread: words; whole: outputs; local, shape_arg: as in `Rule`.
+        blocked: factors that may not be sharded, `*` for all leading dims.
+        addends, unread: word indices, otherwise as in `Rule`.
+        whole, local, shape_arg: as in `Rule`.
     """
 
     text: str
     linear: tuple[set[int], ...] = ()
-    reduce: Mapping[str, str] = field(default_factory=dict)
-    sizes: Mapping[str, str] = field(default_factory=dict)
+    reduce: Mapping[str, str] = field(default_factory=dict[str, str])
+    sizes: Mapping[str, str] = field(default_factory=dict[str, str])
     blocked: str = ""
     addends: tuple[int, ...] = ()
     unread: tuple[int, ...] = ()
@@ -70,7 +71,7 @@ def _word(text: str) -> Word:
 
 
 def bind(pattern: Pattern, call: Call) -> Rule:
-    """The rule of `call` by `pattern`."""
+    """Apply `pattern` to `call` and return its rule."""
     ins, outs = words(pattern.text)
     outputs = call.wanted
     named = [a.name for a in call.func._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
@@ -95,7 +96,7 @@ def bind(pattern: Pattern, call: Call) -> Rule:
         sizes,
         reduce={g: op for f, op in pattern.reduce.items() for g in (every if f == "*" else [f])},
         linear=tuple(g for g in (frozenset(index[w] for w in s if w in index) for s in pattern.linear) if g),
-        blocked=frozenset(clash) | frozenset(pattern.blocked) | (frozenset(every) if "*" in pattern.blocked else set()),
+        blocked=frozenset(clash) | frozenset(pattern.blocked) | frozenset(every if "*" in pattern.blocked else ()),
         addends=frozenset(index[w] for w in pattern.addends if w in index),
         unread=frozenset(index[w] for w in pattern.unread if w in index),
         whole=frozenset(pattern.whole) | empty,
@@ -104,12 +105,12 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     )
 
 
-def _padded(outs: tuple[Word, ...], outputs: tuple) -> tuple[Word, ...]:
+def _padded(outs: tuple[Word, ...], outputs: tuple[Any, ...]) -> tuple[Word, ...]:
     return outs + (("~",),) * (len(outputs) - len(outs))
 
 
 def _spread(word: Word, ndim: int, gone: set[str]) -> Dims | None:
-    """The factors of each of `ndim` dimensions, before sizes are looked at; None if the word does not fit."""
+    """The factors of each of `ndim` dims, without regard to sizes; None if the word does not fit."""
     left = ndim - sum(item not in ("*", "~") for item in word)
     if left < 0 or (left > 0 and not {"*", "~"} & set(word)):
         return None
@@ -126,10 +127,10 @@ def _spread(word: Word, ndim: int, gone: set[str]) -> Dims | None:
     return tuple(dims)
 
 
-def _sizes(spread: list[Dims], shapes: list[tuple], sizes: dict[str, Any]) -> set[str]:
-    """Fill in the factors' sizes; gives the factors whose dimensions do not agree, or that have no size."""
+def _sizes(spread: list[Dims], shapes: list[tuple[Any, ...]], sizes: dict[str, Any]) -> set[str]:
+    """Fill in the factors' sizes; return the factors whose dims disagree or that have no size."""
     clash: set[str] = set()
-    shared = []
+    shared: list[tuple[Sequence[str], Any]] = []
     for dims, shape in zip(spread, shapes):
         for factors, size in zip(dims, shape):
             if len(factors) > 1:
@@ -150,10 +151,10 @@ def _sizes(spread: list[Dims], shapes: list[tuple], sizes: dict[str, Any]) -> se
     return clash
 
 
-def _thinned(dims: Dims, shape: tuple, sizes: Mapping[str, Any]) -> Dims:
-    """A leading dimension of length 1 that broadcasts is not sharded; nor is what has no size."""
+def _thinned(dims: Dims, shape: tuple[Any, ...], sizes: Mapping[str, Any]) -> Dims:
+    """Remove the factors of broadcast leading dims of length 1, and of dims with a factor of unknown size."""
 
-    def stays_whole(factors: tuple[str, ...], size) -> bool:
+    def stays_whole(factors: tuple[str, ...], size: Any) -> bool:
         if any(f not in sizes for f in factors):
             return True
         return bool(factors) and factors[0][0] == "*" and same_size(size, 1) and not same_size(sizes[factors[0]], 1)
@@ -162,13 +163,13 @@ def _thinned(dims: Dims, shape: tuple, sizes: Mapping[str, Any]) -> Dims:
 
 
 def whole_rule(call: Call) -> Rule:
-    """Everything replicated."""
+    """The rule that replicates everything."""
     outs = tuple(None if o is None else ((),) * o.ndim for o in call.wanted)
     return Rule(tuple(((),) * o.ndim for o in call.operands), outs, {})
 
 
 def pattern_rules(table: Mapping[str, Pattern | str]) -> None:
-    """Register a table: operator -> its pattern; an entry with overload comes before one without."""
+    """Register a table from operator to pattern; an entry for an overload takes precedence over one without."""
     patterns = {name: Pattern(p) if isinstance(p, str) else p for name, p in table.items()}
 
     @rule_for(*{name.partition(".")[0] for name in patterns})

@@ -1,27 +1,28 @@
-"""Rule: which factors the dimensions of an operator's tensors are made of, and what that allows on a mesh axis.
+"""Describes an operator by the factors of its tensors' dims, and derives the placements valid on a mesh axis.
 
-A factor is a name for something that is looped over, as a letter in an einsum. Each dimension of each operand and
-output is a sequence of factors, major to minor: `"mk,kn->mn"` for `mm`; `(h, d)` for a dimension that a view splits in
-two. For one mesh axis at a time the table gives every valid combination of placements:
+A factor names an index that is looped over, like a letter in an einsum. Each dim of each operand and output is a
+sequence of factors, major to minor: `"mk,kn->mn"` for `mm`; `(h, d)` for a dim that a view splits in two. For one mesh
+axis at a time, a `Rule` allows these combinations of placements, which `candidates` lists:
 
     nothing sharded         every operand and output Replicate
-    factor f sharded        Shard where f is the major factor of a dimension, Replicate where f does not occur;
+    factor f sharded        Shard where f is the major factor of a dim, Replicate where f does not occur;
                             an output without f is Partial with `reduce[f]`
     linear in operands L    L all Partial(sum) or all Partial(avg), the rest Replicate, the outputs Partial likewise
-    keeps an order          operands all Partial(max) or (min), the rest Replicate, the outputs Partial as the rule says
+    keeps a reduction       the operands of an entry in `keeps` all Partial with one reduce op, the rest Replicate, the
+                            outputs Partial with the op that the entry names for it
 
-`candidates` lists them. This module is pure: it knows neither torch operators nor processes.
+This module is independent of torch operators and of processes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..torch_private.sizes import same_size
+from ..torch_private.symbolic_sizes import same_size
 
 Factor = str
 Dim = tuple[Factor, ...]
-"""Factors of one dimension, major to minor; empty for a dimension that is never sharded (a broadcast one, say)."""
+"""Factors of one dim, major to minor; empty for a dim that is never sharded (a broadcast one, for example)."""
 Dims = tuple[Dim, ...]
 
 LINEAR_OPS = ("sum", "avg")
@@ -35,30 +36,31 @@ class Rule:
         inputs: factors of each tensor operand, in the order of the call.
         outputs: factors of each output; None for an output that is not a tensor.
         sizes: global size of each factor.
-        reduce: factors that some output lacks -> the reduce op that puts such an output together.
+        reduce: factor that some output lacks -> the reduce op that combines such an output.
         linear: sets of operands in which the operator is jointly linear.
-        keeps: sets of operands whose parts pass by other reductions than sums: the reduce op of all of them -> that of
-            the outputs. A rising function of a maximum is the maximum of its values, a falling one the minimum.
+        keeps: (set of operands, reduce op of all of them -> reduce op of the outputs), for Partial operands that are
+            not sums: an increasing function of a maximum is the maximum of its values, a decreasing one the minimum.
         blocked: factors that may not be sharded.
-        addends: operands added to a reduced result; they turn Partial where a factor is reduced.
-        unread: operands whose values are not read: they are never moved.
-        whole: outputs that stay Replicate even if they lack a sharded factor (`local` sees to it); a pair of output and
-            factor says so of that factor only.
-        written: operands that are written to though the schema does not say so (running statistics).
-        home: output -> the operand in whose layout, but never partial, it is put: gradients of parameters.
-        local: runs the operator on local tensors in place of the operator itself; gets a `LocalCall`.
-        across: the factors for whose sake `local` is there: where none of them is sharded the operator itself will do.
-            None: `local` always runs.
-        refuses_empty: factors of which `local` refuses to have no part, where a trace does not know that there is none,
-            though the operator itself does not refuse; and those without which a kernel ends the process, so that it
-            is not asked.
-        shape_arg: name of the argument that holds the (global) shape of output 0 and is localised.
+        addends: operands added to a reduced result; they become Partial where a factor is reduced.
+        unread: operands whose values are not read; they are moved only if their shard determines the local shape.
+        whole: outputs that stay Replicate even if they lack a sharded factor, as `local` reduces them; a pair (output,
+            factor) applies to that factor only.
+        written: operands that are written to although the schema does not state it (running statistics).
+        home: output -> the operand whose layout, without its partial axes, the output is redistributed to (gradients of
+            parameters).
+        local: runs on the local tensors in place of the operator; takes a `LocalCall`.
+        across: the factors that need `local`; if none of them is sharded, the operator itself runs. None: `local`
+            always runs.
+        refuses_empty: factors that may not have an empty shard in a trace with symbolic sizes: those for which `local`
+            fails although the operator itself does not, and those for which a kernel would end the process, so that it
+            cannot be tried.
+        shape_arg: name of the argument that holds the global shape of output 0, which is replaced by the local one.
     """
 
     inputs: tuple[Dims, ...]
     outputs: tuple[Dims | None, ...]
     sizes: Mapping[Factor, Any]
-    reduce: Mapping[Factor, str] = field(default_factory=dict)
+    reduce: Mapping[Factor, str] = field(default_factory=dict[Factor, str])
     linear: tuple[frozenset[int], ...] = ()
     keeps: tuple[tuple[frozenset[int], Mapping[str, str]], ...] = ()
     blocked: frozenset[Factor] = frozenset()
@@ -66,7 +68,7 @@ class Rule:
     unread: frozenset[int] = frozenset()
     whole: frozenset[int | tuple[int, Factor]] = frozenset()
     written: frozenset[int] = frozenset()
-    home: Mapping[int, int] = field(default_factory=dict)
+    home: Mapping[int, int] = field(default_factory=dict[int, int])
     local: Callable[[Any], Any] | None = None
     across: frozenset[Factor] | None = None
     refuses_empty: frozenset[Factor] = frozenset()
@@ -75,7 +77,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One valid combination on one mesh axis.
+    """One valid combination of placements on one mesh axis.
 
     Attributes:
         factor: the sharded factor, or None.
@@ -88,12 +90,12 @@ class Candidate:
 
 
 def dims(text: str | Iterable[Factor | Dim]) -> Dims:
-    """Dims from one factor per dimension; `"1"` stands for a dimension that is never sharded."""
+    """Dims with one factor per dim; `"1"` stands for a dim that is never sharded."""
     return tuple([() if d == "1" else (d,) if isinstance(d, str) else tuple(d) for d in text])
 
 
 def candidates(rule: Rule) -> list[Candidate]:
-    """All combinations the rule allows on a mesh axis, replication first; divisibility is checked by the caller."""
+    """All combinations that the rule allows on a mesh axis, replication first; callers check divisibility."""
     found = [Candidate(None, (None,) * len(rule.inputs), (None,) * len(rule.outputs))]
     found += [c for f in rule.sizes if f not in rule.blocked and (c := _shard(rule, f)) is not None]
     for group, made in (*[(g, dict(zip(LINEAR_OPS, LINEAR_OPS))) for g in rule.linear], *rule.keeps):
@@ -123,7 +125,7 @@ def _shard(rule: Rule, factor: Factor) -> Candidate | None:
 
 
 def position(where: Dims, factor: Factor, sizes: Mapping[Factor, Any]) -> int | None:
-    """The dimension that `factor` leads; None if it does not occur, -1 if it occurs where it cannot be sharded."""
+    """The dim that `factor` leads; None if it does not occur, -1 if it occurs where it cannot be sharded."""
     found = [i for i, d in enumerate(where) if factor in d]
     if not found:
         return None
@@ -134,7 +136,7 @@ def position(where: Dims, factor: Factor, sizes: Mapping[Factor, Any]) -> int | 
 
 
 def shares_dim(rule: Rule, factor: Factor) -> bool:
-    """Whether `factor` is one of several in some dimension, so that only even shards of it stay contiguous."""
+    """Whether `factor` is one of several in some dim, so that only even shards of it stay contiguous."""
     tensors = [*rule.inputs, *(d for d in rule.outputs if d is not None)]
     return any(factor in d and len(d) > 1 for t in tensors for d in t)
 

@@ -1,27 +1,28 @@
-"""Sampling: this rank's shard of what one device would draw, without holding the global tensor.
+"""Draws this rank's shard of the random tensor that one device would draw, without holding the global tensor.
 
-The generator's sequence is walked in blocks, and each block's overlap with the shard is kept. Blocks are a multiple of
-16 elements, the unit in which torch's CPU normal sampler turns uniforms into normals, and the last one is never
-shorter than that, so the numbers are those of one call.
+The generator's sequence is drawn in blocks, and the part of each block that belongs to the shard is kept. Block lengths
+are multiples of 16 elements, the unit in which torch's CPU normal sampler turns uniforms into normals, and the last
+block is never shorter than that, so the numbers are the same as those of a single call.
 """
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import torch
 
-from ..mesh.spec import Spec, chunk
+from ..mesh.tensor_spec import Spec, chunk
 
 BLOCK = 1 << 20
 
 
 def sample(draw: Callable[..., torch.Tensor], spec: Spec, block: int = BLOCK) -> torch.Tensor:
-    """The local shard of `draw(spec.shape)`; advances the default generator alike on every rank.
+    """The local shard of `draw(spec.shape)`; advances the default generator by the same amount on every rank.
 
     Args:
         draw: `torch.rand` or `torch.randn`.
         spec: mesh, layout, global shape and dtype.
-        block: elements held at a time, a multiple of 16.
+        block: number of elements drawn at a time, a multiple of 16; the last block may be up to twice as long.
     """
     total, device = prod(spec.shape), spec.mesh.device_type
     sizes, offsets = chunk(spec)
@@ -42,7 +43,7 @@ def sample(draw: Callable[..., torch.Tensor], spec: Spec, block: int = BLOCK) ->
     return local if spec.coordinate is not None else local.new_empty(0)
 
 
-def _positions(sizes, offsets, shape) -> torch.Tensor:
+def _positions(sizes: Any, offsets: Any, shape: Any) -> torch.Tensor:
     """Flat global positions of the shard's elements, ascending."""
     found = torch.zeros(1, dtype=torch.int64)
     for size, offset, length in zip(sizes, offsets, shape):

@@ -1,1 +1,1 @@
-"""Checkpoints and safetensors: written and read on any mesh, checked byte by byte, never executed."""
+"""Checkpoints and safetensors files: written and read on any mesh, verified, and never executed."""

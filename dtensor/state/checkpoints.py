@@ -1,11 +1,10 @@
-"""`Checkpoints`: a folder of checkpoints of which every one that is there is whole.
+"""`Checkpoints`: a folder of checkpoints in which every visible checkpoint is complete.
 
-torch.distributed.checkpoint writes the tensors (`dcp_protocol` tells it which part is whose, `files` how) into
-a folder that nobody takes for a checkpoint; only when all ranks have written, and the index of what they wrote is
-there, it gets its name. A rank that dies on the way, wherever that is, leaves all earlier checkpoints as they were.
-Loading checks every byte that it reads, passes over what is damaged, and brings tensors into whatever mesh and
-placements they have now. What goes wrong on one rank is an error on all, and so is it where ranks ask for different
-things.
+torch.distributed.checkpoint writes the tensors: `dtensor.tensor.dcp_protocol` determines which rank writes what, and
+`files` how. It writes to a temporary folder, which gets the name of a checkpoint only when all ranks have written and
+the index exists. So a rank that dies at any point leaves all earlier checkpoints intact. Loading verifies every byte
+that it reads, skips damaged checkpoints, and reads tensors into their current mesh and placements. A failure on one
+rank raises on all ranks, and so do calls that differ between ranks.
 """
 
 import os
@@ -26,16 +25,17 @@ from ..errors import CheckpointError
 from ..mesh.job import all_here
 from ..torch_private.core import default_group_timeout
 from .files import Reader, attempted, gathered, line, of_ranks, read_into, said, save_from, tried, without_objects
-from .index import read_index, verify
+from .index import read_index
+from .verify import verify
 
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
 
 
-class Saving(futures.Future):
-    """A save in the background. `result()` waits until the checkpoint is there, and raises what went wrong."""
+class Saving(futures.Future[None]):
+    """The future of a background save. `result()` waits until the checkpoint is complete, or raises the error."""
 
     told = False
-    """Whether somebody has asked how it went."""
+    """Whether `result()` has been called after the save was done."""
 
     def result(self, timeout: float | None = None) -> None:
         try:
@@ -45,23 +45,23 @@ class Saving(futures.Future):
 
 
 class Checkpoints:
-    """Checkpoints in one folder, which all ranks see.
+    """The checkpoints in one folder, which must be accessible from all ranks.
 
-    Collective: every rank makes it, and calls its methods in the same order. One job at a time writes to a folder;
-    others may read.
+    Collective: every rank creates this object and calls its methods in the same order with the same arguments, except
+    `steps`. Only one job at a time may write to a folder; others may read.
 
     Args:
-        folder: where they lie, each in a folder `step-00000100` of its own.
-        keep: how many of the newest stay; older ones are removed after a save. None keeps all.
+        folder: the folder. Each checkpoint is a folder in it, such as `step-00000100`.
+        keep: how many of the newest checkpoints to keep; older ones are removed after a save. None keeps all.
 
     Raises:
-        CheckpointError: on all ranks, if `keep` is no number of at least 1, or another one on some rank.
+        CheckpointError: `keep` is not an int of at least 1, or differs between ranks; raised on all ranks.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, keep: int | None = None):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> None:
+        self.folder: Path = Path(folder)
         self.keep = keep
-        # Saves in the background communicate while the program does: on a group of their own.
+        # Saves in the background communicate concurrently with the program, so they need a separate process group.
         all_here()
         self._group: Any = (
             dist.new_group(backend="gloo", timeout=default_group_timeout()) if dist.is_initialized() else None
@@ -71,21 +71,33 @@ class Checkpoints:
         self._asked(f"Checkpoints(keep={keep!r})", lambda: _check_keep(keep))
 
     def save(self, state: dict[str, Any], step: int) -> None:
-        """Write `state`, a state dict that may be nested, as the checkpoint of `step`; done when it returns.
+        """Writes `state` as the checkpoint of `step`. The checkpoint is complete when this returns.
+
+        Args:
+            state: a state dict, which may be nested, of tensors, numbers, strings and containers of these. At its top
+                level it may also have objects with `state_dict` and `load_state_dict`.
+            step: the number of the checkpoint, at least 0. An existing checkpoint of this step is replaced.
 
         Raises:
-            CheckpointError: on all ranks, if one of them could not write, or the save before this one, in the
-                background, failed and nobody has asked. Earlier checkpoints are as they were.
+            CheckpointError: a rank could not write, or a previous save in the background failed and `result()` was not
+                called on it; raised on all ranks. Earlier checkpoints are intact.
         """
         given = self._asked(f"save(step={step!r})", lambda: _state_of(state, step))
         self._write(given, self._begin(step), step)
 
     def save_async(self, state: dict[str, Any], step: int) -> Saving:
-        """As `save`, in the background: it returns when the values are copied, and they may change then.
+        """As `save`, but in the background. Returns once the values are copied to the host; they may then be modified.
+
+        Args:
+            state: as in `save`.
+            step: as in `save`.
 
         Returns:
-            A future, which is done when the checkpoint is there; `result()` raises what went wrong. All other methods
-            wait for it; write `wait()` before the process groups are destroyed.
+            A future that is done when the checkpoint is complete; its `result()` raises if the save failed. All other
+            collective methods wait for it first. Call `wait()` before destroying the process groups.
+
+        Raises:
+            CheckpointError: as in `save`, for errors before the save starts.
         """
         copied = self._asked(f"save_async(step={step!r})", lambda: _copied(_state_of(state, step)))
         partial, saving = self._begin(step), Saving()
@@ -109,10 +121,10 @@ class Checkpoints:
             raise self._failed(step, error) from error
 
     def wait(self) -> None:
-        """Wait for a save in the background.
+        """Waits for a save in the background.
 
         Raises:
-            CheckpointError: on all ranks, if it failed and nobody has asked its future.
+            CheckpointError: the save failed, and `result()` was not called on its future; raised on all ranks.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
@@ -121,10 +133,10 @@ class Checkpoints:
                 saving.result()
 
     def newest(self) -> int | None:
-        """The step of the newest whole checkpoint, which `load` reads; None if there is none.
+        """The step of the newest intact checkpoint, which `load` reads by default; None if there is none.
 
-        Whole is one of which every byte is as it was written: the ranks read it, each a share of it. A newer one that
-        is damaged is passed over, with a warning on the first rank.
+        To verify a checkpoint the ranks read every byte of it, each rank a share. Newer damaged checkpoints are
+        skipped, with a warning on the first rank.
         """
         self._asked("newest()", lambda: None)
         damaged = ""
@@ -137,13 +149,19 @@ class Checkpoints:
         return None
 
     def load(self, state: dict[str, Any], step: int | None = None) -> int:
-        """Read the checkpoint of `step`, by default the newest that is whole, into `state`; the step that was read.
+        """Reads a checkpoint into `state`.
 
-        Tensors of `state` are written to, whatever their mesh and placements; other values are replaced in the dict.
+        Args:
+            state: a state dict like the one that was saved. Its tensors are overwritten, whatever their mesh and
+                placements; other values are replaced in the dict.
+            step: the checkpoint to read; None reads the newest intact one and skips damaged ones with a warning.
+
+        Returns:
+            The step that was read.
 
         Raises:
-            CheckpointError: on all ranks, if there is no checkpoint, or something that was read of that of `step` is
-                not as it was written (`state` then holds part of it), or it does not hold what `state` does.
+            CheckpointError: there is no checkpoint, the checkpoint of `step` is damaged (`state` may then hold part of
+                it), or its contents do not match `state`; raised on all ranks.
         """
         self._asked(f"load(step={step!r})", lambda: _check(state, step or 0))
         if step is not None:
@@ -160,10 +178,10 @@ class Checkpoints:
                 self._warn(newest, damaged)
                 return newest
             damaged += f"; that of step {newest} is damaged: {torn}"
-        raise CheckpointError(f"there is no {'whole ' if damaged else ''}checkpoint in {self.folder}{damaged}")
+        raise CheckpointError(f"there is no {'intact ' if damaged else ''}checkpoint in {self.folder}{damaged}")
 
     def _read(self, state: dict[str, Any], step: int, path: Path) -> str:
-        """Read a checkpoint into `state`; what is damaged, "" for nothing."""
+        """Read a checkpoint into `state`. Returns a description of the damage, or "" for none."""
         reader, torn = tried(lambda: Reader(path), self._group)
         if torn:
             return torn
@@ -173,14 +191,14 @@ class Checkpoints:
         return wrong
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, ascending."""
+        """The steps that have a checkpoint, in ascending order. Not collective; does not verify the checkpoints."""
         return sorted(self._found())
 
     def _found(self) -> dict[int, Path]:
         return checkpoints_in(self.folder)
 
     def _path(self, step: int, state: str = "") -> Path:
-        """The folder of a checkpoint; of one that is "partial", "replaced" or "removed"."""
+        """The folder of a checkpoint, or of one in the state "partial", "replaced" or "removed"."""
         name = f"step-{step:08d}"
         return self.folder / (f".{name}.{state}" if state else name)
 
@@ -194,7 +212,7 @@ class Checkpoints:
         return found[step]
 
     def _begin(self, step: int) -> Path:
-        """The folder to write to, empty."""
+        """Create an empty temporary folder to write to, and remove those that failed saves have left."""
         partial = self._path(step, "partial")
 
         def make() -> None:
@@ -210,7 +228,7 @@ class Checkpoints:
         return partial
 
     def _finish(self, partial: Path, step: int) -> None:
-        """Give the checkpoint its name."""
+        """Give a complete checkpoint its final name, and remove the one it replaces and those beyond `keep`."""
         target, before = self._path(step), self._path(step, "replaced")
         if target.exists():
             shutil.rmtree(before, ignore_errors=True)
@@ -218,13 +236,13 @@ class Checkpoints:
         partial.rename(target)
         shutil.rmtree(before, ignore_errors=True)
         for old in self.steps()[: -self.keep] if self.keep is not None else ():
-            # One that is half removed must not have the name of a whole one.
+            # A partly removed checkpoint must not have the name of a complete one.
             removed = self._found()[old].rename(self._path(old, "removed"))
             shutil.rmtree(removed)
 
     @property
     def _share(self) -> tuple[int, int]:
-        """This rank among all."""
+        """This rank and the number of ranks."""
         return (0, 1) if self._group is None else (dist.get_rank(self._group), dist.get_world_size(self._group))
 
     def _warn(self, step: int, damaged: str) -> None:
@@ -232,10 +250,10 @@ class Checkpoints:
             warnings.warn(f"reading the checkpoint of step {step} in {self.folder}{damaged}", stacklevel=3)
 
     def _asked(self, call: str, prepare: Callable[[], Any]) -> Any:
-        """What `prepare` gives once the save before is done, if all ranks are asked for the same and none fails.
+        """Wait for the previous save and return the result of `prepare`, after checking that all ranks make `call`.
 
         Raises:
-            CheckpointError: on all ranks.
+            CheckpointError: `prepare` fails on a rank, or ranks make different calls; raised on all ranks.
         """
 
         def prepared() -> Any:
@@ -248,11 +266,11 @@ class Checkpoints:
             raise CheckpointError(f"{call.partition('(')[0]}: {of_ranks(problems)}")
         if len(set(calls)) > 1:
             asked = ", ".join(f"{call} on rank {rank}" for rank, call in enumerate(calls))
-            raise CheckpointError(f"all ranks make the same calls with the same arguments; here {asked}")
+            raise CheckpointError(f"all ranks must make the same calls with the same arguments; here {asked}")
         return made
 
     def _together(self, act: Callable[[], Any]) -> Any:
-        """What `act` gives on the first rank, on all; all raise if it does."""
+        """Run `act` on the first rank and return its result on all ranks. If it raises, all ranks do."""
         told: list[Any] = [None, None]
         if self._first:
             try:
@@ -272,15 +290,17 @@ class Checkpoints:
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Step -> its checkpoint, of those in `folder`: under its own name, or, where a rank died between the two, the one
-    for the while in which it is replaced."""
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []  # names that begin with a dot first
+    """Step -> folder of its checkpoint, for all checkpoints in `folder`.
+
+    If a rank died while a checkpoint was being replaced, its folder has the temporary name of the replaced one.
+    """
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []  # names that begin with a dot come first
     matches = [(_NAME.fullmatch(path.name), path) for path in paths]
     return {int(match[1] or match[2]): path for match, path in matches if match}
 
 
 def _torn(path: Path) -> str:
-    """What is wrong with the index and the sizes of a checkpoint; "" if nothing is."""
+    """A description of what is wrong with the index and file sizes of a checkpoint; "" if nothing is."""
     try:
         read_index(path)
     except CheckpointError as error:
@@ -290,7 +310,7 @@ def _torn(path: Path) -> str:
 
 def _check_keep(keep: Any) -> None:
     if keep is not None and (not _is_number(keep) or keep < 1):
-        raise CheckpointError(f"keep is the number of checkpoints that stay, at least 1, or None for all; got {keep!r}")
+        raise CheckpointError(f"keep is the number of checkpoints to keep, at least 1, or None for all; got {keep!r}")
 
 
 def _is_number(x: Any) -> bool:
@@ -307,13 +327,13 @@ def _check(state: Any, step: Any) -> None:
 
 
 def _state_of(state: Any, step: Any) -> dict[str, Any]:
-    """What is to be saved of `state`."""
+    """The state dict to save: `state`, with objects replaced by their state dicts."""
     _check(state, step)
     return without_objects(state)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy on the host."""
+    """A copy of a state dict in host memory."""
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
         copied: Any = stager.stage(state)

@@ -1,9 +1,10 @@
-"""How torch.distributed.checkpoint writes and reads the files of a checkpoint, so that all ranks fail together.
+"""The storage layer that torch.distributed.checkpoint uses to write and read the files of a checkpoint.
 
-Which rank writes which part of which tensor is torch's business (`dcp_protocol` tells it), what lies where that of
-`index`. Nothing that a checkpoint holds is run: values that are no tensors are read by torch's loader for
-weights, which makes numbers, texts, containers and tensors, and refuses all else; and so does a save. Torch tells all
-ranks what goes wrong on one while it plans, writes and reads; `tried` does for all that is done before and after.
+Torch decides which rank writes which part of a tensor (see `dtensor.tensor.dcp_protocol`), and `index` records where
+the parts are. Nothing in a checkpoint is executed: values other than tensors are read by torch's loader for weights,
+which creates numbers, strings, containers and tensors and rejects everything else. A save rejects the same values. All
+ranks fail together: torch reports errors in planning, writing and reading to all ranks, and `tried` does so for the
+steps before and after.
 """
 
 import io
@@ -40,15 +41,15 @@ from .safetensors import raw_bytes
 
 
 class Writer(StorageWriter):
-    """Writes what this rank has of a checkpoint to a file in `folder`; the first rank writes the index, last of all."""
+    """Writes this rank's part of a checkpoint to a file in `folder`. Finally the first rank writes the index."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.file = f"rank-{kwargs.get('rank', 0):05d}.bin"
+        self.file: str = f"rank-{kwargs.get('rank', 0):05d}.bin"
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -58,7 +59,7 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         results, begin = [], 0
-        # Checksums are computed beside the writing.
+        # Checksums are computed in a thread while the data is written.
         with open(self.folder / self.file, "wb") as file, ThreadPoolExecutor(1) as beside:
             for item in plan.items:
                 data = planner.resolve_data(item)
@@ -99,14 +100,15 @@ class Writer(StorageWriter):
 
 
 class Reader(StorageReader):
-    """Reads what this rank needs of the checkpoint in `folder`, whose index it reads at once.
+    """Reads the parts of the checkpoint in `folder` that this rank needs. The constructor reads the index.
 
     Raises:
-        DamagedError: see `read_index`.
+        DamagedError: as for `read_index`.
     """
 
-    def __init__(self, folder: Path):
-        self.folder, self.index = folder, read_index(folder)
+    def __init__(self, folder: Path) -> None:
+        self.folder: Path = folder
+        self.index: Index = read_index(folder)
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -120,7 +122,7 @@ class Reader(StorageReader):
         return Metadata(kinds, planner_data=dict(self.index.paths), storage_data=where, storage_meta=StorageMeta())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.where = metadata.storage_data
+        self.where: Any = metadata.storage_data
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -156,7 +158,7 @@ class Reader(StorageReader):
 
 
 class SafeSavePlanner(DefaultSavePlanner):
-    """Torch's plan of a save, which refuses values that could not be read without running their code."""
+    """Torch's planner for saving, but values that could not be read without executing code are rejected."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
         if write_item.type != WriteItemType.BYTE_IO:
@@ -166,23 +168,23 @@ class SafeSavePlanner(DefaultSavePlanner):
             torch.load(io.BytesIO(data.getbuffer()), weights_only=True)
         except Exception as error:  # what pickling raises depends on the object
             raise CheckpointError(
-                f"{write_item.index.fqn!r} has an object of class {type(object).__name__}, and a checkpoint holds "
-                "tensors, numbers, texts and containers of these; save what it is made of, its state_dict() say"
+                f"{write_item.index.fqn!r} has an object of class {type(object).__name__}, but a checkpoint holds only "
+                "tensors, numbers, strings and containers of these; save its contents, such as its state_dict()"
             ) from error
         return data
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Torch's plan of a load, which runs nothing that it reads."""
+    """Torch's planner for loading, but nothing that it reads is executed."""
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
             found = torch.load(value, weights_only=True)
-        except Exception as error:  # bytes that are no pickle can raise anything
+        except Exception as error:  # bytes that are not a pickle can raise anything
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise CheckpointError(
-                f"{name!r} is not read, as it is no tensor, number, text or container: {reason}"
+                f"{name!r} is not read, because it is not a tensor, number, string or container: {reason}"
             ) from error
         owner: Any = self.original_state_dict
         *path, last = self.mappings[name] if self.flatten_state_dict else (name,)
@@ -192,19 +194,19 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def save_from(state: dict[str, Any], folder: Path, group: Any) -> None:
-    """Write what the ranks of `group` have in `state`, which holds no objects with states of their own.
+    """Write the `state` of the ranks of `group` to `folder`. It must not contain objects with a `state_dict`.
 
     Raises:
-        CheckpointException: torch's, on all ranks, with what went wrong on which.
+        CheckpointException: torch's error, on all ranks, with the failure of each rank.
     """
     dcp.save(state, storage_writer=Writer(folder), planner=SafeSavePlanner(), process_group=group)
 
 
 def read_into(state: dict[str, Any], reader: Any, group: Any) -> tuple[str, bool]:
-    """Read into `state`, and objects in it that have states of their own.
+    """Read a checkpoint into `state`, including objects in it that have a `state_dict`.
 
     Returns:
-        What went wrong, "" for nothing, and whether that is damage; the same on all ranks.
+        A description of what went wrong ("" for nothing) and whether it is damage. The same on all ranks.
     """
     given, wrong = tried(lambda: without_objects(state), group)
     if wrong:
@@ -224,12 +226,12 @@ def read_into(state: dict[str, Any], reader: Any, group: Any) -> tuple[str, bool
 
 
 def without_objects(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with the states of those of its objects that have one."""
+    """A state dict in which objects with a `state_dict` are replaced by it."""
     return {key: x.state_dict() if isinstance(x, Stateful) else x for key, x in state.items()}
 
 
 def gathered(mine: Any, group: Any) -> list[Any]:
-    """What each rank has; this one alone if there is no group."""
+    """The values of all ranks of `group`, by rank; only this rank's if there is no group."""
     if group is None:
         return [mine]
     found = [None] * dist.get_world_size(group)
@@ -238,7 +240,7 @@ def gathered(mine: Any, group: Any) -> list[Any]:
 
 
 def attempted(act: Callable[[], Any]) -> tuple[Any, str]:
-    """What `act` gives, and what is said of its error, "" if there is none."""
+    """The result of `act` and "", or None and its error as a line of text."""
     try:
         return act(), ""
     except Exception as error:
@@ -246,13 +248,13 @@ def attempted(act: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def tried(act: Callable[[], Any], group: Any) -> tuple[Any, str]:
-    """What `act` gives on this rank, and what is said of its errors on all ranks, "" if there are none."""
+    """The result of `act` on this rank, and a description of its errors on all ranks, "" if there are none."""
     made, wrong = attempted(act)
     return made, of_ranks(gathered(wrong, group))
 
 
 def said(error: BaseException) -> str:
-    """What went wrong, in a line; torch shows the stacks of all ranks."""
+    """An error in one line, without the tracebacks of all ranks that torch's message has."""
     if not isinstance(error, CheckpointException):
         return line(error)
     told = [error.failures.get(rank) for rank in range(max(error.failures) + 1)]
@@ -260,12 +262,12 @@ def said(error: BaseException) -> str:
 
 
 def line(error: BaseException) -> str:
-    """An error in a line; those of this library say by themselves what they are."""
+    """An error in one line. The class is left out for errors of this library, whose messages are self-explanatory."""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def of_ranks(texts: Sequence[str]) -> str:
-    """What each rank says, if it says anything; each text once, with its ranks."""
+    """The non-empty texts of all ranks as one text, each once and followed by its ranks."""
     lines: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:

@@ -1,10 +1,10 @@
-"""The index of a checkpoint: what is where in its files, with a checksum for each part, and one of its own.
+"""The index of a checkpoint: where its contents are in its files, with a checksum for each part and for the index.
 
-    checkpoint.json     what the checkpoint holds: names, dtypes, shapes; of each part where it lies, and its CRC-32
-    rank-00003.bin      the parts that rank 3 wrote, one after the other, as they lie in memory
+    checkpoint.json     the contents: names, dtypes and shapes, and for each part its location and its CRC-32
+    rank-00003.bin      the parts that rank 3 wrote, one after the other, as the raw bytes of contiguous tensors
 
-The index is JSON, and what it says is believed only where it can be: files are files of its folder, parts lie within
-them and are as long as their shapes say. A changed byte, of a part or of the index, is noticed.
+The index is JSON and is validated: its files must be in its folder, and its parts must be within them and have the
+length of their shapes. A changed byte, in a part or in the index, is detected.
 """
 
 import errno
@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ import torch
 from ..errors import CheckpointError
 
 INDEX = "checkpoint.json"
-"""The file of a checkpoint that says what is in the others."""
+"""The name of the index file in a checkpoint's folder."""
 
 FORMAT = 1
-"""What the index calls this format."""
+"""The version of this format, stored in the index."""
 
 DTYPES = {name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
-"""Name -> dtype."""
+"""Name of a dtype, as an attribute of `torch` -> dtype."""
 
 _FILE = re.compile(r"rank-\d{5,}\.bin")
 
@@ -39,14 +39,14 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True)
 class Part:
-    """Where the bytes of a value lie, or of a part of a tensor.
+    """The location of a value's bytes, or of those of a part of a tensor.
 
     Attributes:
         file: name of the file.
-        begin: the first byte in the file.
+        begin: offset of the first byte in the file.
         length: number of bytes.
-        crc32: their checksum.
-        sizes: of a part of a tensor its shape.
+        crc32: CRC-32 of these bytes.
+        sizes: the shape, for a part of a tensor.
     """
 
     file: str
@@ -56,10 +56,10 @@ class Part:
     sizes: tuple[int, ...] = ()
 
     def read(self, folder: Path) -> torch.Tensor:
-        """The bytes.
+        """The bytes, as a uint8 tensor.
 
         Raises:
-            DamagedError: they are not there, or not those that were written.
+            DamagedError: the file cannot be read, or the bytes are not those that were written.
         """
         data = torch.empty(self.length, dtype=torch.uint8)
         raw: Any = data.numpy()
@@ -78,13 +78,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Index:
-    """What an index says.
+    """The content of an index.
 
     Attributes:
-        files: name -> bytes.
+        files: file name -> size in bytes.
         paths: name -> the keys that lead to it in the nested state dict.
-        tensors: name -> dtype, shape, and offsets -> part.
-        values: name -> where it lies.
+        tensors: name -> dtype, global shape, and a dict from the offsets of each part to the part.
+        values: name of a value that is not a tensor -> the part that holds it.
     """
 
     files: dict[str, int]
@@ -93,14 +93,14 @@ class Index:
     values: dict[str, Part]
 
     def parts(self) -> Iterable[Part]:
-        """All that lies in the files."""
+        """All parts in the files."""
         yield from self.values.values()
         for _, _, parts in self.tensors.values():
             yield from parts.values()
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write the index of what lies in a checkpoint's files; it is on the disk when this returns."""
+    """Write the index of a checkpoint's files. It is on disk when this returns."""
     tensors = {
         name: {
             "dtype": str(dtype).removeprefix("torch."),
@@ -119,20 +119,21 @@ def write_index(folder: Path, index: Index) -> None:
 
 
 def _head(crc32: int) -> str:
-    """What stands in an index before its content."""
+    """The text of an index file that precedes its content."""
     return f'{{"crc32":{crc32},"content":'
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a checkpoint, and files that are as long as it says.
+    """The index of a checkpoint, after checking the sizes of its files.
 
     Raises:
-        DamagedError: the index is missing, is none, or was changed; a file is missing, or longer or shorter.
+        DamagedError: the index is missing, invalid or was changed, or a file is missing or has the wrong size.
+        CheckpointError: the index has another format version.
     """
     try:
         text = content_of(folder / INDEX).decode()
     except (OSError, ValueError) as error:
-        raise DamagedError(f"{INDEX} is missing or is no text") from error
+        raise DamagedError(f"{INDEX} is missing or is not text") from error
     try:
         index = _parsed(text)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -147,7 +148,11 @@ def read_index(folder: Path) -> Index:
 
 
 def content_of(path: Path) -> bytes:
-    """What a file holds; a pipe, say, for which a reader would wait, is none."""
+    """The bytes of a regular file. Anything else, such as a pipe on which reading would block, counts as missing.
+
+    Raises:
+        FileNotFoundError: there is no such regular file.
+    """
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
     return path.read_bytes()
@@ -190,26 +195,4 @@ def _checked(x: Any, fits: bool) -> Any:
     return x
 
 
-def verify(
-    folder: Path,
-    share: tuple[int, int] = (0, 1),
-    shown: Callable[[list[Part]], Iterable[Part]] = iter,
-) -> str:
-    """What is wrong with a checkpoint, "" if nothing is: every byte is read.
-
-    Args:
-        folder: the checkpoint's.
-        share: (k, n) reads the k-th of n shares of the parts.
-        shown: goes through the parts one by one, and may show how far it is.
-    """
-    k, n = share
-    try:
-        parts = sorted(read_index(folder).parts(), key=lambda p: (p.file, p.begin))
-        for part in shown(parts[k::n]):
-            part.read(folder)
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-__all__ = ["INDEX", "DamagedError", "Index", "Part", "content_of", "read_index", "verify", "write_index"]
+__all__ = ["INDEX", "DamagedError", "Index", "Part", "content_of", "read_index", "write_index"]

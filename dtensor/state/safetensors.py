@@ -1,7 +1,7 @@
-"""Whole models as safetensors files: written tensor by tensor, read by each rank as far as it needs.
+"""Models as safetensors files: written one tensor at a time; each rank reads only what it needs.
 
-The format (github.com/huggingface/safetensors): eight bytes with the length of a header, the header in JSON, which
-gives for each tensor dtype, shape and where its bytes begin and end, then the bytes. It needs nothing but torch.
+The format (github.com/huggingface/safetensors) is: eight bytes with the length of a header; the header in JSON, with
+dtype, shape and begin and end of the bytes of each tensor; then the bytes. Only torch is needed.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
-from ..mesh.spec import chunk
+from ..mesh.tensor_spec import chunk
 from ..tensor.tensor import DTensor
 
 DTYPES = {
@@ -37,30 +37,30 @@ DTYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-"""What the format calls a dtype."""
+"""Name of a dtype in the format -> dtype."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
-"""The file that says which tensor is in which of several files."""
+"""The name of the file that maps tensors to files, if there are several."""
 
 
 def export(
-    state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, metadata: Mapping[str, str] | None = None
+    state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write the tensors of a state dict to one safetensors file, whole, as one device would have them.
+    """Writes the full tensors of a state dict to one safetensors file.
 
-    Collective over the ranks of the tensors. One tensor at a time is put together; the first rank writes. The file has
-    its name only when it is complete.
+    Collective over all ranks. One tensor at a time is gathered, and rank 0 writes it. The file gets its name only when
+    it is complete.
 
     Args:
         state: name -> DTensor or plain tensor.
-        path: the file, which is replaced if it exists.
-        metadata: texts for the header.
+        path: the file; an existing one is replaced.
+        metadata: strings for the header.
 
     Raises:
-        TypeError: `state` is no dict, or has something that is no tensor or no text for a name; metadata are no texts.
-        ValueError: a tensor of a dtype that the format does not have.
-        CheckpointError: on all ranks, if the first could not write.
+        TypeError: `state` is not a dict, a value is not a tensor, or a name or an item of `metadata` is not a string.
+        ValueError: a tensor has a dtype that the format does not support.
+        CheckpointError: the file could not be written; raised on all ranks.
     """
     _check_state(state)
     header = _header(state, metadata)
@@ -68,8 +68,7 @@ def export(
     if writer is not None:
         writer.write(header)
     for x in state.values():
-        kept: Any = x.detach()
-        whole = kept.full_tensor() if isinstance(x, DTensor) else kept
+        whole = _whole(x)
         if writer is not None:
             writer.write(raw_bytes(whole))
     said = [None if writer is None else writer.close()]
@@ -79,10 +78,31 @@ def export(
         raise CheckpointError(f"{path} could not be written: {said[0]}")
 
 
-class _Writer:
-    """A file that has its name when it is closed. What goes wrong is told then: the other ranks go on till the end."""
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """The full tensor, on rank 0 too, where that is not on the tensor's mesh."""
+    kept: Any = x.detach()
+    if not isinstance(x, DTensor):
+        return kept
+    whole = kept.full_tensor()
+    ranks = x.device_mesh.mesh.flatten().tolist()
+    if 0 in ranks:
+        return whole
+    first = min(ranks)
+    if dist.get_rank() == first:
+        dist.send(whole.contiguous(), 0)
+    elif dist.get_rank() == 0:
+        whole = torch.empty(x.shape, dtype=x.dtype, device=whole.device)
+        dist.recv(whole, first)
+    return whole
 
-    def __init__(self, path: Path):
+
+class _Writer:
+    """A file that gets its name when it is closed.
+
+    Errors are returned by `close`, not raised before, because the other ranks continue to the end.
+    """
+
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.partial = path.with_name(path.name + ".partial")
         self.error: OSError | None = None
@@ -125,16 +145,16 @@ def _check_state(state: Any) -> None:
 
 def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
     if metadata is not None and not _is_text(metadata):
-        raise TypeError(f"metadata is a dict from texts to texts; got {metadata!r}")
+        raise TypeError(f"metadata is a dict from strings to strings; got {metadata!r}")
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, x in state.items():
         if not isinstance(name, str):
-            raise TypeError(f"tensors in a safetensors file have texts for names; got {name!r}")
+            raise TypeError(f"names of tensors in a safetensors file are strings; got {name!r}")
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"a safetensors file holds tensors; {name!r} is {type(x).__name__}, leave it out")
         if x.dtype not in NAMES:
-            raise ValueError(f"a safetensors file cannot hold {x.dtype}, which {name!r} is of; write x.to(float32)")
+            raise ValueError(f"a safetensors file cannot hold {x.dtype}, the dtype of {name!r}; write x.to(float32)")
         begin, end = end, end + x.numel() * x.element_size()
         entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -143,26 +163,28 @@ def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | Non
 
 
 def raw_bytes(x: torch.Tensor) -> memoryview:
-    """The bytes of a tensor as they lie in memory when it is contiguous, on the host."""
+    """The bytes of a tensor in contiguous order, in host memory."""
     flat = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     raw: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return memoryview(raw)
 
 
-def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, strict: bool = True) -> list[str]:
-    """Read a safetensors file into the tensors of a state dict, in place; each rank reads its shards, and no more.
+def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, strict: bool = True) -> list[str]:
+    """Reads safetensors files into the tensors of a state dict, in place. Each rank reads only its own shards.
 
     Args:
-        state: name -> DTensor or plain tensor, of the shape in the file; values are cast to its dtype.
-        path: a file, or a folder with one `*.safetensors` or with an index of several, as transformers write them.
-        strict: raise if the names in `state` and in the file are not the same.
+        state: name -> DTensor or plain tensor, with the (global) shape of the one in the file. Values are cast to its
+            dtype.
+        path: a file, or a folder with one `*.safetensors` file, or with several and an index, as transformers writes.
+        strict: raise if the names in `state` and in the files are not the same.
 
     Returns:
-        The names in `state` that are not in the file.
+        The names in `state` that are not in the files.
 
     Raises:
-        CheckpointError: a file is missing, damaged or cut short, or names (if strict) or shapes do not fit.
-        TypeError: `state` is no dict.
+        CheckpointError: a file is missing, damaged or truncated, a dtype in it is not one of torch's, or shapes (or, if
+            `strict`, names) do not match.
+        TypeError: `state` is not a dict.
     """
     _check_state(state)
     found = {name: (file, entry) for file in _files(Path(path)) for name, entry in _entries(file).items()}
@@ -170,8 +192,8 @@ def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike, *, strict: 
     extra = [name for name in found if name not in state]
     if strict and (missing or extra):
         raise CheckpointError(
-            f"{path} does not hold what the state does: it lacks {missing or 'nothing'}, and has {extra or 'nothing'} "
-            "beside; write strict=False to read what is common"
+            f"{path} does not match the state: it lacks {missing or 'nothing'} and has in addition "
+            f"{extra or 'nothing'}; write strict=False to read the common tensors"
         )
     for name, x in state.items():
         if name in found:
@@ -188,16 +210,16 @@ def _files(path: Path) -> list[Path]:
             return [path / name for name in sorted(names)]
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{path / INDEX} is no index of safetensors files ({error!r}); copy it again"
+                f"{path / INDEX} is not an index of safetensors files ({error!r}); copy it again"
             ) from error
     found = sorted(path.glob("*.safetensors"))
     if len(found) != 1:
-        raise CheckpointError(f"{path} is no safetensors file, and no folder with one file or {INDEX}")
+        raise CheckpointError(f"{path} is neither a safetensors file nor a folder with one such file or {INDEX}")
     return found
 
 
 def _entries(file: Path) -> dict[str, Any]:
-    """Name -> dtype, shape and where the bytes are in the file."""
+    """Name -> header entry: dtype, shape, and begin and end of the bytes in the file."""
     if not file.is_file():
         raise CheckpointError(f"{file} is missing; copy it again")
     size = file.stat().st_size
@@ -211,9 +233,9 @@ def _entries(file: Path) -> dict[str, Any]:
         entries.pop("__metadata__", None)
         wrong = [name for name, entry in entries.items() if not _is_entry(**entry)]
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged, or no safetensors file ({error!r}); copy it again") from error
+        raise CheckpointError(f"{file} is damaged or not a safetensors file ({error!r}); copy it again") from error
     if wrong:
-        raise CheckpointError(f"{file} says of {wrong} what cannot be, {entries[wrong[0]]}; write or copy it again")
+        raise CheckpointError(f"{file} has impossible entries for {wrong}: {entries[wrong[0]]}; write or copy it again")
     needed = 8 + length + max((e["data_offsets"][1] for e in entries.values()), default=0)
     if size != needed:
         raise CheckpointError(f"{file} has {size:,} bytes of {needed:,}: it was cut short; copy or write it again")
@@ -221,7 +243,7 @@ def _entries(file: Path) -> dict[str, Any]:
 
 
 def _is_entry(*, dtype: str, shape: list[int], data_offsets: list[int]) -> bool:
-    """Whether the bytes are as many as a tensor of this shape and dtype, if it is one of torch's, has."""
+    """Whether an entry is consistent: as many bytes as its shape and dtype require, if torch has the dtype."""
     begin, end = data_offsets
     if not all(type(n) is int and n >= 0 for n in (*shape, begin, end - begin)):
         return False
@@ -231,7 +253,7 @@ def _is_entry(*, dtype: str, shape: list[int], data_offsets: list[int]) -> bool:
 @torch.no_grad()
 def _read(x: torch.Tensor, name: str, file: Path, entry: dict[str, Any]) -> None:
     if list(x.shape) != entry["shape"]:
-        raise CheckpointError(f"{name!r} has shape {entry['shape']} in {file}, and {list(x.shape)} in the state")
+        raise CheckpointError(f"{name!r} has shape {entry['shape']} in {file}, but {list(x.shape)} in the state")
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"{name!r} is of dtype {entry['dtype']} in {file}, which torch does not have")
     local: Any = x.to_local() if isinstance(x, DTensor) else x
@@ -241,7 +263,7 @@ def _read(x: torch.Tensor, name: str, file: Path, entry: dict[str, Any]) -> None
     with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
         raw = torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=begin)
         local.copy_(_own(_typed(raw, DTYPES[entry["dtype"]], x), x))
-        del raw  # the map cannot be closed while a tensor lies in it
+        del raw  # the map cannot be closed while a tensor uses it
 
 
 def _typed(raw: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
@@ -251,7 +273,7 @@ def _typed(raw: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torch.Tens
 
 
 def _own(whole: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the whole tensor."""
+    """The shard of the full tensor `whole` that this rank holds of `x`."""
     if not isinstance(x, DTensor):
         return whole
     sizes, offsets = chunk(x._spec)

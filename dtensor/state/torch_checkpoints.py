@@ -1,6 +1,6 @@
-"""Checkpoints that torch.distributed.checkpoint wrote, read without running what they hold.
+"""Reads checkpoints that torch.distributed.checkpoint wrote, without executing their contents.
 
-Their index is a pickle, which torch's own `load` executes, as it does the pickles of values that are no tensors.
+Their index is a pickle, which torch's own `load` executes, as it does the pickles of values that are not tensors.
 """
 
 import io
@@ -35,11 +35,11 @@ _OF_METADATA = {
     "collections": {"OrderedDict"},
     "pathlib": {"PosixPath", "PurePosixPath"},
 }
-"""What the pickled index of torch.distributed.checkpoint is made of: module -> names."""
+"""Module -> the names in it that a pickled index of torch.distributed.checkpoint may refer to."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what `_OF_METADATA` names, and nothing else."""
+    """Creates objects of the classes in `_OF_METADATA`, and torch dtypes, and nothing else."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if global_name in _OF_METADATA.get(module_name, ()):
@@ -47,34 +47,34 @@ class _Unpickler(pickle.Unpickler):
         if module_name == "torch" and isinstance(found := getattr(torch, global_name, None), torch.dtype):
             return found
         raise CheckpointError(
-            f".metadata asks for {module_name}.{global_name}, which no index of a checkpoint is made of: it is not read"
+            f".metadata refers to {module_name}.{global_name}, which no index of a checkpoint contains; it is not read"
         )
 
 
 class TorchReader(FileSystemReader):
-    """Reads a checkpoint that torch.distributed.checkpoint.save wrote, and runs nothing that it holds.
+    """Reads a checkpoint that torch.distributed.checkpoint.save wrote, without executing its contents.
 
-    It reads the index at once.
+    The constructor reads the index.
 
     Raises:
-        CheckpointError: the index is missing, is none, or names what is no file of its folder.
+        CheckpointError: the index is missing or invalid, or names a file that is not in its folder.
     """
 
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         super().__init__(folder)
         path = Path(folder) / ".metadata"
         try:
-            self.metadata = _Unpickler(io.BytesIO(content_of(path))).load()
+            self.metadata: Any = _Unpickler(io.BytesIO(content_of(path))).load()
             files = {info.relative_path for info in self.metadata.storage_data.values()}
         except CheckpointError:
             raise
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # a pickle that was changed can raise anything
-            raise CheckpointError(f"{path} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{path} is not an index of a checkpoint: {type(error).__name__}: {error}") from error
         for name in files:
             if Path(name).name != name or not (Path(folder) / name).is_file():
-                raise CheckpointError(f"{path} names {name}, which is no file of its folder")
+                raise CheckpointError(f"{path} names {name}, which is not a file in its folder")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
@@ -82,15 +82,20 @@ class TorchReader(FileSystemReader):
         return self.metadata
 
 
-def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike) -> None:
-    """Read what `torch.distributed.checkpoint.save` wrote to `folder` into `state`, as `Checkpoints.load` does.
+def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
+    """Reads a checkpoint that `torch.distributed.checkpoint.save` wrote into `state`, like `Checkpoints.load`.
 
-    Torch's own `load` runs whatever a checkpoint's pickles say; this makes tensors, numbers, texts and containers of
-    them, and nothing else. Torch writes no checksums: a changed value is not noticed.
+    Torch's own `load` executes the pickles in a checkpoint; this creates only tensors, numbers, strings and containers
+    from them. Torch writes no checksums, so changed values are not detected. Collective over all ranks.
+
+    Args:
+        state: a state dict like the one that was saved. Its tensors are overwritten, whatever their mesh and
+            placements; other values are replaced in the dict.
+        folder: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: on all ranks, if there is no checkpoint, it holds something else than `state` or than such
-            values.
+        CheckpointError: there is no checkpoint, it does not match `state`, or it has values of other types; raised on
+            all ranks.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     reader, wrong = tried(lambda: TorchReader(folder), group)

@@ -1,1 +1,1 @@
-"""The DTensor: the class, how DTensors are made, and what is caught above it (composite operators, control flow)."""
+"""The DTensor class, the functions that create DTensors, and the operators intercepted above autograd."""

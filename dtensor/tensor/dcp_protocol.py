@@ -1,4 +1,4 @@
-"""The protocol of torch.distributed.checkpoint: which part of the global tensor this rank writes and reads."""
+"""The tensor protocol of torch.distributed.checkpoint: which chunk of the global tensor this rank writes and reads."""
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -8,11 +8,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..mesh.spec import Spec, chunk
+from ..mesh.tensor_spec import Spec, chunk
 
 
 def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:
-    """What this rank writes of a tensor under the name `fqn`; replicas are removed by the planner."""
+    """The write items of this rank's shard of a tensor named `fqn`. The planner removes duplicates of replicas."""
     sizes, offsets = chunk(spec)
     data = TensorWriteData(
         chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes),
@@ -23,7 +23,7 @@ def write_items(spec: Spec, local: torch.Tensor, fqn: str) -> list[WriteItem]:
 
 
 def chunk_list(spec: Spec) -> list[ChunkStorageMetadata]:
-    """This rank's shard of a tensor as sizes and offsets: one chunk."""
+    """The sizes and offsets of this rank's shard, as a single chunk."""
     sizes, offsets = chunk(spec)
     return [ChunkStorageMetadata(offsets=offsets, sizes=sizes)]
 
@@ -32,7 +32,7 @@ def tensor_shard(spec: Spec, local: torch.Tensor, index: MetadataIndex) -> torch
     """The local tensor that the chunk at `index` is read from or written to.
 
     Raises:
-        ValueError: this rank's shard does not begin at the offset asked for.
+        ValueError: this rank's shard does not begin at the requested offset.
     """
     _, offsets = chunk(spec)
     if index.offset is not None and torch.Size(index.offset) != offsets:

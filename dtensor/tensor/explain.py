@@ -1,8 +1,8 @@
-"""Explain: what dispatch would do with a call, operator by operator, without doing it.
+"""Explain: reports what dispatch would do with a call, operator by operator, without doing it.
 
     call -> the same call on fake local tensors -> decision of each operator -> Explanation
 
-The decisions come from the code that dispatch itself uses. Nothing is computed and nothing is sent.
+The decisions come from the code that dispatch itself uses. Nothing is computed and nothing is communicated.
 """
 
 from collections.abc import Callable
@@ -21,27 +21,34 @@ from ..errors import ShardingError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard
 from ..mesh.mesh import mesh_shape
-from ..mesh.spec import Spec
+from ..mesh.tensor_spec import Spec
 from ..rules import rule_of
 from ..rules.choose import Weighed, weigh
-from ..torch_private.core import FakeTensor, FakeTensorMode, TorchDispatchMode, UnknownValue, disable_current_modes
-from .composite import inside
+from ..torch_private.core import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    UnknownValue,
+    disable_current_modes,
+)
+from .composite_operators import inside
 from .tensor import DTensor, fake_like
 
 KINDS = {
     "rule": "runs on local tensors by its rule",
-    "replicated": "has no rule: runs whole on every rank",
+    "replicated": "has no rule: runs on full tensors on every rank",
     "dynamic": "its result depends on values: gathered, and run on every rank",
     "composite": "runs as the operators below it",
     "decomposed": "has no rule: runs as the operators of torch's decomposition below it",
     "functional": "runs as the operator below it, whose result is copied",
     "out": "runs as the operator below it, whose result is copied",
-    "inplace_view": "becomes what the operator below it gives",
+    "inplace_view": "becomes the result of the operator below it",
     "foreach": "runs list item by list item, below it",
     "redistribute": "asked for",
-    "implied": "not asked for: an operator that is seen whole moves its operand",
+    "implied": "not asked for: a composite operator redistributes its operand",
 }
-"""Kind of an operator's explanation -> what it says."""
+"""Kind of an `OperatorExplanation` -> its description in the printed text."""
 
 _KIND_OF_DECISION = {"decompose": "decomposed", "implicit": "decomposed"}
 
@@ -51,10 +58,11 @@ class Option:
     """One way to run an operator on one mesh axis.
 
     Attributes:
-        inputs, outputs: placement of each operand and output (None: not a tensor) on the axis.
-        seconds: estimated time of the redistributions it needs; None if it is refused.
-        refused: why it cannot be, else "".
-        chosen: whether it is the one that runs.
+        inputs: placement of each operand on the axis.
+        outputs: placement of each output on the axis; None if the output is not a tensor.
+        seconds: estimated time of the redistributions it needs, in seconds; None if it is refused.
+        refused: why it is not possible; empty if it is.
+        chosen: whether this option runs.
     """
 
     inputs: tuple[Placement, ...]
@@ -69,18 +77,18 @@ class Option:
 
 @dataclass(frozen=True)
 class OperatorExplanation:
-    """What one operator does.
+    """How one operator runs.
 
     Attributes:
         name: the operator, such as "aten.mm.default".
         kind: a key of `KINDS`.
-        depth: 0 for an operator that was called, 1 for one that it runs as, and so on.
+        depth: 0 for an operator that was called, 1 for one that it is broken into, and so on.
         operands: argument name and spec of each tensor operand.
-        options: for each mesh axis the candidates; empty if no rule was asked.
-        moves: the operands, and outputs once made, that are redistributed, with plan, bytes and seconds.
-        outputs: spec of each output; None where it is not a tensor. Empty if the operator is refused, or only known
-            by those it runs as.
-        error: why it is refused, else "".
+        options: the candidates for each mesh axis; empty if no rule applies.
+        moves: the operands and computed outputs that are redistributed, with plan, bytes and seconds.
+        outputs: spec of each output; None if the output is not a tensor. Empty if the operator is refused, or if only
+            the operators it is broken into determine its outputs.
+        error: why it is refused; empty if it is not.
     """
 
     name: str
@@ -94,12 +102,12 @@ class OperatorExplanation:
 
     @property
     def bytes(self) -> float:
-        """Bytes that each rank sends for the redistributions."""
+        """Bytes that each rank sends for this operator's redistributions."""
         return sum(m.bytes for m in self.moves)
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds of the redistributions."""
+        """Estimated time of this operator's redistributions, in seconds."""
         return sum(m.seconds for m in self.moves)
 
     def __str__(self) -> str:
@@ -138,12 +146,13 @@ def _cost(sent: float, seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` gives; prints as text, and as a table in a notebook.
+    """The result of `explain`. It prints as text, and as a table in a notebook.
 
     Attributes:
-        name: what was explained.
-        operators: an `OperatorExplanation` for each operator, in order; those that one runs as follow it.
-        stopped: why the explanation ends before the call does, else "".
+        name: name of the function that was explained.
+        operators: an `OperatorExplanation` for each operator, in order of execution. The operators that one is broken
+            into follow it.
+        stopped: why the explanation ends before the call does; empty if it covers the whole call.
     """
 
     name: str
@@ -152,12 +161,12 @@ class Explanation:
 
     @property
     def bytes(self) -> float:
-        """Bytes that each rank sends for redistributions."""
+        """Bytes that each rank sends for all redistributions."""
         return sum(o.bytes for o in self.operators)
 
     @property
     def seconds(self) -> float:
-        """Estimated seconds of the redistributions, one after the other."""
+        """Estimated time of all redistributions if they run one after the other, in seconds."""
         return sum(o.seconds for o in self.operators)
 
     def __str__(self) -> str:
@@ -191,19 +200,24 @@ class Explanation:
 
 
 def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """What calling `op` would do: each operator's candidates, the choice, and what is redistributed for it.
+    """Explains what calling `op` would do: the candidates of each operator, the choice, and its redistributions.
+
+    The call runs on fake local tensors: nothing is computed, no argument is written to and nothing is communicated. If
+    sharding makes the call fail, the explanation ends there with the error. It also ends at an operator whose result
+    depends on values, because what follows is unknown.
 
     Args:
-        op: anything that is called with DTensors: a torch function such as `torch.matmul` or `F.linear`, a method such
-            as `torch.Tensor.view`, an operator of `torch.ops`, a custom operator, a module.
-        args, kwargs: its arguments, some of them DTensors, also inside lists, tuples and dicts.
+        op: any callable that takes DTensors: a torch function such as `torch.matmul` or `F.linear`, a method such as
+            `torch.Tensor.view`, an operator of `torch.ops`, a custom operator or a module.
+        *args: its arguments. DTensors may also be inside lists, tuples and dicts.
+        **kwargs: its keyword arguments, likewise.
 
-    Nothing is computed, no argument is written to and nothing is sent: the call runs on fake local tensors. A call that
-    would fail is explained up to there. After an operator whose result depends on values nothing more is known, and the
-    explanation ends. Times are estimates by `dtensor.layout.cost`.
+    Returns:
+        An `Explanation`, with bytes sent by each rank and times estimated by `dtensor.layout.cost`, in seconds.
 
     Raises:
-        Exception: what `op` raises for other reasons than sharding, such as shapes that do not fit.
+        TypeError: `op` is not callable.
+        Exception: whatever `op` raises for reasons other than sharding, such as incompatible shapes.
 
     >>> print(dtensor.explain(torch.matmul, x, w))
     matmul: 256 bytes, 10.03 us
@@ -222,7 +236,7 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
           S(0) -> R: all_gather over axis 0, 256 B
     """
     if not callable(op):
-        raise TypeError(f"explain takes what is called, and then its arguments; got {op!r}")
+        raise TypeError(f"explain takes a callable, and then its arguments; got {op!r}")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _Recorder(mode)
     stopped = ""
@@ -240,17 +254,17 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees each operator on DTensors before DTensor does, notes what it does, and has it run on fake tensors."""
+    """Intercepts each operator on DTensors before DTensor does, records its decision and runs it on fake tensors."""
 
-    def __init__(self, mode: FakeTensorMode):
+    def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.mode = mode
         self.found: list[OperatorExplanation] = []
         self.depth = 0
         self.known: dict[int, tuple[Any, Any]] = {}
 
-    def faked(self, a) -> Any:
-        """`a` with the DTensors in it on fake local tensors; one that comes twice is faked once."""
+    def faked(self, a: Any) -> Any:
+        """`a` with each DTensor in it on a fake local tensor. A DTensor that occurs twice is faked once."""
         if isinstance(a, DTensor):
             if isinstance(a._local_tensor, FakeTensor):
                 return a
@@ -262,11 +276,13 @@ class _Recorder(TorchDispatchMode):
             return {k: self.faked(v) for k, v in a.items()}
         return type(a)(map(self.faked, a)) if type(a) in (list, tuple) else a
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not any(issubclass(t, DTensor) for t in types):
             return func(*args, **kwargs)
-        args, kwargs = self.faked(tuple(args)), self.faked(kwargs)
+        args, kwargs = self.faked(tuple(args)), dict(self.faked(kwargs))
         if _has_plain(args, kwargs) and "_foreach_" not in func.name():
             args, kwargs = dispatch.with_plain_wrapped(func, args, kwargs)
         with watched() as seen:
@@ -280,7 +296,7 @@ class _Recorder(TorchDispatchMode):
         self.found += [self._by_rule(d, str(func)) for d in seen]
         return dispatch.run(decision, func, args, kwargs)
 
-    def _detour(self, kind: str, func, args, kwargs):
+    def _detour(self, kind: str, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands = tuple(named_operands(func, args, kwargs))
         note = OperatorExplanation(str(func), _KIND_OF_DECISION.get(kind, kind), self.depth, operands)
         if kind == "dynamic" or func.name() == "dtensor::redistribute":
@@ -307,7 +323,9 @@ class _Recorder(TorchDispatchMode):
         outputs = (operands[0][1],) if d.in_place else decision.outputs
         return OperatorExplanation(name, kind, self.depth, tuple(operands), options, moves, outputs, error)
 
-    def _refuse(self, func, args, kwargs, seen: list[Decided], error: ShardingError) -> None:
+    def _refuse(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], seen: list[Decided], error: ShardingError
+    ) -> None:
         if seen:
             self.found += [self._by_rule(d, str(func), str(error)) for d in seen]
         else:
@@ -315,8 +333,10 @@ class _Recorder(TorchDispatchMode):
             self.found.append(OperatorExplanation(str(func), "rule", self.depth, operands, error=str(error)))
 
 
-def _moved(note: OperatorExplanation, func, args, kwargs) -> OperatorExplanation:
-    """The explanation of an operator that itself says where its operands go."""
+def _moved(
+    note: OperatorExplanation, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> OperatorExplanation:
+    """The explanation of an operator that determines the layouts of its operands itself."""
     specs: list[Spec] = []
     check_operands(func, args, kwargs, specs)
     if note.kind == "dynamic":
@@ -334,7 +354,7 @@ def _moves(note: OperatorExplanation, targets: list[Layout]) -> tuple[Move, ...]
     return tuple(moves_of(list(note.operands), targets))
 
 
-def _has_plain(*values) -> bool:
+def _has_plain(*values: Any) -> bool:
     """Whether a plain tensor is among the arguments."""
     return any(
         _has_plain(*(v.values() if isinstance(v, dict) else v))

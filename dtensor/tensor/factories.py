@@ -1,4 +1,4 @@
-"""Making DTensors: `distribute_tensor` and the factories."""
+"""Functions that create DTensors: `distribute_tensor`, and factories such as `zeros` and `randn`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,10 +11,10 @@ from ..comm.from_plain import from_source, mesh_of
 from ..errors import MeshError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placements
-from ..mesh.spec import Spec, contiguous_stride
+from ..mesh.tensor_spec import Spec, contiguous_stride
 from ..rules.families.random import keep_shard
 from ..rules.sampling import sample
-from .declared import is_size
+from .declared_layouts import is_size
 from .tensor import DTensor
 
 
@@ -25,26 +25,29 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Distribute a global tensor over a mesh.
+    """Distributes a global tensor over a mesh.
+
+    A tensor on the meta device stays there, and nothing is communicated. A DTensor that already has this mesh and these
+    placements is returned as it is.
 
     Args:
-        tensor: the global tensor, a leaf; its values are taken from `src_data_rank`.
-        device_mesh: the mesh; None takes the current one.
-        placements: one per mesh axis; None replicates. Shards are cut as `torch.chunk` cuts. Of a Partial sum or
-            product the first rank along the axis holds all, of another Partial each rank does.
-        src_data_rank: rank along each mesh axis whose data counts, broadcast to the others; None takes each rank's own
-            without communication.
-
-    A tensor on the meta device has no values to send, and stays there.
+        tensor: the global tensor; it must be a leaf. Its values are taken from `src_data_rank`.
+        device_mesh: the mesh; None uses the current one.
+        placements: one per mesh axis; None replicates. Shards are split as by `torch.chunk`. For Partial("sum") and
+            Partial("product") the first rank along the axis holds the full value and the others hold 0 or 1. For other
+            reductions every rank holds the full value.
+        src_data_rank: the rank along each mesh axis whose values are broadcast to the others. None uses each rank's own
+            values, without communication.
 
     Returns:
-        A leaf DTensor with `requires_grad` of `tensor`. An `nn.Parameter` gives an `nn.Parameter`.
+        A leaf DTensor with the `requires_grad` of `tensor`; an `nn.Parameter` if `tensor` is one.
 
     Raises:
-        PlacementError: placements do not fit mesh or tensor.
-        ValueError: `tensor` is sparse or no leaf, or some mesh axis has no rank `src_data_rank`.
-        TypeError: `tensor` is no tensor.
-        MeshError: `tensor` is a DTensor on another mesh or in other placements, or `device_mesh` is no mesh.
+        PlacementError: placements do not fit mesh or tensor, or `tensor` is a DTensor in other placements.
+        ValueError: `tensor` is sparse or not a leaf, or some mesh axis has no rank `src_data_rank`.
+        TypeError: `tensor` is not a tensor.
+        MeshError: `tensor` is a DTensor on another mesh, or `device_mesh` is not a mesh.
+        ImportError: the mesh is of XLA devices and torch_xla is not installed.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}; write torch.tensor(x)")
@@ -77,11 +80,11 @@ def distribute_tensor(
 
 
 _NEUTRAL = {"sum": 0, "product": 1}
-"""What a rank holds that adds nothing to a reduction; the others reduce equal values to that value."""
+"""Reduction -> its neutral element. The other reductions need none, as they reduce equal values to the same value."""
 
 
 def _keep_part(x: torch.Tensor, layout: Layout, mesh: Any) -> torch.Tensor:
-    """This rank's part of a partial value: all of it on the first rank along an axis."""
+    """This rank's part of a partial value: the first rank along an axis holds the value, the others a neutral one."""
     for axis, op in layout.partial:
         if op in _NEUTRAL and mesh.get_local_rank(axis) > 0:
             x = torch.full_like(x, _NEUTRAL[op])
@@ -102,12 +105,16 @@ def _already_distributed(tensor: DTensor, mesh: Any, placements: tuple[Placement
 
 
 def on_xla(mesh: Any) -> bool:
-    """Whether a mesh is of XLA devices, for which torch_xla does the sharding."""
+    """Whether a mesh consists of XLA devices. On these torch_xla does the sharding."""
     return getattr(mesh, "device_type", None) == "xla"
 
 
 def of_xla(name: str) -> Callable[..., Any]:
-    """The function of torch_xla that shards what lies on a mesh of its devices."""
+    """The function `name` of torch_xla, which shards tensors or modules over a mesh of XLA devices.
+
+    Raises:
+        ImportError: torch_xla is not installed.
+    """
     try:
         from torch_xla.distributed import spmd  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -115,14 +122,24 @@ def of_xla(name: str) -> Callable[..., Any]:
     return getattr(spmd, name)
 
 
-def _make(fill: Callable[..., torch.Tensor], size, dtype, layout, requires_grad, device_mesh, placements) -> DTensor:
-    """A DTensor of a constant: each rank fills its own shard only."""
+def _make(
+    fill: Callable[..., torch.Tensor],
+    size: Any,
+    dtype: torch.dtype | None,
+    layout: Any,
+    requires_grad: bool,
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
+    """A DTensor filled with a constant. Each rank fills only its own shard."""
     spec = _spec(size, dtype, layout, device_mesh, placements)
     local = fill(spec.local_shape(), dtype=spec.dtype, device=spec.mesh.device_type)
     return DTensor(local, spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
-def _spec(size, dtype, layout, device_mesh, placements) -> Spec:
+def _spec(
+    size: Any, dtype: torch.dtype | None, layout: Any, device_mesh: Any, placements: Sequence[Placement] | None
+) -> Spec:
     if layout != torch.strided:
         raise ValueError(f"DTensor factories make torch.strided tensors, got layout={layout}")
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
@@ -136,57 +153,123 @@ def _spec(size, dtype, layout, device_mesh, placements) -> Spec:
     return Spec.make(mesh, Layout.of(checked, len(shape)), shape, contiguous_stride(shape), dtype)
 
 
-def zeros(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
-    """Zeros of global shape `size`; each rank makes its shard only."""
+def zeros(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of zeros. Each rank creates only its own shard.
+
+    Args:
+        *size: the global shape, as ints or one sequence of ints.
+        dtype: the dtype; None uses torch's default dtype.
+        layout: must be `torch.strided`.
+        requires_grad: whether autograd records operations on the result.
+        device_mesh: the mesh; None uses the current one.
+        placements: one Shard or Replicate per mesh axis; None replicates.
+
+    Raises:
+        PlacementError: placements do not fit mesh or shape, or one is Partial.
+        ValueError: `layout` is not `torch.strided`, or a length is not an int of at least 0.
+        MeshError: there is no mesh.
+    """
     return _make(torch.zeros, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
-def ones(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
-    """Ones of global shape `size`; each rank makes its shard only."""
+def ones(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of ones. Each rank creates only its own shard. Arguments and errors are those of `zeros`."""
     return _make(torch.ones, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
-def empty(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
-    """Uninitialised, of global shape `size`; each rank makes its shard only."""
+def empty(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """An uninitialised DTensor. Each rank allocates only its own shard. Arguments and errors are those of `zeros`."""
     return _make(torch.empty, size, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def full(
-    size, fill_value, *, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+    size: Any,
+    fill_value: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """`fill_value` everywhere, of global shape `size`; each rank makes its shard only."""
+    """A DTensor filled with `fill_value`. Each rank creates only its own shard.
+
+    Args:
+        size: the global shape, a sequence of ints.
+        fill_value: the number to fill with.
+        dtype: the dtype; None infers it from `fill_value`.
+
+    Other arguments and errors are those of `zeros`.
+    """
     dtype = dtype if dtype is not None else torch.tensor(fill_value).dtype
 
-    def fill(shape, *, dtype, device):
+    def fill(shape: Any, *, dtype: torch.dtype | None, device: Any) -> Any:
         return torch.full(shape, fill_value, dtype=dtype, device=device)
 
     return _make(fill, (tuple(size),), dtype, layout, requires_grad, device_mesh, placements)
 
 
 def linspace(
-    start, end, steps, *, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None
+    start: Any,
+    end: Any,
+    steps: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """`steps` evenly spaced numbers, as `torch.linspace`; each rank makes all, and keeps its shard.
+    """`steps` evenly spaced numbers, as `torch.linspace`. Each rank computes all of them and keeps its shard.
 
-    `start` and `end` are numbers or tensors of no dimension, DTensors too.
+    Args:
+        start: the first value, a number or a zero-dimensional tensor or DTensor.
+        end: the last value, likewise.
+        steps: the number of values, which is the global length of the result.
+
+    Other arguments and errors are those of `zeros`.
     """
     make = partial(torch.linspace, _whole(start), _whole(end), steps)
     return _cut(make, steps, dtype, layout, requires_grad, device_mesh, placements)
 
 
 def logspace(
-    start,
-    end,
-    steps,
-    base=10,
+    start: Any,
+    end: Any,
+    steps: Any,
+    base: int = 10,
     *,
-    dtype=None,
-    layout=torch.strided,
-    requires_grad=False,
-    device_mesh=None,
-    placements=None,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
 ) -> DTensor:
-    """`steps` powers of `base`, from `base ** start` to `base ** end`, as `torch.logspace`; otherwise as `linspace`."""
+    """`steps` powers of `base`, from `base ** start` to `base ** end`, as `torch.logspace`.
+
+    Arguments and errors are otherwise those of `linspace`.
+    """
     make = partial(torch.logspace, _whole(start), _whole(end), steps, base)
     return _cut(make, steps, dtype, layout, requires_grad, device_mesh, placements)
 
@@ -195,21 +278,49 @@ def _whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def _cut(make: Callable[..., torch.Tensor], length, dtype, layout, requires_grad, device_mesh, placements) -> DTensor:
-    """The shard of a row of numbers that every rank makes whole."""
+def _cut(
+    make: Callable[..., torch.Tensor],
+    length: Any,
+    dtype: torch.dtype | None,
+    layout: Any,
+    requires_grad: bool,
+    device_mesh: Any,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
+    """This rank's shard of a vector of `length` numbers that every rank computes in full."""
     spec = _spec((length,), dtype, layout, device_mesh, placements)
     local = keep_shard(make(dtype=dtype, device=spec.mesh.device_type), spec.layout, spec.mesh)
     return DTensor(local, spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
-def rand(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
-    """Uniform in [0, 1), of global shape `size`: what `torch.rand(size)` gives on one device with the same seed."""
+def rand(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Uniform random numbers in [0, 1), the same as `torch.rand(size)` on one device with the same seed.
+
+    All ranks need the same random state (see `dtensor.random`). Arguments and errors are those of `zeros`.
+    """
     spec = _spec(size, dtype, layout, device_mesh, placements)
     return DTensor(sample(torch.rand, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 
 
-def randn(*size, dtype=None, layout=torch.strided, requires_grad=False, device_mesh=None, placements=None) -> DTensor:
-    """Standard normal, of global shape `size`: what `torch.randn(size)` gives on one device with the same seed."""
+def randn(
+    *size: Any,
+    dtype: torch.dtype | None = None,
+    layout: Any = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: Any = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Standard normal random numbers, the same as `torch.randn(size)` on one device with the same seed.
+
+    All ranks need the same random state (see `dtensor.random`). Arguments and errors are those of `zeros`.
+    """
     spec = _spec(size, dtype, layout, device_mesh, placements)
     return DTensor(sample(torch.randn, spec), spec.mesh, spec.layout, spec.shape, spec.stride, requires_grad)
 

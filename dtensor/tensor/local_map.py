@@ -1,10 +1,10 @@
-"""`local_map`: a plain function on local tensors, run on DTensors with declared placements.
+"""`local_map`: applies a function on local tensors to DTensors, with declared placements.
 
-What the function does between its ranks is its own business, so nothing here can be derived from it: the placements of
-its inputs are checked, those of its outputs and of the gradients of its inputs are believed. A gradient has a default
-only on axes where it cannot be wrong.
+The function may communicate as it likes, so no placement can be derived from it. The placements of its inputs are
+checked; those of its outputs and of the gradients of its inputs are trusted. Gradient placements have a default only on
+axes where the default cannot be wrong.
 
-Stands on `tensor`: eager and traced it is `to_local`, the function, `from_local`.
+It is built on `DTensor`: in eager mode and in a trace it is `to_local`, the function, `from_local`.
 """
 
 import functools
@@ -18,12 +18,12 @@ from ..errors import MeshError, PlacementError
 from ..layout.chunks import chunk_length
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placement, as_placements
-from ..mesh.spec import contiguous_stride
+from ..mesh.tensor_spec import contiguous_stride
 from ..torch_private.core import tree_flatten, tree_unflatten
 from .tensor import DTensor
 
 Wanted = Sequence[Placement] | None
-"""The placements of one tensor; None for what is no DTensor."""
+"""The placements of one tensor; None for a value that is not a DTensor."""
 
 
 def local_map(
@@ -35,31 +35,35 @@ def local_map(
     *,
     redistribute_inputs: bool = False,
 ) -> Callable[..., Any]:
-    """`func`, which works on this rank's local tensors, as a function of DTensors. Also a decorator, without `func`.
+    """Turns `func`, which works on this rank's local tensors, into a function of DTensors.
 
-    Called without any DTensor it is `func` itself. Arguments and results may be nested; they are counted flattened.
+    Without `func` it returns a decorator. If no argument is a DTensor, the returned function just calls `func`.
+    Arguments and results may be nested; placements are counted over the flattened values.
 
     Args:
         func: the function; it may communicate.
-        out_placements: the placements of the output, such as `[Shard(0)]`, or a tuple with those of each output: None
-            for one that is no tensor or stays plain. The global length of a sharded dimension is taken from the
-            sharded inputs where theirs does not divide by the ranks, and is that of even shards otherwise.
-        in_placements: for each positional argument the placements that a DTensor has to have there, None for what is
-            no tensor. None altogether takes DTensors as they come.
-        in_grad_placements: for each positional argument the placements that the local gradient has, as `func`'s
-            backward makes it; None takes those of the argument. Needed for an argument that requires a gradient where
-            that is no safe guess: on an axis over which the argument is Partial, or over which it is replicated while
-            another argument or an output is not. If `func` does not communicate, write Replicate() for the former and
-            Partial() for the latter.
-        device_mesh: the mesh of the outputs; None takes the inputs'.
-        redistribute_inputs: bring DTensors in other placements to `in_placements` rather than raise.
+        out_placements: the placements of the output, such as `[Shard(0)]`, or a tuple with those of each output. None
+            stands for an output that is not a tensor or stays plain. The global length of a sharded dim is that of even
+            shards, unless an input dim over the same mesh axes is sharded unevenly; then it is that of the input dim
+            that has the output's local length.
+        in_placements: for each positional argument the placements that a DTensor must have; None for an argument that
+            is not a DTensor. None for the whole argument accepts DTensors in any placements.
+        in_grad_placements: for each positional argument the placements of the local gradient, as `func`'s backward
+            computes it; None uses the placements of the argument. Required for an argument that needs a gradient where
+            this default could be wrong: on an axis over which the argument is Partial, or over which it is replicated
+            while another argument or an output is not. If `func` does not communicate, write Replicate() in the first
+            case and Partial() in the second.
+        device_mesh: the mesh of inputs and outputs; None uses the inputs' mesh.
+        redistribute_inputs: redistribute DTensors in other placements to `in_placements` instead of raising.
+
+    Returns:
+        A function with the signature of `func` that takes and returns DTensors.
 
     Raises:
-        PlacementError: an input in other placements; a number of placements that is not that of the arguments or
-            outputs; a gradient whose placements have to be declared; an output of another length than even shards
-            or its inputs' would have.
-        MeshError: the DTensors live on different meshes.
-        TypeError: a DTensor given by keyword, or returned by `func`.
+        PlacementError: an input is in other placements, the number of placements is not that of the arguments or
+            outputs, the placements of a gradient must be declared, or the global length of an output is ambiguous.
+        MeshError: the DTensors are on different meshes, or not on `device_mesh`.
+        TypeError: `func` is not callable, a DTensor was given by keyword, or `func` returned a DTensor.
 
     >>> rows = dtensor.local_map(torch.mm, [Shard(0)], ([Shard(0)], [Replicate()]), (None, [Partial()]))
     >>> rows(x, w)  # each rank multiplies its rows; the gradient of w is a sum over the ranks
@@ -97,7 +101,7 @@ def local_map(
         if len(made) != len(outs):
             raise PlacementError(
                 f"local_map: out_placements holds placements for {len(outs)} outputs, {_name(func)} returned "
-                f"{len(made)}; write a tuple with the placements of each, None for one that is no tensor"
+                f"{len(made)}; write a tuple with the placements of each, None for one that is not a tensor"
             )
         inputs = [a for a in placed if isinstance(a, DTensor)]
         whole = [_whole(func, i, made[i], outs[i], inputs, mesh) for i in range(len(made))]
@@ -126,7 +130,9 @@ def _per_output(given: Any) -> tuple[tuple[Placement, ...] | None, ...]:
     return tuple([None if p is None else tuple(map(as_placement, p)) for p in given])
 
 
-def _per_argument(func, argument: str, given: Sequence[Wanted] | None, flat: list[Any]) -> Sequence[Wanted]:
+def _per_argument(
+    func: Callable[..., Any], argument: str, given: Sequence[Wanted] | None, flat: list[Any]
+) -> Sequence[Wanted]:
     if given is None:
         return [None] * len(flat)
     if not isinstance(given, (tuple, list)) or any(map(_is_placement, given)):
@@ -136,21 +142,21 @@ def _per_argument(func, argument: str, given: Sequence[Wanted] | None, flat: lis
     if len(given) != len(flat):
         raise PlacementError(
             f"local_map: {argument} holds placements for {len(given)} arguments, {_name(func)} was given {len(flat)}; "
-            "write one for each positional argument, None for one that is no DTensor"
+            "write one for each positional argument, None for one that is not a DTensor"
         )
     return given
 
 
-def _check_keywords(func, kwargs: dict[str, Any]) -> None:
+def _check_keywords(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(isinstance(a, DTensor) for a in tree_flatten(value)[0]):
             raise TypeError(
-                f"local_map: {_name(func)} was given a DTensor by the keyword {name!r}; in_placements count positional "
-                "arguments, pass it by position"
+                f"local_map: {_name(func)} was given a DTensor by the keyword {name!r}, but in_placements are for "
+                "positional arguments; pass it by position"
             )
 
 
-def _mesh(func, given: list[DTensor], device_mesh: Any) -> Any:
+def _mesh(func: Callable[..., Any], given: list[DTensor], device_mesh: Any) -> Any:
     mesh = given[0].device_mesh if device_mesh is None else device_mesh
     for x in given:
         if x.device_mesh != mesh:
@@ -161,12 +167,12 @@ def _mesh(func, given: list[DTensor], device_mesh: Any) -> Any:
     return mesh
 
 
-def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool, mesh: Any) -> Any:
-    """An argument in the placements that are wanted of it."""
+def _placed(func: Callable[..., Any], index: int, x: Any, wanted: Wanted, declared: bool, move: bool, mesh: Any) -> Any:
+    """An argument in the placements that `in_placements` requires."""
     if not isinstance(x, DTensor):
         if wanted is not None and not isinstance(x, torch.Tensor):
             raise PlacementError(
-                f"local_map: in_placements[{index}] is {list(wanted)}, but argument {index} of {_name(func)} is no "
+                f"local_map: in_placements[{index}] is {list(wanted)}, but argument {index} of {_name(func)} is not a "
                 f"tensor but {x!r}; write None for it"
             )
         if wanted is not None:
@@ -177,14 +183,14 @@ def _placed(func, index: int, x: Any, wanted: Wanted, declared: bool, move: bool
     if wanted is None:
         raise PlacementError(
             f"local_map: in_placements[{index}] is None, but argument {index} of {_name(func)} is a DTensor; "
-            f"write the placements it has to have, such as {list(x.placements)}"
+            f"write the placements it must have, such as {list(x.placements)}"
         )
     target = as_placements(wanted, x.device_mesh.ndim, x.dim())
     if x.placements == target:
         return x
     if not move:
         raise PlacementError(
-            f"local_map: argument {index} of {_name(func)} has placements {list(x.placements)}, in_placements says "
+            f"local_map: argument {index} of {_name(func)} has placements {list(x.placements)}, but in_placements has "
             f"{list(target)}; redistribute it first, or write redistribute_inputs=True"
         )
     return x.redistribute(placements=target)
@@ -194,15 +200,15 @@ def _local(x: DTensor, grad: Wanted) -> torch.Tensor:
     return x.to_local() if grad is None else x.to_local(grad_placements=grad)
 
 
-def _check_gradients(func, args: list[Any], grads: Sequence[Wanted], outs, mesh: Any) -> None:
-    """Refuse to guess the placements of a gradient that depend on what the function computes."""
+def _check_gradients(func: Callable[..., Any], args: list[Any], grads: Sequence[Wanted], outs: Any, mesh: Any) -> None:
+    """Raise if the placements of a gradient depend on what the function computes and were not declared."""
     if not torch.is_grad_enabled():
         return
     for i, x in enumerate(args):
         if grads[i] is not None and not isinstance(x, torch.Tensor):
             raise PlacementError(
-                f"local_map: in_grad_placements[{i}] is {grads[i]!r}, but argument {i} of {_name(func)} is no tensor "
-                f"but {x!r}; write None for it"
+                f"local_map: in_grad_placements[{i}] is {grads[i]!r}, but argument {i} of {_name(func)} is not a "
+                f"tensor but {x!r}; write None for it"
             )
         if not isinstance(x, DTensor) or not x.requires_grad or grads[i] is not None:
             continue
@@ -213,29 +219,29 @@ def _check_gradients(func, args: list[Any], grads: Sequence[Wanted], outs, mesh:
                 raise PlacementError(_ask(func, i, x, axis, p))
 
 
-def _ask(func, index: int, x: DTensor, axis: int, p: Placement) -> str:
+def _ask(func: Callable[..., Any], index: int, x: DTensor, axis: int, p: Placement) -> str:
     local = "Replicate()" if p.is_partial() else "Partial()"
-    why = "holds parts of a sum" if p.is_partial() else "is replicated, other arguments or outputs are not,"
+    why = "is partial" if p.is_partial() else "is replicated, other arguments or outputs are not,"
     example = [local if a == axis else repr(q) for a, q in enumerate(x.placements)]
     return (
-        f"local_map: argument {index} of {_name(func)} {why} over mesh axis {axis}, and where its gradient lies there "
-        f"depends on the function: write in_grad_placements with [{', '.join(example)}] for it if the function "
-        "does not communicate over that axis, or what its backward leaves on each rank"
+        f"local_map: argument {index} of {_name(func)} {why} over mesh axis {axis}, so the placement of its gradient "
+        f"there depends on the function; write in_grad_placements with [{', '.join(example)}] for it if the function "
+        "does not communicate over that axis, otherwise the placements that its backward produces"
     )
 
 
-def _whole(func, index: int, x: Any, wanted, inputs: list[DTensor], mesh: Any) -> Any:
+def _whole(func: Callable[..., Any], index: int, x: Any, wanted: Any, inputs: list[DTensor], mesh: Any) -> Any:
     """An output of the function as the DTensor it was declared to be."""
     if isinstance(x, DTensor):
         raise TypeError(
-            f"local_map: output {index} of {_name(func)} is a DTensor; the function works on local tensors, return "
-            "x.to_local()"
+            f"local_map: output {index} of {_name(func)} is a DTensor, but the function must return local tensors; "
+            "return x.to_local()"
         )
     if wanted is None:
         return x
     if not isinstance(x, torch.Tensor):
         raise PlacementError(
-            f"local_map: out_placements says {list(wanted)} for output {index} of {_name(func)}, which is no tensor "
+            f"local_map: out_placements has {list(wanted)} for output {index} of {_name(func)}, which is not a tensor "
             f"but {x!r}; write None for it"
         )
     placements = as_placements(wanted, mesh.ndim, x.dim())
@@ -245,8 +251,10 @@ def _whole(func, index: int, x: Any, wanted, inputs: list[DTensor], mesh: Any) -
     return DTensor.from_local(x, mesh, placements, shape=shape, stride=contiguous_stride(shape))
 
 
-def _global_shape(func, index: int, x: torch.Tensor, layout: Layout, inputs: list[DTensor], mesh: Any):
-    """The shape of an output some of whose dimensions are cut unevenly, as an input is; None if all are even."""
+def _global_shape(
+    func: Callable[..., Any], index: int, x: torch.Tensor, layout: Layout, inputs: list[DTensor], mesh: Any
+) -> Any:
+    """The global shape of an output with a dim that is sharded unevenly, as an input's is; None if all are even."""
     if not any(layout.dims) or mesh.get_coordinate() is None:
         return None
     uneven = {axes: _uneven(inputs, axes, mesh) for axes in layout.dims if axes}
@@ -259,9 +267,9 @@ def _global_shape(func, index: int, x: torch.Tensor, layout: Layout, inputs: lis
         found = [n for n in lengths if _own(n, axes, mesh) == own]
         if lengths and len(found) != 1:
             raise PlacementError(
-                f"local_map: output {index} of {_name(func)} has length {own} in dimension {dim} on this rank, the "
-                f"inputs cut over the same mesh axes have global lengths {lengths}: its global length cannot be told; "
-                "pad the inputs to a length that divides, or return it to the caller plain and write "
+                f"local_map: output {index} of {_name(func)} has length {own} in dimension {dim} on this rank, and the "
+                f"inputs sharded over the same mesh axes have global lengths {lengths}, so its global length is not "
+                "known; pad the inputs to a length that divides, or return it to the caller plain and write "
                 "DTensor.from_local(x, mesh, placements, shape=…, stride=…)"
             )
         shape.append(found[0] if lengths else own * _parts(axes, mesh))
@@ -273,7 +281,7 @@ def _parts(axes: tuple[int, ...], mesh: Any) -> int:
 
 
 def _uneven(inputs: list[DTensor], axes: tuple[int, ...], mesh: Any) -> list[Any]:
-    """The different lengths of input dimensions that are cut over `axes`, if one of them does not divide."""
+    """The distinct global lengths of input dims sharded over `axes`; empty if all of them divide evenly."""
     found: list[Any] = []
     for x in inputs:
         for size, cut in zip(x.shape, Layout.of(x.placements, x.dim()).dims):
@@ -283,7 +291,7 @@ def _uneven(inputs: list[DTensor], axes: tuple[int, ...], mesh: Any) -> list[Any
     return found if any(n % parts != 0 for n in found) else []
 
 
-def _own(length, axes: tuple[int, ...], mesh: Any):
+def _own(length: Any, axes: tuple[int, ...], mesh: Any) -> Any:
     for axis in axes:
         length = chunk_length(length, mesh.size(axis), mesh.get_local_rank(axis))
     return length

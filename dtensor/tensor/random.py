@@ -1,9 +1,10 @@
-"""Random numbers: the state of torch's generators, which must be the same on all ranks of a mesh.
+"""Random numbers: seeding and checking torch's generators, whose state must be the same on all ranks of a mesh.
 
-A random operator on DTensors draws the numbers of the global tensor on every rank, so that each keeps its shard of what
-one device would have; replicas are equal because the generators are. Nothing checks that on the way: seed all ranks
-alike, with `manual_seed` or `torch.manual_seed`, and draw alike on all of them. Between pipeline stages seeds may
-differ; a mesh holds the ranks of one stage. An explicit `generator=` must likewise be given on all ranks, in one state.
+A random operator on DTensors draws the numbers of the global tensor on every rank, and each rank keeps its shard, so
+the result is the one of a single device. Replicas are equal because the generators are. Operators do not check this:
+use the same seed on all ranks, with `manual_seed` or `torch.manual_seed`, and draw the same numbers on all of them.
+Seeds may differ between pipeline stages, as a mesh holds the ranks of one stage. An explicit `generator=` must also be
+given on all ranks, in the same state.
 """
 
 import hashlib
@@ -18,15 +19,15 @@ from ..errors import MeshError, ShardingError
 
 
 def manual_seed(seed: int, device_mesh: Any = None) -> None:
-    """Seed the default generators, of the CPU and of the accelerators, of this process; as `torch.manual_seed`.
+    """Seeds the default generators of this process, on CPU and accelerators, like `torch.manual_seed`.
 
     Args:
         seed: the seed, the same on all ranks.
-        device_mesh: a mesh whose ranks all call this; their seeds are compared first. None compares nothing.
+        device_mesh: a mesh whose ranks all make this call; their seeds are compared first. None skips the comparison.
 
     Raises:
-        ValueError: on every rank of the mesh, if two of them gave different seeds.
-        TypeError: the seed is no int.
+        ValueError: two ranks of the mesh passed different seeds; raised on every rank of the mesh.
+        TypeError: the seed is not an int.
         MeshError: this rank is not in the mesh.
     """
     if device_mesh is not None:
@@ -43,10 +44,13 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
 
 
 def check_states(device_mesh: Any) -> None:
-    """Compare the states of the default generators between the ranks of a mesh; all of them have to call this.
+    """Checks that the default generators are in the same state on all ranks of a mesh. All of them must call this.
+
+    Args:
+        device_mesh: the mesh. The CPU generator is compared, and that of the mesh's device type if it is another one.
 
     Raises:
-        ShardingError: on every rank of the mesh, if two of them differ.
+        ShardingError: two ranks are in different states; raised on every rank of the mesh.
         MeshError: this rank is not in the mesh.
     """
     _check_member(device_mesh, "check_states")
@@ -54,7 +58,7 @@ def check_states(device_mesh: Any) -> None:
     if len(set(states.values())) > 1:
         raise ShardingError(
             f"the generators are in different states on the ranks of the mesh (rank: digest): {states}; seed them with "
-            "dtensor.random.manual_seed(seed, device_mesh), and draw random numbers alike on all ranks"
+            "dtensor.random.manual_seed(seed, device_mesh), and draw the same random numbers on all ranks"
         )
 
 
@@ -66,7 +70,7 @@ def _check_member(device_mesh: Any, name: str) -> None:
 
 
 def _digest(device_type: str) -> str:
-    """Of the state of the CPU's default generator, and of the device's if it is another one."""
+    """A digest of the state of the default CPU generator, and of the device's generator if it is not the CPU."""
     states = [torch.get_rng_state()]
     if device_type != "cpu":
         states.append(torch.get_device_module(device_type).get_rng_state())

@@ -1,6 +1,6 @@
-"""What reads the memory of a tensor from outside of torch: a DTensor has none of its own, and says so.
+"""Tensor methods that access raw memory: on a DTensor, which has no memory of its own, they raise a clear error.
 
-`data_ptr()` stays 0: by that torch knows tensors without memory of their own.
+`data_ptr()` still returns 0, by which torch recognises tensors without memory of their own.
 """
 
 from collections.abc import Callable
@@ -9,23 +9,19 @@ from typing import Any, NoReturn
 from ..errors import ShardingError
 
 OUTSIDE = ("numpy", "tolist", "pin_memory", "share_memory_", "__dlpack__")
-"""The methods of a tensor that hand out or move its memory."""
+"""Tensor methods that expose or move the tensor's memory."""
 
 BY_ELEMENT = ("apply_", "map_", "map2_")
-"""Those that call a function of Python for each number in it."""
+"""Tensor methods that call a Python function for each element."""
 
 
 def on_local_tensors(name: str) -> Callable[..., NoReturn]:
-    """The method `name` of a DTensor, if it needs the memory of one tensor.
-
-    Raises:
-        ShardingError: when it is called.
-    """
+    """A replacement for the method `name`, which needs the memory of one tensor: it raises `ShardingError`."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardingError(
-            f"{name} needs the memory of one tensor, and a DTensor's lies on several ranks; "
-            f"call it on x.to_local(), which is this rank's part, or on x.full_tensor(), which is the whole"
+            f"{name} needs the memory of one tensor, but a DTensor's is spread over several ranks; "
+            f"call it on x.to_local() for this rank's part, or on x.full_tensor() for the full tensor"
         )
 
     method.__name__ = name

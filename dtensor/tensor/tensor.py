@@ -1,9 +1,9 @@
 """DTensor: a tensor subclass that holds this rank's local tensor, the device mesh and the layout.
 
 Eager operators arrive in `__torch_dispatch__` and go to `dispatch`. For `torch.compile` the class implements the
-traceable-wrapper protocol: flattening to (local tensor, mesh) with the layout as context, and the coercion of tangents.
-The borders to plain tensors, `from_local` and `to_local`, are autograd functions; `redistribute` is one operator,
-`dtensor::redistribute`, with its gradient beside it.
+traceable wrapper protocol: it flattens to (local tensor, mesh) with the layout as context, and coerces tangents. The
+conversions from and to plain tensors, `from_local` and `to_local`, are autograd functions. `redistribute` is a single
+operator, `dtensor::redistribute`, with a registered gradient.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ import torch
 
 from ..comm.between_meshes import exchanged
 from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
-from ..comm.pending import Pending, waited
+from ..comm.pending_tensor import Pending, waited
 from ..comm.redistribute import check_dtypes, check_target, redistribute_local
 from ..comm.replication_check import BY_STYLE, note_taken
-from ..dispatch import multi_step as multi_step  # registers what dispatch does without a rule
-from ..dispatch import out_variants as out_variants  # registers what dispatch does with out=
+from ..dispatch import multi_step as multi_step  # registers how dispatch runs operators without a rule
+from ..dispatch import out_variants as out_variants  # registers how dispatch runs out= variants
 from ..dispatch.decision import COMPOSITES
 from ..dispatch.dispatch import dispatch, install
 from ..dispatch.plain_operands import region_of_torch
@@ -27,11 +27,12 @@ from ..errors import PlacementError, ShardingError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from ..layout.planner import Prefer
-from ..mesh.library import library
 from ..mesh.mesh import facts, mesh_shape, world_of
-from ..mesh.spec import Spec, contiguous_stride, define_local_sizes
+from ..mesh.operator_library import library
+from ..mesh.tensor_spec import Spec, contiguous_stride, define_local_sizes
 from ..torch_private.core import (
     OWN_KEYSET,
+    OpOverload,
     disable_dynamo,
     disabled_torch_function,
     make_wrapper_subclass,
@@ -39,23 +40,23 @@ from ..torch_private.core import (
 )
 from ..torch_private.dynamo import attributes_stand_with_their_tensors, inner_sizes_follow
 from . import dcp_protocol
-from .declared import gradient_placements, wrong_sizes
+from .declared_layouts import gradient_placements, wrong_sizes
 from .raw_memory import BY_ELEMENT, OUTSIDE, on_local_tensors
 
 PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
-"""Types of indices that are no lists, at a glance."""
+"""Index types that are quickly recognised as not being lists."""
 _getitem = torch.Tensor.__getitem__
 
 
 class DTensor(torch.Tensor):
     """A tensor distributed over a device mesh.
 
-    Made by `DTensor.from_local`, `distribute_tensor` or a factory, not by calling the class.
+    Create one with `DTensor.from_local`, `distribute_tensor` or a factory such as `zeros`; do not call the class.
+    `shape`, `stride()` and `dtype` are those of the global tensor.
 
     Attributes:
-        device_mesh: the torch DeviceMesh the tensor lives on.
+        device_mesh: the `DeviceMesh` that the tensor is distributed over.
         placements: one placement per mesh axis.
-        shape, stride(), dtype: those of the global tensor.
     """
 
     __slots__ = ("_local_tensor", "_spec", "device_mesh")
@@ -63,21 +64,31 @@ class DTensor(torch.Tensor):
     _spec: Spec
     device_mesh: Any
 
-    __torch_function__ = disabled_torch_function  # pyright: ignore[reportAssignmentType]
+    __torch_function__: Any = disabled_torch_function  # pyright: ignore[reportAssignmentType]
+    numpy: Any
+    tolist: Any
+    pin_memory: Any
+    share_memory_: Any
+    __dlpack__: Any
+    apply_: Any
+    map_: Any
+    map2_: Any
     numpy, tolist, pin_memory, share_memory_, __dlpack__ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
     apply_, map_, map2_ = map(on_local_tensors, BY_ELEMENT)  # pyright: ignore
 
     @staticmethod
     @disable_dynamo
-    def __new__(cls, local_tensor, device_mesh, layout, shape, stride, requires_grad: bool = False):
+    def __new__(
+        cls, local_tensor: Any, device_mesh: Any, layout: Layout, shape: Any, stride: Any, requires_grad: bool = False
+    ) -> Any:
         # Dynamo puts this call into its graph as it stands, so it takes what a graph can hold.
         if not isinstance(layout, Layout):
             layout = Layout.of(tuple(layout), len(shape))
         if local_tensor.requires_grad and torch.is_grad_enabled():
             raise ShardingError(
-                f"a DTensor that its class makes of a tensor that requires a gradient (of shape "
-                f"{list(local_tensor.shape)}) would be cut off from that tensor's graph, and its gradient lost; write "
-                "DTensor.from_local(x, device_mesh, placements), or x.detach() for one without a history"
+                f"calling the DTensor class on a tensor that requires a gradient (of shape "
+                f"{list(local_tensor.shape)}) would detach the result from its graph and lose the gradient; write "
+                "DTensor.from_local(x, device_mesh, placements), or pass x.detach() if no gradient is needed"
             )
         if device_mesh.get_coordinate() is None:
             local_tensor = local_tensor.new_empty(0)
@@ -85,12 +96,14 @@ class DTensor(torch.Tensor):
 
     @classmethod
     @never_traced
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         return dispatch(func, args, kwargs or {})
 
     # A compiled function's guards ask this twice of each parameter, in every call: it builds and calls nothing, and
     # there is no `__metadata_guard__`, as contexts compare in C.
-    def __tensor_flatten__(self):
+    def __tensor_flatten__(self) -> Any:
         if type(self._local_tensor) is Pending:
             self._local_tensor = self._local_tensor.wait()
         if copies:
@@ -98,7 +111,7 @@ class DTensor(torch.Tensor):
         return ("_local_tensor", "device_mesh"), self._spec.layout.context
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size, stride) -> "DTensor":
+    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size: Any, stride: Any) -> "DTensor":
         local, (layout,) = inner["_local_tensor"], context
         spec = Spec.make(inner["device_mesh"], layout, size, stride, local.dtype)
         if not spec.static:
@@ -106,18 +119,18 @@ class DTensor(torch.Tensor):
         return _wrap(local, spec, local.requires_grad)
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
-        """What tangents are traced as: as the tensor itself, but never partial."""
+        """The form in which tangents of this tensor are traced: the same layout, but never partial."""
         return move(self, self._spec.layout.without_partial())
 
     @never_traced
-    def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None):
-        """A tangent brought to the layout it was traced with; to a whole plain tensor if it was traced as one."""
+    def __coerce_same_metadata_as_tangent__(self, context: Any, expected_type: type | None = None) -> Any:
+        """The tangent in the layout that it was traced with, or as a full plain tensor if it was traced as one."""
         if expected_type is torch.Tensor:
             return self.full_tensor()
         return move(self, context[0]) if expected_type is None else None
 
     def _stable_hash_for_caching(self) -> str:
-        """What AOTAutograd's cache of compiled code knows of a tensor: all that the traced graph may depend on."""
+        """The key of this tensor in AOTAutograd's cache: everything that the traced graph may depend on."""
         local = self._local_tensor
         known = [*map(str, (self._spec, self._spec.stride, self.requires_grad)), world_of(self.device_mesh)]
         inner = (tuple(local.shape), local.stride(), local.dtype, local.device, local.requires_grad)
@@ -129,16 +142,16 @@ class DTensor(torch.Tensor):
         return self._spec.layout.placements
 
     @property
-    def data(self):
-        """As `torch.Tensor.data`. What is assigned is a DTensor, whose memory, placements and mesh this one takes.
+    def data(self) -> Any:
+        """As `torch.Tensor.data`. Assigning a DTensor makes this tensor share its memory, placements and mesh.
 
         Raises:
-            TypeError: what is assigned is no DTensor.
+            TypeError: the assigned value is not a DTensor.
         """
         return _DATA.__get__(self)
 
     @data.setter
-    def data(self, new) -> None:
+    def data(self, new: Any) -> None:
         if not isinstance(new, DTensor):
             raise TypeError(
                 f"the data of a DTensor is a DTensor, got {type(new).__name__}; write x.data = distribute_tensor(y, "
@@ -163,23 +176,27 @@ class DTensor(torch.Tensor):
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> "DTensor":
-        """A DTensor whose shard on this rank is `local_tensor`; differentiable.
+        """A DTensor whose local tensor on this rank is `local_tensor`; differentiable.
 
         Args:
-            local_tensor: this rank's part.
-            device_mesh: the mesh; None takes the current one.
+            local_tensor: this rank's part of the global tensor. Without `run_check` the result shares its memory.
+            device_mesh: the mesh; None uses the current one.
             placements: one per mesh axis; None replicates.
-            run_check: compare shape and dtype across ranks and broadcast replicas from the first rank of their axis.
-            shape, stride: of the global tensor, both or neither. Without them all shards are taken to have this one's
-                shape; uneven shards need them.
-            grad_placements: where the gradient arrives; `placements` with Replicate for Partial by default. It has
-                the local tensor's shape, so dimensions are sharded as in `placements`.
+            run_check: compare shape and dtype across ranks, and broadcast replicas from the first rank of their axis.
+            shape: the global shape. Without shape and stride every rank is assumed to hold a shard of this one's shape;
+                uneven shards need both.
+            stride: the global stride, in elements. Give both shape and stride or neither.
+            grad_placements: the placements of the gradient that `local_tensor` receives; None uses `placements` with
+                Partial replaced by Replicate. The gradient has the shape of the local tensor, so its dims must be
+                sharded as in `placements`.
 
         Raises:
-            PlacementError: placements do not fit mesh or tensor; `local_tensor` is not this rank's shard of a tensor
-                of `shape`, which only this rank sees unless `run_check`; no local gradient lies in `grad_placements`.
+            PlacementError: placements do not fit mesh or tensor; `grad_placements` cannot be those of a local gradient;
+                `local_tensor` is not this rank's shard of a tensor of `shape`, which is raised on this rank only unless
+                `run_check`; or, with `run_check`, shape or dtype differ between ranks, which is raised on all of them.
             ValueError: only one of shape and stride was given.
-            TypeError: `local_tensor` is no plain tensor.
+            TypeError: `local_tensor` is not a plain, strided tensor.
+            MeshError: `device_mesh` is not a mesh, or is None and no mesh is current.
         """
         refuse_export()
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
@@ -211,14 +228,15 @@ class DTensor(torch.Tensor):
         return FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's local tensor; differentiable.
+        """This rank's local tensor; differentiable. The result shares memory with this tensor.
 
         Args:
-            grad_placements: the placements the local gradients are taken to have; by default this tensor's, with
-                Replicate for Partial. They have the local tensor's shape, so dimensions are sharded as this tensor's.
+            grad_placements: the placements that the local gradients are assumed to have; None uses this tensor's, with
+                Partial replaced by Replicate. Local gradients have the shape of the local tensor, so their dims must be
+                sharded like this tensor's.
 
         Raises:
-            PlacementError: no local gradient lies in `grad_placements`.
+            PlacementError: `grad_placements` cannot be those of a local gradient.
         """
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.dtensor.to_local(self, words(grad_placements))
@@ -244,28 +262,32 @@ class DTensor(torch.Tensor):
         grad_placements: Sequence[Placement] | None = None,
         prefer: Prefer = "time",
     ) -> "DTensor":
-        """The same global tensor in other placements, or on another mesh; differentiable, any number of times.
+        """The same global tensor in other placements, or on another mesh; differentiable any number of times.
 
         Args:
-            device_mesh: the mesh to go to; None stays. To another one only in eager mode: every rank of both meshes
-                calls this, ranks outside the tensor's mesh with their empty part of it, and a process group over
-                both is needed (`prepare`).
+            device_mesh: the target mesh; None keeps this tensor's. Moving to another mesh works in eager mode only.
+                Every rank of both meshes must call this, ranks outside this tensor's mesh with their empty local
+                tensor, and a process group over both meshes is needed (`prepare`).
             placements: one per mesh axis; None replicates.
-            async_op: return when the last collective has started; the result waits for it on first use.
-            forward_dtype: what each rank's part is cast to before it is sent, and the dtype of the result. None keeps
-                this tensor's.
-            backward_dtype: what each rank's part of the gradient is cast to before it is sent; None takes this tensor's
-                dtype, which the gradient has in the end.
-            grad_placements: where the gradient of this tensor arrives; by default these placements, with Replicate
-                for Partial.
-            prefer: "time" takes the quickest plan that holds no more than it has to; "memory" the one that holds
-                least at once. See `dtensor.layout.planner`.
+            async_op: return once the last collective has started; the result waits for it on first use.
+            forward_dtype: the dtype that local tensors are cast to before they are sent, which is also the dtype of the
+                result. None keeps this tensor's.
+            backward_dtype: the dtype that local gradients are cast to before they are sent; None uses this tensor's.
+                The gradient that this tensor receives always has this tensor's dtype.
+            grad_placements: the placements of the gradient that this tensor receives; None uses its own placements,
+                with Partial replaced by Replicate.
+            prefer: "time" takes the fastest plan that allocates no more than necessary, "memory" the plan with the
+                lowest peak memory. See `dtensor.layout.planner`.
+
+        Returns:
+            A DTensor; this tensor itself if placements, mesh, dtypes and `grad_placements` leave nothing to do.
 
         Raises:
-            PlacementError: placements do not fit, or ask for a value to become Partial.
+            PlacementError: placements do not fit mesh or tensor, or would turn another placement into Partial.
             MeshError: there is no process group over both meshes.
-            ValueError: `prefer` is neither of the two, or dtypes are given for a move to another mesh.
-            TypeError: `forward_dtype` is no dtype, or `backward_dtype` none that a gradient can have.
+            ValueError: `prefer` is not "time" or "memory", or a dtype was given with another mesh.
+            TypeError: `forward_dtype` is not a dtype, or gradients cannot have `backward_dtype`.
+            ShardingError: a move to another mesh was called while a graph is traced.
         """
         refuse_export()
         check_dtypes(forward_dtype, backward_dtype)
@@ -291,44 +313,52 @@ class DTensor(torch.Tensor):
         return torch.ops.dtensor.redistribute(self, _text(target), async_op, _text(grads), prefer, **dtypes)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor as a plain one, on every rank; differentiable. `grad_placements` as in `to_local`."""
+        """The full tensor as a plain tensor on every rank; differentiable.
+
+        Args:
+            grad_placements: as in `to_local`, relative to the replicated tensor.
+        """
         whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
         return whole.to_local(grad_placements=grad_placements)
 
-    def is_pinned(self, device=None) -> bool:
-        """Whether this rank's part lies in pinned memory."""
+    def is_pinned(self, device: Any = None) -> bool:
+        """Whether this rank's local tensor is in pinned memory."""
         return fresh(self)._local_tensor.is_pinned()
 
-    def new_tensor(self, data, *, dtype=None, device=None, requires_grad: bool = False) -> torch.Tensor:
-        """As `torch.Tensor.new_tensor`: a plain tensor, of this one's dtype and device by default."""
+    def new_tensor(
+        self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
+    ) -> torch.Tensor:
+        """As `torch.Tensor.new_tensor`: a plain tensor, by default with this tensor's dtype and device."""
         return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
 
-    def __getitem__(self, index):
-        """As `torch.Tensor.__getitem__`; a list of Python numbers, of which torch makes a plain tensor, is an index."""
+    def __getitem__(self, index: Any) -> Any:
+        """As `torch.Tensor.__getitem__`. Lists of Python numbers, which torch makes plain tensors of, are accepted."""
         given = index if type(index) is tuple else (index,)
         if not PLAIN_INDICES.issuperset(map(type, given)) and any(isinstance(i, list) for i in given):
             with region_of_torch():
                 return _getitem(self, index)
         return _getitem(self, index)
 
-    def backward(self, gradient=None, retain_graph=None, create_graph=False, inputs=None):
-        """As `torch.Tensor.backward`; a plain `gradient` is taken as replicated."""
+    def backward(
+        self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        """As `torch.Tensor.backward`. A plain `gradient` counts as replicated."""
         if isinstance(gradient, torch.Tensor) and not isinstance(gradient, DTensor):
             gradient = DTensor.from_local(gradient, self.device_mesh)
             gradient = gradient.redistribute(placements=self._spec.layout.without_partial().placements)
         super().backward(gradient, retain_graph, create_graph, inputs)
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = tensor_contents if tensor_contents is not None else repr(fresh(self)._local_tensor)
         return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         spec, local = self._spec, fresh(self)._local_tensor.detach()
-        others = dict(vars(self))  # that it is a parameter, and what its user set
+        others = dict(vars(self))  # the parameter mark, and attributes set by users
         state = (spec.mesh, spec.layout.text, tuple(spec.shape), tuple(spec.stride), self.requires_grad, others)
         return _rebuild, (local, *state)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
             raise RuntimeError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
         made = memo.get(id(self))
@@ -339,21 +369,21 @@ class DTensor(torch.Tensor):
             memo[id(self)] = made
         return made
 
-    def __create_write_items__(self, fqn: str, object: Any):
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:
         return dcp_protocol.write_items(self._spec, fresh(self)._local_tensor.detach(), fqn)
 
-    def __create_chunk_list__(self):
+    def __create_chunk_list__(self) -> Any:
         return dcp_protocol.chunk_list(self._spec)
 
-    def __get_tensor_shard__(self, index):
+    def __get_tensor_shard__(self, index: Any) -> Any:
         return dcp_protocol.tensor_shard(self._spec, fresh(self)._local_tensor.detach(), index)
 
 
 _DATA: Any = torch.Tensor.data
 
 
-def _rebuild(local, mesh, layout, shape, stride, requires_grad, others):
-    """The DTensor that was pickled. It is made of what `torch.load` takes by default."""
+def _rebuild(local: Any, mesh: Any, layout: str, shape: Any, stride: Any, requires_grad: bool, others: Any) -> Any:
+    """The DTensor that was pickled, from values that `torch.load` accepts by default."""
     made = DTensor(local, mesh, Layout.parse(layout, len(shape)), shape, stride, requires_grad)
     vars(made).update(others)
     return made
@@ -372,7 +402,7 @@ def _alias(local: torch.Tensor) -> torch.Tensor:
 
 @never_traced
 def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTensor:
-    # By position: torch takes a fifth longer to make one from keywords.
+    # Positional arguments, because keywords take torch a fifth longer.
     offset, memory, pinned, policy, by_device, by_layout = None, None, False, None, False, False
     self = make_wrapper_subclass(
         DTensor,
@@ -396,8 +426,10 @@ def _wrap(local: torch.Tensor, spec: Spec, requires_grad: bool = False) -> DTens
     return self
 
 
-def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]):
-    """Global shape and stride if every shard has the shape of this one; dense strides keep their order of dims."""
+def _global_sizes(
+    local: torch.Tensor, mesh: Any, placements: tuple[Placement, ...]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Global shape and stride if every shard has the shape of `local`. Dense strides keep their order of dims."""
     shape, stride = list(local.shape), list(local.stride())
     for axis, p in enumerate(placements):
         if isinstance(p, Shard):
@@ -408,7 +440,7 @@ def _global_sizes(local: torch.Tensor, mesh: Any, placements: tuple[Placement, .
 
 
 def fake_like(x: DTensor) -> DTensor:
-    """A DTensor like `x` with an empty local tensor; under a fake mode it holds no memory."""
+    """A DTensor like `x` with an uninitialised local tensor. Under a fake mode it uses no memory."""
     local = x._local_tensor
     made = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=local.device)
     return _wrap(made, x._spec, x.requires_grad)
@@ -447,7 +479,7 @@ def _redistribute_operator(
     dtype: torch.dtype | None = None,
     grad_dtype: torch.dtype | None = None,
 ) -> DTensor:
-    """`dtensor::redistribute` on a DTensor: what dispatch runs."""
+    """The implementation of `dtensor::redistribute` that dispatch runs on a DTensor."""
     layout = Layout.parse(text, x.dim())
     if dtype is not None:
         spec = x._spec
@@ -457,7 +489,7 @@ def _redistribute_operator(
 
 
 @never_traced
-def _save_layout(ctx, inputs, output) -> None:
+def _save_layout(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.layout = inputs[3] or inputs[0]._spec.layout.without_partial().text
     ctx.prefer = inputs[4]
@@ -465,7 +497,7 @@ def _save_layout(ctx, inputs, output) -> None:
 
 
 @never_traced
-def _redistribute_backward(ctx, grad):
+def _redistribute_backward(ctx: Any, grad: Any) -> Any:
     if grad is not None:
         refuse_tangent(grad, "the gradient of redistribute")
         sent = ctx.grad_dtype
@@ -482,8 +514,8 @@ torch.library.register_autograd(
 COMPOSITES["dtensor::redistribute"] = _redistribute_operator
 
 
-def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
-    """`x` on another mesh. What each rank sends differs, so no graph holds it."""
+def _to_mesh(x: DTensor, mesh: Any, placements: Sequence[Placement] | None, grad_placements: Any) -> DTensor:
+    """`x` on another mesh. Ranks send different messages, so no graph can contain it."""
     if is_tracing(x):
         raise ShardingError(
             f"redistribute from {x.device_mesh} to another mesh cannot be compiled: what it sends differs from rank to "
@@ -501,7 +533,7 @@ def _to_mesh(x: DTensor, mesh: Any, placements, grad_placements) -> DTensor:
 class _ToMesh(torch.autograd.Function):
     @staticmethod
     @never_traced
-    def forward(ctx, x, mesh, layout, grad_layout):
+    def forward(ctx: Any, x: Any, mesh: Any, layout: Layout, grad_layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.source = x.device_mesh, grad_layout, layout
         spec = Spec.make(mesh, layout, x._spec.shape, x._spec.stride, x._spec.dtype)
@@ -509,7 +541,7 @@ class _ToMesh(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None, None
         mesh, grad_layout, layout = ctx.source
@@ -521,21 +553,21 @@ class _ToMesh(torch.autograd.Function):
 
 
 class FromLocal(torch.autograd.Function):
-    """A plain tensor in a layout; the gradient's local tensor in `grad_layout`, by what can be differentiated again."""
+    """Local tensor to DTensor. The backward returns the local gradient in `grad_layout`, and is differentiable."""
 
     @staticmethod
     @never_traced
-    def forward(ctx, local, mesh, layout, shape, stride, grad_layout):
+    def forward(ctx: Any, local: Any, mesh: Any, layout: Layout, shape: Any, stride: Any, grad_layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.grad_layout = layout, grad_layout
         return DTensor(_alias(local), mesh, layout, shape, stride, local.requires_grad)
 
     @staticmethod
     @never_traced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None, None, None, None
-        # No look at the gradient's layout: Dynamo traces this with a guess of it, dispatch knows it.
+        # Do not inspect the gradient's layout here: Dynamo traces this with a guessed one; only dispatch knows it.
         grad = torch.ops.dtensor.redistribute(grad, ctx.grad_layout.text, False)
         local = grad.to_local()
         for axis, reduce_op in ctx.layout.partial:
@@ -549,19 +581,21 @@ class FromLocal(torch.autograd.Function):
 
 
 class _ToLocal(torch.autograd.Function):
-    """The local tensor; its gradient is taken as this rank's part of one in `grad_layout`, which tells the order of two
-    axes on one dimension, as placements do not."""
+    """DTensor to local tensor. The local gradient is taken as this rank's part of a gradient in `grad_layout`.
+
+    A layout, unlike placements, also holds the order of two axes that shard one dim.
+    """
 
     @staticmethod
     @never_traced
-    def forward(ctx, x, grad_layout):
+    def forward(ctx: Any, x: Any, grad_layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.whole = x.device_mesh, grad_layout, tuple(x.shape), tuple(x.stride())
         return _alias(x._local_tensor)
 
     @staticmethod
     @never_traced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None
         mesh, layout, shape, stride = ctx.whole
@@ -570,8 +604,8 @@ class _ToLocal(torch.autograd.Function):
         return DTensor(_alias(grad), mesh, layout, shape, stride), None
 
 
-# What Dynamo puts into its graph for the two: an autograd function it traces twice over, forward and backward, which is
-# slow, and its backward without a graph, which leaves nothing to differentiate again.
+# The operators that Dynamo records for `from_local` and `to_local`. It would trace an autograd function twice, forward
+# and backward, which is slow, and the backward without a graph, so that it could not be differentiated again.
 library.define(
     "from_local(Tensor(a) x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, "
     "SymInt[] shape, SymInt[] stride, str grad_placements, bool alike=False) -> Tensor(a)"
@@ -579,10 +613,12 @@ library.define(
 library.define("to_local(Tensor(a) x, str grad_placements) -> Tensor(a)")
 
 
-def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str, alike: bool = False) -> DTensor:
-    """`dtensor::from_local`: taken apart at once, on any tensor and by any mode. What is empty was not given.
+def _from_local_operator(
+    x: Any, mesh: Any, text: str, shape: Any, stride: Any, grad_text: str, alike: bool = False
+) -> DTensor:
+    """`dtensor::from_local`, decomposed at once for any tensor and any mode. Empty arguments were not given.
 
-    `alike`: a plan takes it as the same on all ranks, which the graph compares.
+    `alike`: a plan assumes that `x` is the same on all ranks, and the graph checks it.
     """
     if alike:
         note_taken(x, facts(mesh).by_axis, BY_STYLE)
@@ -592,7 +628,7 @@ def _from_local_operator(x, mesh, text: str, shape, stride, grad_text: str, alik
 
 
 def _to_local_operator(x: DTensor, grad_text: str) -> torch.Tensor:
-    """`dtensor::to_local`, taken apart likewise."""
+    """`dtensor::to_local`, decomposed in the same way."""
     return x.to_local(grad_placements=parsed(grad_text) if grad_text else None)
 
 
@@ -602,13 +638,14 @@ COMPOSITES["dtensor::to_local"] = _to_local_operator
 
 
 @never_traced
-def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list) -> None:
-    """Give what arrives at a compiled function's backward the form it was traced with, in place.
+def complete_tangents(specs: dict[int, Spec], node: Any, tangents: list[Any]) -> None:
+    """Bring the tangents passed to a compiled function's backward into the form it was traced with, in place.
 
     Args:
-        specs: index of an output that is a DTensor -> its spec, of whatever sizes.
-        node: the autograd node of the call, which knows the sizes of its outputs.
-        tangents: one for each output; None, or a plain (replicated) tensor in place of a DTensor, is what changes.
+        specs: index of an output that is a DTensor -> its spec; the sizes in it are not used.
+        node: the autograd node of the call, which has the sizes of its outputs.
+        tangents: one for each output. Missing ones (None) become zeros, and a plain tensor for a DTensor output, which
+            counts as replicated, becomes a DTensor.
     """
     for k, tangent in enumerate(tangents):
         spec = specs.get(k)

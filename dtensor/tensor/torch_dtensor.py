@@ -1,8 +1,8 @@
-"""Between dtensor and torch.distributed.tensor: tensors, without a copy.
+"""Conversion between this package's DTensor and the one of torch.distributed.tensor, without a copy.
 
-Both kinds of tensor hold the same local tensor on the same DeviceMesh; only what is said of it differs. The order in
-which axes cut one dimension, which torch writes as strided shards, is kept. This is the only module that knows torch's
-DTensor, and imports it when it is first needed.
+Both classes hold the same local tensor on the same DeviceMesh and differ only in their metadata. The order in which
+mesh axes shard one dim, which torch expresses as strided shards, is preserved. This is the only module that handles
+torch's DTensor, and it imports it on first use.
 """
 
 from collections.abc import Sequence
@@ -27,19 +27,20 @@ def _theirs() -> Any:
 
 
 def is_torch_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor of torch.distributed.tensor; imports nothing."""
+    """Whether `x` is a DTensor of torch.distributed.tensor. Does not import that module."""
     return any(c.__name__ == "DTensor" and c.__module__.startswith(TORCH) for c in type(x).__mro__)
 
 
 def from_torch(x: Any) -> DTensor:
-    """A DTensor that shares the memory of `x`, a torch.distributed.tensor.DTensor; gradients flow back to it.
+    """A DTensor that shares the memory of `x`, a `torch.distributed.tensor.DTensor`; differentiable.
 
-    Mesh, placements, and the order of axes that cut one dimension stay. A gradient arrives at `x` as `x` is placed,
-    with Replicate for Partial.
+    Args:
+        x: torch's DTensor. Its mesh, its placements and the order of axes that shard one dim are preserved. It receives
+            gradients in its own placements, with Partial replaced by Replicate.
 
     Raises:
-        TypeError: `x` is no DTensor of torch.
-        PlacementError: one of its placements is a private one of torch that has no meaning outside it.
+        TypeError: `x` is not a DTensor of torch.
+        PlacementError: one of its placements is private to torch and has no equivalent.
     """
     if not is_torch_dtensor(x):
         raise TypeError(
@@ -49,8 +50,8 @@ def from_torch(x: Any) -> DTensor:
     for p in x.placements:
         if type(p).__name__ not in ("Shard", "Replicate", "Partial", "_StridedShard"):
             raise _unknown(x)
-    if torch.compiler.is_dynamo_compiling():  # what is compiled is not differentiated twice
-        # The spec cannot be read in a trace; hooks and from_local make tensors that are cut in mesh order.
+    if torch.compiler.is_dynamo_compiling():  # compiled code is not differentiated twice
+        # The spec cannot be read in a trace. Hooks and from_local create tensors that are sharded in mesh order.
         placements = as_placements(x.placements, x.device_mesh.ndim, x.dim())
         local = x.to_local(grad_placements=_torch_placements(_without_partial(placements), x.device_mesh))
         return DTensor.from_local(local, x.device_mesh, placements, shape=tuple(x.shape), stride=tuple(x.stride()))
@@ -58,10 +59,13 @@ def from_torch(x: Any) -> DTensor:
 
 
 def to_torch(x: DTensor) -> Any:
-    """A torch.distributed.tensor.DTensor that shares the memory of `x`; gradients flow back to it.
+    """A `torch.distributed.tensor.DTensor` that shares the memory of `x`; differentiable.
+
+    Args:
+        x: a DTensor of this package. Its mesh and placements are preserved.
 
     Raises:
-        TypeError: `x` is no DTensor of dtensor.
+        TypeError: `x` is not a DTensor of this package.
     """
     if not isinstance(x, DTensor):
         raise TypeError(f"to_torch takes a dtensor.DTensor, got {type(x).__name__}")
@@ -83,7 +87,7 @@ def _layout_of(x: Any) -> Layout:
 
 def _unknown(x: Any) -> PlacementError:
     return PlacementError(
-        f"a tensor placed as {x.placements!r} is what an operator of torch leaves between two others; write "
+        f"a tensor placed as {x.placements!r} has placements that torch only uses between two of its operators; write "
         "x.redistribute(placements=…) with Shard, Replicate and Partial first"
     )
 
@@ -93,8 +97,10 @@ def _without_partial(placements: Sequence[Placement]) -> list[Placement]:
 
 
 def _torch_placements(placements: Sequence[Placement], mesh: Any) -> list[Any]:
-    """What torch calls placements: an axis cut after a later one is a strided shard of as many strides. Makes no
-    layout, which in a trace would be one that others do not have."""
+    """Placements as torch's objects. An axis that splits a dim after a later mesh axis becomes a strided shard.
+
+    Creates no `Layout`: one created in a trace would not be the interned one that others hold.
+    """
     theirs = _theirs()
     made: list[Any] = []
     for axis, p in enumerate(placements):
@@ -111,11 +117,11 @@ def _torch_placements(placements: Sequence[Placement], mesh: Any) -> list[Any]:
 
 
 class _FromTorch(torch.autograd.Function):
-    """A tensor of torch's as one of ours, whose gradient can be differentiated again. That of torch's own `to_local`
-    cannot: it is cut off from its graph."""
+    """Torch's DTensor to ours, with a gradient that can be differentiated again. The gradient of torch's own `to_local`
+    cannot, because it is detached from its graph."""
 
     @staticmethod
-    def forward(ctx, x, layout):
+    def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.set_materialize_grads(False)
         ctx.layout, ctx.mesh = layout.without_partial(), x.device_mesh
         ctx.placements = _torch_placements(ctx.layout.placements, x.device_mesh)
@@ -123,7 +129,7 @@ class _FromTorch(torch.autograd.Function):
         return DTensor(local.view_as(local), x.device_mesh, layout, tuple(x.shape), tuple(x.stride()))
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None
         local = torch.ops.dtensor.redistribute(grad, ctx.layout.text, False).to_local()
@@ -135,12 +141,12 @@ class _FromTorch(torch.autograd.Function):
 
 
 def as_ours(x: Any) -> Any:
-    """`from_torch(x)` of a DTensor of torch; anything else as it is."""
+    """`from_torch(x)` if `x` is a DTensor of torch; anything else is returned unchanged."""
     return from_torch(x) if is_torch_dtensor(x) else x
 
 
 def as_torchs(x: Any) -> Any:
-    """`to_torch(x)` of a DTensor; anything else as it is."""
+    """`to_torch(x)` if `x` is a DTensor of this package; anything else is returned unchanged."""
     return to_torch(x) if isinstance(x, DTensor) else x
 
 

@@ -1,8 +1,7 @@
-"""Tools for testing sharded code: small models, ranks as processes or threads, placements by the dozen, counting,
-sharding rules by brute force.
+"""Tools for testing sharded code: small models, ranks as processes or threads, enumeration of placements, counts of
+collectives, and brute-force checks of sharding rules.
 
-Public, for the tests of users' own models as well; the library itself does not stand on it, but for
-`dtensor.tools.demo`.
+The package is public, so that users can test their own models with it. Within the library only `dtensor.tools` uses it.
 """
 
 from .counting import Collective, CountCollectives

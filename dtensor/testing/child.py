@@ -1,8 +1,9 @@
-"""What runs in a process that `processes.run_ranks` starts: one rank.
+"""The main loop of one rank: the process that `processes.run_ranks` starts.
 
-It takes a `Job`, joins the process group, calls the function, and says through a pipe how that went: pickled
-pairs ("started", None), ("returned", pickled value) or ("raised", `Failure`). Told to leave the group, it puts the
-process back as it was (`renewal`), says ("left", what it could not put back), and takes the next job.
+The process receives a `Job`, joins the process group, calls the function, and reports its progress through a pipe as
+pickled pairs: ("started", None), then ("returned", pickled value) or ("raised", `Failure`). When the parent writes
+`LEAVE`, it leaves the group, restores the state of the process (`renewal`), sends ("left", description of what could
+not be restored), and waits for the next job.
 """
 
 import faulthandler
@@ -23,31 +24,31 @@ import torch
 import torch.distributed as dist
 
 from ..torch_private.compiling import leave_guards_untimed
+from .process_reset import Beginning
 from .references import FunctionReference
-from .renewal import Beginning
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Makes a rank write its stacks to its file."""
+"""Signal that makes a rank write its stacks to its file."""
 
 
 LEAVE = b"leave"
-"""Tells a rank that is done that its peers are done, too."""
+"""Message to a rank that is done: its peers are done, too."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks are to do.
+    """A function for the ranks to run, and the environment to run it in.
 
     Attributes:
         function: called as function(rank, *arguments).
-        arguments: pickled tuple, to be read after the module of `function` is there.
+        arguments: pickled tuple, unpickled only after the module of `function` has been loaded.
         nproc: number of ranks.
         backend: backend of the process group.
         timeout: seconds a collective may take.
         folder: folder for the rendezvous and for stacks.
-        environment: variables of the parent.
-        working_directory: that of the parent.
-        path: where the parent looks for modules.
+        environment: environment variables of the parent.
+        working_directory: working directory of the parent.
+        path: `sys.path` of the parent.
     """
 
     function: FunctionReference
@@ -61,7 +62,7 @@ class Job:
     path: list[str]
 
     def stacks_file(self, rank: int) -> Path:
-        """Where `rank` writes its stacks."""
+        """The file to which `rank` writes its stacks."""
         return Path(self.folder) / f"stacks-{rank}"
 
 
@@ -70,9 +71,9 @@ class Failure:
     """How a rank failed.
 
     Attributes:
-        time: when, by the clock that the processes of a machine share.
+        time: time of the failure in seconds, by a clock that the processes of a machine share.
         line: the error in one line.
-        text: its traceback.
+        text: the traceback.
     """
 
     time: float
@@ -81,16 +82,16 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The failure by `error`, now."""
+        """Return the failure that `error` caused, at the present time."""
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         return cls(time.monotonic(), line, "".join(traceback.format_exception(error)))
 
 
 def rank_main(pipe: Connection) -> None:
-    """Run the jobs that come through `pipe`, one after another, until its other end is closed.
+    """Run the jobs that arrive through `pipe`, one after another, until its other end is closed.
 
-    A job is a pair (rank, `Job`). When it is done the rank stays in its process group, so that no peer loses it midway,
-    until the parent writes `LEAVE`. Dynamo does not time its guards in these processes.
+    A job is a pair (rank, `Job`). A rank that has finished stays in its process group until the parent writes `LEAVE`,
+    so that peers can still communicate with it. Dynamo does not time its guards in these processes.
     """
     leave_guards_untimed()
     beginning = Beginning()
@@ -136,7 +137,7 @@ def _value(rank: int, job: Job) -> bytes:
 
 
 def _received(pipe: Connection) -> bytes | None:
-    """The next message, None at the end."""
+    """Return the next message, or None when the pipe is closed."""
     try:
         return pipe.recv_bytes()
     except (EOFError, ConnectionError):

@@ -1,8 +1,8 @@
-"""`CountCollectives`: what eager code communicates.
+"""`CountCollectives`, which records the collectives of eager code.
 
-A dispatch mode that writes down each collective this rank takes part in, with the bytes it sends: the
-`dtensor::*` operators and torch's functional collectives. Compiled graphs report the same through
-`dtensor.compile.statistics`.
+It is a dispatch mode that records each collective in which this rank takes part, with the bytes the rank sends. It
+sees the `dtensor::*` operators and torch's functional collectives. For compiled graphs, `dtensor.compile.statistics`
+reports the same.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ OPERATORS = {
     "dtensor::all_gather_start": "all_gather",
     "dtensor::all_to_all_start": "all_to_all",
 }
-"""Operator -> the collective it is. All take the tensor first and the name of the group last."""
+"""Operator -> the collective it runs. Every operator takes the tensor first and the name of the group last."""
 
 
 NAMES_IN_TORCH = {
@@ -39,7 +39,7 @@ NAMES_IN_TORCH = {
     "all_reduce": "all_reduce",
     "all_to_all": "all_to_all_single",
 }
-"""Collective -> the operator of torch.ops.c10d_functional that torch's CommDebugMode counts it by."""
+"""Collective -> the operator of torch.ops.c10d_functional under which torch's CommDebugMode counts it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Collective:
 
     Attributes:
         op: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" or "collective_permute".
-        bytes: bytes this rank sends, by a ring algorithm (see `dtensor.layout.cost`).
+        bytes: bytes this rank sends in a ring algorithm (see `dtensor.layout.cost`).
         group: name of the process group.
     """
 
@@ -58,9 +58,12 @@ class Collective:
 
 
 class CountCollectives(TorchDispatchMode):
-    """Context in which the collectives of this thread are written down, in order, in `collectives`.
+    """Context manager that records the collectives of this thread, in order, in `collectives`.
 
-    Has the counts of torch's CommDebugMode, too, which does not see them.
+    It also has the counting methods of torch's CommDebugMode, which does not see these collectives.
+
+    Attributes:
+        collectives: the collectives recorded so far.
     """
 
     def __init__(self) -> None:
@@ -69,19 +72,24 @@ class CountCollectives(TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Bytes this rank sends in all of them."""
+        """Bytes this rank sends in all recorded collectives."""
         return sum(c.bytes for c in self.collectives)
 
     def get_total_counts(self) -> int:
-        """The number of collectives."""
+        """Return the number of recorded collectives."""
         return len(self.collectives)
 
     def get_comm_counts(self) -> dict[Any, int]:
-        """Operator of torch.ops.c10d_functional, or dtensor.collective_permute -> how often that collective ran."""
+        """Return how often each collective ran.
+
+        The keys are operators of torch.ops.c10d_functional, as in CommDebugMode, and dtensor.collective_permute.
+        """
         counts = Counter(c.op for c in self.collectives)
         return {_operator(op): n for op, n in counts.items()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # DTensor then dispatches, and its local operators come back here
         op = OPERATORS.get(func.name().split(".")[0])

@@ -1,4 +1,4 @@
-"""`DebugMode`: torch's, which also tells of DTensors."""
+"""`DebugMode`: torch's debug mode, extended to show operators on DTensors."""
 
 from typing import Any
 
@@ -7,14 +7,17 @@ from ..torch_private.core import DebugOpCall, TorchDebugMode, tensor_debug_strin
 
 
 class DebugMode(TorchDebugMode):
-    """Context that writes down all operators that run in eager mode; `debug_string()` shows them as a tree.
+    """Context manager that records all operators that run in eager mode; `debug_string()` shows them as a tree.
 
-    It is torch.utils._debug_mode.DebugMode, which takes the same options, but would show local tensors alone. Here an
-    operator on DTensors, `redistribute` among them, has a line with their global shapes and placements, and below it
-    what it ran: the collectives that moved operands, and the operator on local tensors.
+    It takes the options of torch.utils._debug_mode.DebugMode, from which it is derived and which would show local
+    tensors only. Here every operator on DTensors, including `redistribute`, has a line with their global shapes and
+    placements. Below it stand the operators it ran: the collectives that redistributed operands, and the operator on
+    local tensors.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             self._record_call(DebugOpCall(func, args, kwargs or {}, self.call_depth, stack=self.record_stack_trace))
             return NotImplemented  # DTensor then dispatches, and its local operators come back here
@@ -29,7 +32,7 @@ class DebugMode(TorchDebugMode):
         super()._record_call_output(call, self._shown(output))
 
     def _shown(self, values: Any) -> Any:
-        """`values`, with DTensors as text."""
+        """Return `values` with every DTensor replaced by a string that describes it."""
 
         def shown(x: Any) -> Any:
             if not isinstance(x, DTensor):

@@ -1,6 +1,10 @@
-"""One process that acts as a rank of many: graphs, plans and rules for any mesh, without the other ranks."""
+"""`fake_ranks`: a single process acts as one rank of many.
+
+This gives graphs, plans and sharding rules for any mesh without starting the other ranks.
+"""
 
 import contextlib
+from typing import Any
 
 import torch.distributed as dist
 
@@ -8,14 +12,18 @@ from ..torch_private.core import fake_store
 
 
 @contextlib.contextmanager
-def fake_ranks(world_size: int, rank: int = 0):
-    """Context with a default process group of `world_size` ranks of which only this one, `rank`, exists.
+def fake_ranks(world_size: int, rank: int = 0) -> Any:
+    """Context manager with a default process group of `world_size` ranks, of which only this process exists.
 
-    Collectives return at once, with this rank's own data or zeros in place of the other ranks': shapes, placements,
-    graphs and refusals are as on a real mesh, values are not.
+    Collectives return at once, with this rank's own data or zeros in place of the data of other ranks. Shapes,
+    placements, graphs and errors are as on a real mesh, but values are not.
+
+    Args:
+        world_size: number of ranks of the process group.
+        rank: the rank of this process.
 
     Raises:
-        ValueError: there is a default process group already (torch's message).
+        ValueError: a default process group exists already (the message is torch's).
 
     Example:
         >>> with fake_ranks(8):

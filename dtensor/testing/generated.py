@@ -1,4 +1,4 @@
-"""Reading code that Inductor generates: in which order collectives start and are waited for, and products are taken."""
+"""Reads code that Inductor generated, to test overlap: the order of starts, waits and matrix products."""
 
 import re
 
@@ -15,15 +15,20 @@ def _calls(code: str) -> list[re.Match[str]]:
 
 
 def starts_and_waits(code: str) -> str:
-    """What the code of one graph does, in order, in a letter each: S starts a collective, W waits, m is a product."""
+    """Return one letter for each relevant call in the code of one graph, in order.
+
+    S starts a collective, W waits for one, and m is a matrix product.
+    """
     return "".join(["m" if c["product"] else "W" if c["op"] == _WAIT else "S" for c in _calls(code)])
 
 
 def products_while_under_way(code: str) -> list[int]:
-    """For each collective, in the order in which they start, the number of products before it is waited for.
+    """Return, for each collective, the number of matrix products between its start and its wait.
+
+    The collectives are in the order in which they start.
 
     Raises:
-        ValueError: one is never waited for.
+        ValueError: a collective is never waited for.
     """
     found: dict[str, int] = {}
     products, started = 0, dict[str, int]()
@@ -31,7 +36,7 @@ def products_while_under_way(code: str) -> list[int]:
         if call["product"]:
             products += 1
         elif call["op"] != _WAIT:
-            started[call["result"] or call["first"]] = products  # one in place gives nothing
+            started[call["result"] or call["first"]] = products  # an in-place one has no result
         elif call["first"] in started:
             found[call["first"]] = products - started[call["first"]]
     if missing := [name for name in started if name not in found]:

@@ -1,8 +1,8 @@
 """Small models to shard: a two-layer perceptron and a decoder-only Transformer.
 
-They have the structure, names, arguments and default values of the toy models that PyTorch's own tests of
-tensor parallelism use (the Transformer after nanoGPT, https://github.com/karpathy/nanoGPT), so that results
-compare one to one. `Transformer.parallelize` shards the latter with `dtensor.parallel`. Tensors: tokens
+They have the structure, names, arguments and default values of the toy models in PyTorch's own tests of tensor
+parallelism, so that results can be compared one to one. The Transformer there follows nanoGPT
+(https://github.com/karpathy/nanoGPT); `Transformer.parallelize` shards it with `dtensor.parallel`. Shapes: tokens
 (batch, seq), activations (batch, seq, dim), logits (batch, seq, vocab).
 """
 
@@ -26,13 +26,12 @@ from ..parallel import (
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm over the last dim (Zhang and Sennrich, 2019), written out in tensor
-    operations."""
+    """Root mean square norm over the last dim (Zhang and Sennrich, 2019), written as separate tensor operations."""
 
-    def __init__(self, dim: int, eps: float = 1e-6):
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self.eps)
@@ -40,14 +39,14 @@ class RMSNorm(nn.Module):
 
 
 class MLPModule(nn.Module):
-    """Linear(10, 16), ReLU, Linear(16, 10); the same initial values each time."""
+    """Linear(10, 16), ReLU, Linear(16, 10); every instance has the same initial values."""
 
-    def __init__(self, device: torch.device | str | None, bias: bool = True):
+    def __init__(self, device: torch.device | str | None, bias: bool = True) -> None:
         super().__init__()
         torch.manual_seed(5)
-        self.net1 = nn.Linear(10, 16, bias=bias, device=device)
-        self.relu = nn.ReLU()
-        self.net2 = nn.Linear(16, 10, bias=bias, device=device)
+        self.net1: nn.Linear = nn.Linear(10, 16, bias=bias, device=device)
+        self.relu: nn.ReLU = nn.ReLU()
+        self.net2: nn.Linear = nn.Linear(16, 10, bias=bias, device=device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.net2(self.relu(self.net1(x)))
@@ -58,11 +57,11 @@ class MLPModule(nn.Module):
 
 
 class MLPStacked(nn.Module):
-    """`n_layers` MLPModules, one after the other."""
+    """A sequence of `n_layers` MLPModules."""
 
-    def __init__(self, device: torch.device | str | None, n_layers: int = 2):
+    def __init__(self, device: torch.device | str | None, n_layers: int = 2) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
+        self.layers: nn.ModuleList = nn.ModuleList([MLPModule(device) for _ in range(n_layers)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -72,7 +71,19 @@ class MLPStacked(nn.Module):
 
 @dataclass
 class ModelArgs:
-    """Sizes and switches of `Transformer`."""
+    """Sizes and options of `Transformer`.
+
+    Attributes:
+        n_layers: number of Transformer blocks.
+        vocab_size: number of different tokens.
+        max_seq_len: the longest sequence the model takes, in tokens.
+        dim: width of the activations; a multiple of `n_heads`.
+        n_heads: number of attention heads.
+        dropout_p: probability of dropout.
+        use_attn_mask: whether attention is causal.
+        weight_tying: whether the output layer shares the weight of the token embedding.
+        checkpoint_activations: whether the backward recomputes the activations of each block.
+    """
 
     n_layers: int = 2
     vocab_size: int = 8
@@ -86,21 +97,21 @@ class ModelArgs:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, causal if `args.use_attn_mask`."""
+    """Multi-head self-attention, causal if `args.use_attn_mask` is set."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         if args.dim % args.n_heads:
             raise ValueError(f"dim is a multiple of n_heads; got dim={args.dim}, n_heads={args.n_heads}")
-        self.n_heads = args.n_heads
-        self.head_dim = args.dim // args.n_heads
-        self.dropout_p = args.dropout_p
-        self.use_attn_mask = args.use_attn_mask
-        self.resid_dropout = nn.Dropout(args.dropout_p)
-        self.wq = nn.Linear(args.dim, args.dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.dim, bias=False)
-        self.wo = nn.Linear(args.dim, args.dim, bias=False)
+        self.n_heads: int = args.n_heads
+        self.head_dim: int = args.dim // args.n_heads
+        self.dropout_p: float = args.dropout_p
+        self.use_attn_mask: bool = args.use_attn_mask
+        self.resid_dropout: nn.Dropout = nn.Dropout(args.dropout_p)
+        self.wq: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wk: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wv: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
+        self.wo: nn.Linear = nn.Linear(args.dim, args.dim, bias=False)
 
     def _heads(self, x: torch.Tensor, batch: int, seq: int) -> torch.Tensor:
         """(batch, seq, dim) -> (batch, heads, seq, head_dim)"""
@@ -121,26 +132,26 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """Linear, GELU, Linear, dropout."""
 
-    def __init__(self, dim: int, hidden_dim: int, dropout_p: float):
+    def __init__(self, dim: int, hidden_dim: int, dropout_p: float) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim)
-        self.gelu = nn.GELU()
-        self.w2 = nn.Linear(hidden_dim, dim)
-        self.resid_dropout = nn.Dropout(dropout_p)
+        self.w1: nn.Linear = nn.Linear(dim, hidden_dim)
+        self.gelu: nn.GELU = nn.GELU()
+        self.w2: nn.Linear = nn.Linear(hidden_dim, dim)
+        self.resid_dropout: nn.Dropout = nn.Dropout(dropout_p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.resid_dropout(self.w2(self.gelu(self.w1(x))))
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual connection."""
+    """Attention and feed-forward, each with a norm before it and a residual connection around it."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(args.dim)
-        self.attention = Attention(args)
-        self.ffn_norm = nn.LayerNorm(args.dim)
-        self.feed_forward = FeedForward(args.dim, 4 * args.dim, args.dropout_p)
+        self.attention_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.attention: Attention = Attention(args)
+        self.ffn_norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.feed_forward: FeedForward = FeedForward(args.dim, 4 * args.dim, args.dropout_p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = x + self.attention(self.attention_norm(x))
@@ -150,24 +161,24 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Decoder-only language model: tokens (batch, seq) -> logits (batch, seq, vocab), in float32."""
 
-    def __init__(self, args: ModelArgs):
+    def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.model_args = args
-        self.max_seq_len = args.max_seq_len
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.pos_embeddings = nn.Embedding(args.max_seq_len, args.dim)
-        self.dropout = nn.Dropout(args.dropout_p)
-        self.layers = nn.ModuleList([TransformerBlock(args) for _ in range(args.n_layers)])
-        self.norm = nn.LayerNorm(args.dim)
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        self.max_seq_len: int = args.max_seq_len
+        self.tok_embeddings: nn.Embedding = nn.Embedding(args.vocab_size, args.dim)
+        self.pos_embeddings: nn.Embedding = nn.Embedding(args.max_seq_len, args.dim)
+        self.dropout: nn.Dropout = nn.Dropout(args.dropout_p)
+        self.layers: nn.ModuleList = nn.ModuleList([TransformerBlock(args) for _ in range(args.n_layers)])
+        self.norm: nn.LayerNorm = nn.LayerNorm(args.dim)
+        self.output: nn.Linear = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.weight_tying:
             self.output.weight = self.tok_embeddings.weight
-        self.checkpoint_activations = args.checkpoint_activations
+        self.checkpoint_activations: bool = args.checkpoint_activations
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         _, seq = tokens.size()
         if seq > self.max_seq_len:
-            raise ValueError(f"{seq} tokens in a row exceed max_seq_len={self.max_seq_len}; write a larger one")
+            raise ValueError(f"a sequence of {seq} tokens exceeds max_seq_len={self.max_seq_len}; write a larger one")
         h = self.tok_embeddings(tokens) + self.pos_embeddings(torch.arange(seq, device=tokens.device))
         h = self.dropout(h)
         for layer in self.layers:
@@ -176,14 +187,18 @@ class Transformer(nn.Module):
 
     @staticmethod
     def parallelize(module: "Transformer", device_mesh: DeviceMesh, use_seq_parallel: bool) -> "Transformer":
-        """Shard `module` in place over a mesh of one axis and return it; it takes and gives plain replicated
-        tensors.
+        """Shard `module` in place over a mesh of one axis.
+
+        The sharded model takes and returns plain tensors that are replicated.
 
         Args:
-            module: the model; its n_heads is a multiple of the number of ranks.
-            device_mesh: the mesh.
-            use_seq_parallel: also shard the activations between attention and feed-forward along the
-                sequence, which is then a multiple of the number of ranks.
+            module: the model; its number of heads must be a multiple of the number of ranks.
+            device_mesh: the mesh, of one axis.
+            use_seq_parallel: also shard the activations between attention and feed-forward along the sequence, whose
+                length must then be a multiple of the number of ranks.
+
+        Returns:
+            `module`.
         """
         parallelize_module(module, device_mesh, _sequence_plan() if use_seq_parallel else _tensor_plan())
         if module.model_args.weight_tying:
@@ -192,7 +207,7 @@ class Transformer(nn.Module):
 
 
 def _tensor_plan() -> dict[str, ParallelStyle]:
-    """Weights sharded, activations replicated between the blocks."""
+    """Return the plan that shards weights, with activations replicated between the blocks."""
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate()),
         "pos_embeddings": RowwiseParallel(input_layouts=Replicate()),
@@ -205,7 +220,7 @@ def _tensor_plan() -> dict[str, ParallelStyle]:
 
 
 def _sequence_plan() -> dict[str, ParallelStyle]:
-    """Weights sharded, activations sharded along the sequence between the blocks."""
+    """Return the plan that shards weights, with activations sharded along the sequence between the blocks."""
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "pos_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
@@ -222,11 +237,15 @@ def _sequence_plan() -> dict[str, ParallelStyle]:
 
 
 class Tied(nn.Module):
-    """A head that is its table: one parameter of two modules."""
+    """An embedding and a linear head with tied weights: two modules share one parameter."""
 
-    def __init__(self, words: int = 8, width: int = 4):
+    table: nn.Embedding
+    head: nn.Linear
+
+    def __init__(self, words: int = 8, width: int = 4) -> None:
         super().__init__()
-        self.table, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        self.table: nn.Embedding = nn.Embedding(words, width)
+        self.head: nn.Linear = nn.Linear(width, words, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

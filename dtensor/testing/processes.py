@@ -1,11 +1,11 @@
-"""`run_ranks`: a function on several real processes that form one process group on this machine.
+"""`run_ranks`, which runs a function on several real processes that form one process group on this machine.
 
-The parent starts one process for each rank (`child`), waits for what each says, and ends the ones it started. On Linux
-they are copies of a process that has imported torch and this library and done nothing else, which saves each of them
-some seconds; it ends with the parent. Whatever goes wrong is one exception in the parent: a rank's traceback, the exit
-code of a rank that died, or, when time is up, the Python stacks of all ranks.
+The parent starts one process for each rank (`child`), waits for their messages, and ends the processes it started. On
+Linux they are forked from a server process that has imported torch and this library and done nothing else, which saves
+each of them some seconds; the server ends with the parent. Every failure becomes one exception in the parent, with a
+rank's traceback, the exit code of a rank that died, or, after a timeout, the Python stacks of all ranks.
 
-Under `kept_ranks` processes that did their job well, and could be put back as they were, take the next job.
+Under `kept_ranks`, processes that completed their job and could be restored to their initial state run the next job.
 """
 
 import contextlib
@@ -26,22 +26,23 @@ from .child import LEAVE, STACKS_SIGNAL, Failure, Job, rank_main
 from .references import FunctionReference
 
 PRELOADED = ["dtensor.compile", "dtensor.testing.child", "torch._inductor.compile_fx"]
-"""What the process has imported of which ranks are copies."""
+"""Modules that the server process has imported before ranks are forked from it."""
 
 READ_AT_IMPORT = ("TORCH", "PYTORCH", "DTENSOR", "OMP_", "MKL_", "PYTHON")
-"""How variables begin that the imported may have read; if one has changed since, ranks import for themselves."""
+"""Prefixes of environment variables that the preloaded modules may have read; if one has changed since, ranks are
+spawned and import the modules themselves."""
 
 READ_LATER = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Those that are not read at import, and that Inductor sets."""
+"""Variables with such a prefix that are not read at import, and that Inductor sets."""
 
 TIMEOUT = 600.0
-"""Seconds that all ranks have by default: against a hang, and so far more than slow ranks that compile need."""
+"""Default timeout of a job in seconds. It guards against hangs, so it is far longer than slow ranks need to compile."""
 
 LEAVING = 30.0
-"""Seconds that a rank has to put its process back as it was; one that takes longer is not kept."""
+"""Seconds that a rank has to restore the state of its process; one that takes longer is not kept."""
 
 GRACE = 1.0
-"""Seconds left to the other ranks to report after the first failure, and to all to write their stacks."""
+"""Seconds that the other ranks have to report after the first failure, and that ranks have to write their stacks."""
 
 
 class RankError(RuntimeError):
@@ -51,7 +52,7 @@ class RankError(RuntimeError):
         rank: the rank that failed first.
     """
 
-    def __init__(self, rank: int, message: str):
+    def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
         self.rank = rank
 
@@ -64,29 +65,32 @@ def run_ranks(
     timeout: float = TIMEOUT,
     fresh: bool = False,
 ) -> list[Any]:
-    """Call `fn(rank, *args)` in `nproc` processes and return what each returned, in the order of ranks.
+    """Call `fn(rank, *args)` in `nproc` processes and return the results in the order of ranks.
 
-    Each process has one torch thread, and the default process group is initialised. The processes are new, but for
-    those that `kept_ranks` has.
+    Each process has one torch thread and an initialised default process group. The processes are new, except for those
+    that `kept_ranks` kept.
 
     Args:
         fn: a function at the top level of a module.
         nproc: number of ranks.
-        args: more arguments; they and the return values are pickled (tensors by value).
-        backend: backend of the process group; with "nccl" rank r takes GPU r.
-        timeout: seconds in which all ranks have to be done.
-        fresh: whether the processes are new, and not kept, under `kept_ranks`, too.
+        args: further arguments; they and the return values are pickled (tensors by value).
+        backend: backend of the process group; with "nccl" rank r uses GPU r.
+        timeout: seconds in which all ranks must be done.
+        fresh: start new processes even under `kept_ranks`, and do not keep them.
+
+    Returns:
+        The return value of `fn` on each rank.
 
     Raises:
-        RankError: a rank raised, or died.
-        TimeoutError: time is up; the message, also printed, holds every rank's Python stacks.
-        ValueError: `fn` is not at the top level of a module, or `nproc` is no number of at least 1.
-        TypeError: `timeout` is no number.
+        RankError: a rank raised an exception, or its process died.
+        TimeoutError: the ranks were not done in time; the message, also printed, holds every rank's Python stacks.
+        ValueError: `fn` is not at the top level of a module, or `nproc` is not an int of at least 1.
+        TypeError: `timeout` is not a number.
     """
     if not isinstance(nproc, int) or nproc < 1:
-        raise ValueError(f"nproc is the number of ranks, at least 1; got {nproc!r}")
+        raise ValueError(f"nproc, the number of ranks, must be an int of at least 1; got {nproc!r}")
     if not isinstance(timeout, (int, float)):
-        raise TypeError(f"timeout is a number of seconds; got {timeout!r}")
+        raise TypeError(f"timeout must be a number of seconds; got {timeout!r}")
     function = FunctionReference.of(fn)
     kept = None if fresh else _kept
     with tempfile.TemporaryDirectory(prefix="dtensor-ranks-") as folder:
@@ -110,11 +114,12 @@ def run_ranks(
 
 @contextlib.contextmanager
 def kept_ranks() -> Iterator[None]:
-    """Context in which `run_ranks` uses its processes again, which saves starting them, and what compiling imports.
+    """Context manager in which `run_ranks` reuses its processes.
 
-    Between two jobs a process leaves its process group, forgets what was compiled, and puts settings back (`renewal`).
-    What a job did to modules stays: one that replaces parts of them for good asks for `fresh=True`. The processes of a
-    job that failed are not used again, nor those that still have threads of their own.
+    This saves the time to start them, and to import what the compiler needs. Between two jobs a process leaves its
+    process group, discards what was compiled, and restores its settings (`renewal`). Changes that a job made to modules
+    remain, so a job that replaces parts of a module for good should run with `fresh=True`. Processes of a job that
+    failed are not reused, nor are those in which threads of the job still run.
     """
     global _kept
     before, _kept = _kept, []
@@ -130,19 +135,19 @@ def _read_at_import() -> dict[str, str]:
 
 
 _when_preloaded = cache(_read_at_import)
-"""The variables as they were when the first ranks started, and with them the process of which they are copies."""
+"""Returns these variables as they were when the first ranks, and with them the server process, were started."""
 
 
 def _start_method(backend: str) -> str:
-    """How ranks start: "forkserver" as copies, or "spawn"; with GPUs the latter, as CUDA allows no copies."""
+    """Return how to start ranks: "forkserver" or "spawn". With GPUs it is "spawn", as CUDA does not support forks."""
     copies = _when_preloaded() == _read_at_import() and sys.platform == "linux" and "nccl" not in backend
     return "forkserver" if copies else "spawn"
 
 
 class _Process:
-    """A process that takes jobs, and the parent's end of its pipe."""
+    """A process that runs jobs, and the parent's end of its pipe."""
 
-    def __init__(self, backend: str):
+    def __init__(self, backend: str) -> None:
         context: Any = multiprocessing.get_context(_start_method(backend))
         context.set_forkserver_preload(PRELOADED)
         self.backend, self.environment = backend, _read_at_import()
@@ -152,17 +157,17 @@ class _Process:
         there.close()
 
     def send(self, message: bytes) -> None:
-        """Send to the process; that it has died shows where its answer is read."""
+        """Send `message` to the process. If the process has died, this is noticed when its answer is read."""
         with contextlib.suppress(ConnectionError):
             self.pipe.send_bytes(message)
 
 
 _kept: list[_Process] | None = None
-"""The idle processes under `kept_ranks`, None outside."""
+"""The idle processes under `kept_ranks`; None outside of it."""
 
 
 def _idle(kept: list[_Process] | None, backend: str) -> _Process | None:
-    """One of the kept processes for a job of now, taken out; None if there is none."""
+    """Remove and return a process of `kept` that fits `backend` and the present environment; None if there is none."""
     for process in kept or ():
         alike = process.backend == backend and process.environment == _read_at_import()
         if alike and process.process.is_alive():
@@ -173,7 +178,7 @@ def _idle(kept: list[_Process] | None, backend: str) -> _Process | None:
 
 
 def _left(ranks: "list[_Rank]") -> list[_Process]:
-    """Have ranks that returned leave their group; the processes that are then as they were."""
+    """Make ranks that have returned leave their process group; return the processes whose state was restored."""
     for r in ranks:
         r.process.send(LEAVE)
     deadline, restored = time.monotonic() + LEAVING, []
@@ -200,15 +205,15 @@ class _Rank:
         return bool(self.result or self.failure)
 
     def receive(self) -> None:
-        """Take the next message, or the end of the process for one."""
+        """Take the next message; if the process has ended, record that as the failure."""
         kind: str
         content: Any
         try:
             kind, content = pickle.loads(self.process.pipe.recv_bytes())
         except (EOFError, ConnectionError):
             self.process.process.join(GRACE)
-            line = f"its process ended with exit code {self.process.process.exitcode} and no word"
-            kind, content = "raised", Failure(0.0, line, line + "\n")  # before all that follow from it
+            line = f"its process ended with exit code {self.process.process.exitcode} and reported no error"
+            kind, content = "raised", Failure(0.0, line, line + "\n")  # sorted before the failures it causes
         match kind:
             case "started":
                 self.started = True
@@ -218,7 +223,7 @@ class _Rank:
                 self.failure = content
 
     def stacks(self, job: Job) -> str:
-        """What the rank wrote when signalled; in words if it had nothing to write."""
+        """Return the stacks that the rank wrote when signalled, or a sentence why there are none."""
         if self.done:
             return "is done\n"
         if not self.started:
@@ -227,7 +232,7 @@ class _Rank:
 
 
 def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
-    """Wait until a rank that is not done says something; the ranks that did, none if time is up."""
+    """Wait until ranks that are not done send messages; return these ranks, or none if the deadline has passed."""
     waiting = {r.process.pipe: r for r in ranks if not r.done}
     ready = [waiting[pipe] for pipe in wait(list(waiting), max(0.0, deadline - time.monotonic()))]
     for r in ready:
@@ -236,7 +241,7 @@ def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
 
 
 def _collect(ranks: list[_Rank], job: Job) -> None:
-    """Wait for all ranks to return; raise on the first failure and when time is up."""
+    """Wait for all ranks to return; raise on the first failure, and when `job.timeout` has passed."""
     deadline = time.monotonic() + job.timeout
     while not all(r.done for r in ranks):
         ready = _receive(ranks, deadline)
@@ -247,7 +252,7 @@ def _collect(ranks: list[_Rank], job: Job) -> None:
 
 
 def _failed(ranks: list[_Rank]) -> RankError:
-    """The error for the rank that failed first; those that fail soon after, for want of a peer, get a line
+    """Return the error of the rank that failed first; ranks that fail soon after it, for lack of a peer, get a line
     each."""
     deadline = time.monotonic() + GRACE
     while not all(r.done for r in ranks) and _receive(ranks, deadline):
@@ -260,7 +265,7 @@ def _failed(ranks: list[_Rank]) -> RankError:
 
 
 def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
-    """Have every rank write its stacks, print them, and give the error that shows them."""
+    """Make every rank write its stacks, print them, and return the error that holds them."""
     for r in ranks:
         process = r.process.process
         if r.started and not r.done and process.is_alive() and process.pid:
@@ -273,7 +278,7 @@ def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
 
 
 def _end(processes: list[_Process], at_once: Sequence[_Process] = ()) -> None:
-    """Let processes end by themselves, for a while; kill those `at_once`."""
+    """Close the pipes and wait a while for the processes to end by themselves; kill those in `at_once` immediately."""
     for p in processes:
         p.pipe.close()
     for p in at_once:

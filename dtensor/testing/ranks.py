@@ -1,8 +1,7 @@
-"""Decorators that make a test run on several ranks: `with_ranks` on real processes, `with_threads` on
-threads.
+"""Decorators that make a test run on several ranks: `with_ranks` on processes, `with_threads` on threads.
 
-The decorated function takes `rank` first, and after it whatever pytest gives (parametrized values, fixtures),
-which must be picklable for `with_ranks`. pytest collects it as a test without `rank`.
+The decorated function takes `rank` as its first parameter, and after it whatever pytest passes (parametrized values,
+fixtures), which must be picklable for `with_ranks`. pytest collects it as a test without the parameter `rank`.
 
     @pytest.mark.parametrize("dim", [0, 1])
     @with_ranks(2)
@@ -24,7 +23,14 @@ Test = Callable[..., Any]
 def with_ranks(
     nproc: int, *, backend: str = "gloo", timeout: float = TIMEOUT, fresh: bool = False
 ) -> Callable[[Test], Test]:
-    """Decorator: run the test on `nproc` processes, see `run_ranks`."""
+    """Return a decorator that runs a test on `nproc` processes; the arguments are those of `run_ranks`.
+
+    Args:
+        nproc: number of ranks.
+        backend: backend of the process group.
+        timeout: seconds in which all ranks must be done.
+        fresh: start new processes even under `kept_ranks`, and do not keep them.
+    """
 
     def run(fn: Test, *args: Any) -> None:
         run_ranks(fn, nproc, *args, backend=backend, timeout=timeout, fresh=fresh)
@@ -33,7 +39,12 @@ def with_ranks(
 
 
 def with_threads(nthreads: int, *, timeout: float = TIMEOUT) -> Callable[[Test], Test]:
-    """Decorator: run the test on `nthreads` threads of the process, see `run_threads`."""
+    """Return a decorator that runs a test on `nthreads` threads; the arguments are those of `run_threads`.
+
+    Args:
+        nthreads: number of ranks.
+        timeout: seconds in which all ranks must be done.
+    """
 
     def run(fn: Test, *args: Any) -> None:
         run_threads(fn, nthreads, *args, timeout=timeout)
@@ -42,11 +53,11 @@ def with_threads(nthreads: int, *, timeout: float = TIMEOUT) -> Callable[[Test],
 
 
 def _on_ranks(run: Callable[..., None], fn: Test) -> Test:
-    """The test that has `run` call `fn` on every rank; its signature is that of `fn` without `rank`."""
+    """Return a test in which `run` calls `fn` on every rank; its signature is that of `fn` without `rank`."""
     signature = inspect.signature(fn)
     names = list(signature.parameters)
     if names[:1] != ["rank"]:
-        raise TypeError(f"a test on ranks takes `rank` first; write def {fn.__name__}(rank, ...)")
+        raise TypeError(f"a test on ranks takes `rank` first; write `def {fn.__name__}(rank, ...)`")
     shown = signature.replace(parameters=[signature.parameters[name] for name in names[1:]])
 
     @functools.wraps(fn)

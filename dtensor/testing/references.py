@@ -1,8 +1,8 @@
-"""Naming a function so that another process can find it.
+"""`FunctionReference`, which names a function so that another process can load it.
 
-A test module loaded by pytest with `--import-mode=importlib` cannot be imported by name elsewhere, so a
-function is named by the file of its module as well: the other process runs that file as a module of the same
-name. `processes` sends references to the ranks it spawns.
+A test module that pytest loaded with `--import-mode=importlib` cannot be imported by name elsewhere. So a reference
+also holds the file of the module, and the other process runs that file as a module of the same name. `processes` sends
+references to the ranks it starts.
 """
 
 import importlib
@@ -20,9 +20,9 @@ class FunctionReference:
     """A function at the top level of a module, as plain data.
 
     Attributes:
-        module: name of its module.
-        path: file of its module, None if it has none.
-        qualname: its dotted name within the module.
+        module: name of the module.
+        path: file of the module, None if it has none.
+        qualname: dotted name of the function within the module.
     """
 
     module: str
@@ -31,24 +31,24 @@ class FunctionReference:
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> "FunctionReference":
-        """The reference to `fn`.
+        """Return the reference to `fn`.
 
         Raises:
-            ValueError: `fn` cannot be found by name, as it is a lambda, lives inside a function, or is no
+            ValueError: `fn` cannot be found by name: it is a lambda, is defined inside a function, or is not a
                 function.
         """
         qualname = getattr(fn, "__qualname__", None)
         if qualname is None or "<" in qualname:
             raise ValueError(
-                f"the ranks look {fn!r} up by name, so it must be a function at the top level of a module; "
-                "write `def` there and give what it closed over as arguments"
+                f"the ranks look up {fn!r} by name, so it must be a function at the top level of a module; "
+                "define it there and pass the variables it closes over as arguments"
             )
         path = getattr(sys.modules.get(fn.__module__), "__file__", None)
         return cls(fn.__module__, path and str(Path(path).resolve()), qualname)
 
     def load(self) -> Callable[..., Any]:
-        """The function, its module imported or run if need be; of a test decorated to run on ranks, the
-        function inside."""
+        """Return the function, after importing or running its module if necessary; for a test that is decorated to
+        run on ranks, return the function that the decorator wraps."""
         found: Any = _module(self.module, self.path)
         for part in self.qualname.split("."):
             found = getattr(found, part)
@@ -63,7 +63,7 @@ def _module(name: str, path: str | None) -> types.ModuleType:
     _make_parents(name, path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path}, the file of module {name!r}, is no Python file")
+        raise ImportError(f"{path}, the file of module {name!r}, is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -71,7 +71,7 @@ def _module(name: str, path: str | None) -> types.ModuleType:
 
 
 def _importable_from(name: str, path: str) -> bool:
-    """Whether `import name` would load the file `path`."""
+    """Return whether `import name` would load the file `path`."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError:
@@ -80,7 +80,7 @@ def _importable_from(name: str, path: str) -> bool:
 
 
 def _make_parents(name: str, path: str) -> None:
-    """Put empty packages in `sys.modules` for the parents of dotted `name` that do not exist."""
+    """Add empty packages to `sys.modules` for those parents of the dotted `name` that do not exist."""
     folder = Path(path).parent
     for parent in _parents(name):
         if parent not in sys.modules and not _found(parent):

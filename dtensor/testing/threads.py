@@ -1,8 +1,8 @@
-"""`run_threads`: a function on several threads of this process that act as ranks.
+"""`run_threads`, which runs a function on several threads of this process that act as ranks.
 
-Starts in milliseconds where `processes.run_ranks` takes seconds, and a debugger works. Eager collectives
-only: Dynamo does not compile in several threads at once, and a thread that hangs can be reported but not
-ended.
+Threads start in milliseconds, where `processes.run_ranks` takes seconds, and a debugger can be used. They are for eager
+collectives only, because Dynamo does not compile in several threads at once. A thread that hangs can be reported but
+not ended.
 """
 
 import faulthandler
@@ -21,26 +21,36 @@ from ..torch_private.core import threaded_process_group
 from .processes import TIMEOUT, RankError
 
 GRACE = 1.0
-"""Seconds left to threads whose collectives were ended because time is up or another rank failed."""
+"""Seconds that threads have to end after their collectives were stopped by a timeout or the failure of a rank."""
 
 
 def run_threads(fn: Callable[..., Any], nthreads: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Call `fn(rank, *args)` in `nthreads` threads of this process and return what each returned, in the
-    order of ranks.
+    """Call `fn(rank, *args)` in `nthreads` threads of this process and return the results in the order of ranks.
 
-    In each thread the default process group is initialised, over all of them.
+    In each thread a default process group over all threads is initialised.
+
+    Args:
+        fn: a function, not necessarily at the top level of a module.
+        nthreads: number of ranks.
+        args: further arguments, shared by all threads.
+        timeout: seconds in which all ranks must be done.
+
+    Returns:
+        The return value of `fn` on each rank.
 
     Raises:
-        RankError: a rank raised; the message holds its traceback.
-        TimeoutError: time is up; the message, also printed, holds the Python stacks of all threads.
+        RankError: a rank raised an exception; the message holds its traceback.
+        TimeoutError: the ranks were not done in time; the message, also printed, holds the Python stacks of all
+            threads.
         RuntimeError: this process already has a default process group.
+        ValueError: `nthreads` is less than 1.
     """
     if nthreads < 1:
-        raise ValueError(f"nthreads is the number of ranks, at least 1; got {nthreads}")
+        raise ValueError(f"nthreads, the number of ranks, must be at least 1; got {nthreads}")
     if dist.is_initialized():
         raise RuntimeError(
-            "run_threads makes a process group of threads, but this process is a rank of a process group already; "
-            "call it from a process that is not"
+            "run_threads makes a process group of threads, but this process is already a rank of a process group; "
+            "call run_threads from a process that is not"
         )
     with threaded_process_group() as group:
         return _Run(fn, args, nthreads, timeout, group).results()
@@ -49,7 +59,7 @@ def run_threads(fn: Callable[..., Any], nthreads: int, *args: Any, timeout: floa
 class _Run:
     """One call of `run_threads`; the lists are indexed by rank."""
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], n: int, timeout: float, group: Any):
+    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], n: int, timeout: float, group: Any) -> None:
         self.fn, self.args, self.n, self.timeout, self.group = fn, args, n, timeout, group
         self.returned: list[Any] = [None] * n
         self.failures: list[tuple[int, str]] = []
@@ -82,7 +92,7 @@ class _Run:
             )
             self.returned[rank] = self.fn(rank, *self.args)
         except SystemExit as end:
-            # Raised by a collective that was ended because another rank failed.
+            # Raised by a collective that was stopped because another rank failed.
             if not self.failures:
                 self.failures.append((rank, traceback.format_exc()))
                 self.group.exception_handle(end)
@@ -94,7 +104,7 @@ class _Run:
                 dist.destroy_process_group()
 
     def _join(self, threads: list[threading.Thread], seconds: float) -> None:
-        """Wait for the threads; no longer than `seconds`, nor longer than `GRACE` after a failure."""
+        """Wait for the threads to end, for at most `seconds`, and at most `GRACE` after a failure."""
         deadline = time.monotonic() + seconds
         for thread in threads:
             while thread.is_alive() and time.monotonic() < deadline:
@@ -108,7 +118,8 @@ class _Run:
             file.seek(0)
             stacks = file.read()
         late = ", ".join(t.name for t in threads if t.is_alive())
-        text = f"{self.fn.__qualname__} was not done after {self.timeout:g} s in {late}; all threads:\n{stacks}"
+        name = getattr(self.fn, "__qualname__", self.fn)
+        text = f"{name} was not done after {self.timeout:g} s in {late}; all threads:\n{stacks}"
         print(text, file=sys.stderr, flush=True)
         error = TimeoutError(text)
         self.failures.append((-1, text))

@@ -1,1 +1,1 @@
-"""The `dtensor` command, the demonstration and the calibration of links."""
+"""The `dtensor` command line, with the demo and the calibration of links that it runs."""

@@ -1,17 +1,19 @@
-"""Calibration: the constants of the cost model, measured on the links of this machine.
+"""Calibration: measures the constants of the cost model on the links of this machine.
 
-`calibrate` starts ranks (or joins those that torchrun started), times each collective over several sizes and a local
-copy, fits a `cost.Link` to the times of each kind of link, and keeps it in the file that `dtensor.prepare` plans with
-(`links`). What is timed are the operators of `collectives` as they run eagerly, with the copies they make.
+`calibrate` starts ranks, or joins those that torchrun started. It times each collective and a local copy over several
+sizes, fits a `dtensor.layout.cost.Link` to the times of each kind of link, and saves it in the file of measured links
+(`dtensor.mesh.links`), which `dtensor.prepare` reads. It times the operators of `dtensor.comm.collectives` as they run
+eagerly, with the copies they make.
 
-The model is that of `cost` (Hockney, "The communication challenge for MPP", 1994, with rounds and bytes of recursive
-doubling and halving; a ring sends the same bytes):
+The model is that of `dtensor.layout.cost` (Hockney, "The communication challenge for MPP", 1994, with rounds and bytes
+of recursive doubling and halving; a ring sends the same bytes):
 
-    seconds = start + alpha * rounds(op, n) + bytes sent(op, n) / bandwidth        of a collective over n ranks
-    seconds = launch + bytes written / memory                                      of a copy
+    seconds = start + alpha * rounds(op, n) + bytes sent(op, n) / bandwidth        for a collective over n ranks
+    seconds = launch + bytes written / memory                                      for a copy
 
-Both are linear in start, alpha, 1/bandwidth, launch and 1/memory, which are fitted by least squares of the relative
-error, none below zero. That all_reduce takes twice the rounds of the others is what tells alpha from start.
+Both are linear in start, alpha, 1/bandwidth, launch and 1/memory. These are fitted by least squares of the relative
+error, under the constraint that none is negative. alpha and start can be separated because all_reduce takes twice as
+many rounds as the others.
 """
 
 import os
@@ -40,18 +42,26 @@ from ..testing import run_ranks
 from .demo import under_torchrun
 
 SIZES = tuple(4**k for k in range(5, 13))
-"""Bytes of the buffers: 1 KiB to 16 MiB."""
+"""Sizes of the buffers in bytes: 1 KiB to 16 MiB."""
 
 COPY = "shard"
 """The operator that is timed as a local copy."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""Device type -> backend of the process group that is started for it."""
+"""Device type -> backend of its process group."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure: on how many ranks, where, buffers of which bytes, how often; seconds the whole may take."""
+    """What to measure.
+
+    Attributes:
+        nproc: number of ranks to start.
+        device: device type, a key of `BACKENDS`.
+        sizes: sizes of the buffers in bytes.
+        rounds: number of measurements of each call; the time is their median.
+        timeout: seconds that everything may take; under torchrun, seconds that a collective may take.
+    """
 
     nproc: int = 2
     device: str = "cpu"
@@ -62,7 +72,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Timing:
-    """The seconds that `op` took over `n` ranks; `size` in bytes as in `cost.seconds`."""
+    """A measured time.
+
+    Attributes:
+        op: a collective, or `COPY`.
+        n: number of ranks.
+        size: bytes, as in `dtensor.layout.cost.seconds`.
+        seconds: time of one call.
+    """
 
     op: str
     n: int
@@ -72,24 +89,36 @@ class Timing:
 
 @dataclass(frozen=True)
 class Fit:
-    """A kind of link of `links.KINDS`, what was measured on it, and the link that fits it."""
+    """The result for one kind of link.
+
+    Attributes:
+        kind: an element of `dtensor.mesh.links.KINDS`.
+        timings: the measured times.
+        link: the constants that fit the times.
+    """
 
     kind: str
     timings: tuple[Timing, ...]
     link: Link
 
     def fitted(self, timing: Timing) -> float:
-        """What the link says in place of `timing.seconds`."""
+        """Return the seconds that the link predicts for `timing`."""
         return seconds(timing.op, timing.size, timing.n, self.link)
 
     def error(self, timing: Timing) -> float:
-        """By what part of what was measured the link is off; positive where it says more."""
+        """Return the relative error of the prediction for `timing`; positive if it is too high."""
         return self.fitted(timing) / timing.seconds - 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was fitted, under which key, and the file it is in; None where the file is turned off."""
+    """The result of a calibration.
+
+    Attributes:
+        key: key of the machine, backend and device type in the file of measured links.
+        fits: the result for each kind of link.
+        path: the file of measured links; None if the user has turned it off.
+    """
 
     key: str
     fits: tuple[Fit, ...]
@@ -97,11 +126,15 @@ class Outcome:
 
 
 def calibrate(options: Options) -> Outcome | None:
-    """Measure, fit and save; on ranks other than 0 of torchrun's there is no outcome to give.
+    """Measure the links, fit their constants, and save them.
+
+    Returns:
+        The outcome; None under torchrun on ranks other than 0.
 
     Raises:
-        ValueError: the times do not tell the constants, or the file is some other file.
-        RankError, TimeoutError: as `run_ranks`, where it starts the processes.
+        ValueError: the times do not determine the constants, or the file is not a file of measured links.
+        RankError: a rank failed, where this function starts the processes; see `run_ranks`.
+        TimeoutError: likewise, the ranks were not done in time.
     """
     if not under_torchrun():
         return run_ranks(on_rank, options.nproc, options, backend=BACKENDS[options.device], timeout=options.timeout)[0]
@@ -115,11 +148,14 @@ def calibrate(options: Options) -> Outcome | None:
 
 
 def on_rank(rank: int, options: Options) -> Outcome | None:
-    """One rank's part, within an initialised process group; rank 0 gives the outcome."""
+    """Do the part of one rank in an initialised process group; return the outcome on rank 0, None on the others."""
     world = dist.get_world_size()
     per_host = int(os.environ.get(RANKS_PER_HOST, world))
     if world < 2 or world % per_host:
-        raise ValueError(f"{world} ranks, {per_host} a host, make no link to measure; start 2 or more, alike per host")
+        raise ValueError(
+            f"{world} ranks with {per_host} per host have no link to measure; start 2 or more ranks, the same number "
+            "on each host"
+        )
     mesh = init_device_mesh(options.device, (world // per_host, per_host), mesh_dim_names=KINDS)
     fits = []
     for kind in KINDS:
@@ -127,7 +163,7 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
             timings = measure(mesh.get_group(kind).group_name, options, kind, quiet=rank != 0)
             fits.append(Fit(kind, timings, fit(timings)))
     key, path = machine_key(backend_of(mesh), options.device), links_path()
-    for host in range(world // per_host):  # one after the other: they may share a file
+    for host in range(world // per_host):  # one after the other, as hosts may share the file
         if path is not None and rank == host * per_host:
             save_links(path, key, Measured(**{f.kind: f.link for f in fits}))
         dist.barrier()
@@ -135,10 +171,16 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
 
 
 def measure(group: str, options: Options, label: str = "", quiet: bool = False) -> tuple[Timing, ...]:
-    """Time each collective and a copy on each size, on the ranks of `group`; the same on all ranks of the world.
+    """Time each collective and a copy for each size on the ranks of `group`; all ranks of the world get the same times.
 
-    All groups of the world measure at once, as they communicate at once. A time is the median of the rounds, and
-    that of the slowest rank.
+    All groups of the world measure at the same time, as they also communicate at the same time in a program. Each time
+    is the median over the rounds on the slowest rank.
+
+    Args:
+        group: name of the process group.
+        options: sizes, number of rounds, and device.
+        label: text in front of the progress bar.
+        quiet: show no progress bar.
     """
     n = group_size(group)
     step = n * torch.float32.itemsize
@@ -182,7 +224,7 @@ WORKED: dict[str, Callable[[torch.Tensor, int, str], torch.Tensor]] = {
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
 }
-"""Collective -> a call of it over n ranks on a vector, whose bytes are the size that prices it."""
+"""Collective -> a function that calls it over n ranks on a vector, whose bytes are the `size` of its cost."""
 
 
 def _call(op: str, size: int, n: int, group: str, device: str) -> Callable[[], object]:
@@ -201,7 +243,8 @@ def _by_clock(run: Callable[[], object]) -> float:
 
 
 def _by_events(run: Callable[[], object]) -> float:
-    """On the stream, from an idle device: what the host takes to start `run` is in it, what it takes to wait is not."""
+    """Measure on the stream, from an idle device. This includes the time in which the host starts `run`, but not the
+    time in which it waits for the end."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
@@ -212,15 +255,15 @@ def _by_events(run: Callable[[], object]) -> float:
 
 
 CLOCKS = {"cpu": _by_clock, "cuda": _by_events}
-"""Device type -> seconds that a call takes there."""
+"""Device type -> a function that returns the seconds a call takes."""
 
 
 def fit(timings: Sequence[Timing]) -> Link:
-    """The link that explains the times of collectives and copies best.
+    """Return the link that fits the times of collectives and copies best.
 
     Raises:
-        ValueError: they do not tell all constants: they need two sizes at least, collectives that differ in their
-            rounds, and times that grow with the size.
+        ValueError: the times do not determine all constants. They need at least two sizes, collectives with different
+            numbers of rounds, and times that grow with the size.
     """
     sent = [t for t in timings if t.op in WORK]
     copied = [t for t in timings if t.op not in WORK]
@@ -235,16 +278,16 @@ def fit(timings: Sequence[Timing]) -> Link:
 
 
 def _least_squares(rows: Sequence[Sequence[float]], timings: Sequence[Timing]) -> list[float]:
-    """The x >= 0 for which rows @ x is nearest to the times, by relative error.
+    """Return the x >= 0 for which rows @ x is nearest to the times, by relative error.
 
-    The best x solves the problem without bound on the columns where it is not 0 (Lawson and Hanson, 1974), of which
-    there are few enough to try all sets.
+    The best x solves the unconstrained problem on the columns where it is not 0 (Lawson and Hanson, 1974). There are
+    few enough columns to try all subsets.
     """
     a = np.array(rows, dtype=float) / np.array([t.seconds for t in timings])[:, None]
     width = a.shape[-1]
     scale = np.linalg.norm(a, axis=0)
     if not rows or np.linalg.matrix_rank(a / scale) < width:
-        raise ValueError(f"{len(timings)} timings do not tell the constants of a link; measure more sizes")
+        raise ValueError(f"{len(timings)} timings do not determine the constants of a link; measure more sizes")
     best, least = np.zeros(width), np.inf
     for columns in (list(c) for k in range(1, width + 1) for c in combinations(range(width), k)):
         x = np.zeros(width)

@@ -1,4 +1,4 @@
-"""`dtensor checkpoint verify`: whether every byte of checkpoints is as it was written."""
+"""`dtensor checkpoint verify`, which checks that every byte of a checkpoint is as it was written."""
 
 import sys
 from collections.abc import Iterator
@@ -8,24 +8,25 @@ from typing import Any
 import click
 
 from ..state.checkpoints import checkpoints_in
-from ..state.index import INDEX, verify
+from ..state.index import INDEX
+from ..state.verify import verify
 
 
 @click.group()
 def checkpoint() -> None:
-    """Look at checkpoints that dtensor.Checkpoints has written."""
+    """Inspect checkpoints that dtensor.Checkpoints has written."""
 
 
 @checkpoint.command("verify")
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def verify_command(folder: Path) -> None:
-    """Read a checkpoint, or all in FOLDER, and compare every byte with the checksums.
+    """Read a checkpoint, or all checkpoints in FOLDER, and verify the checksums of all bytes.
 
-    Exits with 0 if all are whole, with 1 if one is not, and with 2 if there is none.
+    Exits with 0 if all checkpoints are complete and undamaged, with 1 if one is not, and with 2 if there is none.
     """
     found = {folder.name: folder} if (folder / INDEX).exists() else _by_step(folder)
     if not found:
-        raise click.UsageError(f"{folder} is no checkpoint, and has none in it")
+        raise click.UsageError(f"{folder} is not a checkpoint and contains none; give a folder of checkpoints")
     damaged = 0
     for name, path in found.items():
         torn = verify(path, shown=lambda parts, name=name: _shown(parts, name))

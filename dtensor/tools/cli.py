@@ -1,10 +1,10 @@
-"""The `dtensor` command: reads arguments, calls what does the work, prints, and sets the exit code.
+"""The `dtensor` command: parses arguments, runs the work, prints the results, and sets the exit code.
 
-`dtensor demo` trains a small model sharded and compiled and checks it against one process (see `demo`). It
-exits with 0 when all agrees, 1 when it does not or a rank fails, 2 on wrong arguments. `dtensor calibrate` measures the
-links of this machine (see `calibration`), with the same exit codes. `dtensor inspect`, `diff` and `check` are those of
-`dtensor.compile.commands`, `dtensor checkpoint` of `checkpoint_commands`. `dtensor operators` prints the page that is
-`docs/operators.md` (see `testing.rules.operators_page`).
+`dtensor demo` trains a small model sharded and compiled, and compares it with one process (see `demo`). It exits with 0
+if all losses agree, 1 if they do not or a rank fails, and 2 on wrong arguments. `dtensor calibrate` measures the links
+of this machine (see `calibration`), with the same exit codes. `dtensor operators` prints `docs/operators.md` (see
+`dtensor.testing.rules.operators_page`). `dtensor checkpoint` is defined in `checkpoint_commands`, and the remaining
+commands, such as `inspect`, `diff` and `check`, in `dtensor.compile.reports.commands`.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import torch
@@ -30,6 +31,11 @@ from .checkpoint_commands import checkpoint
 from .demo import BACKENDS, BATCH, HEADS, SEQ, Options, Outcome, Run, default_text, demonstrate, under_torchrun
 from .demo_plans import PLANS
 
+if TYPE_CHECKING:
+    pass
+
+T = TypeVar("T")
+
 SHORT = {"all_reduce": "AR", "all_gather": "AG", "reduce_scatter": "RS", "all_to_all": "A2A"}
 """Short names of the collectives, for the table."""
 
@@ -37,7 +43,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """Short names of the dtypes to compute in."""
 
 BETWEEN = {"inter": "between hosts", "intra": "within a host"}
-"""Kinds of links in words."""
+"""Kind of link -> its description."""
 
 CONSTANTS = {
     "start": ("{:.3g} µs", 1e6, "to start a collective"),
@@ -46,7 +52,7 @@ CONSTANTS = {
     "launch": ("{:.3g} µs", 1e6, "to start a local copy"),
     "memory": ("{:.3g} GB/s", 1e-9, "of a local copy"),
 }
-"""Constant of a link -> how it is shown, the factor to the unit shown, and what it is."""
+"""Constant of a link -> its format, the factor to the unit shown, and its description."""
 
 
 PLAN_HELP = "; ".join(f"{name}: {plan.title}" for name, plan in PLANS.items()) + "."
@@ -66,12 +72,12 @@ for _command in (*COMMANDS, checkpoint):
 @click.option("--plan", type=click.Choice(tuple(PLANS)), default="tp", show_default=True, help=PLAN_HELP)
 @click.option("--data", type=click.Path(path_type=Path), help="Text to train on. Default: Python's help topics.")
 @click.option("--steps", type=click.IntRange(min=1), default=30, show_default=True, help="Training steps.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="dtensor", show_default=True, help="Of torch.compile.")
-@click.option("--dtype", type=click.Choice(tuple(DTYPES)), default="fp32", show_default=True, help="To compute in.")
+@click.option("--backend", type=click.Choice(BACKENDS), default="dtensor", show_default=True, help="For torch.compile.")
+@click.option("--dtype", type=click.Choice(tuple(DTYPES)), default="fp32", show_default=True, help="For computation.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Image file for the loss curves.")
 @click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers of the model.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the model and the batches.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for it all.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds in total.")
 def demo(
     nproc: int | None,
     plan: str,
@@ -84,9 +90,9 @@ def demo(
     seed: int,
     timeout: float,
 ) -> None:
-    """Train a byte-level Transformer on one process, sharded, and sharded and compiled; compare the three.
+    """Train a byte-level Transformer on one process, sharded, and sharded and compiled, and compare the three.
 
-    Starts the processes itself. Under torchrun it joins the ones that are there:
+    The command starts the processes itself. Under torchrun it joins the existing ones:
     torchrun --nproc-per-node 2 -m dtensor demo
     """
     text = _text(data)
@@ -110,32 +116,32 @@ class Sizes(click.ParamType):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         words = str(value).split(",")
         if len(words) < 2 or not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-            self.fail(f"{value!r} is not two or more numbers of bytes; write such as 1024,65536,1048576", param, ctx)
+            self.fail(f"{value!r} is not two or more numbers of bytes; write e.g. 1024,65536,1048576", param, ctx)
         return tuple(int(word) for word in words)
 
 
 @main.command("calibrate")
 @click.option("--nproc", type=click.IntRange(min=2), help="Processes to start. Default: 2, or torchrun's.")
-@click.option("--device", type=click.Choice(tuple(DEVICES)), default="cpu", show_default=True, help="Gloo or NCCL.")
-@click.option("--sizes", type=Sizes(), default=",".join(map(str, SIZES)), show_default=True, help="Of the buffers.")
-@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Each median is of so many.")
+@click.option("--device", type=click.Choice(tuple(DEVICES)), default="cpu", show_default=True, help="Device type.")
+@click.option("--sizes", type=Sizes(), default=",".join(map(str, SIZES)), show_default=True, help="Buffers in bytes.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Measurements per median.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Image file: measured and fitted times.")
-@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds for it all.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds in total.")
 def calibrate_command(
     nproc: int | None, device: str, sizes: tuple[int, ...], rounds: int, plot: Path | None, timeout: float
 ) -> None:
-    """Measure what collectives cost on this machine, and keep it for plans.
+    """Measure the cost of collectives on this machine, and save it for planning.
 
-    The constants go into ~/.cache/dtensor/links.json (DTENSOR_LINKS names another file). The meshes that
-    dtensor.prepare and dtensor.init_device_mesh make ready plan with them if they are on the mesh's first rank. Starts
-    the processes itself; under torchrun, as on several hosts, it joins the ones that are there:
+    The constants are saved in ~/.cache/dtensor/links.json (DTENSOR_LINKS names another file). dtensor.prepare and
+    dtensor.init_device_mesh read that file on the first rank of a mesh, and all ranks plan with its constants. The
+    command starts the processes itself. Under torchrun, for example on several hosts, it joins the existing ones:
     torchrun --nnodes 2 --nproc-per-node 8 ... -m dtensor calibrate --device cuda
     """
     _check_plot(plot)
     nproc = _world(nproc)
     if device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", nproc)):
         raise click.UsageError(
-            f"--device cuda takes a GPU for each process, but there are {torch.cuda.device_count()} here; "
+            f"--device cuda takes a GPU for each process, but this machine has {torch.cuda.device_count()}; "
             "write a lower --nproc, or --device cpu"
         )
     _check_links_file()
@@ -154,18 +160,18 @@ def operators() -> None:
     click.echo(operators_page(), nl=False)
 
 
-def _carried_out(work: Callable):
-    """What `work` gives; the failure of a rank, and that time is up, as errors of the command."""
+def _carried_out(work: Callable[..., Any]) -> Any:
+    """Return the result of `work`; turn the failure of a rank and a timeout into errors of the command."""
     try:
         return work()
     except RankError as error:
         raise click.ClickException(str(error)) from error
-    except TimeoutError as error:  # whose stacks are printed already
+    except TimeoutError as error:  # the stacks in its message have been printed already
         raise click.ClickException(f"{str(error).splitlines()[0]}; --timeout SECONDS gives more time") from error
 
 
 def _check_links_file() -> None:
-    """Find out before it takes long to measure that what is measured cannot be kept."""
+    """Raise if the results could not be saved, before the measurement, which takes long."""
     path = links_path()
     if path is None:
         return
@@ -177,7 +183,7 @@ def _check_links_file() -> None:
 
 
 def _world(nproc: int | None) -> int:
-    """The number of ranks: torchrun's, else what was asked for."""
+    """Return the number of ranks: torchrun's, else `nproc`, else 2."""
     if under_torchrun():
         world = int(os.environ["WORLD_SIZE"])
         if nproc not in (None, world):
@@ -203,10 +209,10 @@ def _divides(plan: str, nproc: int) -> bool:
 
 
 def _text(path: Path | None) -> bytes:
-    """The bytes to train on: those of `path`, or the default text."""
+    """Return the bytes to train on: those of `path`, or the default text."""
     given = path or default_text()
     if given is None:
-        raise click.UsageError("this Python ships no help topics to train on; write --data FILE with a text of yours")
+        raise click.UsageError("this Python ships no help topics to train on; write --data FILE with your own text")
     try:
         text = given.read_bytes()
     except OSError as error:
@@ -225,11 +231,11 @@ def _check_plot(plot: Path | None) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib, which is not installed; write: pip install 'dtensor[plot]'")
     if not plot.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {plot.absolute().parent} to write it in", param_hint="--plot")
+        raise click.BadParameter(f"there is no folder {plot.absolute().parent} to write to", param_hint="--plot")
 
 
 def report(options: Options, outcome: Outcome) -> str:
-    """The text that says what came out."""
+    """Return the text that `dtensor demo` prints."""
     rows = [
         ("", "loss", "", "tokens/s", "collectives", "", "bytes sent", ""),
         ("", "first", "last", "", "forward", "backward", "forward", "backward"),
@@ -242,7 +248,7 @@ def report(options: Options, outcome: Outcome) -> str:
         "",
         *_aligned(rows),
         "",
-        "Collectives and the bytes a rank sends in them are those of one step; "
+        "Collectives, and the bytes that a rank sends in them, are counted in one step; "
         + ", ".join(f"{short} {op}" for op, short in SHORT.items())
         + ".",
         f"The losses {agree}: at most {outcome.difference:.1e} apart (tolerance {outcome.tolerance:.0e}).",
@@ -262,14 +268,14 @@ def _row(run: Run) -> tuple[str, ...]:
 
 
 def _counted(collectives: Counter[str] | None) -> str:
-    """Such as "5 AR + 1 AG"."""
+    """Format counts of collectives as, for example, "1 AG + 5 AR"."""
     if collectives is None:
         return "-"
     return " + ".join(f"{n} {SHORT[op]}" for op, n in sorted(collectives.items())) or "none"
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns padded to one width each: the first to the left, the others to the right."""
+    """Return the rows as lines with aligned columns: the first to the left, the others to the right."""
     first, *others = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  ".join([row[0].ljust(first), *[cell.rjust(n) for cell, n in zip(row[1:], others)]]).rstrip() for row in rows
@@ -277,7 +283,7 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _draw(runs: tuple[Run, ...], path: Path) -> None:
-    """Write the loss curves to `path`, as the kind of image its name says."""
+    """Write the loss curves to `path`, in the image format of its suffix."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
     figure = Figure(layout="constrained")
@@ -291,7 +297,7 @@ def _draw(runs: tuple[Run, ...], path: Path) -> None:
 
 
 def calibrated(options: Calibration, outcome: Constants) -> str:
-    """The text that says what was measured and fitted."""
+    """Return the text that `dtensor calibrate` prints."""
     lines = []
     for fit in outcome.fits:
         rows = [("", "bytes", "measured", "fitted", "error")]
@@ -299,7 +305,7 @@ def calibrated(options: Calibration, outcome: Constants) -> str:
             measured, fitted = (f"{x * 1e6:,.1f} µs" for x in (t.seconds, fit.fitted(t)))
             rows.append((t.op, f"{t.size:,}", measured, fitted, f"{100 * fit.error(t):+.0f} %"))
         lines += [
-            f"{outcome.key}, {fit.timings[0].n} ranks, {BETWEEN[fit.kind]}; medians of {options.rounds} rounds, of the "
+            f"{outcome.key}, {fit.timings[0].n} ranks, {BETWEEN[fit.kind]}; medians of {options.rounds} rounds on the "
             "slowest rank",
             "",
             *_aligned(rows),
@@ -307,7 +313,7 @@ def calibrated(options: Calibration, outcome: Constants) -> str:
             *_constants(fit.link),
             "",
         ]
-    kept = f"kept in {outcome.path}" if outcome.path else "not kept: DTENSOR_LINKS is empty"
+    kept = f"saved in {outcome.path}" if outcome.path else "not saved, because DTENSOR_LINKS is empty"
     return "\n".join([*lines, f"The constants are {kept}."])
 
 
@@ -319,7 +325,7 @@ def _constants(link: Link) -> list[str]:
 
 
 def _draw_fits(fits: tuple[Fit, ...], path: Path) -> None:
-    """Write measured (points) and fitted times (lines) over the bytes to `path`, one picture for each link."""
+    """Plot measured (points) and fitted times (lines) over bytes, one plot for each link, and write them to `path`."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
     figure = Figure(layout="constrained", figsize=(7 * len(fits), 5))
@@ -334,7 +340,7 @@ def _draw_fits(fits: tuple[Fit, ...], path: Path) -> None:
     _write(figure, path, "fits")
 
 
-def _write(figure, path: Path, what: str) -> None:
+def _write(figure: Any, path: Path, what: str) -> None:
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

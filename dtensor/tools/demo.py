@@ -1,9 +1,8 @@
-"""The demonstration: a small language model, trained on one process, then sharded, then sharded and compiled.
+"""The demo: a small language model, trained on one process, then sharded, then sharded and compiled.
 
-`demonstrate` starts the processes (or joins those that torchrun started), has each of them do `on_rank`, and
-gives an `Outcome` that `cli` prints: the loss curves, which must agree, and what each way of running sends
-and achieves. It stands on everything a user would use, and on `dtensor.testing` for the model and the
-processes.
+`demonstrate` starts the processes, or joins those that torchrun started, and runs `on_rank` in each. It returns an
+`Outcome`, which `cli` prints: the loss curves, which must agree, and the traffic and speed of each way of training. The
+demo uses the public API of the library, and `dtensor.testing` for the model and the processes.
 """
 
 import importlib.util
@@ -31,20 +30,32 @@ from ..testing import CountCollectives, ModelArgs, Transformer, run_ranks
 from .demo_plans import PLANS, computing_in
 
 BATCH, SEQ, VOCAB, DIM, HEADS = 8, 64, 256, 64, 4
-"""Sequences in a batch, bytes in a sequence, values of a byte, width of the model, its attention heads."""
+"""Sequences in a batch, bytes in a sequence, values of a byte, width of the model, and number of attention heads."""
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2}
-"""How far the loss curves may lie apart, by the dtype that is computed in."""
+"""Dtype of the computation -> the largest allowed difference between loss curves."""
 
 CLIP = 1.0
-"""The most that the norm of all gradients is left at."""
+"""The value to which the total norm of gradients is clipped."""
 
 BACKENDS = ("dtensor", "inductor", "eager")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to demonstrate; `data` is the text, `timeout` the seconds the whole may take."""
+    """What to demonstrate.
+
+    Attributes:
+        nproc: number of processes to start.
+        plan: a key of `demo_plans.PLANS`.
+        data: the text to train on.
+        steps: number of training steps.
+        backend: an element of `BACKENDS`, the backend of torch.compile.
+        layers: number of layers of the model.
+        seed: seed of the model and the batches.
+        timeout: seconds that everything may take; under torchrun, seconds that a collective may take.
+        dtype: dtype of the computation, a key of `TOLERANCE`.
+    """
 
     nproc: int = 2
     plan: str = "tp"
@@ -59,7 +70,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one step by operator, and the bytes a rank sends in them; None where it was not counted."""
+    """Number of collectives of one step by operator, and the bytes a rank sends in them; None if not counted."""
 
     forward: tuple[Counter[str], int] | None = None
     backward: tuple[Counter[str], int] | None = None
@@ -67,7 +78,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Run:
-    """One way of training: its name, the loss of each step, tokens per second, and the traffic of a step."""
+    """The result of one way of training.
+
+    Attributes:
+        name: name of the way, for the table.
+        losses: loss of each step.
+        speed: tokens per second.
+        traffic: collectives of one step.
+    """
 
     name: str
     losses: tuple[float, ...]
@@ -77,15 +95,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What rank 0 found out.
+    """The result of the demo, which rank 0 has.
 
     Attributes:
-        runs: on one process, sharded, sharded and compiled.
-        difference: the largest difference, in any step, between two loss curves of any rank.
-        graphs: graphs Dynamo made of the compiled step.
-        graph_breaks: breaks between them.
+        runs: the runs on one process, sharded, and sharded and compiled.
+        difference: the largest difference in any step between two loss curves, over all runs and ranks.
+        graphs: number of graphs that Dynamo made of the compiled step.
+        graph_breaks: number of breaks between them.
         parameters: number of parameters of the model.
-        tolerance: how large the difference may be.
+        tolerance: the largest allowed difference.
     """
 
     runs: tuple[Run, ...]
@@ -97,26 +115,31 @@ class Outcome:
 
     @property
     def good(self) -> bool:
-        """Whether the loss curves agree and the compiled step is whole."""
+        """Whether the loss curves agree and the compiled step has no graph breaks."""
         return self.difference <= self.tolerance and self.graph_breaks == 0
 
 
 def default_text() -> Path | None:
-    """A text of some 700 kB that Python installations ship: the source of the interpreter's help topics."""
+    """Return the path of a text of some 700 kB that comes with Python: the source of its help topics; None if this
+    Python does not have it."""
     spec = importlib.util.find_spec("pydoc_data.topics")
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank that something else has started."""
+    """Return whether this process is a rank that torchrun, or a similar launcher, has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def demonstrate(options: Options) -> Outcome | None:
-    """Run the demonstration; on ranks other than 0 of torchrun's there is no outcome to give.
+    """Run the demo.
+
+    Returns:
+        The outcome; None under torchrun on ranks other than 0.
 
     Raises:
-        RankError, TimeoutError: as `run_ranks`, where it starts the processes.
+        RankError: a rank failed, where this function starts the processes; see `run_ranks`.
+        TimeoutError: likewise, the ranks were not done in time.
     """
     if not under_torchrun():
         return run_ranks(on_rank, options.nproc, options, timeout=options.timeout)[0]
@@ -128,7 +151,7 @@ def demonstrate(options: Options) -> Outcome | None:
 
 
 def on_rank(rank: int, options: Options) -> Outcome | None:
-    """One rank's part, within an initialised process group; rank 0 gives the outcome."""
+    """Do the part of one rank in an initialised process group; return the outcome on rank 0, None on the others."""
     batches = list(_batches(options))
     plan, dtype, nproc = PLANS[options.plan], getattr(torch, options.dtype), dist.get_world_size()
     mesh = init_device_mesh("cpu", plan.mesh_shape(nproc), mesh_dim_names=plan.axes)
@@ -167,13 +190,13 @@ class Step:
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-Wrap: TypeAlias = Callable[[Callable], Callable]
+Wrap: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def loss_of(model: Transformer, dtype: torch.dtype | None = None, wrap: Wrap = lambda fn: fn) -> Step:
-    """The step of `model`: forward and cross entropy, as one function that `wrap` may compile.
+    """Return the step of `model`: forward and cross entropy as one function, which `wrap` may compile.
 
-    Parameters are cast to `dtype`, if one is given, which fully sharded models do themselves.
+    If `dtype` is given, the step casts the parameters to it. Fully sharded models do that themselves.
     """
     forward = model if dtype in (None, torch.float32) else computing_in(model, dtype)
 
@@ -190,10 +213,10 @@ def train(
     traffic: Traffic | None = None,
     quiet: bool = False,
 ) -> Run:
-    """Train with AdamW and clipped gradients, one step for each batch. The speed is that of the median step but the
-    first.
+    """Train with AdamW and clipped gradients, one step for each batch.
 
-    The progress bar is left out where `quiet`, and where stderr is no terminal.
+    The speed is that of the median step, without the first. There is no progress bar if `quiet` is set or stderr is not
+    a terminal.
     """
     parameters = list(step.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
@@ -212,7 +235,7 @@ def train(
 
 
 def count(step: Step, batch: tuple[torch.Tensor, ...]) -> Traffic:
-    """What forward and backward of one eager step send."""
+    """Return the traffic of forward and backward of one eager step."""
     with CountCollectives() as forward:
         loss = step.loss(*batch)
     with CountCollectives() as backward:
@@ -221,15 +244,14 @@ def count(step: Step, batch: tuple[torch.Tensor, ...]) -> Traffic:
 
 
 def largest_difference(curves: Sequence[Sequence[float]]) -> float:
-    """The largest difference between two curves at one step; infinite where a loss is no number."""
+    """Return the largest difference between two curves at any step; infinite if a loss is NaN."""
     if not all(value == value for curve in curves for value in curve):
         return float("inf")
     return max((max(at_step) - min(at_step) for at_step in zip(*curves)), default=0.0)
 
 
-def _batches(options: Options):
-    """(inputs, targets) of each step, both (BATCH, SEQ), cut out of the text at random; the same on every
-    rank."""
+def _batches(options: Options) -> Any:
+    """Yield (inputs, targets) of each step, both (BATCH, SEQ), sampled from the text; the same on all ranks."""
     text = torch.frombuffer(bytearray(options.data), dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(options.seed)
     for _ in range(options.steps):
@@ -238,8 +260,8 @@ def _batches(options: Options):
         yield rows[:, :-1], rows[:, 1:]
 
 
-def _compiled_traffic(seen, backend: str) -> Traffic:
-    """Traffic of the compiled graphs; Dynamo's "eager" backend has no graph of collectives to count."""
+def _compiled_traffic(seen: Any, backend: str) -> Traffic:
+    """Return the traffic of the compiled graphs; with Dynamo's "eager" backend there is no graph of collectives."""
     if backend == "eager":
         return Traffic()
     return Traffic(_by_operator(seen.forward), _by_operator(seen.backward))
@@ -250,15 +272,16 @@ def _by_operator(collectives: Sequence[Any]) -> tuple[Counter[str], int]:
 
 
 def _averaged(run: Run) -> Run:
-    """The run with the losses of all ranks' parts of the batch; those that share a part have the same."""
+    """Return the run with losses averaged over all ranks; ranks that train on the same part of the batch have the same
+    losses."""
     losses = torch.tensor(run.losses, dtype=torch.float64)
     dist.all_reduce(losses)
     return replace(run, losses=tuple((losses / dist.get_world_size()).tolist()))
 
 
 def _gathered(curves: list[tuple[float, ...]]) -> list[tuple[float, ...]]:
-    """The curves of all ranks."""
-    everyone: list = [None] * dist.get_world_size()
+    """Return the curves of all ranks."""
+    everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, curves)
     return [curve for of_rank in everyone for curve in of_rank]
 

@@ -1,21 +1,21 @@
-"""The plans of the demonstration: over which mesh the model is sharded, how, and which part of a batch each rank takes.
+"""The plans of the demo: over which mesh the model is sharded, how, and which part of a batch each rank takes.
 
-Beside `demo`, which trains what this gives.
+`demo` trains the models that these plans shard.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..parallel import MixedPrecisionPolicy, fully_shard
 from ..testing import Transformer
 
 TENSOR = "tp"
-"""The axis over which layers are divided; along all others, batches are."""
+"""The mesh axis over which layers are sharded; batches are split over all other axes."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class DemoPlan:
     """How the model is sharded.
 
     Attributes:
-        title: in words.
-        axes: of the mesh, outermost first.
-        sequence: whether activations are sharded along the sequence, where layers are divided.
-        replicas: whether every rank has all parameters: the axes after the first have one rank each.
+        title: description of the plan.
+        axes: names of the mesh axes, outermost first.
+        sequence: whether tensor parallelism also shards activations along the sequence.
+        replicas: whether every rank has all parameters, so that the axes after the first have one rank each.
     """
 
     title: str
@@ -35,8 +35,11 @@ class DemoPlan:
     replicas: bool = False
 
     def mesh_shape(self, nproc: int) -> tuple[int, ...]:
-        """Sizes of the axes for `nproc` processes: 2 each as far as that goes, the last first; the first takes the
-        rest, that is all of them where ranks are replicas."""
+        """Return the sizes of the axes for `nproc` processes.
+
+        From the last axis on, each has size 2 as long as the number of remaining processes is even, else 1. The first
+        axis takes the rest, which is all of them if ranks are replicas.
+        """
         sizes, left = [], nproc
         for _ in self.axes[1:]:
             sizes.insert(0, 2 if left % 2 == 0 and not self.replicas else 1)
@@ -44,13 +47,14 @@ class DemoPlan:
         return (left, *sizes)
 
     def parts(self, nproc: int) -> tuple[int, int]:
-        """Into how many parts batches are divided, and into how many the layers."""
+        """Return into how many parts batches are split, and over how many ranks layers are sharded."""
         sizes = dict(zip(self.axes, self.mesh_shape(nproc)))
         layers = sizes.get(TENSOR, 1)
         return prod(sizes.values()) // layers, layers
 
-    def apply(self, model: Transformer, mesh: Any, dtype: torch.dtype) -> Transformer:
-        """Shard `model`, in place, over `mesh`; fully sharded parameters are gathered and computed with in `dtype`."""
+    def apply(self, model: Transformer, mesh: DeviceMesh, dtype: torch.dtype) -> Transformer:
+        """Shard `model` in place over `mesh` and return it; fully sharded layers gather parameters and compute in
+        `dtype`."""
         if TENSOR in self.axes:
             Transformer.parallelize(model, mesh[TENSOR], self.sequence)
         data = self.data_axes
@@ -63,11 +67,11 @@ class DemoPlan:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes along which batches are divided."""
+        """Names of the axes over which batches are split."""
         return tuple([name for name in self.axes if name != TENSOR])
 
-    def own_part(self, batch: torch.Tensor, mesh: Any) -> torch.Tensor:
-        """This rank's part of `batch`."""
+    def own_part(self, batch: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """Return this rank's part of `batch`."""
         index, parts = 0, 1
         for name in self.data_axes:
             index, parts = index * mesh[name].size() + mesh.get_local_rank(name), parts * mesh[name].size()
@@ -83,11 +87,11 @@ PLANS = {
     "2d": DemoPlan("fully sharded and tensor parallel", ("shard", TENSOR)),
     "3d": DemoPlan("hybrid, tensor and sequence parallel", ("replicate", "shard", TENSOR), sequence=True),
 }
-"""What `--plan` takes."""
+"""Plans by name, the values of `--plan`."""
 
 
 def computing_in(model: nn.Module, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-    """`model` as a function that casts the parameters to `dtype` first."""
+    """Return `model` as a function that first casts the parameters to `dtype`."""
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         cast = {name: p.to(dtype) for name, p in model.named_parameters()}

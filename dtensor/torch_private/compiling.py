@@ -1,4 +1,4 @@
-"""Everything of torch.compile that is not public: Dynamo, AOTAutograd and Inductor. See `core`."""
+"""Private APIs of torch.compile: Dynamo, AOTAutograd and Inductor. See `core`, which checks the version of torch."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from .core import OpOverload, tree_map  # first: it checks the version of torch
-from .sizes import ShapeEnv, free_symbols
+from .symbolic_sizes import ShapeEnv, free_symbols
 
 # isort: split
 from torch._dynamo import guards as dynamo_guards
@@ -32,8 +32,8 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, track_ten
 from torch.utils._ordered_set import OrderedSet
 
 
-def min_cut_partition(gm, joint_inputs, **kwargs):
-    """Torch's partitioner: the graphs of forward and backward, with least saved between them."""
+def min_cut_partition(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
+    """Torch's partitioner: split a joint graph into forward and backward, with the least memory saved in between."""
     from functorch.compile import min_cut_rematerialization_partition
 
     forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
@@ -42,16 +42,16 @@ def min_cut_partition(gm, joint_inputs, **kwargs):
 
 
 def register_backend(backend: Callable[..., Any], name: str) -> None:
-    """Have torch.compile know `backend` by name. What torch has found as an entry point it registers itself."""
+    """Register `backend` with torch.compile, unless torch has already registered that name from an entry point."""
     if name not in backend_registry._BACKENDS:
         backend_registry.register_backend(backend, name)
 
 
 @functools.cache
 def weigh_by(nbytes: Callable[[torch.fx.Node], int]) -> None:
-    """Have torch's min-cut partitioner, whichever backend calls it, take the bytes of a node from `nbytes`.
+    """Make torch's min-cut partitioner, whichever backend calls it, weigh nodes by `nbytes`.
 
-    Torch takes the sizes that the values have on this rank, so that ranks with other sizes save other values.
+    Torch itself uses the sizes of values on this rank, so ranks with different sizes would save different values.
     """
     from torch._functorch import partitioners
 
@@ -59,7 +59,7 @@ def weigh_by(nbytes: Callable[[torch.fx.Node], int]) -> None:
 
     @functools.wraps(choose)
     def chosen(graph: torch.fx.Graph, *args: Any, **kwargs: Any) -> Any:
-        # While what a node is computed from is there: some go on as inputs of the backward.
+        # Compute these while the inputs of each node are still there: some nodes become inputs of the backward.
         sizes = {node: nbytes(node) for node in graph.nodes}
 
         def size(node: torch.fx.Node) -> int:
@@ -82,10 +82,10 @@ def _has_tensors(node: torch.fx.Node) -> bool:
 
 
 def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.GraphModule) -> None:
-    """Put the saved states of random generators before saved meshes, and say what their operators give.
+    """Put the saved states of random generators before saved meshes, and set the example values of their operators.
 
-    Where checkpointing draws random numbers again, torch saves these states last. It takes what is saved to be tensors
-    first and other objects, such as a DTensor's mesh, after them.
+    If checkpointing draws random numbers again, torch saves these states last. But it assumes that saved values are
+    tensors first, followed by other objects such as a DTensor's mesh.
     """
     from torch._functorch._aot_autograd.graph_compile import is_opaque_node
     from torch._prims import rng_prims as rng
@@ -121,9 +121,9 @@ def _states_among_tensors(forward: torch.fx.GraphModule, backward: torch.fx.Grap
 
 
 def static_placeholders(graph: torch.fx.Graph, static: Sequence[int]) -> list[torch.fx.Node]:
-    """The placeholders of a joint graph that are parameters, buffers, or parts of them.
+    """The placeholders of a joint graph that are parameters, buffers, or inner tensors of them.
 
-    `static` are indices of arguments as Dynamo counts them, which is before subclasses are taken apart.
+    `static` contains indices of such arguments as Dynamo counts them, before subclasses are unwrapped.
     """
     from torch._functorch._aot_autograd.descriptors import BufferAOTInput, ParamAOTInput, PlainAOTInput
 
@@ -137,20 +137,20 @@ def static_placeholders(graph: torch.fx.Graph, static: Sequence[int]) -> list[to
 
 
 def static_inputs() -> Sequence[int]:
-    """Indices of the arguments that are parameters or buffers, of what is compiled now; as `static_placeholders`."""
+    """Indices of the parameters and buffers in the current compilation, for `static_placeholders`."""
     context = TracingContext.try_get()
     return context.fw_metadata.static_input_indices if context is not None and context.fw_metadata else ()
 
 
 class SizesSettled(RuntimeError):
-    """A size that was a symbol when AOTAutograd looked at the results is a number since: trace again."""
+    """A size that was a symbol when AOTAutograd inspected the results has become a number since: trace again."""
 
 
 _known: ContextVar[int | None] = ContextVar("known", default=None)
 
 
 def _numbers() -> int:
-    """How many symbols of what is compiled now have turned out to be numbers."""
+    """Number of symbols in the current compilation that have turned out to be numbers."""
     context = TracingContext.try_get()
     env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
     return sum(tgt.is_number for tgt in env.replacements.values()) if env is not None else 0
@@ -167,11 +167,12 @@ def traced_again_if_settled() -> Iterator[None]:
 
 
 def check_settled() -> None:
-    """Find out, of a joint or inference graph that was just traced, whether AOTAutograd may take for symbols, among
-    the sizes of its results, what are numbers by now and no outputs of it.
+    """Check, after a joint or inference graph was traced, that no size became a number during the trace.
+
+    AOTAutograd may still count such a size of a result as a symbol, although it is not an output of the graph.
 
     Raises:
-        SizesSettled: sizes became numbers in the trace. In another one of the same program they are from the start.
+        SizesSettled: A size became a number. In another trace of the same program it is one from the start.
     """
     known = _known.get()
     if known is not None and _numbers() > known:
@@ -179,13 +180,13 @@ def check_settled() -> None:
 
 
 def check_results(joint: torch.fx.Graph, expected: int) -> None:
-    """Find out whether a joint graph has the `expected` number of results beside its gradients.
+    """Check that a joint graph has the `expected` number of results in addition to its gradients.
 
-    AOTAutograd counts the results' sizes that are symbols before it traces the backward, and takes them from the
-    graph's outputs. Where the backward makes one a number (a loop over a size, say) it is not among them.
+    AOTAutograd counts the symbolic sizes of results before it traces the backward, and later takes them from the
+    graph's outputs. If the backward turns one into a number (for example in a loop over a size), it is missing there.
 
     Raises:
-        SizesSettled: that is so. In another trace of the same program these sizes are numbers from the start.
+        SizesSettled: A size is missing. In another trace of the same program these sizes are numbers from the start.
     """
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, SubclassGetAttrAOTOutput
 
@@ -194,23 +195,23 @@ def check_results(joint: torch.fx.Graph, expected: int) -> None:
             found = found.base
         return isinstance(found, GradAOTOutput)
 
-    # None is what an input that is no tensor has for a gradient.
+    # Inputs that are not tensors have None as gradient.
     described = joint.output_node().meta.get("desc") or ()
     results = [d for d in described if d is not None and not is_gradient(d)]
     if len(results) < expected and any(isinstance(d, SubclassGetAttrAOTOutput) for d in results):
         raise SizesSettled(
-            "the backward makes a dynamic size a number, after the forward was traced with any; write "
+            "the backward turns a dynamic size into a number, after the forward was traced for any size; write "
             'torch.compile(…, backend="dtensor"), which traces again, or dynamic=False'
         )
 
 
 @functools.cache
 def parts_count_as_wholes(cls: type) -> None:
-    """Have AOTAutograd conclude from what it knows of tensors of the subclass `cls` what it asks about their parts.
+    """Make AOTAutograd derive its metadata of inner tensors from that of the outer tensors of the subclass `cls`.
 
-    It would trace the forward once more to see how many there are and which of them are written to, which is a tenth of
-    its work. And of results whose inner tensors are views of one memory it would count that memory among the results;
-    but what it traces in the end is by the outer tensors, which are no views.
+    Otherwise it would trace the forward once more, a tenth of its work, only to count the inner tensors and find those
+    that are written to. Also, if inner tensors of results are views of the same memory, it would count that memory as a
+    result; but the final trace goes by the outer tensors, which are not views.
     """
     from torch._functorch._aot_autograd import graph_capture, graph_capture_wrappers
 
@@ -248,10 +249,10 @@ def parts_count_as_wholes(cls: type) -> None:
 
 
 def _knows_parts(meta: Any, cls: type) -> bool:
-    """Whether it is known what the tensors of a graph consist of, and all that are not plain are of the subclass `cls`.
+    """Whether the inner tensors of a graph's tensors are known, and all subclasses among them are `cls`.
 
-    It is not where AOTAutograd has put inputs that share memory together, nor do DTensors tell which results do, as
-    freezing asks.
+    They are unknown if AOTAutograd has merged inputs that share memory. Freezing needs to know which results share
+    memory, which the metadata of DTensors does not show.
     """
     if inductor_config.freezing or len(meta.subclass_inp_meta) != len(meta.input_info):
         return False
@@ -261,7 +262,7 @@ def _knows_parts(meta: Any, cls: type) -> bool:
 
 
 def _of_parts(outer: Any, static: list[int]) -> Any:
-    """What AOTAutograd knows of inputs and results, given that of outer tensors, for each of their parts."""
+    """AOTAutograd's metadata of the inner tensors, derived from that of the outer ones."""
     from torch._functorch._aot_autograd.schemas import OutputType
 
     given, made = outer.subclass_inp_meta, outer.subclass_fw_graph_out_meta
@@ -274,7 +275,7 @@ def _of_parts(outer: Any, static: list[int]) -> Any:
         replace(info, base_idx=first[info.base_idx]) if info.output_type in of_input else info
         for info in outer.output_info
     ]
-    return replace(  # what is laid down beside it follows
+    return replace(  # the remaining fields follow from these
         outer,
         input_info=[info for info, n in zip(outer.input_info, counts, strict=True) for _ in range(n)],
         output_info=[info for info, n in zip(infos, results[written:returned], strict=True) for _ in range(n)],
@@ -288,8 +289,8 @@ def _of_parts(outer: Any, static: list[int]) -> Any:
     )
 
 
-def aot_backend(partition, forward_compiler, inference_compiler, backward_compiler):
-    """A Dynamo backend: AOTAutograd, `partition` of the joint graph, the graph compilers."""
+def aot_backend(partition: Any, forward_compiler: Any, inference_compiler: Any, backward_compiler: Any) -> Any:
+    """A Dynamo backend: AOTAutograd with `partition` for the joint graph, and with these compilers."""
     from torch._dynamo.backends.common import aot_autograd
 
     return aot_autograd(
@@ -301,11 +302,11 @@ def aot_backend(partition, forward_compiler, inference_compiler, backward_compil
     )
 
 
-def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
-    """Inductor on a Dynamo graph, with its configuration patched for forward and backward.
+def inductor_compile(gm: Any, example_inputs: Any, config_patches: dict[str, Any]) -> Any:
+    """Compile a Dynamo graph with Inductor, with its configuration patched for forward and backward.
 
-    Where passes order the collectives, torch (since 2.14) is not to move them again: it does by the sizes of tensors
-    here, and uneven shards have others on another rank.
+    Since torch 2.14, Inductor may reorder collectives after the passes have ordered them. This is turned off: the new
+    order would depend on the sizes of tensors on this rank, which for uneven shards differ from those on other ranks.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -316,7 +317,7 @@ def inductor_compile(gm, example_inputs, config_patches: dict) -> Any:
 
 @functools.cache
 def lower_as_collective(operator: OpOverload) -> None:
-    """Have Inductor leave what `operator` reads as it is until the wait for its result, as of torch's collectives."""
+    """Make Inductor keep inputs of `operator` unchanged until the wait for its result, as for torch's collectives."""
     from torch._inductor.comm_lowering import _create_out_of_place
     from torch._inductor.lowering import add_layout_constraint, constrain_to_fx_strides, register_lowering
 
@@ -325,13 +326,13 @@ def lower_as_collective(operator: OpOverload) -> None:
 
 
 @functools.cache
-def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sympy.Symbol, tuple]]) -> None:
-    """Have Inductor's code compute sizes that the graph's inputs do not tell, before all else.
+def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sympy.Symbol, tuple[Any, ...]]]) -> None:
+    """Make Inductor's code first compute the sizes that cannot be read from the graph's inputs.
 
     Args:
-        operator: gives such a size from others; its calls in a graph stand for the symbol of their result.
-        define: symbols -> the arguments of `operator` that give them (sizes as expressions), in the order in which they
-            may be computed.
+        operator: Computes such a size from others. A call of it in a graph stands for the symbol of its result.
+        define: Returns symbols -> the arguments of `operator` that compute them (sizes as expressions), in an order in
+            which they can be computed.
     """
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.lowering import register_lowering
@@ -360,7 +361,7 @@ def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sym
 
 
 def _is_size_of(inputs: list[Any], symbol: sympy.Symbol) -> bool:
-    """Whether Inductor reads `symbol` off one of the graph's inputs."""
+    """Whether Inductor can read `symbol` from one of the graph's inputs."""
     from torch._inductor.ir import TensorBox
 
     tensors = [x for x in inputs if isinstance(x, TensorBox)]
@@ -368,7 +369,7 @@ def _is_size_of(inputs: list[Any], symbol: sympy.Symbol) -> bool:
 
 
 def is_within() -> bool:
-    """Whether the graph that Inductor has its passes run on is one of a branch or a body in another graph."""
+    """Whether the graph that Inductor currently runs passes on is a branch or a loop body in another graph."""
     frame, found = sys._getframe(1), 0
     while frame is not None and found < 2:
         found += frame.f_code.co_name in ("_recursive_joint_graph_passes", "_recursive_post_grad_passes")
@@ -377,15 +378,17 @@ def is_within() -> bool:
 
 
 def order_after(graph: torch.fx.Graph, later: dict[torch.fx.Node, list[torch.fx.Node]]) -> None:
-    """Have Inductor run each node after those given for it, on which it does not depend."""
+    """Make Inductor run each node after those listed for it, on which it does not depend."""
     trace_ordered()
     preserve_node_ordering(graph, {node: OrderedSet(earlier) for node, earlier in later.items()})
 
 
 @functools.cache
 def trace_ordered() -> None:
-    """Let what `order_after` has ordered be traced again, in order, as Inductor does to a body of `scan` or `map` that
-    it makes a loop of: torch 2.13 has no rule for it."""
+    """Make nodes ordered by `order_after` traceable again, with their order.
+
+    Inductor traces the body of a `scan` or `map` again if it turns it into a loop; torch 2.13 has no rule for this.
+    """
     if ProxyTorchDispatchMode in control_deps.python_key_table:
         return
 
@@ -399,13 +402,13 @@ def trace_ordered() -> None:
         return track_tensor_tree(ordered(*given, **kwargs), proxy, constant=None, tracer=mode.tracer)
 
 
-def on_tangents(node: Any, change: Callable[[Any, list], None]) -> None:
-    """Have `change` at what arrives at the backward of a function that AOTAutograd compiled, in all its calls.
+def on_tangents(node: Any, change: Callable[[Any, list[Any]], None]) -> None:
+    """Let `change` modify the tangents of a function that AOTAutograd compiled, in the backward of all its calls.
 
     Args:
-        node: the autograd node of one call.
-        change: is given the node of a call and the list of its tangents, and changes it in place. One that did not
-            arrive is None after `leave_missing`, and else plain zeros.
+        node: The autograd node of one call.
+        change: Takes the autograd node of a call and the list of its tangents, and changes the list in place. A missing
+            tangent is None after `leave_missing`, otherwise plain zeros.
     """
     compiled = node._forward_cls
     backward = compiled.backward
@@ -420,20 +423,20 @@ def on_tangents(node: Any, change: Callable[[Any, list], None]) -> None:
 
 
 def leave_missing(node: Any) -> None:
-    """Have no zeros put in place of tangents that do not arrive at this call's backward."""
+    """Keep missing tangents of this call's backward as None, instead of zeros."""
     node.set_materialize_grads(False)
 
 
-def boxed(function):
-    """Mark a graph callable as taking its arguments in one list."""
+def boxed(function: Any) -> Any:
+    """Mark a compiled graph as taking its arguments in a single list."""
     from functorch.compile import make_boxed_func
 
     return make_boxed_func(function)
 
 
 @contextlib.contextmanager
-def without_compile_caches():
-    """Inside, nothing compiled is taken from the caches of Inductor and AOTAutograd, nor put there."""
+def without_compile_caches() -> Any:
+    """Context in which compilation neither reads nor writes the caches of Inductor and AOTAutograd."""
     from torch._functorch import config as functorch_config
 
     with (
@@ -444,19 +447,21 @@ def without_compile_caches():
 
 
 def compile_context() -> Any:
-    """What torch.compile works on in this thread: one object, with a `compile_id`, for all that is made of one frame,
-    its backward included; None outside."""
+    """The current compilation in this thread; None outside of one.
+
+    It is a single object, with a `compile_id`, for everything made from one frame, including the backward.
+    """
     return CompileContext.try_get()
 
 
 COMPILERS = tuple(
     str(Path(torch.__file__).parent / file) for file in ("_dynamo/convert_frame.py", "_inductor/compile_fx.py")
 )
-"""The files of torch that a thread is in while it compiles, and not while it runs what was compiled."""
+"""Files of torch that are on the stack of a thread while it compiles, but not while it runs compiled code."""
 
 
 def is_compiling(frame: FrameType | None) -> bool:
-    """Whether a thread that is at `frame` compiles."""
+    """Whether a thread whose current frame is `frame` is compiling."""
     while frame is not None:
         if frame.f_code.co_filename in COMPILERS:
             return True
@@ -465,11 +470,11 @@ def is_compiling(frame: FrameType | None) -> bool:
 
 
 TRACE_LOG = "torch.__trace"
-"""The logger to which torch writes what TORCH_TRACE collects: records with `metadata` and `payload`."""
+"""The logger of the records that TORCH_TRACE collects, which have `metadata` and `payload`."""
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """Put a text among the artefacts of what is being compiled, for TORCH_TRACE and tlparse; it is made if one asks."""
+    """Add a text to the artifacts of the current compilation, for TORCH_TRACE and tlparse; made only when needed."""
     if CompileContext.try_get() is not None:
         torch._logging.trace_structured(
             "artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload
@@ -477,23 +482,28 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
 
 
 def on_bytecode(hook: Callable[[Any, Any], None]) -> Any:
-    """Have `hook` called with the code of each function that Dynamo rewrites, and the new code; gives a handle with
-    `remove()`."""
+    """Call `hook` with the code of each function that Dynamo rewrites, and with the new code.
+
+    Returns a handle with `remove()`.
+    """
     from torch._dynamo.convert_frame import register_bytecode_hook
 
     return register_bytecode_hook(lambda code, new_code: hook(code, new_code))
 
 
 @contextlib.contextmanager
-def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable], Callable]):
-    """Context in which all that torch.compile makes is shown, whatever the backend.
+def observed_graphs(
+    dynamo: Callable[[Any], None], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+) -> Any:
+    """Context that observes all graphs that torch.compile makes, whatever the backend.
 
-    What a compiler compiles for itself while it is at work, as Inductor does to match patterns, is not.
+    Graphs that a compiler makes for itself while it is at work are not included, such as Inductor's for pattern
+    matching.
 
     Args:
-        dynamo: called with each graph module that Dynamo hands to a backend.
-        wrap: gives what stands for a function that AOTAutograd calls with a graph module: "joint" (the partitioner),
-            "forward", "backward" and "inference" (the compilers of these graphs).
+        dynamo: Called with each graph module that Dynamo passes to a backend.
+        wrap: Takes a name and a function that AOTAutograd calls with a graph module, and returns a replacement for it.
+            The names are "joint" (the partitioner), "forward", "backward" and "inference" (the compilers).
     """
     from torch._dynamo.output_graph import OutputGraph
     from torch._functorch import aot_autograd
@@ -501,9 +511,9 @@ def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable
     call, stage = OutputGraph.call_user_compiler, aot_autograd.aot_stage2_compile
     at_work = threading.local()
 
-    def alone(function: Callable) -> Callable:
+    def alone(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def work(*args, **kwargs):
+        def work(*args: Any, **kwargs: Any) -> Any:
             at_work.now = True
             try:
                 return function(*args, **kwargs)
@@ -513,12 +523,19 @@ def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable
         return work
 
     @functools.wraps(call)
-    def call_user_compiler(self, gm, example_inputs):
+    def call_user_compiler(self, gm: Any, example_inputs: Any) -> Any:
         dynamo(gm)
         return call(self, gm, example_inputs)
 
     @functools.wraps(stage)
-    def stage2(state, capture, partition_fn, fw_compiler, bw_compiler=None, inference_compiler=None):
+    def stage2(
+        state: Any,
+        capture: Any,
+        partition_fn: Any,
+        fw_compiler: Any,
+        bw_compiler: Any = None,
+        inference_compiler: Any = None,
+    ) -> Any:
         given = (partition_fn, fw_compiler, bw_compiler or fw_compiler, inference_compiler or fw_compiler)
         if not getattr(at_work, "now", False):
             given = map(wrap, ("joint", "forward", "backward", "inference"), map(alone, given))
@@ -532,17 +549,17 @@ def observed_graphs(dynamo: Callable[[Any], None], wrap: Callable[[str, Callable
 
 
 def symbolic_sizes(wanted: bool) -> contextlib.AbstractContextManager:
-    """Context in which sizes of tensors are symbols from the first compilation on, if that is wanted."""
+    """Context in which sizes of tensors are symbols from the first compilation on, if `wanted`."""
     return torch._dynamo.config.patch(assume_static_by_default=not wanted)
 
 
 def leave_guards_untimed() -> None:
-    """Have Dynamo report no latency of guards: to measure it, it flushes the processor's caches for each graph."""
+    """Stop Dynamo from measuring the latency of guards, for which it flushes the CPU caches for each graph."""
     dynamo_guards.profile_guard_manager = lambda *_: 0.0
 
 
 def forget_compiled() -> None:
-    """Drop what was compiled, as if this process had just started; what lies in files stays."""
+    """Drop everything compiled, as if this process had just started; cache files stay."""
     from torch._inductor.utils import clear_caches
 
     torch.compiler.reset()
@@ -551,18 +568,18 @@ def forget_compiled() -> None:
 
 
 def compiler_settings() -> dict[Any, dict[str, Any]]:
-    """What the configurations of Dynamo, AOTAutograd and Inductor say: module -> name -> value."""
+    """The configurations of Dynamo, AOTAutograd and Inductor: module -> name -> value."""
     return {config: config.get_config_copy() for config in (torch._dynamo.config, functorch_config, inductor_config)}
 
 
 def set_compiler_settings(settings: dict[Any, dict[str, Any]]) -> None:
-    """Have the configurations say again what `compiler_settings` gave; what has not changed is not touched."""
+    """Restore the configurations returned by `compiler_settings`; unchanged values are not touched."""
     for config, given in settings.items():
         now = config.get_config_copy()
         config.load_config({name: value for name, value in given.items() if now[name] is not value})
 
 
-def dynamo_counters() -> dict:
+def dynamo_counters() -> dict[str, Any]:
     """Dynamo's counters: group -> name -> count."""
     from torch._dynamo.utils import counters
 

@@ -1,9 +1,8 @@
-"""Everything of torch that is not public: here of tensors, operators, process groups and traces.
+"""Private torch APIs for tensors, operators, process groups and traces.
 
-`sizes` has that of symbolic sizes, `compiling` and `dynamo` that of torch.compile, `fsdp`
-that of FSDP. The rest of the library names no private part of torch: what a new release may move is found and mended
-in these five.
-Importing this module checks the torch version and raises `ImportError` outside the supported range.
+`sizes` contains those for symbolic sizes, `compiling` and `dynamo` those for torch.compile, and `fsdp` those for FSDP.
+The rest of the library uses no private part of torch, so changes in a new release are found and fixed in these five
+modules. Importing this module checks the torch version and raises `ImportError` outside the supported range.
 """
 
 import contextlib
@@ -22,7 +21,7 @@ SUPPORTED = ((2, 13), (2, 16))
 
 
 def check_version(version: str) -> None:
-    """Raise ImportError if `version` (such as "2.13.0+cpu") lies outside `SUPPORTED`."""
+    """Raise ImportError if `version` (such as "2.13.0+cpu") is outside `SUPPORTED`."""
     found = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     low, high = SUPPORTED
     if not low <= found < high:
@@ -35,7 +34,7 @@ def check_version(version: str) -> None:
 
 check_version(torch.__version__)
 
-# Only now what another release may not have.
+# Only now import what an unsupported release may not have.
 from torch._decomp import decomposition_table as decompositions
 from torch._guards import TracingContext, detect_fake_mode
 from torch._library import opaque_object
@@ -79,34 +78,48 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-c10d = torch.ops._c10d_functional
-"""The functional collectives: a start op and `wait_tensor`."""
+c10d: Any = torch.ops._c10d_functional
+"""The functional collectives: operators that start one, and `wait_tensor`."""
 
 register_work = torch._C._distributed_c10d._register_work  # pyright: ignore[reportAttributeAccessIssue]
-"""Of a tensor and a work: `wait_tensor` of the tensor waits for the work, too."""
+"""(tensor, work): makes `wait_tensor` of the tensor wait for the work, too."""
 
-wait_tensors = getattr(c10d, "wait_tensors", None)
-"""Waits for all that a coalesced start gave (since torch 2.15; before, each is waited for by itself)."""
+wait_tensors: Any = getattr(c10d, "wait_tensors", None)
+"""Waits for all results of a coalesced start. Since torch 2.15; before that, each is waited for separately."""
 
-UnknownValue = (DataDependentOutputException, DynamicOutputShapeException)
-"""What fake tensors raise where a result depends on values."""
+UnknownValue: tuple[type[Exception], ...] = (DataDependentOutputException, DynamicOutputShapeException)
+"""What fake tensors raise if a result depends on values."""
 
-disable_dynamo = torch._disable_dynamo
+disable_dynamo: Any = torch._disable_dynamo
 
 
-def never_traced(function):
-    """Have Dynamo pass over `function` and all it calls, where it is not traced as a part of its caller. Unlike
-    `disable_dynamo` it costs nothing per call."""
+@contextlib.contextmanager
+def conjugates_resolved() -> Iterator[None]:
+    """Context inside `__torch_dispatch__` in which operators resolve lazy conjugates and negatives, as outside."""
+    left_out = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative):
+        left_out = left_out.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), left_out):
+        yield
+
+
+def never_traced(function: Any) -> Any:
+    """Make Dynamo skip `function` and everything that it calls, unless it is traced as part of its caller.
+
+    Unlike `disable_dynamo`, this costs nothing per call.
+    """
     return _passed_over(function, "SKIP")
 
 
-def traced_with_caller(function):
-    """Have Dynamo trace `function` as a part of its caller alone, and where that broke the graph what it calls: code
-    that stands around users' functions would be compiled for each, and a limit is set to that."""
+def traced_with_caller(function: Any) -> Any:
+    """Make Dynamo trace `function` only as part of its caller; after a graph break, only the functions that it calls.
+
+    Code that wraps users' functions would otherwise be compiled once for each of them, which Dynamo limits.
+    """
     return _passed_over(function, "DEFAULT")
 
 
-def _passed_over(function, within: str):
+def _passed_over(function: Any, within: str) -> Any:
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     how = _FrameExecStrategy(_FrameAction.SKIP, getattr(_FrameAction, within))
@@ -114,12 +127,12 @@ def _passed_over(function, within: str):
     return function
 
 
-disabled_torch_function = torch._C._disabled_torch_function_impl
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 is_alias_of = torch._C._is_alias_of  # pyright: ignore[reportAttributeAccessIssue]
-make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass
 
-# A dispatch key above autograd that DTensor carries and no other tensor does. Every operator falls through it
-# (at no cost) but those that must be seen before torch takes them apart.
+# A dispatch key above autograd that only DTensors have. All operators fall through it (at no cost), except those that
+# must be intercepted before torch decomposes them.
 OWN_KEY = "TESTING_ONLY_GenericWrapper"
 OWN_KEYSET = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(OWN_KEY))
 _fallthrough = torch.library.Library("_", "IMPL")
@@ -127,9 +140,11 @@ _fallthrough.fallback(torch.library.fallthrough_kernel, OWN_KEY)
 _own = {space: torch.library.Library(space, "IMPL") for space in ("aten", "torch_nn")}
 
 
-def intercept(name: str, kernel) -> None:
-    """Run `kernel` in place of an operator (of aten, if no other namespace is named) that has a DTensor among its
-    arguments."""
+def intercept(name: str, kernel: Any) -> None:
+    """Run `kernel` instead of the operator `name` when one of its arguments is a DTensor.
+
+    `name` is of aten unless it names another namespace.
+    """
     space, _, base = name.rpartition("::")
     _own[space or "aten"].impl(base, never_traced(kernel), OWN_KEY)
 
@@ -140,11 +155,11 @@ def higher_order_operators() -> list[Any]:
 
 
 def catch_higher_order(operator: Any, kernel: Callable[..., Any]) -> None:
-    """Run `kernel(operator, ...)` in place of a higher-order operator that has a DTensor among its arguments."""
+    """Run `kernel(operator, ...)` instead of a higher-order operator when one of its arguments is a DTensor."""
     operator.py_impl(torch._C._dispatch_key_parse(OWN_KEY))(functools.partial(kernel, operator))
 
 
-def without_own_key():
+def without_own_key() -> Any:
     """Context in which `intercept` does not apply, to call the intercepted operator itself."""
     return torch._C._ExcludeDispatchKeyGuard(OWN_KEYSET)
 
@@ -155,7 +170,7 @@ _USUAL = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect) | torch._C.
 
 
 def meets_only_autograd() -> bool:
-    """Whether nothing but autograd is between `OWN_KEY` and `__torch_dispatch__`: no mode, transform or autocast."""
+    """Whether only autograd is between `OWN_KEY` and `__torch_dispatch__`: no mode, transform or autocast."""
     return torch._C._dispatch_tls_local_include_set() == _USUAL and not torch._C._is_any_autocast_enabled()
 
 
@@ -163,16 +178,16 @@ _OF_LISTS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.cat.default: torch.cat,
     torch.ops.aten.stack.default: torch.stack,
 }
-"""Operators whose binding in `torch` takes a list of tensors in about half the time that the operator's own takes."""
+"""Operators whose binding in `torch` parses a list of tensors in about half the time of the operator's own binding."""
 
 
 def without_frame(func: OpOverload) -> Any:
-    """What `func` calls: the same without a Python frame in between, which takes a fifth of a small operator's time."""
+    """What `func` calls, without the Python frame in between, which is a fifth of the time of a small operator."""
     return _OF_LISTS.get(func) or (func._op if type(func) is OpOverload else func)
 
 
 def register_value_type(cls: type, members: tuple[str, ...]) -> None:
-    """Let Dynamo treat instances of the frozen class `cls` as constants; `members` are read at trace time."""
+    """Make Dynamo treat instances of the frozen class `cls` as constants; `members` are read at trace time."""
     kept = dict.fromkeys(members, MemberType.USE_REAL)
     register = getattr(opaque_object, "register_custom_class", None)
     if register is not None:  # since torch 2.15
@@ -181,8 +196,8 @@ def register_value_type(cls: type, members: tuple[str, ...]) -> None:
         opaque_object.register_opaque_type(cls, typ="value", members=kept)
 
 
-def fake_store():
-    """The store of the process group "fake". A testing tool of torch, imported on call."""
+def fake_store() -> Any:
+    """A store for the backend "fake". A testing tool of torch, imported on call."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
@@ -190,17 +205,17 @@ def fake_store():
 
 @functools.cache
 def operator_database() -> dict[str, Any]:
-    """Torch's `OpInfo`s by name, the variant after a dot. A testing tool of torch, imported on call."""
+    """Torch's `OpInfo`s by name, with the variant after a dot. A testing tool of torch, imported on call."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     return {f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op for op in op_db}
 
 
 def operator_samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterator[Any]:
-    """The values of `op.sample_inputs` of an `OpInfo` on the CPU; changes the state of all global generators.
+    """The same samples as `op.sample_inputs` of an `OpInfo`, on the CPU. Changes the state of all global generators.
 
-    That one formats the stack for each sample, to seed devices that may come and to find the test it is called from,
-    which takes several times as long as all operators take to run.
+    `op.sample_inputs` formats the stack for each sample, to seed future devices and to find the calling test. That
+    takes several times as long as running all the operators.
     """
     from torch.testing._internal.common_utils import SEED
 
@@ -216,9 +231,9 @@ def operator_samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterat
 
 
 def shard_order(x: Any) -> dict[int, tuple[int, ...]] | None:
-    """Of a DTensor of torch, for each dimension that is cut the mesh axes that cut it, outermost cut first.
+    """For a DTensor of torch: sharded dimension -> the mesh axes that shard it, outermost first.
 
-    None where its strided shards are no order of cuts.
+    None if its strided shards do not correspond to an order of axes.
     """
     spec = x._spec
     found = spec.shard_order
@@ -228,17 +243,17 @@ def shard_order(x: Any) -> dict[int, tuple[int, ...]] | None:
 
 
 def strided_shard(dim: int, strides: int) -> Any:
-    """What torch calls an axis that cuts a dimension after later axes have cut it into `strides`; imported on call."""
+    """Torch's placement for an axis that shards `dim` after later axes split it into `strides`; imported on call."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=strides)
 
 
 @contextlib.contextmanager
-def threaded_process_group():
+def threaded_process_group() -> Any:
     """Context in which the threads of this process can be ranks of a process group with backend "threaded".
 
-    A testing tool of torch, imported on call. Gives its class, whose `exception_handle` ends collectives that wait.
+    A testing tool of torch, imported on call. Yields its class, whose `exception_handle` ends waiting collectives.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
@@ -253,39 +268,38 @@ def threaded_process_group():
 
 
 def thread_state(name: str, default: Any) -> Any:
-    """An object kept per thread that the threads of autograd take over from the one that called backward."""
+    """A thread-local object that autograd's threads inherit from the thread that called backward."""
     return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else default
 
 
 def set_thread_state(name: str, value: Any) -> None:
-    """Set what `thread_state(name, …)` gives in this thread."""
+    """Set the object that `thread_state(name, …)` returns in this thread."""
     torch._C._stash_obj_in_tls(name, value)
 
 
-def current_device_mesh():
+def current_device_mesh() -> Any:
     """The mesh of the innermost `with mesh:` block, or None."""
     stack = mesh_resources.mesh_stack
     return stack[-1] if stack else None
 
 
-def root_mesh(mesh):
-    """The mesh that `mesh` was sliced from; itself if it was not."""
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that `mesh` was sliced from; `mesh` itself if it was not sliced."""
     return mesh._get_root_mesh()
 
 
-def real_object(x):
-    """What stands behind the stand-in that a mesh has while a graph is traced; `x` itself otherwise, and where Dynamo
-    traces this very line."""
+def real_object(x: Any) -> Any:
+    """The mesh behind its stand-in in a trace; `x` itself if it is not a stand-in, or if Dynamo traces this line."""
     return x.real_obj if not torch.compiler.is_dynamo_compiling() and isinstance(x, FakeScriptObject) else x
 
 
 def schema(op: OpOverload) -> torch.FunctionSchema:
-    """The schema of an operator: what it takes, returns, mutates and aliases."""
+    """The schema of an operator: its arguments and results, and what it mutates and aliases."""
     return op._schema
 
 
 def overloads_of(op: Any) -> list[OpOverload]:
-    """The overloads of an operator, which is an overload, a packet or what `torch.library.custom_op` made."""
+    """The overloads of an operator, given as an overload, a packet or a result of `torch.library.custom_op`."""
     if isinstance(op, OpOverload):
         return [op]
     if isinstance(op, CustomOpDef):
@@ -296,14 +310,14 @@ def overloads_of(op: Any) -> list[OpOverload]:
 
 
 def default_store() -> Any:
-    """The store of the default process group; None where there are no other processes to meet there."""
+    """The store of the default process group; None if there are no other processes to reach through it."""
     if not dist.is_initialized() or dist.get_backend() in ("fake", "threaded"):
         return None
     return _get_default_store()
 
 
 def cloned_store(store: Any) -> Any:
-    """The same store by a connection of its own, for another thread; the store itself if it has none to share."""
+    """The same store over a new connection, for another thread; the store itself if it cannot be cloned."""
     try:
         return store.clone()
     except RuntimeError:
@@ -311,26 +325,28 @@ def cloned_store(store: Any) -> Any:
 
 
 def backend_of(group: ProcessGroup, device_type: str) -> str:
-    """The name of what carries tensors of the device in the group; "" for nothing."""
+    """Name of the backend that sends tensors of the device type in the group; "" if there is none."""
     pairs = [pair.partition(":") for pair in str(dist.get_backend_config(group)).split(",")]
     return next((name for device, _, name in pairs if device == device_type), "")
 
 
 def is_gloo(group: ProcessGroup, device_type: str) -> bool:
-    """Whether gloo carries tensors of the device in the group: by its backend's name, or the end of that of one around
-    it ("counting-gloo")."""
+    """Whether gloo sends tensors of the device type in the group.
+
+    A backend whose name ends in "gloo" counts, so that wrappers of gloo do, too ("counting-gloo").
+    """
     return backend_of(group, device_type).endswith("gloo")
 
 
 def is_registered(group: ProcessGroup) -> bool:
-    """Whether the group is one of the default group's world, and no relic of one that was destroyed."""
+    """Whether the group is currently registered, not left over from process groups that were destroyed."""
     return group in _world.pg_names
 
 
 def break_connections() -> None:
-    """End every wait of this rank's process groups with an error; they are of no use afterwards.
+    """End every wait of this rank's process groups with an error. The groups are unusable afterwards.
 
-    Gloo closes a connection on which a time-out passes, and has nothing else to that end. Others have `abort`.
+    Other backends have `abort`. With gloo the only way is a timeout: it closes the connection on which one expires.
     """
     gloo: Any = dist.ProcessGroupGloo
     for group in list(_world.pg_names):
@@ -353,8 +369,8 @@ def default_group_timeout() -> timedelta:
     return options._timeout if options is not None else default_pg_timeout  # a fake group has none
 
 
-def process_groups() -> tuple:
-    """This rank, and the name, ranks and backends of each process group it is in; empty without any."""
+def process_groups() -> tuple[Any, ...]:
+    """This rank, and the name, ranks and backends of each process group that it is in; empty without process groups."""
     if not dist.is_initialized():
         return ()
     groups = [
@@ -370,22 +386,22 @@ def resolve_process_group(name: str) -> ProcessGroup:
 
 
 def is_being_compiled() -> bool:
-    """Whether torch.compile works on this thread: Dynamo's look at shapes, or a trace of AOTAutograd."""
+    """Whether torch.compile is at work on this thread: Dynamo propagates shapes, or AOTAutograd traces."""
     return TracingContext.try_get() is not None
 
 
 def is_below_autograd() -> bool:
-    """Whether autograd is done with the operator that runs: then no version is counted and no gradient recorded."""
+    """Whether the running operator has passed autograd, so that no version is counted and no gradient recorded."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation runs."""
+    """Whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def has_tangent(x: torch.Tensor) -> bool:
-    """Whether forward-mode differentiation runs, and `x` carries a tangent of it. To be asked above autograd."""
+    """Whether forward-mode differentiation is active and `x` has a tangent. Call it above autograd."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
@@ -395,18 +411,18 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
 
 
 def functionalized(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Context in which operators take `x`, also after the function was traced that functionalization made `x` in."""
+    """Context in which operators accept `x`, even after the trace in which functionalization made it."""
     return FunctionalTensorMode() if isinstance(x, FunctionalTensor) else contextlib.nullcontext()
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Have `callback` called when the backward that runs on this thread is done."""
+    """Call `callback` when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 @contextlib.contextmanager
-def traced_into_backward():
-    """Context in which what is traced during a backward stays in the backward graph; no effect elsewhere."""
+def traced_into_backward() -> Any:
+    """Context in which operators traced during a backward stay in the backward graph; no effect elsewhere."""
     meta = fx_traceback.current_meta
     if meta.get("partitioner_tag") != "is_backward":
         yield
@@ -425,18 +441,18 @@ def is_in_backward() -> bool:
 
 
 def is_in_formula() -> bool:
-    """Whether the backward of one of torch's own operators runs on this thread, not of a user's autograd function."""
+    """Whether the backward of one of torch's own operators runs on this thread, not that of an autograd function."""
     node = torch._C._current_autograd_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def is_in_graph() -> bool:
-    """Whether what runs on this thread is recorded in a graph."""
+    """Whether operators on this thread are recorded in a graph."""
     return get_proxy_mode() is not None
 
 
 def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
-    """The node that stands for `x` in the graph being traced; None if there is no such graph, or `x` not in it."""
+    """The node that stands for `x` in the graph being traced; None if there is no graph or `x` is not in it."""
     mode = get_proxy_mode()
     if mode is None:
         return None
@@ -447,8 +463,8 @@ def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
-assert_async = torch._assert_async
-"""(condition, message): raises when the condition is known; a GPU is not waited for. Traced, and never dropped."""
+assert_async: Any = torch._assert_async
+"""(condition, message): raises once the condition is known, without waiting for a GPU. Traced, and never removed."""
 
 
 __all__ = [
@@ -470,6 +486,7 @@ __all__ = [
     "catch_higher_order",
     "check_version",
     "cloned_store",
+    "conjugates_resolved",
     "current_device_mesh",
     "decompositions",
     "default_group_timeout",

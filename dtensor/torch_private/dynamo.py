@@ -1,5 +1,5 @@
-"""What is changed of Dynamo so that it traces DTensors: their sizes, what they consist of, branches, its errors. See
-`compiling`."""
+"""Changes to Dynamo that let it trace DTensors: for their sizes, inner tensors and attributes, for branches and loops,
+and for its errors. See also `compiling`."""
 
 import functools
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .compiling import parts_count_as_wholes  # first: it checks the version of torch
-from .sizes import free_symbols
+from .symbolic_sizes import free_symbols
 
 # isort: split
 from torch._dynamo.source import AttrSource
@@ -18,17 +18,19 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicCo
 
 
 def inner_sizes_follow(cls: type) -> None:
-    """Have Dynamo make the sizes of the inner tensors of `cls` symbols where those of the outer tensor are, and
-    nowhere else, whatever inner sizes it has seen before.
+    """Make Dynamo use symbols for the sizes of inner tensors of `cls` exactly where it does for the outer tensor.
 
-    The symbols say nothing of the values (as `mark_unbacked` would have it): `cls.__tensor_unflatten__` defines them.
+    Inner sizes that it has seen before have no influence. The symbols are unbacked (as with `mark_unbacked`), that is,
+    without a value; `cls.__tensor_unflatten__` defines them.
     """
     from torch._dynamo.variables import builder
 
     own = builder._automatic_dynamic
 
     @functools.wraps(own)
-    def policy(e, tx, source, static_shapes, outer_only=False, *args, **kwargs):
+    def policy(
+        e: Any, tx: Any, source: Any, static_shapes: Any, outer_only: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         parts_count_as_wholes(cls)  # when something is compiled: to import what it changes takes 60 ms
         if type(e) is not cls or outer_only:
             return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
@@ -39,7 +41,7 @@ def inner_sizes_follow(cls: type) -> None:
                 inner[attr] = StatefulSymbolicContext(
                     dynamic_sizes=[
                         DimDynamic.STATIC if kind is DimDynamic.STATIC or size in (0, 1) else DimDynamic.UNBACKED
-                        for kind, size in zip(outer.dynamic_sizes, e.shape)  # torch makes no symbols of 0 and 1
+                        for kind, size in zip(outer.dynamic_sizes, e.shape)  # torch makes no symbols for 0 and 1
                     ],
                     tensor_source=AttrSource(source, attr),
                 )
@@ -60,8 +62,10 @@ def inner_sizes_follow(cls: type) -> None:
 
 @functools.cache
 def attributes_stand_with_their_tensors() -> None:
-    """Have Dynamo write `x.attribute` of a tensor subclass, whose sizes are new symbols, into its graph where it makes
-    `x`. Torch 2.13 writes it where a symbol is first needed: for an input that it meets later, that is before `x`."""
+    """Make Dynamo write `x.attribute` of a tensor subclass, if its sizes are new symbols, into its graph next to `x`.
+
+    Torch 2.13 writes it where a symbol is first needed. For an input that Dynamo meets later, that is before `x`.
+    """
     from torch._dynamo.output_graph import SubgraphTracer
     from torch.fx.proxy import Attribute
 
@@ -78,8 +82,11 @@ def attributes_stand_with_their_tensors() -> None:
 
 @functools.cache
 def explain_traced_errors(explain: Callable[[Iterator[Any], str], str | None]) -> None:
-    """Have Dynamo, where an operator fails on fakes, add what `explain` says of it, given the modules whose code is
-    traced, innermost first."""
+    """Make Dynamo add the text of `explain` to the error when an operator fails on fake tensors.
+
+    `explain` takes the modules whose code is being traced, innermost first, and the text of the error. It may return
+    None for no addition.
+    """
     from torch._dynamo import utils
 
     own = utils.run_node
@@ -90,7 +97,7 @@ def explain_traced_errors(explain: Callable[[Iterator[Any], str], str | None]) -
             return own(tracer, *args, **kwargs)
         except RuntimeError as error:
             why, told = error.__cause__, None
-            if type(error) is type(why) is RuntimeError:  # others say something to Dynamo, or all there is to say
+            if type(error) is type(why) is RuntimeError:  # other types have a meaning for Dynamo, or are complete
                 told = explain(_modules_traced(tracer.current_tx), str(why))
             if told is None:
                 raise
@@ -112,11 +119,12 @@ def _modules_traced(translator: Any) -> Iterator[Any]:
 
 
 def higher_order_take(cls: type) -> None:
-    """Let Dynamo make graphs of branches and bodies that DTensors go into.
+    """Make Dynamo accept DTensors as inputs of branches and loop bodies.
 
-    It asks which results of a loop share memory: they do if their local tensors do. And it hands a branch all symbols
-    in what goes into it: of a DTensor those of the whole, as nothing in Dynamo's graph speaks of its parts. Torch takes
-    tensors and sizes to go in; beside DTensors that may be their mesh, too.
+    Dynamo needs to know which results of a loop share memory: they do if their local tensors do. It also passes to a
+    branch all symbols in its inputs. For a DTensor these are those of the outer tensor, because nothing in Dynamo's
+    graph refers to its local tensor. Torch accepts only tensors and sizes as inputs; with DTensors, their mesh is
+    accepted, too.
     """
     from torch._dynamo.output_graph import SubgraphTracer
     from torch._dynamo.variables import higher_order_ops
@@ -138,7 +146,7 @@ def higher_order_take(cls: type) -> None:
             return
         part = example_value._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            lift(self, example_value, src)  # its own sizes, and then what it consists of
+            lift(self, example_value, src)  # lifts its own sizes, then those of its inner tensors
         finally:
             part = None
 

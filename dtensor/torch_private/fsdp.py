@@ -1,7 +1,7 @@
-"""What is not public in torch's FSDP1 and FSDP2, beside `core`. FSDP is imported on call.
+"""Private APIs of torch's FSDP1 and FSDP2; see also `core`. FSDP is imported on call.
 
-FSDP1 is told of tensors that are not torch's DTensors. What FSDP2 has sharded is read out of its states, and it is
-taken off.
+FSDP1 is patched to accept tensors that are not torch's DTensors. For FSDP2, functions here read from its states what it
+has sharded, and remove it from a module.
 """
 
 import functools
@@ -16,16 +16,16 @@ from .core import tree_map
 
 
 def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: Callable[[Any], Any]) -> None:
-    """Have FullyShardedDataParallel (FSDP1), made from now on over a slice of a mesh, ask `extensions`.
+    """Make every FullyShardedDataParallel (FSDP1) created from now on over a slice of a mesh use `extensions`.
 
-    FSDP1 knows torch's DTensor by name where it registers parameters anew, compares their memory, and takes optimizer
-    states apart and puts them together. There it is told that tensors of other classes may come, too. Imported on call.
+    FSDP1 refers to torch's DTensor by name where it registers parameters again, compares their memory, and splits and
+    reassembles optimizer states. These places are patched to handle tensors of other classes. Imported on call.
 
     Args:
-        extensions: called with the extensions that FSDP1 would have, the data mesh, and whether FSDP1 replicates and
-            keeps the user's parameters; what it makes answers for tensors of which its `owns(tensor)` is true.
-        gathered: called with each value of an optimizer's state dict, and a process group; gives what FSDP1 flattens.
-        local: gives the plain tensor whose memory a tensor uses.
+        extensions: Called with the extensions that FSDP1 would use, the data mesh, and whether FSDP1 replicates and
+            keeps the user's parameters. The result handles tensors for which its `owns(tensor)` is true.
+        gathered: Called with each value of an optimizer's state dict, and a process group; returns what FSDP1 flattens.
+        local: Returns the plain tensor whose memory a tensor uses.
     """
     from torch.distributed.fsdp import _flat_param as flat_param
     from torch.distributed.fsdp import _optim_utils as optim
@@ -40,7 +40,7 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
         return
 
     @functools.wraps(make)
-    def _init_extension(state, device_mesh=None):
+    def _init_extension(state: Any, device_mesh: Any = None) -> Any:
         make(state, device_mesh)
         if state._fsdp_extension is not None:
             kept = state.sharding_strategy is fsdp1.ShardingStrategy.NO_SHARD and state._use_orig_params
@@ -48,7 +48,7 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
         return state
 
     @functools.wraps(register)
-    def _use_unsharded_views(self, as_params):
+    def _use_unsharded_views(self, as_params: Any) -> Any:
         # A parameter's data cannot become a tensor of another class: new parameters take its place for a while.
         known = self.flat_param._param_extensions if isinstance(self._fsdp_extension, extensions) else ()
         before = self._use_orig_params
@@ -59,7 +59,7 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
             self._use_orig_params = before
 
     @functools.wraps(view_gradients)
-    def _use_unsharded_grad_views(self):
+    def _use_unsharded_grad_views(self) -> None:
         # Without reduction, gradients stand beside parameters that are plain: views of the flat one.
         found, known = self.flat_param, self.flat_param._param_extensions
         owners = [getattr(module, name) for name, module, _ in found._param_infos]
@@ -70,7 +70,9 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
             found._param_extensions = known
 
     @functools.wraps(unflatten)
-    def _unflatten_orig_param_states(info, output_states, state_name, shard_state, to_save, cpu_offload):
+    def _unflatten_orig_param_states(
+        info: Any, output_states: Any, state_name: Any, shard_state: Any, to_save: Any, cpu_offload: Any
+    ) -> None:
         state, found = info.state, info.state._fsdp_extension
         mine = {}
         if isinstance(found, extensions):
@@ -83,11 +85,11 @@ def extend_fsdp1(extensions: type, gathered: Callable[[Any, Any], Any], local: C
         unflatten(info, rest, state_name, shard_state, to_save, cpu_offload)
 
     @functools.wraps(gather)
-    def _gather_state_dict(state_dict, *, pg=None, **options):
+    def _gather_state_dict(state_dict: Any, *, pg: Any = None, **options: Any) -> Any:
         return gather(tree_map(lambda x: gathered(x, pg), state_dict), pg=pg, **options)
 
     @functools.wraps(same_storage)
-    def _same_storage(a, b):
+    def _same_storage(a: Any, b: Any) -> Any:
         return same_storage(local(a), local(b))
 
     vars(_init_extension)["_asks"] = extensions
@@ -101,10 +103,10 @@ class FSDP2Parameter:
     """A parameter that torch's FSDP2 has sharded.
 
     Attributes:
-        parameter: torch's DTensor.
-        places: the modules that have it, and its name there.
-        dim: the dimension that is cut.
-        inner: mesh and placements of torch's DTensor that the forward gets; None where that is a plain tensor.
+        parameter: Torch's DTensor.
+        places: (module, name) for each module that has the parameter.
+        dim: The sharded dimension.
+        inner: Mesh and placements of the torch DTensor that the forward receives; None if it receives a plain tensor.
     """
 
     parameter: Any
@@ -118,15 +120,15 @@ class FSDP2Unit:
     """What one call of FSDP2's `fully_shard` has sharded.
 
     Attributes:
-        modules: the modules that it was given.
-        parameters: their parameters.
-        mesh: the data mesh.
-        policy: torch's MixedPrecisionPolicy.
-        reshard: whether the backward gathers again.
-        reduce: over which data axes gradients are reduced: "all", "scatter" or "none".
+        modules: The modules passed to it.
+        parameters: Their parameters.
+        mesh: The data mesh; None if there are no parameters.
+        policy: Torch's MixedPrecisionPolicy.
+        reshard: Whether the backward gathers again.
+        reduce: The data axes over which gradients are reduced: "all", "scatter" or "none".
     """
 
-    modules: tuple
+    modules: tuple[Any, ...]
     parameters: list[FSDP2Parameter]
     mesh: Any
     policy: Any
@@ -135,11 +137,11 @@ class FSDP2Unit:
 
 
 def fsdp2_units(module: Any) -> list[FSDP2Unit]:
-    """What FSDP2 has sharded in `module`; none if it was never imported.
+    """What FSDP2 has sharded in `module`; empty if FSDP2 was never imported.
 
     Raises:
-        NotImplementedError: what dtensor has no equivalent of.
-        ValueError: a parameter in `module` belongs to a unit of a module around it.
+        NotImplementedError: It uses a feature that dtensor has no equivalent of.
+        ValueError: A parameter in `module` belongs to a unit of a module around it, or FSDP2 holds unreduced gradients.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return []
@@ -151,7 +153,7 @@ def fsdp2_units(module: Any) -> list[FSDP2Unit]:
             if any(p._module_info.module in inside for p in group.fsdp_params):
                 raise ValueError(
                     f"parameters of this {type(module).__name__} were sharded by a fully_shard on the "
-                    f"{type(owner).__name__} around it; convert that one as a whole"
+                    f"{type(owner).__name__} around it; convert that module instead"
                 )
     return [
         _fsdp2_unit(state, group) for state in _fsdp2_states(module) for group in state._fsdp_param_groups or [None]
@@ -177,7 +179,7 @@ def _fsdp2_unit(state: Any, group: Any) -> FSDP2Unit:
         )
     found, policy = [], state._mp_policy
     for p in group.fsdp_params:
-        if getattr(p, "mp_policy", policy) != policy:  # each has its own since torch 2.15
+        if getattr(p, "mp_policy", policy) != policy:  # each parameter has its own since torch 2.15
             raise NotImplementedError(
                 "torch's FSDP2 with param_dtype_override_fn cannot be converted; give fully_shard one param_dtype"
             )
@@ -198,7 +200,7 @@ def _fsdp2_unit(state: Any, group: Any) -> FSDP2Unit:
 
 
 def remove_fsdp2(module: Any) -> None:
-    """Take FSDP2 off `module` and all in it: its hooks, classes and states; parameters stay as they are."""
+    """Remove FSDP2 from `module` and all modules in it: its hooks, classes and states. Parameters do not change."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
@@ -224,7 +226,7 @@ def remove_fsdp2(module: Any) -> None:
 
 
 def mark_flattened(x: torch.Tensor) -> None:
-    """Let FSDP1 know that it has flattened this parameter already."""
+    """Mark a parameter as already flattened by FSDP1."""
     from torch.distributed.fsdp._common_utils import _set_fsdp_flattened
 
     _set_fsdp_flattened(x)

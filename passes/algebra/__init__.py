@@ -1,1 +1,1 @@
-"""The algebra of collectives: one rewrite a file, each exact, run to a fixpoint."""
+"""The algebra of collectives: one rewrite per file, each with its declared exactness, run to a fixpoint."""

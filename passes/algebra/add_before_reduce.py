@@ -1,4 +1,4 @@
-"""The sum of reductions is the reduction of the sum: one collective in place of many."""
+"""The sum of two reductions is the reduction of the sum: one collective instead of several."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 class AddBeforeReduce:
-    """add or sub of two all_reduces (or of two reduce_scatters) with the same group and linear reduction.
+    """Rewrites the sum or difference of two all_reduces or two reduce_scatters to a single reduction.
 
     Before:
 
@@ -25,9 +25,13 @@ class AddBeforeReduce:
         %add: f32[2,4] = aten.add.Tensor(%a, %b)
         %all_reduce: f32[2,4] = dtensor.all_reduce(%add, 'sum', tp)
 
-    `alpha` stays with the sum, if all ranks have the same. One side may broadcast to the other, but not along a dim
-    that is scattered, so bytes never grow. Deeper sums collapse too: in (x + all_reduce(a)) + all_reduce(b) the
-    residual x stays local. Each reduction must have no other user.
+    Both reductions must be over the same group with the same linear reduction (sum or avg) of floating-point values,
+    and neither may have another user. Linearity makes the two forms equal except for rounding: additions happen in
+    another order, hence `reassociates`.
+
+    The `alpha` of the addition stays with the sum; the pass fires only if it is the same on all ranks. One operand may
+    broadcast to the other, except along a scattered dim, so the bytes sent never grow. Deeper sums of equal shapes
+    collapse too: in (x + all_reduce(a)) + all_reduce(b) the two reductions become one and the residual x stays local.
     """
 
     name = "add_before_reduce"
@@ -46,13 +50,14 @@ class AddBeforeReduce:
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The two tensors that `node` adds or subtracts, or None if one of them is a number."""
+    """Return the two tensors that `node` adds or subtracts; None if one of them is a number."""
     a, b = (*node.args, None)[:2]
     return (a, b) if isinstance(a, fx.Node) and isinstance(b, fx.Node) else None
 
 
 def reduction(node: fx.Node) -> ir.Collective | None:
-    """The linear reduction of floating-point values that `node` is, provided it has one user."""
+    """Return the linear reduction of floating-point values that `node` computes; None if it is not one or does not have
+    exactly one user."""
     c = ir.collective(node)
     if c is None or c.op not in REDUCTIONS or c.reduce_op not in ir.LINEAR or ir.only_user(node) is None:
         return None
@@ -60,8 +65,8 @@ def reduction(node: fx.Node) -> ir.Collective | None:
 
 
 def mergeable(a: ir.Collective, b: ir.Collective) -> bool:
-    """Whether two reductions differ in what they reduce alone; the dim they scatter counts from the last, as shapes are
-    aligned when they broadcast."""
+    """Whether two reductions differ only in their operand. Scattered dims are compared from the last dim, since that is
+    how shapes are aligned when they broadcast."""
     return replace(a, x=b.x, scatter_dim=b.scatter_dim) == b and _from_back(a) == _from_back(b)
 
 
@@ -70,18 +75,19 @@ def _from_back(c: ir.Collective) -> int | None:
 
 
 def is_plain(node: object) -> bool:
-    """Whether `node` adds two tensors, unscaled."""
+    """Whether `node` adds two tensors without scaling."""
     return isinstance(node, fx.Node) and node.target is PLAIN and not node.kwargs and operands(node) is not None
 
 
 def is_root(node: fx.Node) -> bool:
-    """Whether `node` is a plain sum that is not itself a term of one."""
+    """Whether `node` is a plain sum that is not a term of another one."""
     return is_plain(node) and not is_plain(ir.only_user(node))
 
 
 def leaves(root: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """The terms of a sum of equal shapes and dtypes, each with the addition it is an operand of."""
-    found, todo = [], [root]
+    """Return the terms of a sum of equal shapes and dtypes, each with the addition it is an operand of."""
+    found: list[tuple[fx.Node, fx.Node]] = []
+    todo = [root]
     while todo:
         node = todo.pop()
         pair = operands(node)
@@ -117,8 +123,8 @@ def _merge_operands(node: fx.Node) -> bool:
 
 
 def _wide(a: ir.Collective, b: ir.Collective, pair: tuple[fx.Node, fx.Node], node: fx.Node) -> ir.Collective | None:
-    """The reduction whose result is as large as the sum, of equal dtype; None if there is none, or if what is scattered
-    is not of equal length."""
+    """The reduction whose result has the shape of the sum, with all dtypes equal; None if there is none, or if the
+    scattered dims are of different lengths."""
     x, y, out = ir.value(a.x), ir.value(b.x), ir.value(node)
     if not x.dtype == y.dtype == out.dtype:
         return None
@@ -129,7 +135,7 @@ def _wide(a: ir.Collective, b: ir.Collective, pair: tuple[fx.Node, fx.Node], nod
 
 
 def _merge_leaves(root: fx.Node) -> fx.Node | None:
-    """Merge two reductions among the terms of `root`; the sum that is left, or None if there are no such two."""
+    """Merge two reductions among the terms of `root`. Return the remaining sum; None if no two can be merged."""
     terms = [(leaf, parent, reduction(leaf)) for leaf, parent in leaves(root)]
     fit = [t for t in terms if t[2] is not None and sizes.same_kind(t[0], t[1])]
     for k, (leaf, parent, c) in enumerate(fit):
@@ -144,9 +150,9 @@ def _merge_leaves(root: fx.Node) -> fx.Node | None:
 
 
 def _move(early: fx.Node, parent: fx.Node, late: fx.Node) -> fx.Node | None:
-    """Drop the term `early` with its addition, and add what it reduces to what `late` reduces.
+    """Drop the term `early` and its addition, and add the operand of its reduction to that of `late`.
 
-    Gives the other operand of the dropped addition, or None if that may not stand for the addition.
+    Returns the other operand of the dropped addition, or None if it cannot replace the addition.
     """
     pair, a, b = operands(parent), reduction(early), reduction(late)
     if pair is None or a is None or b is None:

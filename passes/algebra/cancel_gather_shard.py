@@ -1,4 +1,4 @@
-"""Gather and shard of one group cancel, or become one all_to_all."""
+"""A gather and a shard over the same group cancel, or become one all_to_all."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from ..graph import ir, sizes
 
 
 class CancelGatherShard:
-    """all_gather followed by shard, and shard followed by all_gather, over the same group.
+    """Rewrites an all_gather followed by shards over the same group, and a shard followed by an all_gather.
 
     Before:
 
@@ -23,9 +23,12 @@ class CancelGatherShard:
         %all_to_all: f32[8,2] = dtensor.all_to_all(%x, 0, 1, 8, tp)
         (%shard_1 is %x)
 
-    A gather whose full value is needed anyway stays, and its shards of other dims stay local with it: an all_to_all
-    would add bytes. The same holds for more distinct shards than ranks. shard(x) then all_gather is x itself, since
-    `shard` takes what every rank of the group holds alike.
+    The shard of a gathered tensor along the gathered dim is the local tensor itself, so the two cancel. Likewise, an
+    all_gather after shard(x) gives x, since `shard` requires its operand to be the same on every rank of the group.
+
+    A gather whose users all shard other dims becomes one all_to_all for each of them. If the full value is needed
+    anyway, the gather stays and its shards of other dims stay local: an all_to_all would add bytes. The gather also
+    stays if there are more distinct shards than ranks.
     """
 
     name = "cancel_gather_shard"
@@ -38,7 +41,7 @@ class CancelGatherShard:
 
 
 def _cancel(node: fx.Node, inner: str) -> bool:
-    """node(inner(x)) of one dim is x."""
+    """Replace node(inner(x)) over one dim by x."""
     outer = ir.collective(node)
     assert outer is not None
     found = ir.collective(outer.x, inner)
@@ -53,7 +56,7 @@ def _cancel(node: fx.Node, inner: str) -> bool:
 
 
 def _exchange(node: fx.Node) -> int:
-    """all_gather(x) whose users all shard other dims: an all_to_all for each."""
+    """Replace an all_gather whose users all shard other dims by one all_to_all for each user."""
     gather = ir.collective(node)
     assert gather is not None
     shards = {user: ir.collective(user, "shard") for user in node.users}

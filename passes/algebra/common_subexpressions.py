@@ -1,4 +1,4 @@
-"""Common subexpressions: the same call on the same arguments is made once, collectives included."""
+"""Common subexpressions, collectives included: the same call on the same arguments is made once."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from ..graph import ir
 
 
 class CommonSubexpressions:
-    """One of two equal calls goes.
+    """Removes the second of two equal calls, and lets its users read the result of the first.
 
     Before:
 
@@ -21,8 +21,9 @@ class CommonSubexpressions:
         %all_reduce: f32[4] = dtensor.all_reduce(%x, 'sum', tp)
         %mul: f32[4] = aten.mul.Tensor(%all_reduce, %all_reduce)
 
-    Random draws, writes and calls of unknown effect are left alone, and nothing is merged across a write. Where both
-    results leave the graph, the caller must get two tensors: a collective becomes a copy, anything else stays.
+    Equal calls of pure operators on the same arguments give equal results. Random draws, writes, and calls with unknown
+    side effects are left alone, and no calls are merged across a write. If both results leave the graph, the caller
+    must get two tensors: a collective then becomes a copy of the first result, and any other call stays.
     """
 
     name = "common_subexpressions"
@@ -56,7 +57,7 @@ def _merge(first: fx.Node, node: fx.Node) -> bool:
 
 
 def _key(arg: Any) -> Any:
-    """A hashable form of an argument that keeps 1, 1.0 and True (and 0.0 and -0.0) apart."""
+    """Return a hashable form of an argument that keeps 1, 1.0 and True apart, and 0.0 and -0.0."""
     if isinstance(arg, fx.Node):
         return arg
     if isinstance(arg, (tuple, list)):

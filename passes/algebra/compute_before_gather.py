@@ -1,4 +1,4 @@
-"""What is computed of gathered values is computed of the parts, where the result is smaller than what was gathered."""
+"""Compute on shards instead of on the gathered tensor, where the result is smaller than what was gathered."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from ..graph import ir, sizes
 from .localize_replicated import is_alike
 
-aten = ir.aten
+aten: Any = ir.aten
 
 REDUCTIONS: dict[Any, int] = {
     aten.sum.dim_IntList: 1,
@@ -20,14 +20,14 @@ REDUCTIONS: dict[Any, int] = {
     aten.any.dim: 1,
     aten.all.dim: 1,
 }
-"""Operator that reduces dims away -> the place of the dims among its arguments; `keepdim` is next to it."""
+"""Operator that reduces dims away -> the position of the dims among its arguments; `keepdim` comes next."""
 
 CUTS: dict[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1}
-"""Operator that takes a part along one dim -> the place of the dim among its arguments."""
+"""Operator that takes a part along one dim -> the position of the dim among its arguments."""
 
 
 class ComputeBeforeGather:
-    """all_gather goes below what makes its result smaller, and below a broadcast, which makes it larger, if above it.
+    """Moves an all_gather after operators that shrink the gathered tensor, and before a broadcast that enlarges it.
 
     Before:
 
@@ -40,11 +40,19 @@ class ComputeBeforeGather:
         %mul: f32[4,4] = aten.mul.Tensor(%x, %y)
         %all_gather: f32[8,4] = dtensor.all_gather(%mul, 0, 8, tp)
 
-    So do a pointwise operator on values gathered along one dim, with what is the same on all ranks beside them and
-    does not extend along that dim; one on a single such value, if its result is of a narrower dtype; reductions, slices
-    and selections along other dims that leave no gaps in memory; and expand(x), gathered along a dim of x. Fires only
-    if nobody else uses what was gathered. A sum over a dim may be taken in another order for another number of rows,
-    hence `reassociates`.
+    Each element of the result depends on elements of one shard only, so every rank computes its own part and the ranks
+    gather less. An all_gather moves after
+
+    - a pointwise operator on values gathered along one dim, if its other operands are the same on all ranks and do not
+      extend along that dim. Per element, the gathered operands of the result's shape must take more bytes than the
+      result, or as many if smaller operands are gathered too. So a single gathered operand moves only if the result has
+      a narrower dtype;
+    - a reduction, slice or selection along other dims, if the result leaves no gaps in memory and shards are even.
+
+    The gather of expand(x) along a dim of x becomes the expand of the gathered x.
+
+    The pass fires only if the gathered tensor has no other user. A sum over a dim may be taken in another order when
+    the tensor has another number of rows, hence `reassociates`.
     """
 
     name = "compute_before_gather"
@@ -65,7 +73,7 @@ def _rewrite(node: fx.Node) -> bool:
 
 
 def _gather(x: Any, user: fx.Node) -> ir.Collective | None:
-    """The gather that `x` is, if `user` may go before it."""
+    """The gather that `x` is, if `user` may be computed before it."""
     c = ir.collective(x, "all_gather")
     if c is None or ir.only_user(x) is not user or not ir.same_phase(x, user) or ir.is_written(c.x):
         return None
@@ -73,7 +81,7 @@ def _gather(x: Any, user: fx.Node) -> ir.Collective | None:
 
 
 def _from_back(c: ir.Collective) -> int:
-    """The dim that is gathered, as a negative number: dims are aligned at the last one when shapes broadcast."""
+    """The gathered dim as a negative number, since shapes are aligned at the last dim when they broadcast."""
     assert c.gather_dim is not None
     return c.gather_dim - ir.value(c.x).dim()
 
@@ -88,7 +96,7 @@ def _pointwise(node: fx.Node) -> bool:
         return False
     if not all(x in found or _beside(x, dim, one.group) for x in node.all_input_nodes):
         return False
-    # Told by shapes and dtypes: bytes may differ between ranks, and must decide nothing.
+    # Decided by shapes and dtypes: bytes may differ between ranks, so no decision may depend on them.
     whole = [ir.value(x) for x in found if sizes.same(sizes.lengths(x), sizes.lengths(node))]
     spared = sum([x.dtype.itemsize for x in whole]) - out.dtype.itemsize
     if spared < 0 or (spared == 0 and len(whole) == len(found)):
@@ -98,7 +106,7 @@ def _pointwise(node: fx.Node) -> bool:
 
 
 def _beside(x: fx.Node, dim: int, group: str) -> bool:
-    """Whether `x` is the same on all ranks, and for all of `dim`."""
+    """Whether `x` is the same on all ranks and does not extend along `dim`."""
     return (ir.value(x).dim() < -dim or sizes.same(sizes.length(x, dim), 1)) and is_alike(x, group)
 
 
@@ -106,7 +114,7 @@ def _along(node: fx.Node, after: Callable[[fx.Node, ir.Collective], int | None])
     x = node.all_input_nodes[0]
     c = _gather(x, node)
     dim = after(node, c) if c is not None else None
-    # Of uneven parts, a rank with one row may find dense what the next does not.
+    # With uneven shards, a value may be dense on a rank with one row and not dense on the next.
     if c is None or dim is None or not (sizes.is_even(c.x) and sizes.is_even(node)):
         return False
     if ir.memory_order(ir.value(node)) is None:
@@ -116,14 +124,14 @@ def _along(node: fx.Node, after: Callable[[fx.Node, ir.Collective], int | None])
 
 
 def reduced_dims(node: fx.Node) -> set[int]:
-    """The dims that the reduction `node` runs over; empty if it does not name them."""
+    """Return the dims that the reduction `node` runs over; empty if it does not name them."""
     place, ndim = REDUCTIONS[node.target], ir.value(node.all_input_nodes[0]).dim()
     given: Any = node.args[place] if len(node.args) > place else None
     return {dim % ndim for dim in ([given] if isinstance(given, int) else given or ())}
 
 
 def _after_reduction(node: fx.Node, c: ir.Collective) -> int | None:
-    """The dim that is gathered, in the result of a reduction over others; None if that is no smaller."""
+    """The gathered dim in the result of a reduction over other dims; None if that result is not smaller."""
     x, place, dims = ir.value(c.x), REDUCTIONS[node.target], reduced_dims(node)
     narrower = ir.value(node).dtype.itemsize <= x.dtype.itemsize
     if c.gather_dim is None or not dims or c.gather_dim in dims or not narrower:
@@ -135,7 +143,7 @@ def _after_reduction(node: fx.Node, c: ir.Collective) -> int | None:
 
 
 def _after_cut(node: fx.Node, c: ir.Collective) -> int | None:
-    """The dim that is gathered, in a part of the value along another; None if the part is all."""
+    """The gathered dim in a part taken along another dim; None if the part is all of it."""
     x = ir.value(c.x)
     dim = (node.args[CUTS[node.target]] if len(node.args) > 1 else node.kwargs.get("dim", 0)) % x.dim()
     if c.gather_dim is None or dim == c.gather_dim:
@@ -146,7 +154,7 @@ def _after_cut(node: fx.Node, c: ir.Collective) -> int | None:
 
 
 def _move(node: fx.Node, found: dict[fx.Node, ir.Collective], c: ir.Collective) -> None:
-    """Let `node` work on what the gathers `found` gather, and gather its result by `c`."""
+    """Run `node` on the operands of the gathers `found`, and gather its result as `c` describes."""
     part = map_arg((node.args, node.kwargs), lambda x: found[x].x if x in found else x)
     x = ir.insert(node, node.target, *part, like=node)
     ir.replace(node, ir.emit(node, replace(c, x=x), like=next(iter(found))))
@@ -155,7 +163,7 @@ def _move(node: fx.Node, found: dict[fx.Node, ir.Collective], c: ir.Collective) 
 
 
 def _broadcast_last(node: fx.Node) -> bool:
-    """all_gather(expand(x)) along a dim that is not expanded: the gather first."""
+    """Gather before expanding, in all_gather(expand(x)) along a dim that is not expanded."""
     c = ir.collective(node)
     assert c is not None
     assert c.gather_dim is not None

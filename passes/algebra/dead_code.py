@@ -1,4 +1,4 @@
-"""Dead code: what nobody uses goes, collectives included."""
+"""Dead code: unused calls are removed, collectives included."""
 
 import operator
 
@@ -8,7 +8,7 @@ from ..graph import ir
 
 
 class DeadCode:
-    """Calls without users go, backwards from the output.
+    """Removes calls without users, backwards from the output.
 
     Before:
 
@@ -20,8 +20,9 @@ class DeadCode:
 
         return %x
 
-    FX's own elimination keeps every `wait_tensor`, for it may wait on a buffer that is written in place; here a wait
-    goes if what it waits for is the fresh result of a functional start. All ranks run one graph, so all drop alike.
+    FX's own dead code elimination keeps every `wait_tensor`, because it may wait on a buffer that is written in place.
+    This pass removes a wait if it waits for the fresh result of a functional start. All ranks run the same graph, so
+    all of them drop the same collectives.
     """
 
     name = "dead_code"
@@ -37,7 +38,7 @@ class DeadCode:
 
 
 def is_removable(node: fx.Node) -> bool:
-    """Whether nothing but the result of `node` is lost with it."""
+    """Whether removing `node` loses nothing but its result."""
     if node.op == "get_attr":
         return True
     if node.target is ir.WAIT:

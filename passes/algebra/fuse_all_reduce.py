@@ -1,4 +1,4 @@
-"""A reduce_scatter whose shards are put together again is an all_reduce."""
+"""A reduce_scatter whose shards are gathered again is an all_reduce."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from ..graph import ir, sizes
 
 
 class FuseAllReduce:
-    """reduce_scatter followed by all_gather of the same dim over the same group.
+    """Rewrites a reduce_scatter followed by an all_gather of the same dim over the same group to an all_reduce.
 
     Before:
 
@@ -19,9 +19,10 @@ class FuseAllReduce:
 
         %all_reduce: f32[8,4] = dtensor.all_reduce(%x, 'sum', tp)
 
-    As many bytes, but one collective. Fires only if the gather is the one user of the shards, gives as much as was
-    scattered, and is not put off to the backward of a joint graph, which would keep the larger value until then. The
-    backend may add in another order, hence `reassociates`.
+    This sends as many bytes in one collective instead of two. It fires only if the gather is the only user of the
+    shards and gives a tensor of the shape that was scattered. In a joint graph both must belong to the forward or both
+    to the backward: otherwise the larger value would be kept until the backward. The backend may add in another order,
+    hence `reassociates`.
     """
 
     name = "fuse_all_reduce"

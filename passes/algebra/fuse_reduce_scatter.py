@@ -1,4 +1,4 @@
-"""An all_reduce of which every rank keeps its shard is a reduce_scatter."""
+"""An all_reduce of which every rank keeps only its shard is a reduce_scatter."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from ..graph import ir
 
 
 class FuseReduceScatter:
-    """all_reduce followed by shard over the same group.
+    """Rewrites an all_reduce followed by a shard over the same group to a reduce_scatter.
 
     Before:
 
@@ -19,8 +19,8 @@ class FuseReduceScatter:
 
         %reduce_scatter: f32[4,4] = dtensor.reduce_scatter(%x, 'sum', 0, tp)
 
-    Half the bytes. Fires only if every user of the all_reduce is the same shard: a full value that is needed anyway
-    makes the shards free. The backend may add in another order, hence `reassociates`.
+    This halves the bytes sent. It fires only if every user of the all_reduce is the same shard: if the full value is
+    needed anyway, the shards cost nothing. The backend may add in another order, hence `reassociates`.
     """
 
     name = "fuse_reduce_scatter"

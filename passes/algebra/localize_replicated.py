@@ -1,6 +1,7 @@
-"""Collectives over ranks that hold the same value already are local."""
+"""Collectives on a value that all ranks of the group already hold become local."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,7 +11,7 @@ from dtensor.mesh.groups import group_size
 from ..graph import groups, ir
 from .reduce_after_view import KEEP_ORDER, PERMUTE
 
-aten = ir.aten
+aten: Any = ir.aten
 
 MAKES_ALIKE = ("all_reduce", "all_gather")
 """The collectives whose result is the same on every rank of the group."""
@@ -18,11 +19,11 @@ MAKES_ALIKE = ("all_reduce", "all_gather")
 VIEWS = KEEP_ORDER | PERMUTE | {aten.clone.default}
 
 IDEMPOTENT = frozenset(("max", "min", "avg"))
-"""The reductions that give x for equal x; a sum gives a multiple."""
+"""The reductions that give x if all ranks hold x; a sum gives a multiple of it."""
 
 
 class LocalizeReplicated:
-    """all_reduce, reduce_scatter and all_gather of what is the same on all ranks of the group.
+    """Turns an all_reduce, reduce_scatter or all_gather of a replicated value into a local computation.
 
     Before:
 
@@ -38,10 +39,14 @@ class LocalizeReplicated:
         %mul: f32[4] = aten.mul.Tensor(%relu, 2)
         %cat: f32[8] = aten.cat([%relu, %relu], 0)
 
-    A value is alike if it comes from an all_reduce or all_gather over the group, or over a wider one of the same mesh,
-    by pointwise operators and views on such values only. An input never is, nor what is made with numbers that may be
-    this rank's: those of an operator on DTensors are not. (A max gives x itself, a reduce_scatter a shard of it.) A
+    A sum becomes a multiple, and a gather of even shards a concatenation; avg, max and min give x itself, and a
+    reduce_scatter a shard of the result. Reductions are rewritten for floating-point values only, and products never. A
     multiple is not rounded as the sum is, hence `reassociates`.
+
+    A value counts as replicated over the group if it comes from an all_reduce or all_gather over the group, or over a
+    wider group of the same mesh, and only pointwise operators and views of such values lie between. Inputs of the graph
+    never count, nor do results of operators with number arguments that may differ between ranks. The number arguments
+    of an operator called on DTensors are known not to differ.
     """
 
     name = "localize_replicated"
@@ -58,7 +63,7 @@ class LocalizeReplicated:
 
 
 def is_alike(node: fx.Node, group: str, known: dict[tuple[fx.Node, str], bool] | None = None) -> bool:
-    """Whether the value of `node` is the same on all ranks of `group`; `known` keeps what was found."""
+    """Whether the value of `node` is the same on all ranks of `group`; `known` caches the answers."""
     known = {} if known is None else known
     todo = [node]
     while todo:
@@ -74,7 +79,7 @@ def is_alike(node: fx.Node, group: str, known: dict[tuple[fx.Node, str], bool] |
 
 
 def _inputs(node: fx.Node, group: str) -> list[fx.Node] | None:
-    """What has to be alike for `node` to be; None if that does not suffice."""
+    """The inputs that must be the same on all ranks for `node` to be; None if that would not suffice."""
     c = ir.collective(node)
     if c is not None:
         return [] if c.op in MAKES_ALIKE and groups.within(group, c.group) and not ir.is_written(node) else None
@@ -121,6 +126,6 @@ def _multiple(node: fx.Node, x: fx.Node, group: str) -> fx.Node:
 
 
 _LOCAL = {"all_reduce": _reduced, "reduce_scatter": _scattered, "all_gather": _gathered}
-"""Collective -> what makes its result of the value that all ranks hold; whether it could."""
+"""Collective -> the function that replaces it by a local computation, and returns whether it could."""
 
 __all__ = ["LocalizeReplicated", "is_alike"]

@@ -1,4 +1,4 @@
-"""Two collectives of one kind over two axes, one after the other, are one over both."""
+"""Two collectives of one kind over two mesh axes, one after the other, are one collective over both."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from ..graph import groups, ir
 
 
 class MergeAxes:
-    """all_reduce of an all_reduce, all_gather of an all_gather, reduce_scatter of a reduce_scatter.
+    """Merges an all_reduce of an all_reduce, an all_gather of an all_gather, or a reduce_scatter of a reduce_scatter.
 
     Before:
 
@@ -21,10 +21,11 @@ class MergeAxes:
 
         %all_reduce: f32[8,4] = dtensor.all_reduce(%x, 'sum', world)
 
-    Needs a group over the axes of both, whose links do not make it dearer per byte, and that nothing else uses what
-    lies between. A dim that is cut over both axes must be cut by the merged group as by one after the other: the outer
-    axis comes first in its numbering, and the length divides, on all ranks (so the group has to cover its mesh).
-    Reductions add in another order, hence `reassociates`.
+    This needs a process group over the axes of both, whose links do not make the collective more expensive per byte,
+    and the intermediate value must have no other user. If a dim is sharded over both axes, the merged group must split
+    it just as the two did one after the other: the outer axis comes first in the group's numbering, and the length
+    divides evenly on all ranks, for which the group must cover its mesh. Reductions add in another order, hence
+    `reassociates`.
     """
 
     name = "merge_axes"
@@ -49,14 +50,14 @@ def _merge(node: fx.Node) -> bool:
 
 
 def _merged(early: ir.Collective, late: ir.Collective, node: fx.Node) -> groups.Product | None:
-    """The group for both, or None if they may not or need not be one."""
+    """The group for both, or None if they cannot be merged or merging does not pay."""
     if early.reduce_op != late.reduce_op:
         return None
     if late.op == "all_reduce":
         axes = groups.product(late.group, early.group)
         return axes if axes is not None and _pays("all_reduce", axes, 1) else None
     if late.op == "all_gather" and early.gather_dim == late.gather_dim:
-        # What is gathered first was cut last: it is the inner axis.
+        # The axis gathered first is the one sharded last, which is the inner axis.
         axes = groups.product(late.group, early.group)
         return axes if axes is not None and _cuts_alike(axes, early.x, node, late.gather_dim) else None
     if late.op == "reduce_scatter" and early.scatter_dim == late.scatter_dim:
@@ -73,9 +74,10 @@ def _cuts_alike(axes: groups.Product, part: fx.Node, full: fx.Node, dim: int | N
 
 
 def _pays(op: str, axes: groups.Product, parts: int) -> bool:
-    """Whether it does not send more, by the time per byte; the collective over the second axis moves one of `parts`.
+    """Whether the merged collective takes no more time per byte. The collective over the second axis moves one of
+    `parts`.
 
-    (A reduce_scatter costs what the all_gather does that puts its shards together.)
+    (A reduce_scatter costs as much as the all_gather that would put its shards together.)
     """
     apart = axes.seconds(op, axes.first) + axes.seconds(op, axes.second) / parts
     return not groups.grows(apart, axes.seconds(op, axes.whole))

@@ -1,4 +1,4 @@
-"""What is moved between ranks is moved in the narrower dtype: casts go to the other side of the collective."""
+"""Data moves between ranks in the narrower dtype: casts move to the other side of the collective."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ from torch import fx
 from ..graph import ir
 
 MOVES = ("all_gather", "all_to_all", "collective_permute")
-"""The collectives that move elements and compute nothing."""
+"""The collectives that move elements without computing."""
 
 CASTS = frozenset((ir.aten._to_copy.default, torch.ops.prims.convert_element_type.default))
 
 
 class NarrowCollectives:
-    """A narrowing cast after a move goes before it, and a widening cast before a move goes after it.
+    """Moves a narrowing cast from after a collective to before it, and a widening cast the other way.
 
     Before:
 
@@ -26,8 +26,10 @@ class NarrowCollectives:
         %to_copy: bf16[4,4] = aten._to_copy(%x, dtype=bf16)
         %all_gather: bf16[8,4] = dtensor.all_gather(%to_copy, 0, 8, tp)
 
-    A cast is made element by element, so the bits are the same. Fires only if nobody else uses what lies between: a
-    value that is needed wide is moved once. Reductions stay, for they compute in the dtype that they are given.
+    The collectives are those that only move elements: all_gather, all_to_all and collective_permute. A cast works
+    element by element, so the result is the same to the bit. The pass fires only if the value between cast and
+    collective has no other user: a value that is also needed in the wide dtype is moved once. Reductions stay as they
+    are, because they compute in the dtype they are given.
     """
 
     name = "narrow_collectives"
@@ -38,7 +40,7 @@ class NarrowCollectives:
 
 
 def _cast_of(node: fx.Node | None) -> fx.Node | None:
-    """What `node` casts and leaves alone otherwise; None if that is not all it does."""
+    """The operand of the cast `node`; None if `node` does anything but cast."""
     if node is None or node.target not in CASTS:
         return None
     x, others = node.args[0], [kwarg for key, kwarg in node.kwargs.items() if key != "dtype"]

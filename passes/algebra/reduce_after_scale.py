@@ -1,4 +1,7 @@
-"""Reductions sink below what scales their results, where that brings them next to what they can merge with."""
+"""Reductions move after the scaling of their results, where this brings them next to a reduction they can merge
+with."""
+
+from typing import Any
 
 from torch import fx
 
@@ -7,14 +10,14 @@ from .add_before_reduce import SUMS
 from .localize_replicated import is_alike
 from .reduce_after_view import KEEP_ORDER, Path, sink_to_sum
 
-aten = ir.aten
+aten: Any = ir.aten
 
 SCALES = frozenset((aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default))
-"""Linear in each argument that is a factor; a divisor is none."""
+"""Operators that are linear in each factor. A divisor does not count as a factor."""
 
 
 class ReduceAfterScale:
-    """k * all_reduce(x) becomes all_reduce(k * x), and so does -all_reduce(x), and reduce_scatter.
+    """Moves a reduction after the scaling of its result: k * all_reduce(x) becomes all_reduce(k * x).
 
     Before:
 
@@ -30,10 +33,11 @@ class ReduceAfterScale:
         %all_reduce_1: f32[4] = dtensor.all_reduce(%mul, 'sum', tp)
         %add: f32[4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 
-    Only towards a term of the same sum that reduces alike: `add_before_reduce` then makes one of them. Views on the
-    way are passed as in `reduce_after_view`. Fires only if the scale is the same on all ranks of the group: a number
-    of an operator on DTensors, or a tensor of which `localize_replicated` knows it (before a reduce_scatter, one of no
-    dimensions). Rounding comes before the sum, hence `reassociates`.
+    Negation counts as scaling, and reduce_scatter moves like all_reduce. The pass moves a reduction only towards a term
+    of the same sum with the same kind of reduction, so that `add_before_reduce` can merge the two. It moves them past
+    views as `reduce_after_view` does. The scale must be the same on all ranks of the group: a number given to an
+    operator on DTensors, or a tensor that `localize_replicated` knows to be the same on all ranks (before a
+    reduce_scatter, one without dims). Rounding happens before the sum, hence `reassociates`.
     """
 
     name = "reduce_after_scale"
@@ -44,7 +48,7 @@ class ReduceAfterScale:
 
 
 def _scaled(node: fx.Node) -> fx.Node | None:
-    """The tensor that `node` scales, or makes a view of."""
+    """The tensor that `node` scales or views; None if `node` does neither."""
     if node.target in KEEP_ORDER:
         return node.all_input_nodes[0]
     if node.target not in SCALES or node.kwargs or not ir.numbers_agree(node):
@@ -56,7 +60,7 @@ def _scaled(node: fx.Node) -> fx.Node | None:
 
 
 def _agree(c: ir.Collective, path: Path) -> bool:
-    """Whether the ranks that reduce scale alike, all by the same."""
+    """Whether all ranks of the reduction scale by the same factors along `path`."""
     for node in path:
         for x in node.all_input_nodes:
             if x is not _scaled(node) and not (

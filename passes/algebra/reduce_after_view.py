@@ -1,27 +1,28 @@
-"""All-reduces sink below the views of their results, where that brings them next to what they can merge with."""
+"""All-reduces move after views of their results, where this brings them next to an operator they can merge with."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
 from ..graph import ir, sizes
 from .add_before_reduce import SUMS, is_root, leaves, mergeable, operands, reduction
 
-aten = ir.aten
+aten: Any = ir.aten
 
 RESHAPES = frozenset((aten.view.default, aten._unsafe_view.default, aten.reshape.default))
-"""Views that ask for contiguous memory, and give it."""
+"""Views that require contiguous memory and give contiguous memory."""
 
 KEEP_ORDER = RESHAPES | {aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims}
-"""Views that leave the elements of a contiguous tensor in order: a contiguous result stays one."""
+"""Views that keep the elements of a contiguous tensor in order: a contiguous operand gives a contiguous result."""
 
 PERMUTE = frozenset((aten.t.default, aten.transpose.int, aten.permute.default))
-"""Views that permute dimensions."""
+"""Views that permute dims."""
 
 
 class ReduceAfterView:
-    """view(all_reduce(x)) becomes all_reduce(view(x)), and view(p) + view(q) becomes view(p + q).
+    """Moves a reduction after views of its result: view(all_reduce(x)) becomes all_reduce(view(x)).
 
     Before:
 
@@ -37,10 +38,12 @@ class ReduceAfterView:
         %all_reduce_1: f32[2,4,4] = dtensor.all_reduce(%b, 'sum', tp)
         %add: f32[2,4,4] = aten.add.Tensor(%all_reduce, %all_reduce_1)
 
-    Only views with one user move, and only towards a term of the same sum that reduces alike, or towards a shard over
-    the same group: then `add_before_reduce` and `fuse_reduce_scatter` find their pattern. Of a reduce_scatter only
-    views that change nothing. A permutation does not sink (it would leave another memory layout behind); instead
-    the sum of two equal ones is taken before it.
+    A view only rearranges elements, so it may be taken before or after the reduction. A reduction moves only past views
+    with one user, and only towards a term of the same sum with the same kind of reduction or towards a shard over the
+    same group. `add_before_reduce` and `fuse_reduce_scatter` then find their patterns. A reduce_scatter moves only past
+    views that leave the shape as it is. An all_reduce does not move past a permutation, since that would change the
+    memory layout of the result. If both terms of a sum are permuted in the same way, the sum is taken before the
+    permutation instead.
     """
 
     name = "reduce_after_view"
@@ -60,7 +63,7 @@ class ReduceAfterView:
 
 
 def changes_nothing(node: fx.Node) -> bool:
-    """Whether `node` is a view of its operand in the shape that this has."""
+    """Whether `node` is a view of its operand in the operand's own shape."""
     return node.target in RESHAPES and sizes.same_kind(node, node.all_input_nodes[0])
 
 
@@ -74,14 +77,15 @@ def _permutes(node: fx.Node) -> fx.Node | None:
 
 Path = list[fx.Node]
 Passes = Callable[[fx.Node], fx.Node | None]
-"""Of a call the operand whose reduction may pass it, if there is one."""
+"""Returns the operand of a call whose reduction may move past the call; None if there is none."""
 Holds = Callable[[ir.Collective, Path], bool]
-"""Whether a reduction may indeed pass the calls on its way."""
+"""Whether a reduction may in fact move past the calls on its path."""
 
 
 def _above(node: fx.Node, passes: Passes) -> tuple[fx.Node, Path]:
-    """The node from which calls that a reduction `passes`, each with one user, lead to `node`; and these, in order."""
-    path = []
+    """Walk up from `node` over calls with one user that a reduction `passes`. Return the node reached and the calls, in
+    order."""
+    path: Path = []
     while (x := passes(node)) is not None and ir.only_user(node) is not None:
         path.append(node)
         node = x
@@ -89,7 +93,8 @@ def _above(node: fx.Node, passes: Passes) -> tuple[fx.Node, Path]:
 
 
 def _reduced(node: fx.Node, path: Path, holds: Holds) -> ir.Collective | None:
-    """The linear reduction `node`, if it can pass what is in `path`: a reduce_scatter's dim is no dim of a view."""
+    """The linear reduction `node`, if it can move past `path`: the dim of a reduce_scatter is not a dim of the viewed
+    tensor."""
     c = reduction(node)
     if c is None:
         return None
@@ -103,14 +108,15 @@ def _always(c: ir.Collective, path: Path) -> bool:
 
 
 def sink_to_sum(node: fx.Node, passes: Passes, holds: Holds = _always) -> int:
-    """Let the reductions above the terms of the sum `node` sink to it, by way of calls that they may pass."""
+    """Move the reductions above the terms of the sum `node` down to it, past calls that they may pass; return how many
+    moved."""
     rewrites = _sink_terms(list(operands(node) or ()), passes, holds)
     return rewrites + (_sink_terms([leaf for leaf, _ in leaves(node)], passes, holds) if is_root(node) else 0)
 
 
 def _sink_terms(terms: list[fx.Node], passes: Passes, holds: Holds) -> int:
-    """Sink every reduction above `terms` that finds another of its kind there."""
-    found = []
+    """Move down every reduction above `terms` that another one there can merge with."""
+    found: list[tuple[fx.Node, Path, ir.Collective]] = []
     for term in terms:
         node, path = _above(term, passes)
         c = _reduced(node, path, holds)
@@ -121,7 +127,7 @@ def _sink_terms(terms: list[fx.Node], passes: Passes, holds: Holds) -> int:
 
 
 def _sink_to_shard(node: fx.Node) -> int:
-    """Sink the all_reduce above the views that the shard `node`, their one user, cuts."""
+    """Move down the all_reduce above the views whose single user is the shard `node`."""
     shard = ir.collective(node)
     assert shard is not None
     above, path = _above(shard.x, _keeps_order)
@@ -132,7 +138,7 @@ def _sink_to_shard(node: fx.Node) -> int:
 
 
 def _sink(node: fx.Node, path: Path, c: ir.Collective) -> int:
-    """Move the reduction `node` below `path`, what is made of its result."""
+    """Move the reduction `node` after `path`, the calls that its result goes through."""
     if not path:
         return 0
     last, x, old = path[-1], c.x, node
@@ -151,7 +157,7 @@ def _sink(node: fx.Node, path: Path, c: ir.Collective) -> int:
 
 
 def _sum_first(node: fx.Node) -> int:
-    """add(v(p), v(q)) of equal permutations v of all_reduces that merge: v(add(p, q))."""
+    """Rewrite add(v(p), v(q)), for equal permutations v of all_reduces that can merge, to v(add(p, q))."""
     pair = operands(node)
     if pair is None or pair[0] is pair[1] or not all(v.target in PERMUTE for v in pair):
         return 0

@@ -1,4 +1,4 @@
-"""What is gathered whole for one reader is reduced whole for another, which then gathers nothing."""
+"""If a tensor is gathered anyway, a reduction of it that is gathered too is computed from the gathered tensor."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from .reduce_after_view import KEEP_ORDER, changes_nothing
 
 
 class ReuseGather:
-    """all_gather of a reduction of x, where x is gathered too: the reduction of what was gathered.
+    """Rewrites an all_gather of a reduction of x, where x is gathered too, to the reduction of the gathered x.
 
     Before:
 
@@ -24,9 +24,10 @@ class ReuseGather:
         %all_gather: f32[3,8] = dtensor.all_gather(%x, 1, 8, tp)
         %sum: f32[8] = aten.sum.dim_IntList(%all_gather, [0])
 
-    So it is with the gradients of embeddings of tokens and of positions, which are added. Reductions are those that
-    `compute_before_gather` moves, along other dims than the gathered one; it does not move them back, for what was
-    gathered has two users now. A sum may be taken in another order for another number of rows, hence `reassociates`.
+    This saves a collective. It occurs with the gradients of token and position embeddings, which are added. The
+    reductions are those that `compute_before_gather` moves, along dims other than the gathered one. That pass does not
+    move them back, because the gathered tensor now has two users. A sum may be taken in another order when the tensor
+    has another number of rows, hence `reassociates`.
     """
 
     name = "reuse_gather"
@@ -54,7 +55,7 @@ def _rewrite_one(graph: fx.Graph) -> bool:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """`x` reduced by `node` along `dims`; what is gathered of it is gathered along `gather_dim` of `x`."""
+    """The reduction `node` of `x` along `dims`. Its result is gathered along the dim that is `gather_dim` of `x`."""
 
     x: fx.Node
     node: fx.Node
@@ -63,7 +64,8 @@ class _Reduced:
 
 
 def _reduced(gather: fx.Node) -> _Reduced | None:
-    """What `gather` gathers the reduction of, if it does, and nothing but views that keep the order lie between."""
+    """The reduction whose result `gather` gathers, if there is one with nothing but views that keep the order in
+    between."""
     c = ir.collective(gather)
     assert c is not None
     assert c.gather_dim is not None
@@ -80,29 +82,31 @@ def _reduced(gather: fx.Node) -> _Reduced | None:
 
 
 def _same_as(x: fx.Node) -> fx.Node:
-    """What `x` is a view of as a whole."""
+    """The node that `x` is a view of, if the view has the same shape."""
     while changes_nothing(x):
         x = x.all_input_nodes[0]
     return x
 
 
 def _gathers(wide: fx.Node, reduced: _Reduced, narrow: fx.Node) -> bool:
-    """Whether `wide` gathers what was reduced, as `narrow` gathers the result."""
+    """Whether `wide` gathers the operand of the reduction as `narrow` gathers the result."""
     c, d = ir.collective(wide), ir.collective(narrow)
-    if c is None or d is None or _same_as(c.x) is not reduced.x or not ir.same_phase(wide, narrow):
+    assert c is not None
+    assert d is not None
+    if _same_as(c.x) is not reduced.x or not ir.same_phase(wide, narrow):
         return False
     alike = (c.gather_dim, c.group) == (reduced.gather_dim, d.group)
     return alike and not ir.is_written(reduced.x) and not ir.is_written(wide)
 
 
 def _is_number(gather: fx.Node) -> bool:
-    """Whether the size of what is gathered is a number, which is known anywhere in the graph."""
+    """Whether the gathered size is a number, which is known anywhere in the graph."""
     c = ir.collective(gather)
     return c is not None and not isinstance(c.size, fx.Node)
 
 
 def _moved_up(wide: fx.Node, before: fx.Node, x: fx.Node) -> fx.Node:
-    """The gather `wide` of `x`, above `before`."""
+    """Move the gather `wide` of `x` up to before `before`."""
     c = ir.collective(wide)
     assert c is not None
     moved = ir.emit(before, replace(c, x=x), like=wide)
@@ -111,7 +115,7 @@ def _moved_up(wide: fx.Node, before: fx.Node, x: fx.Node) -> fx.Node:
 
 
 def _rewrite(narrow: fx.Node, reduced: _Reduced, wide: fx.Node) -> None:
-    """Reduce what `wide` gathers in place of `narrow`."""
+    """Replace `narrow` by the reduction of what `wide` gathers."""
     node, dims = reduced.node, list(reduced.dims)
     # `any` and `all` take one dim, not a list.
     given: Any = dims[0] if isinstance(node.args[REDUCTIONS[node.target]], int) else dims

@@ -1,4 +1,4 @@
-"""A reduction over several axes that is cut over some of them scatters over these first: the rest reduces a shard."""
+"""A reduction over several axes that is then sharded over some of them scatters first, and then reduces a shard."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from ..graph import groups, ir
 
 
 class ScatterBeforeReduce:
-    """all_reduce over a group, followed by shard over a part of its axes, or by reduce_scatter over others.
+    """Rewrites an all_reduce that is then sharded over some of its axes to a reduce_scatter and a smaller all_reduce.
 
     Before:
 
@@ -20,10 +20,14 @@ class ScatterBeforeReduce:
         %reduce_scatter: f32[4,4] = dtensor.reduce_scatter(%x, 'sum', 0, tp)
         %all_reduce: f32[4,4] = dtensor.all_reduce(%reduce_scatter, 'sum', dp)
 
-    and the reduce_scatter over tp of an all_reduce over dp becomes the same. Fires only if every user of the all_reduce
-    is the same shard, or the one reduce_scatter, and where the groups are known as axes of one mesh. Of n bytes, over p
-    ranks of the part and r of the rest, 2 (1 - 1/pr) n are sent before and (1 - 1/p) n + 2 (1 - 1/r) n/p after, which
-    is (1 - 1/p) n less, and over no slower links. It adds in another order, hence `reassociates`.
+    A reduce_scatter over tp of an all_reduce over dp becomes the same: the scatter goes first. The pass fires only if
+    all users of the all_reduce are the same shard, or its only user is the reduce_scatter, and if the groups are known
+    as axes of one mesh.
+
+    For an all_reduce followed by a shard, let n be the bytes of the operand, p the number of ranks in the shard's
+    group, and r the number along the remaining axes. Each rank sends 2 (1 - 1/pr) n bytes before and (1 - 1/p) n + 2 (1
+    - 1/r) n/p after. That is (1 - 1/p) n less, and over no slower links. Additions happen in another order, hence
+    `reassociates`.
     """
 
     name = "scatter_before_reduce"
@@ -51,7 +55,7 @@ def _scatter(node: fx.Node) -> int:
 
 
 def _swap(node: fx.Node) -> bool:
-    """reduce_scatter(all_reduce(x)) over other axes: the reduce_scatter goes first."""
+    """Rewrite reduce_scatter(all_reduce(x)) over disjoint axes so that the reduce_scatter comes first."""
     scatter = ir.collective(node)
     assert scatter is not None
     reduce = ir.collective(scatter.x, "all_reduce")

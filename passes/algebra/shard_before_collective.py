@@ -1,4 +1,4 @@
-"""What is cut over other axes after a collective is cut before it: the collective then moves a shard."""
+"""A shard over other axes moves before the collective, which then moves only a shard."""
 
 from dataclasses import replace
 
@@ -7,11 +7,12 @@ from torch import fx
 from ..graph import groups, ir
 
 MOVED = ("all_reduce", "all_gather")
-"""The collectives that a shard goes before."""
+"""The collectives that a shard moves before."""
 
 
 class ShardBeforeCollective:
-    """all_reduce or all_gather over one group, followed by shard over a group that has no axis in common with it.
+    """Moves a shard before an all_reduce or all_gather over a group that has no mesh axis in common with the shard's
+    group.
 
     Before:
 
@@ -23,8 +24,9 @@ class ShardBeforeCollective:
         %shard: f32[4,2] = dtensor.shard(%x, 1, tp)
         %all_gather: f32[8,2] = dtensor.all_gather(%shard, 0, 8, dp)
 
-    All ranks of the one group have the same place in theirs of the other, so they cut alike. Fires only if every user
-    of the collective is the same shard; a dim that is gathered is cut after it, for before it has other rows.
+    All ranks of the collective's group have the same position in their groups of the shard, so they take the same
+    shard. The pass fires only if all users of the collective are the same shard. A shard of the gathered dim stays
+    after the gather, because before it that dim has other rows.
     """
 
     name = "shard_before_collective"

@@ -1,7 +1,7 @@
-"""Reading the local glue around a functional collective: chunks of one tensor, concatenated along another dimension.
+"""Reads the local glue around a functional collective: chunks of one tensor, concatenated along another dim.
 
-Functional collectives gather and scatter along dim 0 alone. Any other dim is a matter of glue: `cat(chunks(y))` after a
-gather, before a scatter. A chunk is written as `split` and `getitem`, `unbind` and `getitem`, `slice` or `select`.
+Functional collectives gather and scatter along dim 0 only. Any other dim takes glue: `cat(chunks(y))` after a gather or
+before a scatter. A chunk is written as `split` and `getitem`, `unbind` and `getitem`, `slice`, or `select`.
 """
 
 import operator
@@ -13,15 +13,21 @@ from torch import fx
 
 from ..graph import ir
 
-aten = ir.aten
+aten: Any = ir.aten
 
 
 @dataclass(frozen=True)
 class Joined:
-    """cat(chunks of `source` along `cut`, `dim`), in order and of equal length; `inner` are the nodes that cut.
+    """Chunks of `source` along `cut`, in order and of equal length, concatenated along `dim`.
 
-    `rows`: each chunk is one row: taken off its dimension (`unbind`, `select`) before it is joined.
-    `stacked`: each chunk got a new dim 0 (`unsqueeze`) along which it is joined.
+    Attributes:
+        source: the tensor that is chunked.
+        cut: the dim along which it is chunked.
+        dim: the dim along which the chunks are concatenated.
+        parts: number of chunks.
+        inner: the nodes that make the chunks.
+        rows: whether each chunk is a single row whose dim is removed (`unbind`, `select`) before it is joined.
+        stacked: whether each chunk gets a new dim 0 (`unsqueeze`), along which the chunks are joined.
     """
 
     source: fx.Node
@@ -44,7 +50,7 @@ class _Chunk:
 
 
 def joined(node: fx.Node) -> Joined | None:
-    """The chunks that `node` joins, if it does, and if they are all of one tensor."""
+    """Return the chunks that `node` concatenates; None if it does not, or if they do not make up one tensor."""
     if node.target is not aten.cat.default or node.kwargs or not isinstance(node.args[0], (list, tuple)):
         return None
     parts, dim = list[Any](node.args[0]), _dim(node, 1)
@@ -62,12 +68,13 @@ SIZE = aten.sym_size.int
 
 
 def readers(y: fx.Node) -> list[fx.Node]:
-    """The users of `y` but those that ask for its size."""
+    """Return the users of `y` except those that query its size."""
     return [user for user in y.users if user.target is not SIZE]
 
 
 def around(y: fx.Node) -> tuple[fx.Node, Joined] | None:
-    """The one node that joins all chunks of `y`, if `y` and its chunks have no other user (that reads their values)."""
+    """Return the single node that joins all chunks of `y`. None unless it is the only reader of `y` and its chunks;
+    queries of the size of `y` do not count."""
     node: fx.Node | None = y
     while node is not None and (node is y or node.target is not aten.cat.default):
         node = next(iter(readers(node)), None)
@@ -94,7 +101,7 @@ def _chunk(node: Any) -> _Chunk | None:
 
 
 def _piece(node: fx.Node, call: fx.Node, index: Any) -> _Chunk | None:
-    """The chunk `node`, item `index` of what `call` cuts."""
+    """The chunk `node`, item `index` of the chunks that `call` makes."""
     if call.target is aten.unbind.int:
         return _made(call.args[0], _dim(call, 1, below=True), index, 1, (call, node), row=True)
     if call.target not in (aten.split.Tensor, aten.split_with_sizes.default):
@@ -104,12 +111,12 @@ def _piece(node: fx.Node, call: fx.Node, index: Any) -> _Chunk | None:
     return _made(call.args[0], dim, start, _length(node, dim), (call, node))
 
 
-def _made(source: Any, dim: int, start: Any, length: Any, inner: tuple, row: bool = False) -> _Chunk | None:
+def _made(source: Any, dim: int, start: Any, length: Any, inner: tuple[Any, ...], row: bool = False) -> _Chunk | None:
     return _Chunk(source, dim, start, length, inner, row) if isinstance(source, fx.Node) else None
 
 
 def _is_partition(first: _Chunk, chunks: list[_Chunk | None]) -> bool:
-    """Whether `chunks` are all of one tensor, side by side in order, of equal length, and leave nothing out."""
+    """Whether `chunks` are adjacent, in order, of equal length, and together make up one tensor."""
     start: Any = 0
     for c in chunks:
         if c is None or (c.source, c.dim, c.row) != (first.source, first.dim, first.row):
@@ -130,7 +137,8 @@ def _arg(node: fx.Node, k: int, default: Any) -> Any:
 
 
 def _dim(node: fx.Node, k: int, *, of: fx.Node | None = None, below: bool = False) -> int:
-    """Argument `k` of `node`, a dim of it (or of a tensor with one dim more: `below`), counted from the front."""
+    """Argument `k` of `node`, a dim counted from the front; of a tensor with one dim more than the result if
+    `below`."""
     dim = _arg(node, k, 0)
     val = ir.value(of or node)
     ndim = (val[0] if isinstance(val, (tuple, list)) else val).dim() + below
@@ -142,7 +150,7 @@ def _length(x: Any, dim: int) -> Any:
 
 
 def leaves_out(node: fx.Node) -> bool:
-    """Whether `node` is a slice that may be shorter than what it is taken from."""
+    """Whether `node` is a slice that may be shorter than its operand."""
     if node.target is not aten.slice.Tensor:
         return False
     dim = _dim(node, 1)
@@ -153,12 +161,12 @@ _MOVES = frozenset((aten.cat.default, aten.clone.default, aten.constant_pad_nd.d
 
 
 def moved_from(node: fx.Node) -> Iterator[fx.Node]:
-    """`node` and all from which its elements come by views, copies, padding and concatenation alone."""
+    """Yield `node` and all nodes whose elements reach it through views, copies, padding and concatenation only."""
     yield from _reach(node, lambda x: x.all_input_nodes if _moves(x) else [])
 
 
 def moved_to(node: fx.Node) -> Iterator[fx.Node]:
-    """`node` and all to which its elements go by views, copies, padding and concatenation alone."""
+    """Yield `node` and all nodes that its elements reach through views, copies, padding and concatenation only."""
     yield from _reach(node, lambda x: [user for user in x.users if _moves(user)])
 
 

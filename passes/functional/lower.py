@@ -1,4 +1,4 @@
-"""Lowering: the communicating operators become start/wait pairs of functional collectives and local glue."""
+"""Lowering: communicating operators become start/wait pairs of functional collectives, with local glue around them."""
 
 from collections.abc import Hashable
 from functools import partial
@@ -10,22 +10,22 @@ from torch import fx
 from dtensor.comm.collectives import KERNELS, LOWERED
 from dtensor.mesh.groups import group_size
 from dtensor.torch_private.core import make_fx
-from dtensor.torch_private.sizes import sizes_before_strides
+from dtensor.torch_private.symbolic_sizes import sizes_before_strides
 
 from ..graph import ir, sizes
 from ..graph.count import describe
 
-aten = ir.aten
+aten: Any = ir.aten
 
 
 REDUCTIONS = frozenset(
     (aten.sum.dim_IntList, aten.amax.default, aten.amin.default, aten.prod.dim_int),
 )
-"""What kernels reduce with, where ranks exchange the parts (over gloo)."""
+"""The operators with which kernels reduce where ranks exchange the parts (over gloo)."""
 
 
 class Lower:
-    """Each communicating operator whose kernel is the same on every rank is replaced by that kernel, traced.
+    """Replaces each communicating operator by its traced kernel: a start, a wait and local operators.
 
     Before:
 
@@ -40,12 +40,16 @@ class Lower:
         %getitem_1: f32[4,4] = getitem(%split, 1)
         %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
 
-    Over gloo the starts are ours (`dtensor.comm.starts`), and a reduce_scatter becomes an all_to_all of its parts and a
-    local reduction of them.
+    The traced kernel is what the operator would run, so the bits are the same; the pass makes start and wait visible to
+    `bucket` and `schedule`. Over gloo the starts are our own (`dtensor.comm.starts`), and a reduce_scatter becomes an
+    all_to_all of its parts and a local reduction of them.
 
-    `shard` and `collective_permute` stay: their rank is looked up when the graph runs, so that all ranks have one
-    graph. Each start carries the `CollectiveInfo` of what it was lowered from, under `meta["dtensor_collective"]`, and
-    the call itself, with values in place of nodes, under `meta["dtensor_lowered"]`: `raise` undoes it.
+    `shard` and `collective_permute` stay as they are: they look up their rank when the graph runs, so that all ranks
+    have the same graph.
+
+    Each start carries the `CollectiveInfo` of the operator it was lowered from under `meta["dtensor_collective"]`, and
+    the call itself, with values in place of nodes, under `meta["dtensor_lowered"]`, from which `raise` can undo the
+    lowering.
     """
 
     name = "lower"
@@ -60,14 +64,14 @@ class Lower:
 
 
 def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
-    """Put the kernel in the place of `node`; `bodies` keeps the kernels that were traced."""
+    """Replace `node` by its kernel; `bodies` caches the traced kernels."""
     c, info = ir.collective(node), describe(node)
     assert c is not None
     given = iter([arg for arg in node.args if isinstance(arg, fx.Node)])
     args = tuple([ir.value(arg) if isinstance(arg, fx.Node) else arg for arg in node.args])
     likeness = c.op, ir.likeness(args)
     traced_before = bodies.get(likeness)
-    # A kernel on symbolic sizes gives sizes that belong to the symbols it was traced with.
+    # A kernel traced on symbolic sizes has results whose sizes depend on these symbols.
     body = lowered(c.op, args) if traced_before is None or not _is_static(args) else traced_before
     bodies[likeness] = body
     known: dict[fx.Node, Any] = {}
@@ -78,7 +82,7 @@ def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
                 known[step] = next(given)
             elif step.op != "output":
                 new = known[step] = node.graph.node_copy(step, known.__getitem__)
-                # Two calls do not share a value: others tell by it what shares memory.
+                # Two calls must not share a value: others recognise shared memory by it.
                 val = ir.evaluated(new) if body is traced_before else ir.value(step)
                 new.meta = {**origin, "val": val}
                 if new.target in ir.STARTS:
@@ -89,7 +93,7 @@ def _inline(node: fx.Node, bodies: dict[Hashable, fx.Graph]) -> None:
 
 
 def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
-    """The notes `ir.SENT` and `ir.WRITTEN` for what starts `node`; none where its shards are even."""
+    """The entries `ir.SENT` and `ir.WRITTEN` for the start of `node`; none where its shards are even."""
     if sizes.is_even(node) and sizes.is_even(c.x):
         return {}
     most, after = sizes.nbytes(c.x), sizes.nbytes(node)
@@ -100,20 +104,20 @@ def _sent(node: fx.Node, c: ir.Collective) -> dict[str, int]:
     return {ir.SENT: most, ir.WRITTEN: ir.is_written(c.x)}
 
 
-def _is_static(args: tuple) -> bool:
+def _is_static(args: tuple[Any, ...]) -> bool:
     lengths = [n for x in args if isinstance(x, torch.Tensor) for n in x.shape]
     return not any(isinstance(n, torch.SymInt) for n in (*args, *lengths))
 
 
-def lowered(op: str, args: tuple) -> fx.Graph:
-    """The kernel of `op`, traced on `args`; tensors and symbolic sizes among these are its placeholders, in order."""
+def lowered(op: str, args: tuple[Any, ...]) -> fx.Graph:
+    """Trace the kernel of `op` on `args`. Its placeholders are the tensors and symbolic sizes among them, in order."""
     values: list[Any] = [arg for arg in args if isinstance(arg, (torch.Tensor, torch.SymInt))]
     with values[0].fake_mode:
         return make_fx(partial(_call, KERNELS[op][0], args))(*values).graph
 
 
-def _call(kernel: Any, args: tuple, *values: Any) -> Any:
-    """`kernel` on `args`, in which `values` stand for the tensors and symbolic sizes."""
+def _call(kernel: Any, args: tuple[Any, ...], *values: Any) -> Any:
+    """Call `kernel` on `args`, with `values` in place of the tensors and symbolic sizes."""
     sizes_before_strides(values)
     given = iter(values)
     return kernel(*[next(given) if isinstance(arg, (torch.Tensor, torch.SymInt)) else arg for arg in args])

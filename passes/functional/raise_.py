@@ -12,14 +12,14 @@ from dtensor.comm.collectives import CARRIED
 
 from ..graph import ir
 from . import glue
-from .pairs import Pair, pairs, tell_sizes
+from .start_wait_pairs import Pair, pairs, tell_sizes
 from .unlower import unlower
 
-aten = ir.aten
+aten: Any = ir.aten
 
 
 class Raise:
-    """A start of `_c10d_functional` and its wait become one operator of `dtensor`.
+    """Rewrites a start of `_c10d_functional`, its wait and the glue around them to one `dtensor` operator.
 
     Before:
 
@@ -34,16 +34,19 @@ class Raise:
 
         %all_gather: f32[4,8] = dtensor.all_gather(%x, 1, 8, tp)
 
-    What `lower` made is put back as it was. Of others' collectives it takes those that mean the same on every rank:
+    Later passes read redistribution operators only. What `lower` made is put back as it was. Of other functional
+    collectives, the pass raises those that mean the same on every rank:
 
-    - a coalesced start becomes one operator for each tensor, if all of its tensors can be raised;
-    - an all_to_all is raised with the glue that makes it an exchange of dims, and stays without;
-    - the backend's own "avg" stays (it rounds otherwise than sum and division), as do bitwise reductions and dtypes
-      that would travel as others;
-    - a wait that work lies before stays with its start: whoever put them apart wants both to run at once;
-    - a gather or an exchange stays if its operand is padded or its result cut, a scatter if its operand is padded: on
-      uneven shards some ranks pad and cut and others do not, but the passes must find one graph on all of them;
-    - a chunk of this rank's index stays a chunk: the graph of one rank does not say that it is the rank's.
+    - A coalesced start becomes one operator for each tensor, if all of its tensors can be raised.
+    - An all_to_all is raised together with the glue that makes it an exchange of dims; without such glue it stays.
+    - The backend's own "avg" stays, since it rounds differently from a sum and a division. So do bitwise reductions,
+      and dtypes that would be sent as another dtype.
+    - A wait stays with its start if work stands between the two: whoever separated them wants both to run at the same
+      time.
+    - A gather or an exchange stays if its operand is padded or its result is sliced, and a scatter stays if its operand
+      is padded: on uneven shards some ranks pad and slice and others do not, but the passes must see the same graph on
+      all ranks.
+    - A chunk at this rank's index stays a chunk: the graph of one rank does not show that the index is the rank's.
     """
 
     name = "raise"
@@ -57,7 +60,7 @@ class Raise:
 
 
 def _wait_for_each(wait: fx.Node) -> None:
-    """Replace a wait for a list by one for each of its items, unless something takes the list as a whole."""
+    """Replace a wait for a list by one wait for each item, unless a user takes the list as a whole."""
     given: Any = wait.args[0]
     if isinstance(given, fx.Node) or any(user.target is not getitem for user in wait.users):
         return
@@ -70,7 +73,8 @@ def _wait_for_each(wait: fx.Node) -> None:
 
 @dataclass(frozen=True)
 class _Reading:
-    """The operator that a pair and its glue are; `result` is what it stands for, `glue` what may go with the pair."""
+    """The operator `op` that a pair and its glue amount to. It replaces `result`; `glue` may be erased with the
+    pair."""
 
     op: ir.Collective
     result: fx.Node
@@ -78,7 +82,7 @@ class _Reading:
 
 
 def _raise(found: list[Pair]) -> int:
-    """Raise what one start starts, all of it or nothing; the number of operators it became."""
+    """Raise either all pairs of one start or none of them; return the number of operators they became."""
     if not found or unlower(found[0].start):
         return len(found)
     readings = list[_Reading]()
@@ -111,13 +115,13 @@ def _write(pair: Pair, reading: _Reading) -> None:
     if c.gather_dim is not None:
         c = replace(c, size=_whole(pair, c.x, c.gather_dim))
     new = ir.emit(pair.start, c, like=pair.start)
-    # The partitioner recomputes functional collectives only if told so, which it knows by their namespace.
+    # The partitioner recomputes functional collectives, which it recognises by namespace, only where they are marked.
     new.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     ir.replace(reading.result, new)
 
 
 def _whole(pair: Pair, x: fx.Node, dim: int) -> int | fx.Node:
-    """The length of `dim` of `x` on all ranks together."""
+    """The length of `dim` of `x` summed over all ranks."""
     size = ir.value(x).shape[dim]
     if isinstance(size, int):
         return size * pair.n
@@ -126,17 +130,17 @@ def _whole(pair: Pair, x: fx.Node, dim: int) -> int | fx.Node:
 
 
 def _alike(start: fx.Node, *nodes: fx.Node) -> bool:
-    """Whether the partitioner is told to treat `nodes` as `start`: one operator can have one place only."""
+    """Whether the partitioner is to treat `nodes` as it treats `start`: one operator can have only one place."""
     return all(_place(node) == _place(start) for node in nodes)
 
 
-def _place(node: fx.Node) -> tuple:
+def _place(node: fx.Node) -> tuple[Any, ...]:
     policy = node.meta.get("recompute", CheckpointPolicy.MUST_SAVE)
     return policy, node.meta.get("ac_graph_id"), node.meta.get("partitioner_tag")
 
 
 def _is_unwritten(start: fx.Node, *nodes: fx.Node) -> bool:
-    """Whether nothing is written to from the first of `nodes` on up to `start`."""
+    """Whether nothing is written to between the first of `nodes` and `start`."""
     node = min(nodes)
     while node is not start and not ir.mutates(node):
         node = node.next
@@ -144,7 +148,7 @@ def _is_unwritten(start: fx.Node, *nodes: fx.Node) -> bool:
 
 
 def _before(pair: Pair) -> tuple[glue.Joined | None, tuple[fx.Node, ...]]:
-    """The chunks that are joined along dim 0 to what is sent, one for each rank; and the nodes that do it."""
+    """The chunks, one for each rank, that are joined along dim 0 to make the sent tensor; and the nodes that do it."""
     found = glue.joined(pair.x)
     if found is None or found.dim != 0 or found.parts != pair.n or found.rows:
         return None, ()
@@ -154,7 +158,8 @@ def _before(pair: Pair) -> tuple[glue.Joined | None, tuple[fx.Node, ...]]:
 
 
 def _after(pair: Pair) -> tuple[glue.Joined | None, fx.Node, tuple[fx.Node, ...]]:
-    """The chunks of dim 0 of what arrives, one for each rank, joined anew; the node that joins them, and the rest."""
+    """The chunks of dim 0 of the received tensor, one for each rank, that are joined anew; the node that joins them;
+    the rest."""
     node, found = glue.around(pair.wait) or (pair.wait, None)
     if found is None or found.cut != 0 or found.parts != pair.n or found.stacked:
         return None, pair.wait, ()
@@ -162,7 +167,8 @@ def _after(pair: Pair) -> tuple[glue.Joined | None, fx.Node, tuple[fx.Node, ...]
 
 
 def _original(pair: Pair) -> tuple[fx.Node, tuple[fx.Node, ...]]:
-    """What is sent: not the copy that was made for the start (which copies by itself), but its source; and the copy."""
+    """The source of the copy that was made for the start, which copies anyway, and the copy; or the sent tensor and no
+    copy."""
     source = pair.x.args[0] if pair.x.target is aten.clone.default else None
     if isinstance(source, fx.Node) and _alike(pair.start, pair.x) and _is_unwritten(pair.start, pair.x):
         return source, (pair.x,)
@@ -204,7 +210,7 @@ def _all_to_all(pair: Pair) -> _Reading | None:
         return None
     before, made = _before(pair)
     after, result, used = _after(pair)
-    # Where each rank's chunk was made a row, the rows have to come off again.
+    # If each rank's chunk was made a row, the rows have to be removed again.
     if (before is not None and before.stacked) != (after is not None and after.rows):
         return None
     source, scatter_dim = (before.source, before.cut) if before is not None else (pair.x, 0)
@@ -230,10 +236,10 @@ def _is_cut(result: fx.Node) -> bool:
 
 
 REDUCTIONS = ir.REDUCE_OPS - {"avg"}
-"""The reductions that come back from `lower` as they were."""
+"""The reductions that `lower` would turn back into the same functional collective."""
 
 PADDING = frozenset((aten.constant_pad_nd.default, aten.new_zeros.default, aten.zeros.default))
-"""What makes the zeros with which a tensor is padded."""
+"""Operators that make the zeros with which a tensor is padded."""
 
 _READERS: dict[str, Callable[[Pair], _Reading | None]] = {
     "all_gather": _all_gather,
@@ -241,6 +247,6 @@ _READERS: dict[str, Callable[[Pair], _Reading | None]] = {
     "all_reduce": _all_reduce,
     "all_to_all": _all_to_all,
 }
-"""What is started -> how it is read."""
+"""Started collective -> the function that reads it."""
 
 __all__ = ["PADDING", "REDUCTIONS", "Raise"]

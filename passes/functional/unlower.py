@@ -1,8 +1,8 @@
-"""The inverse of `lower`: the start/wait pair and the glue that it made of one operator are recognised as a whole.
+"""The inverse of `lower`: recognises the start/wait pair and the glue that were made from one operator.
 
-`lower` leaves the operator and its arguments with the start it makes. Lowering them once more gives the pattern to look
-for; where the graph around the start still is that pattern, the operator takes its place. This is the only way back for
-uneven shards: that padding is cut off a gather's result does not tell whether some rank put it there.
+`lower` records the operator and its arguments in the start it makes. Lowering them once more gives the pattern to look
+for; if the graph around the start still matches it, the operator is put back. This is the only way back for uneven
+shards: a slice that removes padding from a gather's result does not show whether some rank added the padding.
 """
 
 from typing import Any
@@ -14,7 +14,8 @@ from .lower import lowered
 
 
 def unlower(start: fx.Node) -> bool:
-    """Put the operator that `start` was lowered from back, if all that it became is still there and used by itself."""
+    """Put back the operator that `start` was lowered from, if all nodes it became are still there and have no other
+    users."""
     if ir.ORIGIN not in start.meta:
         return False
     op, args = start.meta[ir.ORIGIN]
@@ -39,7 +40,7 @@ def unlower(start: fx.Node) -> bool:
     return True
 
 
-def _put_back(start: fx.Node, op: str, args: tuple, result: fx.Node, inner: set[fx.Node]) -> None:
+def _put_back(start: fx.Node, op: str, args: tuple[Any, ...], result: fx.Node, inner: set[fx.Node]) -> None:
     new = ir.insert(start, ir.TARGETS[op], args, like=start)
     gone = sorted(inner - {result}, reverse=True)
     ir.replace(result, new)
@@ -55,20 +56,20 @@ def _between(first: fx.Node, last: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def _with_nodes(args: tuple, holders: list[Any]) -> tuple:
-    """`args` with the nodes in place of the values that were placeholders."""
+def _with_nodes(args: tuple[Any, ...], holders: list[Any]) -> tuple[Any, ...]:
+    """`args` with the placeholder values replaced by nodes."""
     given = iter(holders)
     return tuple([arg if isinstance(arg, (int, str, list, tuple)) else next(given) for arg in args])
 
 
 class _Match:
-    """A correspondence of the pattern's nodes with those of the graph."""
+    """A mapping from the pattern's nodes to nodes of the graph."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.known: dict[fx.Node, fx.Node] = {}
 
     def unify(self, a: Any, b: Any) -> bool:
-        """Whether `b` of the graph is `a` of the pattern, given what corresponds so far; adds what follows."""
+        """Whether `b` of the graph matches `a` of the pattern, given the mapping so far; extends the mapping."""
         if isinstance(a, (list, tuple)):
             return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(self.unify, a, b))
         if not isinstance(a, fx.Node):
@@ -83,7 +84,7 @@ class _Match:
         return True
 
     def find(self, step: fx.Node) -> bool:
-        """Find the node of the graph that corresponds to `step`, a user of what was found before."""
+        """Find the node of the graph that matches `step`, a user of nodes found before."""
         if step in self.known:
             return True
         inputs = [x for x in step.all_input_nodes if x in self.known]

@@ -1,1 +1,1 @@
-"""What all passes stand on: reading and writing FX graphs, their text, their validity, replay on simulated ranks."""
+"""What all passes build on: reading, writing, printing and verifying FX graphs, and running them on simulated ranks."""

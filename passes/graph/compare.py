@@ -1,4 +1,4 @@
-"""Whether two graphs compute the same: both are replayed on simulated ranks with the same random inputs."""
+"""Whether two graphs compute the same values: both are run on simulated ranks with the same random inputs."""
 
 import math
 from dataclasses import dataclass
@@ -9,18 +9,19 @@ from torch import fx
 
 from dtensor.errors import PassError
 from dtensor.torch_private.core import disable_current_modes
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 from . import ir
 from .simulate import Groups, Partition, partition, simulate
 
 
 def random_inputs(graph: fx.Graph, groups: Groups, world: int, seed: int) -> list[list[Any]]:
-    """Arguments for each of `world` ranks, by the values that the placeholders were traced with.
+    """Draw arguments for each of `world` ranks, one row per rank, from the values that the placeholders were traced
+    with.
 
-    Floats are normal, integers 0 or 1 (so that they index anything), symbolic sizes take their example value. All are
-    drawn on the CPU, and put where the traced value was. What reaches a `shard` is the same on the ranks of its group,
-    as its contract demands; all else differs.
+    Floats are normally distributed, integers are 0 or 1 (so that they are valid indices anywhere), and symbolic sizes
+    take their example values. Tensors are drawn on the CPU and moved to the device of the traced value. A value that
+    reaches a `shard` is the same on all ranks of its group, as `shard` requires; all other values differ.
     """
     alike = replication(graph, groups)
     holders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -34,9 +35,11 @@ def random_inputs(graph: fx.Graph, groups: Groups, world: int, seed: int) -> lis
 
 
 def replication(graph: fx.Graph, groups: Groups) -> dict[fx.Node, frozenset[str]]:
-    """The groups over which each node's value must be the same, since it reaches a `shard` over them.
+    """Return, for each node, the groups over which its value must be the same on all ranks because it reaches a `shard`
+    over them.
 
-    What a collective gives is the same over its group, and over every group whose ranks are among those of its group.
+    The result of a collective is the same over its group and over every group contained in it, so nothing is required
+    of its input for these.
     """
     needed: dict[fx.Node, frozenset[str]] = {}
     for node in reversed(graph.nodes):
@@ -57,7 +60,7 @@ def _not_within(names: frozenset[str], wide: str, groups: Groups) -> frozenset[s
 
 
 def _leaders(partitions: list[Partition], world: int) -> list[int]:
-    """For each rank the smallest rank that it is joined with by any of `partitions`."""
+    """For each rank, the smallest rank that it is joined with by any of `partitions`."""
     leader = list(range(world))
     for _ in partitions:
         for members in [m for rows in partitions for m in rows]:
@@ -89,10 +92,16 @@ def equivalent(
     exact: bool = True,
     seed: int = 0,
 ) -> None:
-    """Run both graphs on the same random inputs and compare what they give, on every rank.
+    """Run both graphs on the same random inputs on simulated ranks and compare the outputs of every rank.
 
-    `exact` asks for the same bits. Otherwise floats may differ by 64 units of the dtype's precision, relative to
-    the largest element of the output, or to 1 if that is less.
+    Args:
+        before: the graph whose outputs are right.
+        after: the graph to compare with it.
+        groups: the simulated process groups.
+        world: number of ranks.
+        exact: whether the outputs must be bitwise equal. Otherwise floats may differ by 64 times the dtype's machine
+            epsilon, relative to the largest element of the output, or to 1 if that is less.
+        seed: seed of the random inputs.
 
     Raises:
         PassError: the outputs differ, or a graph does not run.
@@ -103,11 +112,11 @@ def equivalent(
     for rank, (a, b) in enumerate(zip(want, got, strict=True)):
         left, right = _leaves(a), _leaves(b)
         if len(left) != len(right):
-            raise PassError(f"gives {len(right)} outputs where there were {len(left)}")
+            raise PassError(f"returns {len(right)} outputs instead of {len(left)}")
         for k, (x, y) in enumerate(zip(left, right)):
             what = _difference(x, y, exact)
             if what is not None:
-                raise PassError(f"computes something else: output {k} on rank {rank} of {world}, seed {seed}: {what}")
+                raise PassError(f"computes other values: output {k} on rank {rank} of {world}, seed {seed}: {what}")
 
 
 def _leaves(out: Any) -> list[Any]:
@@ -115,11 +124,11 @@ def _leaves(out: Any) -> list[Any]:
 
 
 def _difference(x: Any, y: Any, exact: bool) -> str | None:
-    """What tells the output `y` from the wanted `x`, or None."""
+    """Describe how the output `y` differs from the wanted `x`; None if it does not."""
     if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
-        return None if type(x) is type(y) and x == y else f"{y!r} where there was {x!r}"
+        return None if type(x) is type(y) and x == y else f"{y!r} instead of {x!r}"
     if x.dtype != y.dtype or x.shape != y.shape:
-        return f"{y.dtype} of shape {tuple(y.shape)} where there was {x.dtype} of shape {tuple(x.shape)}"
+        return f"{y.dtype} of shape {tuple(y.shape)} instead of {x.dtype} of shape {tuple(x.shape)}"
     if torch.equal(x, y) or x.numel() == 0:
         return None
     inexact = x.dtype.is_floating_point or x.dtype.is_complex
@@ -132,19 +141,25 @@ def _difference(x: Any, y: Any, exact: bool) -> str | None:
     scale = max(1.0, float(p[finite].abs().max())) if bool(finite.any()) else 1.0
     limit = 64 * torch.finfo(x.dtype).eps * scale
     close = torch.isclose(q, p, rtol=0, atol=limit, equal_nan=True)
-    return None if bool(close.all()) else f"off by {float((p - q).abs().max()):.3g}, allowed is {limit:.3g}"
+    return None if bool(close.all()) else f"off by {float((p - q).abs().max()):.3g}, where {limit:.3g} is allowed"
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The simulated ranks that `run` checks each pass on."""
+    """The simulated ranks on which `run` checks each pass.
+
+    Attributes:
+        world: number of ranks.
+        groups: name of each process group -> the partition of the ranks that it stands for.
+        seed: seed of the random inputs.
+    """
 
     world: int
     groups: Groups
     seed: int = 0
 
     def check(self, before: fx.Graph, after: fx.Graph, exact: bool) -> None:
-        """`equivalent` on these ranks, whatever is being traced."""
+        """Call `equivalent` on these ranks; works while something is being traced."""
         with disable_current_modes(), torch.no_grad():
             equivalent(before, after, self.groups, self.world, exact, self.seed)
 

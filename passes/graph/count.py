@@ -1,7 +1,7 @@
 """What a graph communicates: each collective with its bytes on the wire, before and after lowering.
 
-`lower` leaves a `CollectiveInfo` in the metadata of the start it makes, so that a lowered graph counts as the graph
-it came from; a start that was there before is read from its operator.
+`lower` records a `CollectiveInfo` in the metadata of each start that it makes, so a lowered graph counts like the graph
+it came from. A start that was in the graph before is read from its operator.
 """
 
 import math
@@ -15,14 +15,24 @@ from torch import fx
 from dtensor.comm.collectives import COMMUNICATING
 from dtensor.layout import cost
 from dtensor.mesh.groups import group_size
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 from . import ir
 
 
 @dataclass(frozen=True)
 class CollectiveInfo:
-    """One collective. `bytes` is what each rank sends; a symbolic size counts with its example value."""
+    """One collective of a graph.
+
+    Attributes:
+        op: name of the collective.
+        group: name of the process group.
+        group_size: number of ranks in the group.
+        bytes: bytes that each rank sends; a symbolic size counts with its example value.
+        reduce_op: the reduction, if any.
+        gather_dim: dim along which it gathers, if any.
+        scatter_dim: dim along which it scatters, if any.
+    """
 
     op: str
     group: str
@@ -34,23 +44,23 @@ class CollectiveInfo:
 
 
 def collectives(graph: fx.Graph | fx.GraphModule) -> list[CollectiveInfo]:
-    """The collectives of `graph` in order, lowered or not. `shard` sends nothing and is not one of them."""
+    """Return the collectives of `graph` in order, lowered or not. `shard` sends nothing and is not included."""
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     return [info for info in map(describe, ir.communicating(graph)) if info is not None]
 
 
 def count(graph: fx.Graph | fx.GraphModule) -> Counter[str]:
-    """How often each collective occurs in `graph`."""
+    """Return how often each collective occurs in `graph`."""
     return Counter([info.op for info in collectives(graph)])
 
 
 def wire_bytes(graph: fx.Graph | fx.GraphModule) -> int:
-    """Bytes that each rank sends in one run of `graph`."""
+    """Return the bytes that each rank sends in one run of `graph`."""
     return sum([info.bytes for info in collectives(graph)])
 
 
 def describe(node: fx.Node) -> CollectiveInfo | None:
-    """The collective that `node` is or starts, or None."""
+    """Return the collective that `node` is or starts; None for any other node."""
     if ir.RECORD in node.meta:
         return node.meta[ir.RECORD]
     c = ir.collective(node)
@@ -58,7 +68,7 @@ def describe(node: fx.Node) -> CollectiveInfo | None:
         n, full = group_size(c.group), _bytes(ir.value(node if c.op == "all_gather" else c.x))
         sent = round(cost.wire_bytes(c.op, full, n))
         return CollectiveInfo(c.op, c.group, n, sent, c.reduce_op, c.gather_dim, c.scatter_dim)
-    # Where one rank compiles for all, the group is an input of the graph.
+    # If one rank compiles for all, the group is an input of the graph.
     return _describe_start(node) if node.target in ir.STARTS and isinstance(node.args[-1], str) else None
 
 

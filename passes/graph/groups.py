@@ -1,12 +1,12 @@
-"""How process groups are made of each other: which group spans the axes of two, and what a collective costs there.
+"""How process groups relate: which group spans the axes of two others, and what a collective over it costs.
 
-A graph names groups only, and from the members that one rank sees under these names it cannot be told what another
-rank sees: ranks that rewrote differently would hang. The axes of a mesh are the same on all ranks, so everything here
-is asked of axes. `run` is given what is known of meshes, and it is known while the passes run (`known`); of groups that
-belong to no known mesh nothing is, and no rewrite that needs it fires.
+A graph holds only the names of groups. The members that one rank finds under these names do not determine what another
+rank finds there, and ranks that rewrote their graphs differently would hang. Mesh axes are the same on all ranks, so
+every question here is about axes. `run` is given the meshes, and they are known while its passes run (`known`). Nothing
+is known of a group that belongs to none of them, and no rewrite that needs such knowledge fires.
 
-The cost of a collective is compared by its seconds per byte over the links of its axes: sizes may differ between
-ranks where lengths do not divide, and must decide nothing.
+Costs of collectives are compared in seconds per byte over the links of their axes. Where lengths do not divide evenly,
+sizes may differ between ranks, so no decision may depend on sizes.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,8 +26,8 @@ class MeshGroups:
     """The groups of one mesh.
 
     Attributes:
-        names: (axes, name of this rank's group over them); axes ascend, and the group's ranks are numbered with the
-            last axis fastest.
+        names: pairs of axes and the name of this rank's group over them. The axes ascend, and the group numbers its
+            ranks with the last axis varying fastest.
         network: sizes and links of the axes (`dtensor.layout.cost`).
     """
 
@@ -40,10 +40,12 @@ class Product:
     """Two groups without a common axis, and the group over the axes of both.
 
     Attributes:
-        whole, first, second: names of the three.
-        nested: whether the ranks of `whole` are numbered with those of `second` fastest.
-        covers: whether no other axis of the mesh has more than one rank. Only then is what is gathered over `whole`, or
-            reduced over it, of one length on all ranks.
+        whole: name of the group over the axes of both.
+        first: name of the first group.
+        second: name of the second group.
+        nested: whether `whole` numbers its ranks with those of `second` varying fastest.
+        covers: whether every other axis of the mesh has a single rank. Only then does a tensor gathered or reduced over
+            `whole` have the same length on all ranks.
     """
 
     whole: str
@@ -55,7 +57,7 @@ class Product:
     _axes: Mapping[str, Axes]
 
     def seconds(self, op: str, group: str) -> float:
-        """What `op` over one of the three costs per byte, of the size that `cost.wire_bytes` names."""
+        """Return the seconds per byte of `op` over `group`, one of the three; bytes are those of `cost.wire_bytes`."""
         return self._network.terms(op, self._axes[group])[1]
 
 
@@ -64,7 +66,7 @@ _meshes: ContextVar[tuple[MeshGroups, ...]] = ContextVar("dtensor_mesh_groups", 
 
 @contextmanager
 def known(meshes: Iterable[MeshGroups]) -> Iterator[None]:
-    """Let the passes that run inside know these meshes; all ranks give the same ones."""
+    """Make `meshes` known to the passes that run inside this context. All ranks must give the same meshes."""
     token = _meshes.set(tuple(meshes))
     try:
         yield
@@ -73,7 +75,7 @@ def known(meshes: Iterable[MeshGroups]) -> Iterator[None]:
 
 
 def _places(*groups: str) -> Iterator[tuple[MeshGroups, list[Axes]]]:
-    """The known meshes that have all of `groups`, with the axes of each."""
+    """Yield the known meshes that have all of `groups`, with the axes of each group."""
     for mesh in _meshes.get():
         axes = {name: axes for axes, name in mesh.names}
         if all(name in axes for name in groups):
@@ -81,24 +83,25 @@ def _places(*groups: str) -> Iterator[tuple[MeshGroups, list[Axes]]]:
 
 
 def disjoint(a: str, b: str) -> bool:
-    """Whether two groups are known to have no axis in common: all ranks of one then have the same place in theirs of
-    the other."""
+    """Whether two groups are known to have no axis in common. Then all ranks of one group have the same position within
+    their groups of the other."""
     return any(not set(p) & set(q) for _, (p, q) in _places(a, b))
 
 
 def within(part: str, wide: str) -> bool:
-    """Whether the ranks of the group `part` are known to be among those of `wide`, on every rank."""
+    """Whether on every rank the ranks of group `part` are known to be among those of group `wide`."""
     return part == wide or any(set(p) <= set(w) for _, (p, w) in _places(part, wide))
 
 
 def product(first: str, second: str) -> Product | None:
-    """The group over the axes of both, which have none in common; None if no such group is known."""
+    """Return the product of two groups that have no axis in common; None if no group over the axes of both is known."""
     found = [_product(mesh, p, q) for mesh, (p, q) in _places(first, second)]
     return min(filter(None, found), key=lambda f: f.covers, default=None)
 
 
 def quotient(whole: str, first: str) -> Product | None:
-    """The product whose whole and first part are given, so that `second` is over the other axes; None if unknown."""
+    """Return the product given its whole and its first group; the second group is over the remaining axes. None if
+    unknown."""
     for mesh, (w, p) in _places(whole, first):
         if set(p) < set(w):
             return _product(mesh, p, tuple([a for a in w if a not in p]))
@@ -117,7 +120,8 @@ def _product(mesh: MeshGroups, first: Axes, second: Axes) -> Product | None:
 
 
 def seconds(op: str, size: float, group: str) -> float:
-    """Estimated time of `op` over `group`, `size` as in `cost.wire_bytes`; over the default link if none is known."""
+    """Estimate the time of `op` over `group` in seconds. `size` is in bytes as in `cost.wire_bytes`; the link is the
+    default one if none is known."""
     for mesh, (axes,) in _places(group):
         fixed, per_byte = mesh.network.terms(op, axes)
         return fixed + per_byte * size
@@ -125,17 +129,17 @@ def seconds(op: str, size: float, group: str) -> float:
 
 
 def link(group: str) -> cost.Link:
-    """The link of a group; the default one if none is known."""
+    """Return the link of a group; the default one if none is known."""
     return next((mesh.network.link(axes) for mesh, (axes,) in _places(group)), cost.DEFAULT)
 
 
 def falls(before: float, after: float) -> bool:
-    """Whether a cost is less afterwards, rounding aside."""
+    """Whether `after` is less than `before`, apart from rounding."""
     return after < before * (1 - 1e-9)
 
 
 def grows(before: float, after: float) -> bool:
-    """Whether a cost is more afterwards, rounding aside."""
+    """Whether `after` is more than `before`, apart from rounding."""
     return falls(after, before)
 
 

@@ -1,8 +1,8 @@
-"""What the passes share: reading collectives out of an FX graph, and writing nodes into it.
+"""What the passes share: reading collectives from an FX graph, and writing nodes into it.
 
-A node is read with `collective` (a frozen description of one redistribution operator) and `value` (its fake tensor);
-it is written with `insert` or `emit`, which compute `meta["val"]` and take over where the code came from, and
-`replace`, which keeps the memory layout that the rest of the graph was traced with.
+Read a node with `collective`, a frozen description of one redistribution operator, and `value`, its fake tensor. Write
+with `insert` or `emit`, which compute `meta["val"]` and copy the provenance of another node, and `replace`, which keeps
+the memory layout that the rest of the graph was traced with.
 """
 
 import functools
@@ -20,17 +20,17 @@ from torch.fx.node import map_arg
 from dtensor.comm.collectives import ops
 from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, TRACED
 from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
-from dtensor.torch_private.sizes import without_guards
+from dtensor.torch_private.symbolic_sizes import without_guards
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 REDUCE_OPS = frozenset(("sum", "avg", "max", "min", "product"))
-"""The reductions a collective may name."""
+"""The reductions that a redistribution operator accepts."""
 
 LINEAR = frozenset(("sum", "avg"))
 """The reductions f with f(a) + f(b) = f(a + b)."""
 
-FIELDS = {
+FIELDS: dict[Any, Any] = {
     "all_gather": ("x", "gather_dim", "size", "group"),
     "reduce_scatter": ("x", "reduce_op", "scatter_dim", "group"),
     "all_reduce": ("x", "reduce_op", "group"),
@@ -38,14 +38,15 @@ FIELDS = {
     "shard": ("x", "scatter_dim", "group"),
     "collective_permute": ("x", "senders", "group"),
 }
-"""Operator -> the fields of `Collective` that are its arguments, in order."""
+"""Operator name -> the fields of `Collective` that are its arguments, in order."""
 
 TARGETS = {name: getattr(ops, name).default for name in FIELDS}
 _NAMES = {target: name for name, target in TARGETS.items()}
 
 WAIT = c10d.wait_tensor.default
 WAIT_FOR_ALL = None if wait_tensors is None else wait_tensors.default
-"""Waits for a list, and gives it; None where torch has no such operator. `raise` makes a `WAIT` for each item of it."""
+"""Waits for a list of tensors and returns the list; None if torch has no such operator. `raise` replaces it by one
+`WAIT` for each item."""
 
 STARTS: dict[Any, str] = {
     c10d.all_reduce.default: "all_reduce",
@@ -58,46 +59,49 @@ STARTS: dict[Any, str] = {
     c10d.all_gather_into_tensor_coalesced.default: "all_gather",
     c10d.reduce_scatter_tensor_coalesced.default: "reduce_scatter",
 }
-"""Start operator, functional or ours -> the collective it starts. The group is the last argument of each."""
+"""Start operator, a functional collective or one of ours -> the collective it starts. The group is the last argument of
+each."""
 
 _COMMUNICATING = (*_NAMES, *STARTS)
 
 ALL_TO_ALLS = (c10d.all_to_all_single.default, ops.all_to_all_start.default)
-"""Those starts that give each rank as many rows as the lists of splits say."""
+"""The starts that send each rank as many rows as their lists of splits state."""
 
 RECORD = "dtensor_collective"
-"""The key in a start's `meta` under which `lower` leaves what it was lowered from."""
+"""The key in a start's `meta` under which `lower` records the `CollectiveInfo` of the operator it lowered."""
 
 ORIGIN = "dtensor_lowered"
-"""The key in a start's `meta` under which `lower` leaves the operator it lowered and the values of its arguments."""
+"""The key in a start's `meta` under which `lower` records the operator it lowered and the values of its arguments."""
 
 SENT = "dtensor_sent"
-"""The key in a start's `meta` under which `lower` leaves the bytes that it sends on the rank that sends most, where
-shards are not even."""
+"""The key in a start's `meta` under which `lower` records, where shards are uneven, the bytes sent by the rank that
+sends most."""
 
 WRITTEN = "dtensor_written"
-"""The key beside `SENT` under which `lower` leaves whether what is sent is written to later: a rank that pads it sends
-a copy, of which that is not to be seen."""
+"""The key next to `SENT` under which `lower` records whether the sent tensor is written to later. The graph of a rank
+that pads it does not show that: there a copy is sent."""
 
 PARTS = "dtensor_parts"
-"""The key in a start's `meta` under which `bucket` leaves the values of what travels together."""
+"""The key in a start's `meta` under which `bucket` records the values of the tensors that travel together."""
 
 PLACES = "dtensor_places"
-"""The key in a start's `meta` under which `bucket` leaves which result of a backward each of them is for, if any."""
+"""The key in a start's `meta` under which `bucket` records, for each of these tensors, the position of the backward's
+result that it becomes, or None."""
 
 ARRIVAL = "dtensor_arrival"
-"""The key in the `meta` of what `lower` puts after a wait to reduce what arrived: it belongs to the collective."""
+"""The key in the `meta` of the nodes that `lower` inserts after a wait to reduce the data that arrived. They count as
+part of the collective."""
 
 PARAMETER = "dtensor_parameter"
-"""The key in a placeholder's `meta` that says that the caller holds it anyway: a parameter or a buffer."""
+"""The key in a placeholder's `meta` that marks it as a parameter or a buffer, which the caller holds anyway."""
 
 SIZE = "dtensor_size"
-"""The key in a node's `meta` under which `sizes` keeps what it worked out."""
+"""The key in a node's `meta` under which `sizes` caches its results."""
 
 PART = "dtensor_part"
-"""The key in the `meta` of what runs on a part of a batch under which `split_batch` leaves which part that is."""
+"""The key in the `meta` of the nodes that run on one microbatch, under which `split_batch` records which one."""
 
-# The value of a node, and what is true of it alone: everything else in `meta` tells where the node came from.
+# The value of a node and facts that hold for it alone. Everything else in `meta` is provenance.
 _OWN_META = frozenset(
     (
         "val",
@@ -118,13 +122,14 @@ _OWN_META = frozenset(
     )
 )
 
-# Share memory with their argument though the schema does not say so.
+# Operators that share memory with their argument although their schema does not state it.
 _HIDDEN_ALIASES = frozenset((aten._unsafe_view.default, WAIT, WAIT_FOR_ALL, operator.getitem))
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One call of a `torch.ops.dtensor` operator. Dims count from the front; what an operator lacks is None."""
+    """One call of a `torch.ops.dtensor` operator. Dims count from the front. Fields that the operator does not have are
+    None."""
 
     op: str
     x: fx.Node
@@ -137,13 +142,13 @@ class Collective:
 
 
 def is_collective(node: object, name: str | None = None) -> bool:
-    """Whether `node` calls one of the redistribution operators (the one called `name`, if given)."""
+    """Whether `node` calls a redistribution operator, or the one called `name` if given."""
     found = _NAMES.get(node.target) if isinstance(node, fx.Node) else None
     return found is not None and name in (None, found)
 
 
 def collective(node: object, name: str | None = None) -> Collective | None:
-    """The description of a collective node, or None if `node` is none (or not the one called `name`)."""
+    """Describe a collective node; None if `node` does not call a redistribution operator (or the one called `name`)."""
     if not isinstance(node, fx.Node):
         return None
     op = _NAMES.get(node.target)
@@ -159,14 +164,12 @@ def collective(node: object, name: str | None = None) -> Collective | None:
 
 
 def calls(graph: fx.Graph, *names: str) -> list[fx.Node]:
-    """The calls in `graph`, as it is now and in its order, of the redistribution operators called so; of all without
-    names."""
+    """Return the calls of the redistribution operators called `names`, or of all of them, in graph order."""
     return _calls(graph, [TARGETS[name] for name in names or TARGETS])
 
 
 def communicating(graph: fx.Graph) -> list[fx.Node]:
-    """The calls in `graph`, as it is now and in its order, of the redistribution operators and of what starts a
-    collective."""
+    """Return the calls of redistribution operators and of operators that start a collective, in graph order."""
     return _calls(graph, _COMMUNICATING)
 
 
@@ -175,7 +178,7 @@ def _calls(graph: fx.Graph, targets: Iterable[Any]) -> list[fx.Node]:
 
 
 def group(node: fx.Node) -> str | None:
-    """The name of the process group of a collective, or of a functional start operator; None of other nodes."""
+    """Return the name of the process group of a collective or of a functional start; None for other nodes."""
     if node.target in STARTS:
         return node.args[-1] if isinstance(node.args[-1], str) else None
     c = collective(node)
@@ -183,12 +186,12 @@ def group(node: fx.Node) -> str | None:
 
 
 def value(node: fx.Node) -> Any:
-    """The traced value of a node: a FakeTensor, a (symbolic) number, a tuple of these, or None if unknown."""
+    """Return the traced value of a node: a FakeTensor, a (symbolic) number, a tuple of these, or None if unknown."""
     return node.meta.get("val")
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:
-    """The tensors that a node gives."""
+    """Return the tensors among the results of a node."""
     val = value(node)
     if isinstance(val, torch.Tensor):
         return [val]
@@ -203,18 +206,18 @@ def same(a: Any, b: Any) -> bool:
 
 
 def same_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two fakes are known to have equal shapes and dtypes."""
+    """Whether two fake tensors are known to have equal shapes and dtypes."""
     return a.dtype == b.dtype and same(tuple(a.shape), tuple(b.shape))
 
 
 def same_strides(a: torch.Tensor, strides: tuple[Any, ...] | list[Any]) -> bool:
-    """Whether `a` is known to have `strides`, dimensions of length one aside, or to have no elements."""
+    """Whether `a` is known to have `strides`, ignoring dims of length one, or to have no elements."""
     alike = all(same(n, 1) or same(s, t) for n, s, t in zip(a.shape, a.stride(), strides, strict=True))
     return alike or any(same(n, 0) for n in a.shape)
 
 
 def dense_strides(shape: Any, order: list[int] | None = None) -> list[Any]:
-    """Strides of a dense tensor whose dimensions lie in memory in `order`, the outermost first."""
+    """Return the strides of a dense tensor whose dims are laid out in memory in `order`, outermost first."""
     strides: list[Any] = [1] * len(shape)
     step = 1
     for dim in reversed(order if order is not None else range(len(shape))):
@@ -228,7 +231,8 @@ def is_contiguous(x: torch.Tensor) -> bool:
 
 
 def fake_mode(node: fx.Node) -> FakeTensorMode | None:
-    """The mode of the first fake tensor among the inputs of `node`; else, as for a call on sizes only, of the graph."""
+    """Return the mode of the first fake tensor among the inputs of `node`, else (as for a call on sizes only) in the
+    graph."""
     for x in (*node.all_input_nodes, *node.graph.nodes):
         leaves = value(x) if isinstance(value(x), (tuple, list)) else (value(x),)
         for leaf in leaves:
@@ -239,7 +243,7 @@ def fake_mode(node: fx.Node) -> FakeTensorMode | None:
 
 @contextmanager
 def inside(mode: FakeTensorMode | None) -> Iterator[None]:
-    """Run operators on fakes of `mode`, without guards on or new symbols for its symbolic sizes."""
+    """Run operators on fakes of `mode` without adding guards on, or new symbols for, its symbolic sizes."""
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if mode is not None:
@@ -250,7 +254,7 @@ def inside(mode: FakeTensorMode | None) -> Iterator[None]:
 
 
 def propagate(node: fx.Node) -> Any:
-    """The value of a call, computed from the values of its arguments."""
+    """Compute the value of a call from the values of its arguments."""
     if node.target is operator.getitem and not isinstance(value(node.args[0]), torch.Tensor):  # pyright: ignore
         return evaluated(node)
     with inside(fake_mode(node)):
@@ -258,18 +262,19 @@ def propagate(node: fx.Node) -> Any:
 
 
 def evaluated(node: fx.Node) -> Any:
-    """As `propagate`, where the caller is `inside` the mode."""
+    """Like `propagate`, for a caller that is `inside` the mode already."""
     args, kwargs = map_arg((node.args, node.kwargs), value)
-    assert callable(node.target), f"{node.format_node()} is no call"
+    assert callable(node.target), f"{node.format_node()} is not a call"
     return node.target(*args, **kwargs)
 
 
 def likeness(x: Any) -> Hashable:
-    """What an argument of a call has to do with the kind of its result: of a tensor all but the data, nodes as their
-    values. Calls of one operator on arguments of equal likeness give results of equal likeness.
+    """Return a hashable key for what an argument contributes to the kind of a call's result: everything about a tensor
+    except its data; a node counts as its value. Calls of one operator on arguments with equal keys give results with
+    equal keys.
 
     Raises:
-        TypeError: an argument that cannot be hashed.
+        TypeError: an argument cannot be hashed.
     """
     if type(x) in _PLAIN:
         return type(x), x
@@ -296,16 +301,17 @@ def _strides(x: torch.Tensor) -> Hashable:
 
 
 def traced(nodes: list[fx.Node]) -> tuple[int, ...]:
-    """Numbers of the collectives that the program asked for and `nodes` stand for, where a dump numbered them."""
+    """Return the numbers of the program's own collectives that `nodes` implement, where a dump numbered them."""
     return tuple(dict.fromkeys([number for node in nodes for number in node.meta.get(TRACED, ())]))
 
 
 def gradients(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The nodes of a backward that one of its results is made from, by nothing but calls on one value each -> the place
-    of that result among those that are tensors. Ranks with other sizes may compute them in another order, and return
-    other sizes with them; the places are the program's.
+    """Map nodes of a backward to the result they lead to: for each result, the chain of calls on a single value that
+    ends in it -> the position of that result among those that are tensors. Ranks with other sizes may compute the
+    results in another order and also return other sizes, but these positions follow from the program.
 
-    The pieces of one value count as that value: what is padded is cut and joined, and not every rank pads."""
+    The pieces of one value count as that value: a padded value is split and joined again, and not every rank pads.
+    """
     if not any(node.name.startswith("tangents_") for node in graph.find_nodes(op="placeholder")):
         return {}
     output: Any = graph.output_node()
@@ -320,12 +326,14 @@ def gradients(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def provenance(node: fx.Node) -> dict[str, Any]:
-    """The part of `node.meta` that tells where the node came from."""
+    """Return the part of `node.meta` that records where the node came from."""
     return {key: item for key, item in node.meta.items() if key not in _OWN_META}
 
 
-def insert(before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None, *, like: fx.Node) -> fx.Node:
-    """Put a call in front of `before`, with its value, and with the provenance of `like`."""
+def insert(
+    before: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
+) -> fx.Node:
+    """Insert a call before `before`, compute its value, and copy the provenance of `like`."""
     with before.graph.inserting_before(before):
         node = before.graph.call_function(target, args, kwargs)
     node.meta = provenance(like)
@@ -336,14 +344,15 @@ def insert(before: fx.Node, target: Any, args: tuple, kwargs: dict | None = None
 
 
 def emit(before: fx.Node, c: Collective, *, like: fx.Node) -> fx.Node:
-    """Put the collective `c` in front of `before`."""
+    """Insert the collective `c` before `before`."""
     return insert(before, TARGETS[c.op], tuple(getattr(c, f) for f in FIELDS[c.op]), like=like)
 
 
 def replace(node: fx.Node, new: fx.Node) -> fx.Node:
-    """Let `new` stand for `node`, copied to the memory layout of `node` where that differs, and erase `node`.
+    """Replace `node` by `new`, copied to the memory layout of `node` where that differs, and erase `node`.
 
-    Returns what stands for it.
+    Returns:
+        The node that replaced it.
     """
     wanted = value(node)
     if not same_strides(value(new), wanted.stride()):
@@ -362,22 +371,22 @@ def replace(node: fx.Node, new: fx.Node) -> fx.Node:
 
 
 def copy(before: fx.Node, x: fx.Node) -> fx.Node:
-    """Put a contiguous copy of `x` in front of `before`."""
+    """Insert a contiguous copy of `x` before `before`."""
     layout = {"memory_format": torch.contiguous_format}
     return insert(before, aten.clone.default, (x,), layout, like=before)
 
 
 def stand_in(node: fx.Node, x: fx.Node) -> None:
-    """Let the existing `x` stand for the equal, fresh result `node`, and erase `node`.
+    """Replace `node`, a fresh result, by the existing `x`, which has the same value, and erase `node`.
 
-    Where `node` leaves the graph or is written to, a copy of `x` stands for it, so that no memory is shared that was
+    If `node` leaves the graph or is written to, a copy of `x` replaces it, so that no memory becomes shared that was
     not shared before.
     """
     replace(node, copy(node, x) if escapes(node) else x)
 
 
 def memory_order(x: torch.Tensor) -> list[int] | None:
-    """The dimensions of `x` in memory, the outermost first; None if `x` is not a dense permutation."""
+    """Return the dims of `x` in memory order, outermost first; None if `x` is not a dense permutation."""
     if is_contiguous(x):
         return list(range(x.dim()))
     hints = [(-_number(stride), dim) for dim, stride in enumerate(x.stride())]
@@ -390,7 +399,7 @@ def _number(size: Any) -> int:
 
 
 def only_user(node: fx.Node) -> fx.Node | None:
-    """The one node that uses `node`, or None if there are more or none."""
+    """Return the single user of `node`; None if it has none or several."""
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
@@ -404,13 +413,13 @@ def in_backward(node: fx.Node) -> bool:
 
 
 def shared_shard(node: fx.Node) -> Collective | None:
-    """The shard that every user of `node` is, or None if they differ or there are none."""
+    """Return the shard that all users of `node` compute; None if they differ or if there are no users."""
     shards = [collective(user, "shard") for user in node.users]
     return shards[0] if shards and all(s == shards[0] for s in shards) else None
 
 
 def stand_for_all(nodes: list[fx.Node], new: fx.Node) -> None:
-    """Let `new`, which stands in front of the first of `nodes`, stand for all these equal results."""
+    """Replace all of `nodes`, which have equal results, by `new`, which is placed before the first of them."""
     first, *others = nodes
     for node in others:
         stand_in(node, copy(first, new) if is_written(first) else new)
@@ -435,12 +444,12 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether `node` writes to an argument, as far as its schema tells."""
+    """Whether `node` writes to an argument, according to its schema."""
     return isinstance(node.target, OpOverload) and schema(node.target).is_mutable
 
 
 def family(node: fx.Node) -> list[fx.Node]:
-    """`node` and every later node that may share its memory."""
+    """Return `node` and every later node that may share its memory."""
     found, todo = {node: None}, [node]
     while todo:
         for user in todo.pop().users:
@@ -456,27 +465,27 @@ def is_written(node: fx.Node) -> bool:
 
 
 def escapes(node: fx.Node) -> bool:
-    """Whether the memory of `node` is written to or leaves through the output."""
+    """Whether the memory of `node` is written to or leaves the graph through the output."""
     return any(mutates(user) or user.op == "output" for member in family(node) for user in member.users)
 
 
 def is_local_pure(node: fx.Node) -> bool:
-    """Whether `node` is a call that depends on its arguments alone and does nothing else (no collective)."""
+    """Whether `node` is a call, but not a collective, that depends only on its arguments and has no side effects."""
     if node.op != "call_function" or node.target is WAIT or node.target in STARTS:
         return False
     return node.target not in _NAMES and is_pure(node)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether `node` computes each element from the elements at its place, and does nothing else."""
+    """Whether `node` computes each element from the elements at the same position, and has no side effects."""
     return is_local_pure(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def numbers_agree(node: fx.Node) -> bool:
     """Whether the numbers among the arguments of a call are known to be the same on all ranks.
 
-    Those of an operator that was called on DTensors are, as everything that is not a shard. Elsewhere a program may
-    well scale by its rank.
+    They are if the operator was called on DTensors, like everything there except shards. Elsewhere a program may scale
+    by its rank.
     """
     return OPERATOR in node.meta or not any(isinstance(x, (int, float, complex)) for x in _plain(node))
 
@@ -490,7 +499,8 @@ _IMPURE_TAGS = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_out
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether two calls like `node` give the same: no random draw, no write, no effect; collectives count as pure."""
+    """Whether another call like `node` gives the same result: it draws no random numbers, writes nothing and has no
+    other side effects. Collectives count as pure."""
     if node.op != "call_function":
         return False
     target = node.target

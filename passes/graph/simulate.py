@@ -1,8 +1,8 @@
-"""Replay: a graph run on N simulated ranks in one process, all in lock step.
+"""Simulation: a graph run on N simulated ranks in one process, in lockstep.
 
-Every node runs on all ranks before the next one does. A local operator runs rank by rank; a collective runs once for
-each group of ranks, on what its members hold. A group's name, as it appears in the graph of rank 0, stands for a
-partition of all ranks, since each rank looks the name up to find its own members.
+Every node runs on all ranks before the next node does. A local operator runs rank by rank; a collective runs once for
+each group of ranks, on the values that its members hold. A group's name, as it appears in the graph of rank 0, stands
+for a partition of all ranks, since each rank looks up the name to find its own members.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,12 @@ Tensors = list[torch.Tensor]
 
 
 def mesh_groups(mesh: DeviceMesh, names: Mapping[tuple[int, ...], str] | None = None) -> dict[str, Partition]:
-    """The groups of `mesh`: name, as this rank knows it, to the partition of the ranks.
+    """Return the groups of `mesh`: the name of each, as this rank knows it -> the partition of the ranks.
 
-    `names`: axes -> name of the group over them (`dtensor.mesh.facts(mesh).groups`); by default of the single axes.
+    Args:
+        mesh: the device mesh.
+        names: axes -> name of the group over them (`dtensor.mesh.facts(mesh).groups`); by default the groups of single
+            axes.
     """
     if names is None:
         names = {(axis,): mesh.get_group(axis).group_name for axis in range(mesh.ndim)}
@@ -38,9 +41,15 @@ def mesh_groups(mesh: DeviceMesh, names: Mapping[tuple[int, ...], str] | None = 
 
 
 def simulate(gm: fx.GraphModule | fx.Graph, inputs: Sequence[Sequence[Any]], groups: Groups) -> list[Any]:
-    """Run a graph on `len(inputs)` ranks; `inputs[r]` are the arguments of rank r, which are not written to.
+    """Run a graph on `len(inputs)` simulated ranks.
 
-    Returns what the output node gives, rank by rank.
+    Args:
+        gm: the graph.
+        inputs: the arguments of each rank. They are not written to.
+        groups: name of each process group -> the partition of the ranks that it stands for.
+
+    Returns:
+        The value of the output node on each rank.
 
     Raises:
         PassError: a node fails, a group is not in `groups`, or the shapes of a collective do not fit.
@@ -67,7 +76,7 @@ def _own(arg: Any) -> Any:
     return arg.clone() if isinstance(arg, torch.Tensor) else arg
 
 
-def _step(graph: fx.Graph, node: fx.Node, envs: list[dict], groups: Groups, draws: int) -> list[Any]:
+def _step(graph: fx.Graph, node: fx.Node, envs: list[dict[fx.Node, Any]], groups: Groups, draws: int) -> list[Any]:
     args = [map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
     try:
         if node.op == "get_attr":
@@ -81,11 +90,12 @@ def _step(graph: fx.Graph, node: fx.Node, envs: list[dict], groups: Groups, draw
 
 
 _SEED_ARGUMENT = {"prims.inductor_random.default": 1, "prims.inductor_randint.default": 3}
-"""Operators that are said to draw by the seed they are given, though run by themselves they do not -> its place."""
+"""Operators that are meant to draw by the seed they are given, but ignore it when run outside of Inductor's code -> the
+position of that argument."""
 
 
-def _alone(node: fx.Node, args: tuple, kwargs: dict, seed: int) -> Any:
-    """One rank's run of a local operator. The k-th random draw of a graph is the same before and after a pass."""
+def _alone(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> Any:
+    """Run a local operator on one rank. The k-th random draw of a graph is the same before and after a pass."""
     assert callable(node.target), f"cannot run a node of kind {node.op}"
     given = _SEED_ARGUMENT.get(str(node.target))
     if given is not None:
@@ -104,7 +114,7 @@ def _attribute(graph: fx.Graph, path: str) -> Any:
     return found
 
 
-def _together(run: Callable[..., list], node: fx.Node, args: list[tuple], groups: Groups) -> list[Any]:
+def _together(run: Callable[..., list[Any]], node: fx.Node, args: list[tuple[Any, ...]], groups: Groups) -> list[Any]:
     results: list[Any] = [None] * len(args)
     for members in partition(groups, str(node.args[-1])):
         given = [args[rank][0] for rank in members]
@@ -114,7 +124,7 @@ def _together(run: Callable[..., list], node: fx.Node, args: list[tuple], groups
 
 
 def partition(groups: Groups, name: str) -> Partition:
-    """The ranks of the simulated world, divided into the groups that `name` stands for."""
+    """Return the partition of the simulated ranks that the group `name` stands for."""
     if name not in groups:
         raise PassError(f"group {name!r} is not among the simulated ones: {', '.join(groups) or 'none'}")
     return groups[name]
@@ -133,17 +143,17 @@ _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def _reduced(xs: Tensors, reduce_op: str) -> torch.Tensor:
-    """The reduction in rank order, so that all_reduce and reduce_scatter give the same bits."""
+    """Reduce in rank order, so that all_reduce and reduce_scatter give the same bits."""
     total = xs[0].clone(memory_format=torch.contiguous_format)
     for x in xs[1:]:
         if x.shape != total.shape:
-            raise ValueError(f"ranks reduce tensors of shapes {tuple(total.shape)} and {tuple(x.shape)}")
+            raise ValueError(f"ranks reduce tensors of different shapes: {tuple(total.shape)} and {tuple(x.shape)}")
         total = _FOLD[reduce_op](total, x)
     return total / len(xs) if reduce_op == "avg" else total
 
 
 def _chunk(x: torch.Tensor, dim: int, n: int, rank: int) -> torch.Tensor:
-    """Chunk `rank` of n, as torch.chunk cuts; empty past the end."""
+    """Chunk `rank` of n, cut as torch.chunk does; empty past the end."""
     size = x.shape[dim]
     step = -(-size // n)
     start = min(rank * step, size)
@@ -200,13 +210,13 @@ def _reduce_scatter_start(xs: Tensors, reduce_op: str, n: int) -> Tensors:
 
 
 def _all_to_all_start(xs: Tensors, output_splits: list[int], input_splits: list[int]) -> Tensors:
-    # Every rank is given rank 0's splits, which is right for the even ones that rank-agnostic graphs have.
+    # Every rank gets rank 0's splits. That is right for even splits, which rank-agnostic graphs have.
     pieces = [x.split(list(input_splits)) for x in xs]
     return [torch.cat([row[rank] for row in pieces]) for rank in range(len(xs))]
 
 
 def _each(run: Callable[..., Tensors]) -> Callable[..., list[Tensors]]:
-    """The coalesced form: ranks hold lists of tensors, and `run` goes over these item by item."""
+    """The coalesced form of `run`: ranks hold lists of tensors, and `run` is applied to them item by item."""
 
     def coalesced(lists: list[Tensors], *rest: Any) -> list[Tensors]:
         columns = [run(list(xs), *rest) for xs in zip(*lists, strict=True)]
@@ -215,7 +225,7 @@ def _each(run: Callable[..., Tensors]) -> Callable[..., list[Tensors]]:
     return coalesced
 
 
-_COLLECTIVES: dict[Any, Callable[..., list]] = {
+_COLLECTIVES: dict[Any, Callable[..., list[Any]]] = {
     ir.TARGETS["all_gather"]: _all_gather,
     ir.TARGETS["reduce_scatter"]: _reduce_scatter,
     ir.TARGETS["all_reduce"]: _all_reduce,
@@ -232,8 +242,9 @@ _COLLECTIVES: dict[Any, Callable[..., list]] = {
     ir.c10d.reduce_scatter_tensor_coalesced.default: _each(_reduce_scatter_start),
     ir.c10d.all_reduce_coalesced.default: _each(_all_reduce),
 }
-"""Operator -> its run on the tensors of one group's ranks, in group order, and the arguments between tensor and group.
-(`wait_tensor` runs rank by rank: there is nothing to wait for, and it gives its argument.)"""
+"""Operator -> its implementation, which takes the tensors of one group's ranks, in group order, and the arguments
+between tensor and group. (`wait_tensor` runs rank by rank: there is nothing to wait for, and it returns its
+argument.)"""
 
 
 __all__ = ["Groups", "Partition", "mesh_groups", "partition", "simulate"]

@@ -1,10 +1,10 @@
-"""Sizes that are the same on all ranks: what decides by the size or shape of a value asks here.
+"""Sizes that are the same on all ranks. Every decision that depends on the size or shape of a value must use them.
 
-Where lengths do not divide, local tensors differ from rank to rank. A decision that follows from their own sizes (what
-is saved for the backward, which rewrite fires, what travels together) would then differ, too, and with it the order of
-the collectives. The trace notes of DTensors' local tensors how they are cut (`dtensor.mesh.provenance.SHARDS`). What is
-computed between them counts by what it is computed from, and its lengths are not known. Where all shards are even,
-everything here is what the values themselves say.
+Where lengths do not divide evenly, local tensors differ from rank to rank. Decisions based on their own sizes (what is
+saved for the backward, which rewrite fires, which collectives travel together) would differ too, and with them the
+order of the collectives. The trace therefore records how the local tensors of DTensors are sharded
+(`dtensor.mesh.provenance.SHARDS`). Intermediate values count by the values they are computed from, and their lengths
+are unknown. Where all shards are even, every answer here comes from the values themselves.
 """
 
 from math import prod
@@ -16,18 +16,18 @@ from torch import fx
 from dtensor.mesh.groups import group_size
 from dtensor.mesh.provenance import SHARDS, shards_of
 from dtensor.torch_private.core import FakeTensor, tree_map
-from dtensor.torch_private.sizes import hint, number_if_guarded, number_if_known, write_numbers
+from dtensor.torch_private.symbolic_sizes import hint, number_if_guarded, number_if_known, write_numbers
 
 from . import ir
 
 
 def elements(node: fx.Node) -> int:
-    """Elements of the value of `node` on the rank that has most of it, of all tensors where there are several."""
+    """Return the elements of the value of `node` on the rank that has the most; the total if it is several tensors."""
     return _of(node)[0]
 
 
 def nbytes(node: fx.Node) -> int:
-    """Bytes of the value of `node` on the rank that has most of it; 0 for what is no tensor."""
+    """Return the bytes of the value of `node` on the rank that has the most; 0 if it is not a tensor."""
     found = _tensors(node)
     if is_even(node) and SHARDS not in node.meta:
         return sum([hint(x.numel()) * x.element_size() for x in found])
@@ -35,14 +35,14 @@ def nbytes(node: fx.Node) -> int:
 
 
 def is_even(node: fx.Node) -> bool:
-    """Whether the value of `node` is known to be of one shape on all ranks."""
+    """Whether the value of `node` is known to have the same shape on all ranks."""
     return _of(node)[1]
 
 
 def lengths(node: fx.Node) -> tuple[Any, ...] | None:
-    """For each dimension its length, or a `Cut` where that differs between ranks; None if it is not known.
+    """Return for each dim its length, or a `Cut` where it differs between ranks; None if the lengths are unknown.
 
-    Two of them are equal (`ir.same`) only if they are so on every rank.
+    Two of them are equal (`ir.same`) only if they are equal on every rank.
     """
     noted = shards_of(node)
     if noted is not None and not noted.even:
@@ -51,28 +51,35 @@ def lengths(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def length(node: fx.Node, dim: int) -> Any:
-    """The length of one dimension, as `lengths` gives it; None if it is not known, and equal to no other then."""
+    """Return the length of one dim as `lengths` gives it. If unknown it is None, which `same` never takes for equal."""
     found = lengths(node)
     return None if found is None else found[dim]
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether lengths, or sequences of them, are known to be equal on every rank."""
+    """Whether lengths, or sequences of lengths, are known to be equal on every rank."""
     return a is not None and b is not None and ir.same(a, b)
 
 
 def same_kind(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two values are known to have equal dtypes, and equal shapes on every rank."""
+    """Whether two values are known to have equal dtypes, and shapes that are equal on every rank."""
     return ir.value(a).dtype == ir.value(b).dtype and same(lengths(a), lengths(b))
 
 
 def settle(graph: fx.Graph, known: int = -1) -> int:
-    """Have values say the number where a symbol in their shape has turned out to be one, and collectives by what number
-    they gather. Gives how many symbols have; `known` is what it gave before: nothing is done where it is the same.
+    """Replace symbols that turned out to be numbers by these numbers: in the shapes of values, and in the sizes of
+    gathers.
 
-    A trace may learn that only at its end, or when a pass asks about a size. Of a shard that number is another one on
-    some ranks, and a pass that asks whether it sees a symbol or a number is to see the same on all: on some of them the
-    shard is padded before it is sent, and the padded one has numbers only.
+    A trace may learn that a symbol is a number only at its end, or when a pass checks a size. For a shard it is a
+    different number on some ranks. A pass that distinguishes symbols from numbers must see the same kind on all ranks:
+    on some of them the shard is padded before it is sent, and the padded shape holds only numbers.
+
+    Args:
+        graph: the graph, changed in place.
+        known: the result of the previous call; nothing is done if no more symbols have become numbers since.
+
+    Returns:
+        How many symbols have become numbers.
     """
     first = next(iter(graph.nodes), None)
     mode = None if first is None else ir.fake_mode(first)
@@ -94,7 +101,8 @@ def _number(x: fx.Node) -> fx.Node | int:
 
 
 def _of_numbers(x: Any) -> Any:
-    """The same part of the same memory: Inductor tells by it which values are views of each other."""
+    """A view of the same part of the same memory: Inductor recognises by the memory which values are views of each
+    other."""
     if not isinstance(x, FakeTensor) or x.layout != torch.strided:
         return x
     shape, stride = ([number_if_known(n) for n in sizes] for sizes in (x.shape, x.stride()))
@@ -106,7 +114,7 @@ _KNOWN = ir.SIZE
 
 
 def _of(node: fx.Node) -> tuple[int, bool]:
-    """Elements, and whether they are as many on all ranks."""
+    """Return the number of elements on the rank that has the most, and whether all ranks have as many."""
     todo = [node]
     while todo:
         at = todo[-1]
@@ -131,7 +139,7 @@ def _worked_out(node: fx.Node) -> tuple[int, bool]:
 
 
 def _resized(node: fx.Node, count: int) -> int:
-    """Elements of what `node` makes of so many."""
+    """Return the number of elements that `node` makes of `count`."""
     c = ir.collective(node)
     op, group = (ir.STARTS.get(node.target), node.args[-1:]) if c is None else (c.op, (c.group,))
     if op == "all_gather":

@@ -1,7 +1,7 @@
-"""Where a node came from: the line of the user's code, and the module it was computed in.
+"""Where a node came from: the line of the user's code, and the module that computed it.
 
-Read off what Dynamo and AOTAutograd leave in `node.meta`. A line of the user's code is one that is neither torch's nor
-this library's: a parallel style calls `redistribute` in its own file, and the user wants to see the layer.
+Both are read from what Dynamo and AOTAutograd leave in `node.meta`. A line of the user's code is one in neither torch
+nor this library: a parallel style calls `redistribute` in its own file, but the user wants to see the layer.
 """
 
 import re
@@ -21,7 +21,7 @@ _STILL_USERS = (str(_LIBRARY / "testing"), str(_LIBRARY / "demo.py"))
 
 @dataclass(frozen=True)
 class Source:
-    """A line of code: its file, its number, its text."""
+    """A line of code: its file, its number and its text."""
 
     file: str
     line: int
@@ -32,7 +32,8 @@ class Source:
 
 
 def source(node: fx.Node) -> Source | None:
-    """The innermost line of the user's code that the node came from, else the innermost at all; None if unknown."""
+    """Return the innermost line of the user's code that the node came from, else the innermost line of any code; None
+    if unknown."""
     found = list(FRAME.finditer(node.meta.get("stack_trace") or ""))
     if not found:
         return None
@@ -42,12 +43,14 @@ def source(node: fx.Node) -> Source | None:
 
 
 def is_users(file: str) -> bool:
-    """Whether a file is neither torch's nor this library's, but for its demo and its models."""
+    """Whether a file belongs to neither torch nor this library. The library's demo and test models count as the
+    user's."""
     return file.startswith(_STILL_USERS) or not file.startswith(_NOT_USERS)
 
 
 def module(node: fx.Node) -> str:
-    """The path of the innermost module the node was computed in, such as `layers.0.attention.wo`; "" if unknown."""
+    """Return the path of the innermost module that computed the node, such as `layers.0.attention.wo`; "" if
+    unknown."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     paths = [path for path, _ in stack.values()]
     return MODULE.sub(lambda m: f"{m[1]}." if m[1] else "", paths[-1]).strip(".") if paths else ""

@@ -4,12 +4,12 @@
     %h: f32[8,8] = dtensor.all_gather(%x, 0, 8, tp)
     return %h
 
-Names are given anew by order of appearance, so that two equal graphs print equally whatever was rewritten on the way.
-Placeholders keep theirs. A symbolic size prints as its expression; a group prints as its label, where one is given.
-Sizes are local ones; what is known of the placements stands behind them, one for each mesh axis: `f32[4,8]{S(0)R}`.
-What `remark` has to say of a node follows its line:
+Nodes are renamed in order of appearance, so that equal graphs print the same text whatever rewrites produced them.
+Placeholders keep their names. A symbolic size prints as its expression; a group prints as its label if it has one.
+Sizes are local. The placements, where known, follow them, one for each mesh axis: `f32[4,8]{S(0)R}`. If `remark`
+returns text for a node, it follows the node's line:
 
-    %h: f32[8,8]{R} = dtensor.all_gather(%x, 0, 8, tp)  # 128 bytes over tp, S(0)->R, asked for; train.py:12
+    %h: f32[8,8]{R} = dtensor.all_gather(%x, 0, 8, tp)  # 128 bytes over tp, S(0)->R, explicit; train.py:12
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ from dtensor.mesh.provenance import LAYOUT
 from dtensor.torch_private.core import OpOverload
 
 REMARK = "  # "
-"""Between the line of a node and what is remarked on it."""
+"""Separates the line of a node from its remark."""
 
 DTYPES = {
     torch.float64: "f64",
@@ -45,7 +45,13 @@ def text(
     labels: Mapping[str, str] | None = None,
     remark: Callable[[fx.Node], str] | None = None,
 ) -> str:
-    """The lines of `graph`; `labels` maps the names of process groups to what is printed for them."""
+    """Return the text of `graph`.
+
+    Args:
+        graph: the graph.
+        labels: name of a process group -> the text to print for it.
+        remark: returns the text to append to a node's line, or "".
+    """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     printer = _Printer(graph, labels or {})
     lines = [printer.line(node) for node in graph.nodes]
@@ -56,7 +62,8 @@ def text(
 
 
 def kind(val: Any) -> str:
-    """The short type of a traced value, such as `f32[4,8]`; of a distributed tensor that of its local tensor."""
+    """Return the short type of a traced value, such as `f32[4,8]`; for a distributed tensor that of its local
+    tensor."""
     if isinstance(val, torch.Tensor):
         local = getattr(val, "_local_tensor", None)
         if isinstance(local, torch.Tensor):
@@ -71,7 +78,7 @@ def kind(val: Any) -> str:
 
 
 def layout(node: fx.Node) -> str:
-    """The placements of what a node gives, such as `S(0)R`; "" where they are not known."""
+    """Return the placements of a node's result, such as `S(0)R`; "" where they are not known."""
     noted = node.meta.get(LAYOUT)
     if noted is None:
         placements = getattr(_traced(node), "placements", None) or ()
@@ -80,22 +87,22 @@ def layout(node: fx.Node) -> str:
 
 
 def _traced(node: fx.Node) -> Any:
-    """The value of a node as AOTAutograd has it, else as Dynamo has it."""
+    """The value of a node as AOTAutograd recorded it, else as Dynamo did."""
     return node.meta["val"] if "val" in node.meta else node.meta.get("example_value")
 
 
 def target_name(target: Any) -> str:
-    """The printed name of what a node calls: `aten.mm`, `aten.add.Tensor`, `mul`."""
+    """Return the printed name of what a node calls: `aten.mm`, `aten.add.Tensor`, `mul`."""
     if isinstance(target, OpOverload):
         return str(target).removesuffix(".default")
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
 class _Printer:
-    def __init__(self, graph: fx.Graph, labels: Mapping[str, str]):
+    def __init__(self, graph: fx.Graph, labels: Mapping[str, str]) -> None:
         self.labels = labels
         self.names: dict[fx.Node, str] = {}
-        taken = set()
+        taken: set[str] = set()
         for node in graph.nodes:
             base = node.name if node.op == "placeholder" else _base(node)
             name, k = base, 0

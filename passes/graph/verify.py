@@ -1,6 +1,7 @@
-"""Whether a graph is valid, asked after every pass. The rules are the table `CHECKS`.
+"""Whether a graph is valid, checked after every pass that changed it. The rules are the functions in `CHECKS`.
 
-Takes a graph and the name of the pass that made it; raises PassError with the pass, the node and what is wrong.
+`verify` takes a graph and the name of the pass that produced it. It raises a PassError that names the pass, the node
+and the problem.
 """
 
 import operator
@@ -24,7 +25,7 @@ Problem = tuple[fx.Node | None, str]
 
 
 class State(NamedTuple):
-    """What a node was when its value was last found right."""
+    """What a node was when its value was last found to be right."""
 
     target: Any
     args: Any
@@ -38,28 +39,30 @@ def _state(node: fx.Node) -> State:
 
 @dataclass
 class Seen:
-    """What need not be recomputed in the verification after one more pass.
+    """What need not be recomputed when the graph is verified again after another pass.
 
     Attributes:
-        nodes: the nodes whose values are right, as they were found. One is what it was if all of its state is still the
-            same object; whether that holds of its arguments is asked of these.
-        calls: operators, what they were called on and what they gave, up to the data: layers of a model are alike.
+        nodes: nodes whose values are right, in the state in which they were found. A node is unchanged if everything in
+            its state is still the same object; whether its arguments have changed is checked separately, for each of
+            them.
+        calls: calls found to be right: the operator, the kinds of its arguments and of its result, without the data.
+            Layers of a model repeat them.
     """
 
-    nodes: dict[fx.Node, State] = field(default_factory=dict)
-    calls: set[Hashable] = field(default_factory=set)
+    nodes: dict[fx.Node, State] = field(default_factory=dict[fx.Node, State])
+    calls: set[Hashable] = field(default_factory=set[Hashable])
 
     @staticmethod
     def of(graph: fx.Graph, *, traced: bool = False) -> "Seen":
-        """Of calls what was seen in all graphs that were traced together with `graph`; of its nodes nothing, or all of
-        them where they have been `traced`: those values were computed from the arguments."""
+        """Return what need not be verified in `graph`: the calls seen in all graphs traced together with it; and all
+        its nodes if they were just `traced`, since their values were then computed from their arguments."""
         nodes = {node: _state(node) for node in graph.nodes} if traced else {}
         first = next(iter(graph.nodes), None)
         mode = first and ir.fake_mode(first)
         return Seen(nodes, _calls.setdefault(mode, set()) if mode is not None else set())
 
     def changed(self, graph: fx.Graph) -> list[fx.Node]:
-        """The nodes of `graph` that are not what they were, or of which an argument has another value."""
+        """Return the nodes of `graph` that changed, and those with an argument whose value changed."""
         known = self.nodes
         others = [n for n in graph.nodes if n not in known or any(map(operator.is_not, known[n], _state(n)))]
         revalued = [n for n in others if n in known and known[n].value is not ir.value(n)]
@@ -68,7 +71,7 @@ class Seen:
 
 
 _calls: WeakKeyDictionary[FakeTensorMode, set[Hashable]] = WeakKeyDictionary()
-"""Calls found right, by the mode of their fakes: forward and backward repeat those of the joint graph."""
+"""Calls found to be right, by the mode of their fake tensors: forward and backward repeat those of the joint graph."""
 
 _UNKNOWN_OUTPUT = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 _C10D_REDUCE_OPS = ir.REDUCE_OPS | {"band", "bor", "bxor"}
@@ -76,10 +79,15 @@ _C10D_REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 
 def verify(graph: fx.Graph | fx.GraphModule, pass_name: str, seen: Seen | None = None) -> None:
-    """Check `graph`, left by the pass `pass_name`; `seen` is kept by the caller from one call to the next.
+    """Verify `graph`, which the pass `pass_name` produced.
+
+    Args:
+        graph: the graph.
+        pass_name: the pass that is named in the error.
+        seen: what earlier calls found; the caller keeps it from one call to the next.
 
     Raises:
-        PassError: the first problem found.
+        PassError: the graph is invalid; it reports the first problem found.
     """
     graph = graph.graph if isinstance(graph, fx.GraphModule) else graph
     seen = Seen() if seen is None else seen
@@ -90,7 +98,7 @@ def verify(graph: fx.Graph | fx.GraphModule, pass_name: str, seen: Seen | None =
 
 
 def _order(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
-    known = set()
+    known: set[fx.Node] = set()
     for node in graph.nodes:
         for x in node.all_input_nodes:
             if x not in known:
@@ -112,7 +120,7 @@ def _values_known(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     for node in ir.calls(graph):
         x = node.args[0]
         if not (isinstance(x, fx.Node) and isinstance(ir.value(x), torch.Tensor)):
-            yield node, "communicates what is not known to be a tensor: its argument has no meta['val']"
+            yield node, "communicates a value not known to be a tensor: its argument has no meta['val']"
 
 
 def _gives_something(node: fx.Node) -> bool:
@@ -128,7 +136,7 @@ def _values_right(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
                 yield node, f"does not run on the values of its arguments: {type(error).__name__}: {error}"
                 continue
             if not _agree(found, ir.value(node)):
-                yield node, f"meta['val'] says {kind(ir.value(node))}, its arguments give {kind(found)}"
+                yield node, f"meta['val'] is {kind(ir.value(node))}, but its arguments give {kind(found)}"
                 continue
             if call is not None:
                 seen.calls.add(call)
@@ -136,7 +144,7 @@ def _values_right(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
 
 
 def _call(node: fx.Node) -> Hashable:
-    """The call and the kind of its result; None if it cannot be told from others."""
+    """The call and the kind of its result, as a key; None if it cannot be hashed."""
     try:
         return node.target, ir.likeness(node.args), ir.likeness(node.kwargs), ir.likeness(node)
     except TypeError:
@@ -154,7 +162,7 @@ def _can_propagate(node: fx.Node) -> bool:
 
 
 def _agree(a: Any, b: Any) -> bool:
-    """Whether two values have the same structure, shapes and dtypes, as far as that can be known."""
+    """Whether two values have the same structure, shapes and dtypes, as far as they are known."""
     if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
         return len(a) == len(b) and all(_agree(x, y) for x, y in zip(a, b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -191,9 +199,9 @@ def _reductions_known(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     for node in ir.communicating(graph):
         c = ir.collective(node)
         if c is not None and c.reduce_op is not None and c.reduce_op not in ir.REDUCE_OPS:
-            yield node, f"reduces by {c.reduce_op!r}, which is none of {', '.join(sorted(ir.REDUCE_OPS))}"
+            yield node, f"reduces by {c.reduce_op!r}, which is not one of {', '.join(sorted(ir.REDUCE_OPS))}"
         if ir.STARTS.get(node.target) in _C10D_REDUCTIONS and node.args[1] not in _C10D_REDUCE_OPS:
-            yield node, f"reduces by {node.args[1]!r}, which is none of {', '.join(sorted(_C10D_REDUCE_OPS))}"
+            yield node, f"reduces by {node.args[1]!r}, which is not one of {', '.join(sorted(_C10D_REDUCE_OPS))}"
 
 
 def _waits(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
@@ -201,7 +209,7 @@ def _waits(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
     for node in place:
         if node.target not in ir.STARTS:
             continue
-        # A coalesced start gives a list; what is waited for is each of its items.
+        # A coalesced start returns a list, and each of its items is waited for.
         results = list(node.users) if isinstance(ir.value(node), (tuple, list)) else [node]
         for result in results:
             yield from _waits_of(result, place)
@@ -210,12 +218,12 @@ def _waits(graph: fx.Graph, seen: Seen) -> Iterator[Problem]:
 def _waits_of(start: fx.Node, place: dict[fx.Node, int]) -> Iterator[Problem]:
     waits = [user for user in start.users if user.target in (ir.WAIT, ir.WAIT_FOR_ALL)]
     if len(waits) != 1:
-        yield start, f"is started once and waited for {len(waits)} times; it must be exactly once"
+        yield start, f"is waited for {len(waits)} times; each start must have exactly one wait"
     for user in start.users:
         if user.op == "output":
-            yield start, "leaves through the output before it was waited for"
+            yield start, "is returned before it is waited for"
         elif waits and place[user] < place[waits[0]]:
-            yield user, f"uses %{start.name} before %{waits[0].name} has waited for it"
+            yield user, f"uses %{start.name} before %{waits[0].name} waits for it"
 
 
 Check = Callable[[fx.Graph, Seen], Iterator[Problem]]
@@ -229,6 +237,6 @@ CHECKS: tuple[Check, ...] = (
     _values_right,
     _waits,
 )
-"""What holds of every valid graph. Each gives the nodes of which it does not, and what is wrong with them."""
+"""The conditions that every valid graph fulfils. Each check yields the offending nodes and what is wrong with them."""
 
 __all__ = ["CHECKS", "verify"]

@@ -1,1 +1,1 @@
-"""What is saved, and when collectives start and are waited for."""
+"""What is saved for the backward, which collectives travel together, and when they start and are waited for."""

@@ -1,4 +1,4 @@
-"""Bucketing: small collectives of one kind that none of the others waits for travel together."""
+"""Bucketing: small collectives of one kind, none of which depends on another, are sent together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,20 +12,22 @@ from dtensor.mesh.provenance import TRACED
 
 from ..graph import groups, ir
 from ..graph.count import CollectiveInfo, describe
-from ..graph.order import Before, dependencies, floating, sort
+from ..graph.node_order import Before, dependencies, floating, sort
 
-aten = ir.aten
+aten: Any = ir.aten
 
 ROOM = 10
-"""A bucket is full when its bytes take this many times as long as what is saved by not starting another."""
+"""A bucket is full when its bytes take this many times as long as the start of a collective."""
 
 PATIENCE = 4
-"""A bucket waits for what is ready later only while its bytes take no longer than this many times what that saves: what
-it waits with may be what is still on its way when nothing is left to compute."""
+"""A bucket waits for a collective that is ready later only while the bytes it already holds take no longer than this
+many times the start of a collective. They may otherwise be the data that is still in flight when nothing is left to
+compute."""
 
 
 class Bucket:
-    """Started collectives over one group, of one dtype and reduction, become one on all their elements.
+    """Merges started collectives over one group, of one dtype and one reduction, to one collective on all their
+    elements.
 
     Before:
 
@@ -45,16 +47,20 @@ class Bucket:
         %getitem: f32[8] = getitem(%split_with_sizes, 0)
         %getitem_1: f32[4] = getitem(%split_with_sizes, 1)
 
-    Only what `lower` made takes part; what others started and `raise` left stays as it is. A collective goes into a
-    bucket if copying it in and out takes less than starting it, and if the bucket still has
-    room: what is large already uses the link well, and waits for nothing better on its own (`ROOM`). Its work must not
-    be needed before all of the bucket can start: overlap is not given up for fewer starts. Nor does much wait for what
-    is ready later, even if nobody needs it sooner, as with gradients (`PATIENCE`). The rank's place in the
-    buffer is found when the graph runs; sizes are those of the rank that sends most, so that all ranks decide alike.
-    Symbolic sizes are left alone, and so is memory that is written to; what leaves the graph is copied out of the
-    buffer. Parts of a batch that was split do not travel together, or there was no use in splitting it.
+    Only collectives that `lower` made take part; those that others started and `raise` left stay as they are. A
+    collective joins a bucket if copying it in and out takes less time than starting it, and if the bucket has room
+    left: a large collective already uses the link well and gains nothing by waiting for others (`ROOM`). No result in
+    the bucket may be needed before all of the bucket can start, because overlap is not given up for fewer starts. Large
+    buckets do not wait for collectives that are ready later, even if no result is needed sooner, as with gradients
+    (`PATIENCE`).
 
-    Reductions of a bucket may be added up in another order, for a ring cuts the buffer elsewhere.
+    Each rank finds its place in the buffer when the graph runs. Decisions use the sizes on the rank that sends most, so
+    that all ranks decide the same. Collectives with symbolic sizes are left alone, and so is memory that is written to.
+    Results that leave the graph are copied out of the buffer. Collectives of different microbatches are not merged,
+    since that would defeat the purpose of splitting the batch.
+
+    A ring splits the buffer at other places than it would split each tensor, so reductions may add in another order,
+    hence `reassociates`.
     """
 
     name = "bucket"
@@ -76,12 +82,23 @@ class Bucket:
 
 @dataclass(frozen=True)
 class _Start:
-    """A start that may share: calls `op`; `size` as in `cost.wire_bytes`, `fixed` seconds whatever the size."""
+    """A start that may share a buffer.
+
+    Attributes:
+        node: the start.
+        wait: its wait.
+        op: name of the collective that `node` calls.
+        key: starts with equal keys may share a buffer.
+        size: bytes as in `cost.wire_bytes`.
+        fixed: seconds that it takes whatever the size.
+        per_byte: seconds per byte of `size`.
+        copy: seconds to copy it into a buffer and out again.
+    """
 
     node: fx.Node
     wait: fx.Node
     op: str
-    key: tuple
+    key: tuple[Any, ...]
     size: int
     fixed: float
     per_byte: float
@@ -89,7 +106,7 @@ class _Start:
 
     @property
     def x(self) -> fx.Node:
-        """What is sent; asked of the node, for it may be what another bucket brings."""
+        """The tensor that is sent. It is read from the node since another bucket may have replaced it."""
         return self.node.all_input_nodes[0]
 
 
@@ -119,19 +136,20 @@ def _sent(s: _Start) -> int:
 
 
 def _is_written(node: fx.Node, x: fx.Node) -> bool:
-    """Whether what is sent is written to later, on this rank or on another one."""
+    """Whether the sent tensor is written to later, on this rank or on another."""
     return node.meta.get(ir.WRITTEN, False) or ir.is_written(x)
 
 
 def _is_even(node: fx.Node) -> bool:
-    """Whether an exchange sends one row to each rank."""
+    """Whether an all_to_all sends one row to each rank; True for other collectives."""
     return MEMBERS[node.target] != "all_to_all" or {*node.args[1], *node.args[2]} == {1}  # pyright: ignore
 
 
 class _Windows:
-    """Between which computations each node may stand, as the others stand; and which starts wait for which."""
+    """The computations between which each node may stand while the other nodes stay; and the starts each start waits
+    for."""
 
-    def __init__(self, graph: fx.Graph, before: Before):
+    def __init__(self, graph: fx.Graph, before: Before) -> None:
         self.place = {node: k for k, node in enumerate(graph.nodes)}
         self.users: Before = {}
         self.floats = floats = floating(self.place)
@@ -149,7 +167,8 @@ class _Windows:
             self.last[node] = latest if node in floats else k
 
     def delay(self, bucket: list[_Start]) -> None:
-        """Know that all of a bucket starts when the last of it can, and what sends its results on after that."""
+        """Record that all of a bucket starts when the last of it can, and that what depends on its results starts later
+        too."""
         late = max([self.first[s.node] for s in bucket])
         todo = [s.node for s in bucket]
         while todo:
@@ -159,11 +178,11 @@ class _Windows:
                 todo += self.users.get(node, ())
 
     def bits(self, bucket: list[_Start]) -> int:
-        """The starts of a bucket as a set of bits."""
+        """The starts of a bucket as a bit set."""
         return sum([1 << self.place[s.node] for s in bucket])
 
     def is_circle(self, bucket: list[_Start], others: list[list[_Start]]) -> bool:
-        """Whether `bucket` would have to wait for itself, by way of `others` if need be."""
+        """Whether `bucket` would have to wait for itself, possibly through `others`."""
         found = 0
         for s in bucket:
             found |= self.above[s.node]
@@ -182,12 +201,12 @@ class _Windows:
 
 
 def _packed(starts: list[_Start], windows: _Windows) -> list[list[_Start]]:
-    """The starts that share a buffer, those of two or more; by order of first use, or of being ready.
+    """Return the groups of two or more starts that share a buffer, in order of first use, then of readiness.
 
-    One kind after the other, in the order of the graph: what sends results on is ready when the bucket is that brings
-    these.
+    Kinds are packed one after the other, in the order of the graph. A collective that sends on the results of a bucket
+    is ready when that bucket is.
     """
-    by_kind: dict[tuple, list[_Start]] = {}
+    by_kind: dict[tuple[Any, ...], list[_Start]] = {}
     for s in starts:
         if s.copy < s.fixed:
             by_kind.setdefault(s.key, []).append(s)
@@ -207,7 +226,7 @@ def _packed(starts: list[_Start], windows: _Windows) -> list[list[_Start]]:
 
 
 def _fits(bucket: list[_Start], windows: _Windows) -> bool:
-    """Whether the last of `bucket` has room there, and work can go on between its start and its wait as before."""
+    """Whether the last of `bucket` has room in it, and work can still run between its start and its wait."""
     *others, s = bucket
     waiting, ready = sum([x.size for x in others]), max([windows.first[x.node] for x in others])
     if (waiting + s.size) * s.per_byte > ROOM * s.fixed:
@@ -218,7 +237,7 @@ def _fits(bucket: list[_Start], windows: _Windows) -> bool:
 
 
 def _write(bucket: list[_Start], places: dict[fx.Node, int]) -> None:
-    """Put one start and wait in the place of those of `bucket`; `places` are `ir.gradients`."""
+    """Replace the starts and waits of `bucket` by one of each; `places` comes from `ir.gradients`."""
     here, first = max([s.node for s in bucket]), bucket[0].node
     join, part = LAYOUTS[bucket[0].op]
     n = group_size(str(first.args[-1]))
@@ -251,13 +270,13 @@ def _record(bucket: list[_Start]) -> CollectiveInfo:
 
 
 def _flat(here: fx.Node, xs: list[fx.Node], n: int, like: fx.Node) -> fx.Node:
-    """The elements of `xs`, one after the other."""
+    """The elements of `xs`, concatenated."""
     rows = [ir.insert(here, aten.view.default, (x, [ir.value(x).numel()]), like=x) for x in xs]
     return ir.insert(here, aten.cat.default, (rows,), like=like)
 
 
 def _rows(here: fx.Node, xs: list[fx.Node], n: int, like: fx.Node) -> fx.Node:
-    """One row for each rank: its elements of each of `xs`, one after the other."""
+    """One row for each rank: its elements of each of `xs`, concatenated."""
     rows = [ir.insert(here, aten.view.default, (x, [n, ir.value(x).numel() // n]), like=x) for x in xs]
     return ir.insert(here, aten.cat.default, (rows, 1), like=like)
 
@@ -278,7 +297,7 @@ LAYOUTS: dict[str, tuple[Callable[..., fx.Node], Callable[..., fx.Node]]] = {
     "all_to_all": (_rows, _pieces),
     "all_reduce": (_flat, _pieces),
 }
-"""Collective -> how operands are put into a buffer, and results are cut out of one."""
+"""Collective -> the functions that put operands into a buffer and take results out of it."""
 
 MEMBERS: dict[Any, str] = {
     ir.c10d.all_gather_into_tensor.default: "all_gather",
@@ -288,6 +307,6 @@ MEMBERS: dict[Any, str] = {
     ir.ops.all_gather_start.default: "all_gather",
     ir.ops.all_to_all_start.default: "all_to_all",
 }
-"""The starts that can share a buffer."""
+"""The starts that can share a buffer -> the collective."""
 
 __all__ = ["LAYOUTS", "MEMBERS", "ROOM", "Bucket"]

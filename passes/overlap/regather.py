@@ -1,6 +1,7 @@
-"""Regathering: what was gathered in the forward is gathered again in the backward, where holding it costs more."""
+"""Regathering: the backward gathers a tensor again instead of saving it, where saving it costs more."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -10,14 +11,14 @@ from dtensor.comm.collectives import KEPT
 
 from ..graph import groups, ir, sizes
 
-aten = ir.aten
+aten: Any = ir.aten
 
 HELD = 2
-"""Gathered parameters that `schedule` holds at once: one in use, and one that is gathered ahead."""
+"""The number of gathered parameters that `schedule` holds at once: one in use and one prefetched."""
 
 
 class Regather:
-    """Gathers of a joint graph, with the views and casts that follow, are marked to be computed again.
+    """Marks all-gathers of a joint graph, with the views and casts that follow them, to be recomputed in the backward.
 
     Before:
 
@@ -29,25 +30,34 @@ class Regather:
 
         the same, with meta["recompute"] on %all_gather: the partitioner saves %parameter, which is held anyway
 
-    Without a `budget` this is done to parameters' gathers alone: what is saved of them is the whole model, unsharded.
-    The last ones of the forward are saved if the backward reads them first, as many as `schedule` holds at once: it
-    would begin by gathering what the forward has just let go, and hold as much.
-    What else is gathered is saved, for the shard would be saved instead and the time paid again. With a budget of so
-    many bytes gathers of both kinds are saved, those first that take longest per byte, until it is used up; the others
-    are marked. Bytes of a symbolic size are those of its example.
+    The pass changes only marks, so the values stay the same. It marks only gathers in the forward that the backward
+    reads.
 
-    What activation checkpointing decides stays decided: nodes inside its regions are left alone, and so are gathers
-    that the program annotates as kept (`dtensor.comm.collectives.KEPT`). But what leaves a region is saved if the
-    backward of what comes after reads it, as in eager mode: for it alone the partitioner would do the region's last
-    collectives again. A gather that the backward does not read is not marked. Bytes are those of the rank that holds
-    most, so that all ranks decide alike.
+    Without a `budget` it marks the gathers of parameters only: saving them would save the full unsharded model. The
+    last gathers of the forward are saved nevertheless if the backward reads them first, as many as `schedule` holds at
+    once: otherwise the backward would begin by gathering what the forward has just released, and hold as many bytes.
+    Other gathered tensors are saved, because their shards would have to be saved instead and the time spent again.
+
+    With a budget in bytes, gathers of both kinds are saved until it is used up, those with the most time per byte
+    first, and the others are marked. A symbolic size counts with its example value. Bytes are those of the rank that
+    holds most, so that all ranks decide the same.
+
+    Decisions of activation checkpointing are respected: nodes inside its regions are left alone, and so are gathers
+    that the program annotates as kept (`dtensor.comm.collectives.KEPT`). But a result of a region that communicates is
+    saved if the forward outside of any region reads it, as in eager mode: the partitioner would otherwise repeat the
+    region's last collectives for it alone.
+
+    Args:
+        budget: bytes of gathered tensors that may be saved; None saves all but gathers of parameters.
+        held: without a budget, the most gathers of parameters at the end of the forward that are saved.
     """
 
     name = "regather"
     exactness = "bitwise"
 
-    def __init__(self, budget: int | None = None, held: int = HELD):
-        self.budget, self.held = budget, held
+    def __init__(self, budget: int | None = None, held: int = HELD) -> None:
+        self.budget: Any = budget
+        self.held: Any = held
 
     def __call__(self, graph: fx.Graph) -> int:
         found = [node for node in ir.calls(graph, "all_gather") if _is_open(node)]
@@ -66,7 +76,7 @@ class Regather:
 
 
 def _leaving(graph: fx.Graph) -> list[fx.Node]:
-    """What regions of activation checkpointing that communicate hand to a forward that is in none."""
+    """The results of communicating regions of activation checkpointing that the forward outside of any region reads."""
     sent = {node.meta.get("ac_graph_id") for node in ir.calls(graph)}
     return [
         node
@@ -84,14 +94,16 @@ def _is_outside(node: fx.Node) -> bool:
 
 
 def _is_open(node: fx.Node) -> bool:
-    """Whether it is ours to say if the gather is saved: the forward computes it, the backward reads it."""
+    """Whether this pass decides if the gather is saved: the forward computes it, the backward reads it, and it is not
+    marked."""
     if ir.in_backward(node) or _is_marked(node) or "ac_graph_id" in node.meta or KEPT in node.meta.get("custom", ()):
         return False
     return any(ir.in_backward(user) for member in _chain(node) for user in member.users)
 
 
 def _read_at_once(found: list[fx.Node], most: int, graph: fx.Graph) -> int:
-    """How many of the last gathers of the forward, `most` at most, the backward reads before all others, backwards."""
+    """How many of the forward's last gathers, at most `most`, the backward reads before all others and in reverse
+    order."""
     order = {node: k for k, node in enumerate(graph.nodes)}
     read = {n: min(order[u] for m in _chain(n) for u in m.users if ir.in_backward(u)) for n in found}
     count = 0
@@ -107,7 +119,8 @@ def _is_marked(node: fx.Node) -> bool:
 
 
 def _twins(marked: list[fx.Node], graph: fx.Graph) -> list[fx.Node]:
-    """The same gathers elsewhere in the forward: the partitioner merges equal nodes, and the first keeps its mark."""
+    """Equal gathers elsewhere in the forward. The partitioner merges equal nodes, and the mark of the first one
+    remains."""
     done = {node.args for node in marked}
     return [
         node
@@ -120,7 +133,7 @@ def _twins(marked: list[fx.Node], graph: fx.Graph) -> list[fx.Node]:
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
-    """`node`, and what only shows its elements otherwise, in the forward."""
+    """`node`, and the views, copies and casts of it in the forward."""
     found, todo = {node: None}, [node]
     while todo:
         for user in todo.pop().users:
@@ -131,7 +144,7 @@ def _chain(node: fx.Node) -> list[fx.Node]:
 
 
 CARRIERS = frozenset((aten.clone.default, aten._to_copy.default, torch.ops.prims.convert_element_type.default))
-"""Beside views, the operators that only show a tensor's elements otherwise."""
+"""Operators, apart from views, that keep a tensor's elements as they are, cast or copied."""
 
 
 def _carries(node: fx.Node) -> bool:
@@ -141,7 +154,7 @@ def _carries(node: fx.Node) -> bool:
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """`node`, and what it is made of by views, casts and moves between ranks, back to where something is computed."""
+    """Yield `node` and what it is made of by views, casts and collectives, back to where something is computed."""
     yield node
     while _carries(node) or ir.is_collective(node):
         node = node.all_input_nodes[0]
@@ -154,9 +167,10 @@ def _is_of_parameter(node: fx.Node) -> bool:
 
 
 def _beyond(found: list[fx.Node], budget: int) -> list[fx.Node]:
-    """Those that are not saved if `budget` bytes may be."""
+    """The gathers that are not saved if `budget` bytes may be saved."""
     order = {node: k for k, node in enumerate(found)}
-    again, left = [], budget
+    again: list[fx.Node] = []
+    left = budget
     for node in sorted(found, key=lambda x: (-_seconds(x) / max(_freed(x), 1), order[x])):
         if _freed(node) > left:
             again.append(node)
@@ -166,14 +180,14 @@ def _beyond(found: list[fx.Node], budget: int) -> list[fx.Node]:
 
 
 def _freed(node: fx.Node) -> int:
-    """Bytes that need not be held if `node` is gathered again, from its shard."""
+    """Bytes that need not be held if `node` is gathered again from its shard."""
     shard = 0 if _is_of_parameter(node) else sizes.nbytes(node.all_input_nodes[0])
     return max(sizes.nbytes(node) - shard, 0)
 
 
 def _seconds(node: fx.Node) -> float:
     c = ir.collective(node)
-    assert c is not None, f"{node.format_node()} is no collective"
+    assert c is not None, f"{node.format_node()} is not a collective"
     return groups.seconds("all_gather", sizes.nbytes(node), c.group)
 
 

@@ -1,4 +1,4 @@
-"""Scheduling: collectives start early and are waited for late, within a bound on what is in flight."""
+"""Scheduling: collectives start early and are waited for late, within a bound on the bytes in flight."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ import torch
 from torch import fx
 
 from dtensor.mesh.groups import group_size
-from dtensor.torch_private.sizes import hint
+from dtensor.torch_private.symbolic_sizes import hint
 
 from ..graph import ir
-from ..graph.order import Before, dependencies, floating, rearrange
+from ..graph.node_order import Before, dependencies, floating, rearrange
 
 
 class Schedule:
-    """The nodes of a lowered graph get the order in which communication and computation overlap most.
+    """Reorders the nodes of a lowered graph so that communication and computation overlap as much as possible.
 
     Before:
 
@@ -34,32 +34,42 @@ class Schedule:
         %relu: f32[4,8] = aten.relu(%wait_tensor)
         return (%mm, %relu)
 
-    What a collective is made of is computed first, in the order in which the graph starts collectives, which stays;
-    then it starts; then comes what stood before its result is needed and is not part of that. Waits stand where
-    something computes with what arrives.
+    The new order respects data dependencies and effects, so the values stay the same.
 
-    Before a wait comes also another collective that needs nothing which is still to come: of a second chain of
-    collectives that depends on nothing in the first (the other half of a batch, the other of two parallel layers),
-    so that the one computes while the other communicates. What such a collective is made of may itself be waited for,
-    if that started earlier than what is waited for here. So chains take turns, two at a time where one stands behind
-    the other in the graph.
+    The operands of collectives are computed first, in the order in which the graph starts the collectives. This order
+    is kept. Each collective then starts, and the computations follow that stood before the first use of its result and
+    are not needed for other collectives. A wait stands directly before the first computation with the received data.
 
-    What needs nothing but inputs (the gather of a parameter) could start at once, and would hold memory: it starts one
-    ahead, when the one that is needed before it is waited for, in the order of need; more than one where they are
-    small. A reduction whose result no other needs (a gradient's) is waited for when too much is in flight; if another
-    collective sends its result on (the sum over replicas of what was scattered), that starts then. `ahead` bounds, for
-    each of these kinds, the bytes of buffers started and not waited for; one is always allowed. By default it is the
-    largest buffer in the graph, that of a batch in parts counted as one. An all_reduce of what was computed counts
-    nothing: its result takes the place of what it adds up, so that to wait for it frees no memory.
+    Before a wait, another collective may start if everything it needs was sent earlier than the collective that is
+    waited for. It belongs to a second chain of collectives that does not depend on the first (another microbatch, or
+    the other of two parallel layers), so that one chain computes while the other communicates. Its operand may itself
+    need a wait, for a collective that started earlier than the one waited for here. So chains take turns, two at a time
+    where one follows the other in the graph.
 
-    Where starts stand among each other follows from the graph and from the sizes of their buffers, of which where
-    shards are not even the largest rank's counts: they are the same on all ranks.
+    A collective that needs only inputs, such as the gather of a parameter, could start immediately but would then hold
+    memory. It is prefetched one ahead, in the order of need: it starts when the one needed before it is waited for.
+    Several may be in flight if they are small.
+
+    A reduction whose result no other collective needs, such as that of a gradient, is waited for when too many bytes
+    are in flight. If another collective sends its result on (the sum over replicas of a reduce-scattered gradient),
+    that one starts then.
+
+    `ahead` bounds the bytes of the buffers in flight, started and not yet waited for, separately for each of these
+    kinds. One buffer is always allowed. The default is the size of the largest buffer in the graph, with the buffers of
+    all microbatches counted as one. An all_reduce of a computed tensor counts nothing: its result replaces its operand,
+    so that waiting for it frees no memory.
+
+    The order of the starts follows from the graph and from the sizes of their buffers. Where shards are uneven, the
+    sizes on the rank with the largest shard count. So the order is the same on all ranks.
+
+    Args:
+        ahead: bound on the bytes of the buffers in flight; None for the default.
     """
 
     name = "schedule"
     exactness = "bitwise"
 
-    def __init__(self, ahead: int | None = None):
+    def __init__(self, ahead: int | None = None) -> None:
         self.ahead = ahead
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -82,7 +92,7 @@ class Schedule:
 
 
 ROUNDS = 8
-"""Most orders that are tried until one stays as it is; after the second few change."""
+"""The largest number of orders tried until one no longer changes; after the second round few change."""
 
 
 def _ordered(facts: "_Facts", ahead: int) -> list[fx.Node]:
@@ -92,13 +102,13 @@ def _ordered(facts: "_Facts", ahead: int) -> list[fx.Node]:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether `node` starts one tensor that is waited for once."""
+    """Whether `node` starts one tensor, which is waited for once."""
     wait = ir.only_user(node) if node.target in ir.STARTS and isinstance(node.args[0], fx.Node) else None
     return wait is not None and wait.target is ir.WAIT
 
 
 def _in_flight(start: fx.Node) -> int:
-    """Bytes that are held between a start and its wait, on the rank that holds most."""
+    """Bytes held between a start and its wait, on the rank that holds most."""
     sent = start.meta.get(ir.SENT)
     if sent is None:
         return _bytes(ir.value(start)) + _bytes(ir.value(start.all_input_nodes[0]))
@@ -111,19 +121,22 @@ def _bytes(val: torch.Tensor) -> int:
 
 
 class _Facts:
-    """What is true of the nodes of a graph in an order: `before` says what each needs, `floats` which of them float.
+    """Facts about the nodes of a graph in a given order. `before` lists what each needs, `floats` which of them float.
 
     Attributes:
-        place: where each node stands.
-        needed: where the first computation stands that needs it.
-        computed: whether it needs anything but inputs and what carries their elements.
-        next: waits for what was computed -> the starts that send it on, with nothing computed in between.
-        behind: the waits for what was computed that each node needs, but hardly any that another of them needs.
-        then: starts of what other starts are computed from -> these.
+        nodes: the nodes in the given order.
+        before: the direct dependencies of each node.
+        place: the position of each node.
+        needed: the position of the first computation that needs the node.
+        computed: whether the node depends on more than inputs and operators that only move their elements.
+        next: waits for a computed tensor -> the starts that send it on, with no computation in between.
+        behind: the waits for computed tensors that each node needs, leaving out most of those that another of them
+            needs.
+        then: starts -> the starts whose operands are computed from their results.
         anchors: the computations.
     """
 
-    def __init__(self, nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]):
+    def __init__(self, nodes: list[fx.Node], before: Before, floats: frozenset[fx.Node]) -> None:
         self.nodes, self.before = nodes, before
         self.place = {node: k for k, node in enumerate(nodes)}
         self.needed = _first_need(nodes, before, floats, self.place)
@@ -135,13 +148,13 @@ class _Facts:
 
 
 class _Walk:
-    """One walk over a graph that puts its nodes down in a new order.
+    """One pass over a graph that places its nodes in a new order.
 
-    `prefetched` are the starts of what needs only inputs, in the order in which it is needed; a walk without them finds
-    that order, and leaves it in `demanded`.
+    `prefetched` are the starts that need only inputs, in the order in which they are needed. A walk without them finds
+    that order and leaves it in `demanded`.
     """
 
-    def __init__(self, facts: _Facts, ahead: int, prefetched: Sequence[fx.Node] = ()):
+    def __init__(self, facts: _Facts, ahead: int, prefetched: Sequence[fx.Node] = ()) -> None:
         self.nodes, self.before, self.ahead = facts.nodes, facts.before, ahead
         self.place, self.needed, self.computed = facts.place, facts.needed, facts.computed
         self.next, self.anchors, self.behind, self.then = facts.next, facts.anchors, facts.behind, facts.then
@@ -155,7 +168,7 @@ class _Walk:
         self.flying: dict[str, dict[fx.Node, int]] = {}
 
     def run(self) -> list[fx.Node]:
-        """The new order."""
+        """Return the new order."""
         for node in self.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.put(node)
@@ -170,13 +183,13 @@ class _Walk:
         return list(self.order)
 
     def need(self, node: fx.Node) -> None:
-        """Put `node` down, after all that it needs, in the order that was."""
+        """Place `node` after everything it needs, in the old order."""
         for x in self.missing(node):
             if x not in self.order:
                 self.put(x)
 
     def missing(self, node: fx.Node) -> list[fx.Node]:
-        """`node` and what it needs, as far as that is not there yet, in the order that was."""
+        """`node` and what it needs, as far as not placed yet, in the old order."""
         if node in self.order:
             return []
         todo, found = [node], {node}
@@ -188,7 +201,7 @@ class _Walk:
         return sorted(found, key=self.place.__getitem__)
 
     def put(self, node: fx.Node) -> None:
-        """Put `node` down, whose needs are there; around starts and waits also what goes with them."""
+        """Place `node`, whose needs are placed; around starts and waits also place what goes with them."""
         if node.target is ir.WAIT and _is_plain(node.all_input_nodes[0]):
             self.arrive(node, node.all_input_nodes[0])
         elif _is_plain(node) and self.computed[node] and node not in self.then:
@@ -204,7 +217,7 @@ class _Walk:
                     self.need(start)
 
     def arrive(self, wait: fx.Node, start: fx.Node) -> None:
-        """Before a wait: what can be computed without it, and the start of what is needed next."""
+        """Place before a wait what can be computed without it, and the start of what is needed next."""
         if wait in self.ongoing:
             return
         self.ongoing.add(wait)
@@ -218,7 +231,7 @@ class _Walk:
             self.prefetch()
 
     def overtake(self, start: fx.Node) -> None:
-        """Before the wait for `start`, the first start that needs nothing which is sent after it, if there is room."""
+        """Place before the wait for `start` the first start that needs nothing sent after it, if there is room."""
         for other in sorted(self.ready, key=self.place.__getitem__):
             if other in self.wanted or not self.comes_before(other, start):
                 continue
@@ -232,12 +245,12 @@ class _Walk:
             return
 
     def comes_before(self, node: fx.Node, start: fx.Node) -> bool:
-        """Whether all that was computed, sent, and is needed by `node` was sent before `start`."""
+        """Whether everything computed and sent that `node` needs was sent before `start`."""
         waits = [wait for wait in self.behind[node] if wait not in self.order]
         return all(self.order.get(wait.all_input_nodes[0], len(self.order)) < self.order[start] for wait in waits)
 
     def fill(self, end: int, start: fx.Node) -> None:
-        """Put down the computations that stood before `end`, without those that need what is sent after `start`."""
+        """Place the computations that stood before `end`, except those that need what is sent after `start`."""
         while self.filled < len(self.anchors) and self.place[self.anchors[self.filled]] < end:
             self.passed.append(self.anchors[self.filled])
             self.filled += 1
@@ -249,20 +262,20 @@ class _Walk:
                 self.need(node)
 
     def prefetch(self) -> None:
-        """Start what is needed next, as far as there is room; one in any case."""
+        """Start the collectives needed next, as far as there is room, and at least one."""
         while self.left:
             start = self.left[0]
             flying = self.like(start)
             missing = self.missing(start)
             full = flying and sum(flying.values()) + _in_flight(start) > self.ahead
-            # What is gathered in two steps cannot start its second before the first is waited for.
+            # A gather in two steps cannot start its second step before the first is waited for.
             if missing and (full or any(x.target is ir.WAIT for x in missing)):
                 return
             self.left.popleft()
             self.need(start)
 
     def make_room(self, start: fx.Node) -> None:
-        """Wait for what was started first, until there is room for `start`."""
+        """Wait for the oldest starts until there is room for `start`."""
         flying = self.like(start)
         while flying and self.held(start) and sum(flying.values()) + self.held(start) > self.ahead:
             oldest = next(iter(flying))
@@ -271,12 +284,12 @@ class _Walk:
             flying.pop(oldest, None)
 
     def held(self, start: fx.Node) -> int:
-        """Bytes in flight that an earlier wait would give free, or a later start not take yet."""
+        """Bytes in flight that an earlier wait would free, or that a later start would not take up yet."""
         in_place = self.computed[start] and ir.STARTS[start.target] == "all_reduce"
         return 0 if in_place else _in_flight(start)
 
     def like(self, start: fx.Node) -> dict[fx.Node, int]:
-        """The bytes in flight of each start of the same kind."""
+        """The bytes in flight for each start of the same kind."""
         if not self.computed[start]:
             return self.flying.setdefault("of inputs", {})
         kind = "sent on" if start in self.later else "chained" if start in self.then else "last"

@@ -1,4 +1,4 @@
-"""Splitting the batch: its parts are computed one by one, so that one computes while another travels."""
+"""Splitting the batch: its microbatches are computed one by one, so that one computes while another communicates."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from dtensor.layout.layout import Layout
-from dtensor.mesh.spec import Spec
+from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules import Call, Candidate, Output, Rule, candidates, rule_of, unless_empty
 from dtensor.rules.call import replaced
 from dtensor.rules.families.pointwise import pointwise
@@ -17,16 +17,16 @@ from dtensor.torch_private.core import OpOverload
 
 from ..graph import ir, sizes
 
-aten = ir.aten
+aten: Any = ir.aten
 
 FEWEST = 2
-"""Collectives that have to be split for it to be worth it: of one alone, nothing computes while the other travels."""
+"""The least number of collectives worth splitting: with a single one, nothing computes while it communicates."""
 
 VIEWS = frozenset((aten.view.default, aten._unsafe_view.default))
 
 
 class SplitBatch:
-    """A batch is cut into parts, as over a mesh axis all of whose ranks are this one.
+    """Splits a batch into microbatches, as if it were sharded over a mesh axis whose ranks are all this one.
 
     Before:
 
@@ -52,28 +52,40 @@ class SplitBatch:
         %all_reduce_3: f32[4,4] = dtensor.all_reduce(%mm_3, 'sum', tp)
         %cat: f32[8,4] = aten.cat([%all_reduce_2, %all_reduce_3])
 
-    `schedule` has the parts take turns: one computes while the other communicates. As many bytes are sent, in more
-    collectives.
+    `schedule` then lets the microbatches take turns: one computes while the other communicates. The graph sends as many
+    bytes as before, in more collectives.
 
-    The batch is the first dimension of the first input that is no parameter (`ir.PARAMETER` marks those), and of the
-    other inputs and tangents of that length. From there on the operators' sharding rules say what becomes of it: an
-    operator runs on parts where its rule lets it with no more than views of other operands; where it sums over the
-    batch, as for a gradient of a parameter, parts are added up, if that is no more than what it reads; everything else,
-    random draws included, runs once, on parts put together. Collectives along other dimensions run on parts. Where
-    fewer than `FEWEST` do, where parts or shards would not be even, and where sizes are symbolic, nothing is done.
+    The batch is the first dim of the first input that is not a parameter (`ir.PARAMETER` marks these), and of the other
+    inputs and tangents whose first dim has that length. From there on the operators' sharding rules decide:
 
-    Gradients are added up in another order. All ranks of a group have to have batches that divide alike.
+    - An operator runs on microbatches if its rule allows it and its other operands need at most be sliced.
+    - Where it sums over the batch, as for the gradient of a parameter, the microbatches' results are added up, provided
+      that they are not larger than what the operator reads.
+    - A collective along other dims runs on microbatches.
+    - Everything else, random draws included, runs once, on the concatenated microbatches.
+
+    Nothing is done if fewer than `FEWEST` collectives would run on microbatches, if microbatches or shards would not be
+    even, or if sizes are symbolic.
+
+    Gradients are added up in another order, hence `reassociates`. All ranks of a group must have batches that divide in
+    the same way.
 
     After Domino (Wang et al., "Domino: Eliminating Communication in LLM Training via Generic Tensor Slicing and
-    Overlapping", 2024), there written by hand for one model.
+    Overlapping", 2024), which does this by hand for one model.
+
+    Args:
+        parts: number of microbatches, at least 1.
+
+    Raises:
+        ValueError: `parts` is not such a number.
     """
 
     name = "split_batch"
     exactness = "reassociates"
 
-    def __init__(self, parts: int = 2):
+    def __init__(self, parts: int = 2) -> None:
         if not isinstance(parts, int) or parts < 1:
-            raise ValueError(f"parts is how many a batch is cut into, at least 1; got {parts!r}")
+            raise ValueError(f"parts is the number of microbatches, at least 1; got {parts!r}")
         self.parts = parts
 
     def __call__(self, graph: fx.Graph) -> int:
@@ -86,12 +98,13 @@ class SplitBatch:
 
 
 Cut = int | str | None
-"""What parts are of a tensor: slices of this dim, terms of a "sum", or each of them all of it (None)."""
+"""What the microbatches of a tensor are: slices along this dim, terms of a "sum", or each the full tensor (None)."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a node runs on parts: the call, and what parts are of the tensors it takes and gives, in their order."""
+    """How a node runs on microbatches: the call, and what the microbatches of its input and output tensors are, in
+    order."""
 
     args: Any
     kwargs: Any
@@ -101,7 +114,7 @@ class Split:
 
 
 def _splits(graph: fx.Graph, parts: int) -> dict[fx.Node, Split]:
-    """The nodes that run on parts, and how."""
+    """The nodes that run on microbatches, and how."""
     given = _batch(graph, parts)
     if not given or not _is_static(graph):
         return {}
@@ -118,13 +131,14 @@ def _splits(graph: fx.Graph, parts: int) -> dict[fx.Node, Split]:
 
 
 def _on_parts(node: fx.Node, outputs: dict[fx.Node, tuple[Cut, ...]]) -> bool:
-    """Whether what reads `node` may read parts. A sum is whole, added up; of several outputs one is got first."""
+    """Whether users of `node` may read microbatches. A sum is read as the full sum; of several outputs one is selected
+    first."""
     many = isinstance(ir.value(node), (tuple, list))
     return node in outputs and (many or isinstance(outputs[node][0], int))
 
 
 def _batch(graph: fx.Graph, parts: int) -> list[fx.Node]:
-    """The inputs that hold the batch; none of them if it cannot be cut evenly."""
+    """The inputs that hold the batch; empty if it cannot be split evenly."""
     inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(ir.value(n), torch.Tensor)]
     given = [n for n in inputs if ir.PARAMETER not in n.meta and ir.value(n).dim()]
     first = next((n for n in given if not _is_tangent(n)), None)
@@ -149,7 +163,7 @@ def _is_static(graph: fx.Graph) -> bool:
 
 
 def _split(node: fx.Node, outputs: dict[fx.Node, tuple[Cut, ...]], parts: int) -> Split | None:
-    """How `node` runs on parts, if it does, where the nodes before it give `outputs`."""
+    """How `node` runs on microbatches, given the `outputs` of the nodes before it; None if it does not."""
 
     def cut(x: fx.Node) -> int | None:
         found = outputs.get(x, (None,))[0]
@@ -183,14 +197,14 @@ def _split(node: fx.Node, outputs: dict[fx.Node, tuple[Cut, ...]], parts: int) -
 
 
 def _can_be_put_together(node: fx.Node) -> bool:
-    """Whether parts, put together, could be brought to the memory layout that `node` has; views stay as they are."""
+    """Whether concatenated microbatches could be given the memory layout of `node`; views stay as they are."""
     made = ir.value(node)
     tensors = [x for x in (made if isinstance(made, (tuple, list)) else [made]) if isinstance(x, torch.Tensor)]
     return _is_view_of_another(node) or all(ir.memory_order(x) is not None for x in tensors)
 
 
 def _call(node: fx.Node, operands: list[fx.Node]) -> Call:
-    """The call as rules see it; `operands` gets its tensors in the order in which they occur."""
+    """The call as sharding rules see it. Its tensors are appended to `operands`, in order of occurrence."""
     specs: list[Spec] = []
 
     def spec(x: fx.Node) -> Any:
@@ -222,7 +236,7 @@ def _output(made: Any) -> Output | None:
 
 
 def _runs(rule: Rule, c: Candidate, parts: int) -> bool:
-    """Whether the operator itself, and nothing in its place, runs on even parts of the candidate's factor."""
+    """Whether the operator itself, and not a replacement, runs on even parts of the candidate's factor."""
     if c.factor is None or rule.written or rule.sizes[c.factor] % parts or rule.sizes[c.factor] == 0:
         return False
     if rule.local not in (None, unless_empty) and (rule.across is None or c.factor in rule.across):
@@ -232,7 +246,8 @@ def _runs(rule: Rule, c: Candidate, parts: int) -> bool:
 
 
 def _fits(c: Candidate, have: list[int | None], call: Call, parts: int) -> bool:
-    """Whether operands that are cut as `have` says are as the candidate wants them, or whole where it wants parts."""
+    """Whether the operands, split as `have` states, are as the candidate wants them, or full and can be split
+    evenly."""
     for dim, want, spec in zip(have, c.inputs, call.operands, strict=True):
         if isinstance(want, str) or (dim is not None and dim != want):
             return False
@@ -242,9 +257,9 @@ def _fits(c: Candidate, have: list[int | None], call: Call, parts: int) -> bool:
 
 
 class _Rewrite:
-    """Puts the parts of nodes in front of them, and lets them, put together, stand for the nodes."""
+    """Inserts the microbatches of nodes before them, and replaces the nodes by the microbatches put together."""
 
-    def __init__(self, splits: dict[fx.Node, Split], parts: int):
+    def __init__(self, splits: dict[fx.Node, Split], parts: int) -> None:
         self.splits, self.parts = splits, parts
         self.kept = _kept(splits)
         self.made: dict[fx.Node, list[fx.Node]] = {}
@@ -263,10 +278,10 @@ class _Rewrite:
                 node.graph.erase_node(node)
 
     def together(self, node: fx.Node, split: Split) -> fx.Node | None:
-        """The parts of `node` put together, if anything reads that."""
+        """The microbatches of `node` put together; None if nothing reads the full result."""
         made, dim = self.made[node], split.outputs[0]
         if isinstance(ir.value(node), (tuple, list)):
-            return None  # what is got from it is put together
+            return None  # its items are put together
         if dim == "sum":
             total = made[0]
             for x in made[1:]:
@@ -279,14 +294,14 @@ class _Rewrite:
         return ir.insert(node, aten.cat.default, (made, dim), like=node)
 
     def part(self, node: fx.Node, split: Split, k: int) -> fx.Node:
-        """Part `k` of `node`."""
+        """Microbatch `k` of `node`."""
         args, kwargs = self.arguments(node, split, k)
         made = ir.insert(node, node.target, args, kwargs, like=node)
         made.meta[ir.PART] = k
         return made
 
-    def arguments(self, node: fx.Node, split: Split, k: int) -> tuple[tuple, dict]:
-        """What part `k` of `node` is called on."""
+    def arguments(self, node: fx.Node, split: Split, k: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for microbatch `k` of `node`."""
         if node.target is getitem:
             return (self.made[split.args[0]][k], split.args[1]), {}
         dims = iter(split.inputs)
@@ -306,7 +321,7 @@ class _Rewrite:
         return args, kwargs
 
     def cut(self, x: fx.Node, dim: int, k: int, before: fx.Node) -> fx.Node:
-        """Part `k` of `x`: the one that was made, or a view of what is whole."""
+        """Microbatch `k` of `x`: the one that was computed, or else a slice of the full tensor."""
         if x in self.made and self.splits[x].outputs[0] == dim:
             return self.made[x][k]
         x = self.whole.get(x, x)
@@ -319,7 +334,7 @@ class _Rewrite:
 
 
 def _kept(splits: dict[fx.Node, Split]) -> set[fx.Node]:
-    """Views that something reads whole: they stay, as views of something whole."""
+    """Views of which something reads the full result. They stay, as views of a full tensor."""
     found: set[fx.Node] = set()
     for node in reversed(splits):
         maker = node.args[0] if node.target is getitem else node
@@ -333,7 +348,7 @@ def _is_view_of_another(node: Any) -> bool:
 
 
 def _is_view(x: fx.Node, shape: list[int]) -> bool:
-    """Whether a tensor that lies in memory as `x` can be viewed as of `shape`."""
+    """Whether a tensor with the memory layout of `x` can be viewed in `shape`."""
     val = ir.value(x)
     try:
         torch.empty_strided(val.shape, val.stride(), device="meta").view(shape)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from bench.counting import counted, silent
 from bench.ranks import on_ranks
-from dtensor.comm.starts import OVER_GLOO
+from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.torch_private.core import c10d
 
 WAIT = c10d.wait_tensor.default

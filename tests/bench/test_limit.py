@@ -9,7 +9,7 @@ from bench.models import Sizes, named
 from bench.plans import RANKS
 from bench.sides import RATE, batch, made
 from dtensor import init_device_mesh
-from dtensor.comm.starts import FUNCTIONAL
+from dtensor.comm.start_collectives import FUNCTIONAL
 from dtensor.testing import run_threads
 from dtensor.tools.demo_plans import PLANS
 

@@ -45,7 +45,7 @@ def test_a_record_survives_its_line():
 
 @pytest.mark.parametrize("text", ["{", '{"figure": "x"}', json.dumps({"case": "a", "colour": 1})])
 def test_what_is_no_record_is_named(text):
-    with pytest.raises(ValueError, match="line 2 is no record of python -m bench"):
+    with pytest.raises(ValueError, match="line 2 is not a record of python -m bench"):
         record.read([record.line(AT.alone("overlap", 1.0, "of 1")), text])
 
 
@@ -106,7 +106,7 @@ def test_wrong_files_and_cases_are_refused(tmp_path):
     file.write_text("nonsense\n")
     done = CliRunner().invoke(cli.main, ["table", str(file)])
     assert done.exit_code == 1
-    assert "line 1 is no record" in done.output
+    assert "line 1 is not a record" in done.output
     assert CliRunner().invoke(cli.main, ["stepp"]).exit_code == 2
 
 
@@ -119,7 +119,7 @@ def test_a_case_that_fails_is_a_record_and_the_others_run(monkeypatch, tmp_path)
     out = tmp_path / "records.jsonl"
     done = CliRunner().invoke(cli.main, ["step", "gpu", "--tiny", "--quiet", "--out", str(out)])
     assert done.exit_code == 1
-    assert "did not get to their end: step" in done.output
+    assert "cases that failed: step" in done.output
     found = record.read(out.read_text().splitlines())
     assert [(r.case, r.ratio, r.note) for r in found[:2]] == [
         ("step", 0.5, ""),

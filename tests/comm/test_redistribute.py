@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.comm.collectives import fit, start
-from dtensor.comm.pending import Pending
+from dtensor.comm.pending_tensor import Pending
 from dtensor.layout.cost import Network
 from dtensor.layout.layout import Layout
 from dtensor.layout.planner import plan
@@ -278,7 +278,7 @@ def test_redistribute_to_partial_is_refused(rank):
 
 
 def test_layouts_that_do_not_fit_are_refused():
-    with pytest.raises(PlacementError, match=r"layout R is of a 1-dimensional tensor on 1 mesh axes; the plan is for"):
+    with pytest.raises(PlacementError, match=r"layout R is for a 1-dimensional tensor on 1 mesh axes, but the plan"):
         plan(Layout.parse("R", 1), Layout.parse("S(0)", 1), (4, 4), (2,), 4)
     with pytest.raises(ValueError, match=r"prefer is 'time' or 'memory'; got 'speed'"):
         plan(Layout.parse("R", 1), Layout.parse("S(0)", 1), (4,), (2,), 4, "speed")

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dtensor
 from dtensor import Partial, Replicate, Shard, distribute_tensor, explain, init_device_mesh
 from dtensor.dispatch import dispatch
-from dtensor.mesh import spec
+from dtensor.mesh import tensor_spec
 from dtensor.mesh.caches import clear_caches
 from dtensor.testing import CountCollectives, fake_ranks, with_threads
 from dtensor.torch_private.core import _OF_LISTS, without_frame
@@ -227,5 +227,5 @@ def test_what_is_decided_in_a_trace_is_known_in_the_next(mesh, monkeypatch):
     assert first.count(aten.sum.default) == 1
     assert first.count(aten.mm.default) == 2  # of the forward, and of the backward
     assert decided_in_a_step() == []
-    kept = [*spec._interned.values(), *[s for d in dispatch._cache.values() for s in d.outputs if s is not None]]
+    kept = [*tensor_spec._interned.values(), *[s for d in dispatch._cache.values() for s in d.outputs if s is not None]]
     assert all(s.mesh is mesh and s.real is None for s in kept)

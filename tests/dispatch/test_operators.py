@@ -284,3 +284,18 @@ def test_a_plain_scalar_divided_by_parts(rank):
     x = DTensor.from_local(torch.ones(4) * (rank + 1), mesh, [Partial()])
     assert (torch.tensor(6.0) / x).full_tensor().tolist() == [2.0] * 4
     assert (x / torch.tensor(2.0)).placements == (Partial(),)
+
+
+@pytest.mark.parametrize("ord", [2, 1, 3, 0, float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64], ids=str)
+@with_threads(2)
+def test_norms_of_other_dtypes(rank, dtype, ord):
+    """Squares of float16 overflow where torch's norm, which accumulates in float32, does not."""
+    x = torch.tensor([300.0, -400.0, 0.0, 300.0, 350.0]).to(dtype)
+    x = x * (1 - 1j) if dtype.is_complex else x
+    mesh = init_device_mesh("cpu", (2,))
+    for place in (Replicate(), Shard(0), Partial()):
+        found = torch.linalg.vector_norm(distribute_tensor(x, mesh, [place]), ord)
+        expected = torch.linalg.vector_norm(x, ord)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found.full_tensor(), expected)

@@ -22,6 +22,7 @@ from dtensor import (
     distribute_tensor,
     init_device_mesh,
 )
+from dtensor.layout.layout import Layout
 from dtensor.testing import CountCollectives, with_threads
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -328,7 +329,7 @@ def test_redistribute_that_only_changes_the_order_of_axes(fake_mesh):
     """Two axes on one dimension, cut in another order."""
     mesh = fake_mesh(2, 2)
     x = make(mesh, (8,), S0, S0)
-    other = DTensor(torch.rand(2), mesh, dtensor.tensor.Layout.parse("S(0)#1S(0)#0", 1), (8,), (1,))
+    other = DTensor(torch.rand(2), mesh, Layout.parse("S(0)#1S(0)#0", 1), (8,), (1,))
     text = refusal(lambda: x + other)
     assert text.endswith("write other.redistribute(placements=[Shard(0), Shard(0)]) first")
     with dtensor.strict():

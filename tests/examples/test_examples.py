@@ -1,4 +1,4 @@
-"""The examples give the loss curve of one device, and docs/examples.md shows what they add to its script."""
+"""The examples give the loss curve of one device, and docs/guides/examples.md shows what they add to its script."""
 
 import contextlib
 import difflib
@@ -69,7 +69,7 @@ def added(name):
 
 
 def test_the_page_shows_them():
-    page = (ROOT / "docs" / "examples.md").read_text()
+    page = (ROOT / "docs" / "guides" / "examples.md").read_text()
     assert re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) == ["\n".join(code("one_device")) + "\n"]
     shown = re.findall(r"```diff\n(.*?)\n```", page, flags=re.DOTALL)
     assert shown == [added(name) for name in RANKS]

@@ -8,7 +8,7 @@ import warnings
 
 import torch
 
-from dtensor.compile.backends.all_ranks import disagreement
+from dtensor.compile.backends.compare_ranks import disagreement
 from dtensor.testing import RankError, run_threads
 
 from .building import Recipe, build

@@ -180,7 +180,7 @@ def test_what_cannot_be_converted(rank):
     with pytest.raises((MeshError, RuntimeError)):
         convert_module(fully_shard(apart, mesh=whole["rows"]))
     resharded = input_reshard(nn.Linear(4, 4), mesh, 0)
-    with pytest.raises(NotImplementedError, match=r"has torch's input_reshard, which knows only torch's DTensors"):
+    with pytest.raises(NotImplementedError, match=r"has torch's input_reshard, which supports only torch's DTensors"):
         convert_module(resharded)
 
 

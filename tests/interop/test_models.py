@@ -82,7 +82,7 @@ def test_parts_of_a_sum_and_what_is_refused(rank):
     table = theirs.distribute_tensor(X, mesh, [theirs.Shard(0)])
     index = theirs.distribute_tensor(torch.tensor([0, 6]), mesh, [theirs.Replicate()])
     masked = torch.nn.functional.embedding(index, table)
-    with pytest.raises(PlacementError, match=r"is what an operator of torch leaves between two others"):
+    with pytest.raises(PlacementError, match=r"has placements that torch only uses between two of its operators"):
         from_torch(masked)
 
 

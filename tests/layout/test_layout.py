@@ -40,7 +40,7 @@ def test_placements_tell_all_of_a_layout(layout):
 
 
 def test_cuts_that_say_no_order():
-    with pytest.raises(PlacementError, match="in which order axes cut dimension 0; give each of those that do another"):
+    with pytest.raises(PlacementError, match="in which order axes shard dimension 0; give each of these axes"):
         as_placements([Shard(0, cut=0), Shard(0)], 2, 1)
     with pytest.raises(TypeError, match="0 the outermost; got -1"):
         Shard(0, cut=-1)
@@ -117,3 +117,22 @@ def test_torch_placements_are_accepted():
 
     given = [theirs.Shard(-1), theirs.Replicate(), theirs.Partial("avg")]
     assert as_placements(given, 3, 2) == (Shard(1), Replicate(), Partial("avg"))
+
+
+def test_kinds_of_placements():
+    assert Shard(1).is_shard()
+    assert Shard(1).is_shard(1)
+    assert not Shard(1).is_shard(0)
+    assert not Replicate().is_shard()
+    assert Partial().is_partial()
+    assert not Shard(0).is_partial()
+    assert Replicate().is_replicate()
+    assert not Partial().is_replicate()
+
+
+def test_layouts_are_equal_only_to_themselves():
+    """They are interned, so the same text gives the same object."""
+    one = Layout.parse("S(0)R", 2)
+    assert one == Layout.parse("S(0)R", 2)
+    assert one != Layout.parse("RS(0)", 2)
+    assert one != "S(0)R"

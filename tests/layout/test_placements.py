@@ -63,7 +63,7 @@ def test_dims_are_integers(dim):
 
 @pytest.mark.parametrize("cut", [-1, "0", 0.5])
 def test_cuts_count_from_zero(cut):
-    with pytest.raises(TypeError, match="which cut of the dimension"):
+    with pytest.raises(TypeError, match="takes as cut"):
         Shard(0, cut=cut)
     assert Shard(0, cut=0).cut == 0
 
@@ -125,7 +125,7 @@ def test_cuts_of_one_dim_are_each_another_or_none():
     good = [Shard(0, cut=1), Shard(1), Shard(0, cut=0)]
     assert as_placements(good, 3, 2) == tuple(good)
     for bad in ([Shard(0, cut=1), Shard(0, cut=1)], [Shard(0), Shard(0, cut=1)], [Shard(0, cut=0), Shard(-2)]):
-        with pytest.raises(PlacementError, match="in which order axes cut dimension 0"):
+        with pytest.raises(PlacementError, match="in which order axes shard dimension 0"):
             as_placements(bad, 2, 2)
 
 

@@ -9,9 +9,11 @@ from math import ceil, inf, log2, prod
 import pytest
 import sympy
 
+from dtensor.layout import planner, transitions
 from dtensor.layout.cost import INTER, INTRA, Link, Network, seconds, wire_bytes
 from dtensor.layout.layout import Layout
 from dtensor.layout.planner import plan
+from dtensor.layout.transitions import Space
 
 
 def layouts(mesh_ndim, ndim, ops=("sum",)):
@@ -314,6 +316,57 @@ def test_slow_links_carry_less():
         ("all_reduce", (0,)),
         ("all_gather", (1,)),
     ]
+
+
+SEARCHED = {
+    "even": ((16, 16, 16), everything_merged((2, 2, 2)), 211),
+    "uneven": ((13, 9), everything_merged((2, 2)), 1),
+    "other sizes of axes": ((24, 24), everything_merged((2, 3)), 1),
+    "single axes": ((16, 16), Network.of((2, 4)), 1),
+    "unequal links": ((16, 16), everything_merged((2, 2, 2), (INTER, INTRA, Link(alpha=1e-3, bandwidth=1e6))), 17),
+    "other reductions": ((8,), everything_merged((2, 2)), 1),
+    "an axis of one rank": ((8, 8), everything_merged((2, 1, 2)), 5),
+}
+"""Lengths, network, and of how many pairs of layouts one is planned."""
+
+
+LOOKED_AT = {
+    "even": (15707, 176042, 874),
+    "uneven": (5255, 20647, 1398),
+    "other sizes of axes": (4532, 20446, 1346),
+    "single axes": (4868, 18360, 1465),
+    "unequal links": (51241, 425170, 3458),
+    "other reductions": (10600, 36835, 3511),
+    "an axis of one rank": (21794, 101976, 6590),
+}
+"""States opened, steps seen there, steps of the plans."""
+
+
+@pytest.mark.parametrize("case", SEARCHED)
+def test_how_much_a_search_looks_at(case, monkeypatch):
+    """How many states it opens, and how many steps it sees there: what prunes and what bounds the search has no other
+    effect. A change that is meant is written into the table; it should make the numbers smaller."""
+    lengths, network, every = SEARCHED[case]
+    looked = [0, 0]
+    listed = Space.edges
+
+    def counted(self, at):
+        found = listed(self, at)
+        looked[0] += 1
+        looked[1] += len(found)
+        return found
+
+    monkeypatch.setattr(Space, "edges", counted)
+    planner.forget()
+    transitions.forget()
+    every_layout = layouts(
+        len(network.sizes), len(lengths), ("sum", "max", "product") if "reductions" in case else ("sum",)
+    )
+    steps = 0
+    for prefer in ("time", "memory"):
+        for src, dst in list(product(every_layout, repeat=2))[::every]:
+            steps += len(plan(src, dst, lengths, network, 1 << 12, prefer).steps)
+    assert (*looked, steps) == LOOKED_AT[case]
 
 
 def test_plans_are_cached():

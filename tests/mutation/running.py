@@ -59,7 +59,8 @@ class Copies:
     """Private copies of the tree."""
 
     def __init__(self, root: Path, folder: Path, count: int) -> None:
-        self.root, self.folders = root, [folder / f"copy{i}" for i in range(count)]
+        self.folders = [folder / f"copy{i}" for i in range(count)]
+        self.unchanged: dict[Path, str] = {}
         for copy in self.folders:
             shutil.rmtree(copy, ignore_errors=True)
             copy.mkdir(parents=True)
@@ -71,13 +72,14 @@ class Copies:
     def write(self, copy: Path, mutant: Mutant) -> None:
         """Change the file in a copy; what it was compiled to goes, as it may look no older."""
         path = copy / mutant.file
+        self.unchanged[copy] = path.read_text()
         path.write_text(mutant.source)
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
         shutil.rmtree(copy / ".hypothesis", ignore_errors=True)
 
     def restore(self, copy: Path, mutant: Mutant) -> None:
-        shutil.copy(self.root / mutant.file, copy / mutant.file)
+        (copy / mutant.file).write_text(self.unchanged[copy])
 
 
 class Chosen:

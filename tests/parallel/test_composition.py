@@ -147,7 +147,7 @@ def test_meshes_that_do_not_go_together(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = parallelize_module(torch.nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
-    with pytest.raises(MeshError, match="they are not made of axes of one mesh; write mesh = init_device_mesh"):
+    with pytest.raises(MeshError, match="because they are not slices of one mesh; write mesh = init_device_mesh"):
         fully_shard(model, other["dp"])
     with pytest.raises(MeshError, match="is already on axis tp of the mesh"):
         fully_shard(model, mesh["tp"])

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor.comm.starts import FUNCTIONAL, OVER_GLOO
+from dtensor.comm.start_collectives import FUNCTIONAL, OVER_GLOO
 from dtensor.layout.cost import Link, Network
 from dtensor.mesh.mesh import facts, prepare
 from dtensor.mesh.provenance import OPERATOR

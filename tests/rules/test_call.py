@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtensor.layout.layout import Layout
-from dtensor.mesh.spec import Spec
+from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules import lookup
 from dtensor.rules.call import (
     RULES,

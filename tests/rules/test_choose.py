@@ -9,7 +9,7 @@ import torch
 from dtensor import init_device_mesh
 from dtensor.layout.cost import DEFAULT, seconds
 from dtensor.layout.layout import Layout
-from dtensor.mesh.spec import Spec
+from dtensor.mesh.tensor_spec import Spec
 from dtensor.rules.call import LocalCall, Output
 from dtensor.rules.choose import Choice, Weighed, choose, weigh
 from dtensor.rules.pattern import Pattern
@@ -199,7 +199,7 @@ def test_in_place_what_would_lie_otherwise_is_refused(fake_mesh):
     turned = Rule((dims("ab"),), (dims("ba"),), {"a": 64, "b": 64})
     operands = specs(fake_mesh(4), "S(0)")
     (rows,) = weigh(turned, operands, in_place=True)
-    assert [w.refused for w in rows] == ["", *["in place: the result would not lie as the operand"] * 2]
+    assert [w.refused.partition(":")[0] for w in rows] == ["", "in place", "in place"]
     assert chosen(turned, operands, in_place=True) == "R -> R"
     assert chosen(turned, operands) == "S(0) -> S(1)"
     unread = Rule(turned.inputs, turned.outputs, turned.sizes, unread=frozenset({0}))

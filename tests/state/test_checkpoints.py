@@ -109,7 +109,7 @@ def test_torn_files_are_found(rank, tmp_path):
     with pytest.raises(CheckpointError, match=r"of step 1 is damaged: checkpoint.json is missing"):
         checkpoints.load(state, 1)
     assert checkpoints.newest() is None
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint in .*step 2 .*; that of step 1 is damaged"):
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint in .*step 2 .*; that of step 1 is damaged"):
         checkpoints.load(state)
 
 

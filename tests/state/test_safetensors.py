@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor import CheckpointError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
 from dtensor.state.safetensors import DTYPES, export, load
@@ -43,6 +44,17 @@ def test_written_and_read_on_another_mesh(rank, tmp_path):
     assert not path.with_name("model.safetensors.partial").exists()
 
 
+@with_ranks(3)
+def test_tensors_on_a_mesh_without_the_first_rank(rank, tmp_path):
+    """Which writes the file; it was written without them."""
+    mesh = DeviceMesh("cpu", [1, 2])
+    export({"w": distribute_tensor(FULL["w"], mesh, [Shard(0)]), "plain": torch.ones(2)}, tmp_path / "w.safetensors")
+    state = {"w": torch.zeros(7, 5), "plain": torch.zeros(2)}
+    assert load(state, tmp_path / "w.safetensors") == []
+    assert torch.equal(state["w"], FULL["w"])
+    assert torch.equal(state["plain"], torch.ones(2))
+
+
 def test_it_is_the_format_of_the_library(tmp_path):
     library = pytest.importorskip("safetensors.torch", reason="not installed; write: pip install safetensors")
     every = {str(d): torch.arange(3).to(d) for d in DTYPES.values()}
@@ -61,7 +73,7 @@ def test_it_is_the_format_of_the_library(tmp_path):
 def test_several_files_and_what_does_not_fit(tmp_path):
     export({"a": torch.ones(2)}, tmp_path / "1.safetensors")
     export({"b": torch.zeros(3)}, tmp_path / "2.safetensors")
-    with pytest.raises(CheckpointError, match=r"no folder with one file or model.safetensors.index.json"):
+    with pytest.raises(CheckpointError, match=r"nor a folder with one such file or model.safetensors.index.json"):
         load({}, tmp_path)
     names = {"a": "1.safetensors", "b": "2.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -69,10 +81,10 @@ def test_several_files_and_what_does_not_fit(tmp_path):
     load(state, tmp_path)
     assert state["a"].tolist() == [1, 1]
     assert state["b"].tolist() == [0, 0, 0]
-    with pytest.raises(CheckpointError, match=r"lacks \['c'\], and has \['b'\] beside; write strict=False"):
+    with pytest.raises(CheckpointError, match=r"lacks \['c'\] and has in addition \['b'\]; write strict=False"):
         load({"a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path)
     assert load({"a": torch.zeros(2), "c": torch.zeros(1)}, tmp_path, strict=False) == ["c"]
-    with pytest.raises(CheckpointError, match=r"'a' has shape \[2\] in .*, and \[3\] in the state"):
+    with pytest.raises(CheckpointError, match=r"'a' has shape \[2\] in .*, but \[3\] in the state"):
         load({"a": torch.zeros(3), "b": torch.zeros(3)}, tmp_path)
 
 
@@ -90,7 +102,7 @@ def test_what_is_torn_or_cannot_be_written(tmp_path):
             load({k: torch.zeros_like(v) for k, v in FULL.items()}, path)
     with pytest.raises(TypeError, match="'step' is int, leave it out"):
         export({"step": 3}, path)
-    with pytest.raises(ValueError, match=r"cannot hold torch.complex128, which 'z' is of"):
+    with pytest.raises(ValueError, match=r"cannot hold torch.complex128, the dtype of 'z'"):
         export({"z": torch.zeros(1, dtype=torch.complex128)}, path)
 
 

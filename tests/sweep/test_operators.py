@@ -21,10 +21,11 @@ import pytest
 import torch
 
 import dtensor
-from dtensor.testing import run_ranks
+from dtensor.testing import run_ranks, with_ranks
 from dtensor.testing.rules.operators import (
     NotPlain,
     disagreement,
+    operator_database,
     operator_names,
     placements,
     samples,
@@ -64,14 +65,14 @@ READ = {"svd_lowrank": _product, "pca_lowrank": _product}
 """What is compared where several results are right: the sign of singular vectors is a matter of rounding."""
 
 
-def check(rank, shape, names, calls, ways, compiled, twice=False, shuffled=False):
+def check(rank, shape, names, calls, ways, compiled, twice=False, shuffled=False, dtype=None):
     """What is wrong with the named operators, a line each, and how many calls were compared."""
     torch._dynamo.config.recompile_limit = 1 << 16
     mesh = dtensor.init_device_mesh("cpu", shape)
     wrong, compared = [], 0
     for name in names:
         start = time.monotonic()
-        for sample in samples(name, calls, torch.float64 if twice else torch.float32):
+        for sample in samples(name, calls, dtype or (torch.float64 if twice else torch.float32)):
             sample = replace(sample, call=CALLS.get(name, sample.call))
             if (compiled and name in NOT_COMPILED) or (sample.operator != name and (compiled or twice)):
                 continue
@@ -201,3 +202,30 @@ def test_gradients_of_gradients(mesh, names, request):
     print(f"{compared} calls of {len(names)} operators compared")
     assert not wrong, "\n".join(wrong)
     assert compared > len(names) * 3
+
+
+COMPLEX = ("pinverse", "linalg.pinv", "linalg.lstsq", "linalg.lstsq.grad_oriented", "linalg.vector_norm", "linalg.norm")
+"""Operators that were silently wrong on complex numbers: their kernels conjugate lazily, or were decomposed without
+it."""
+
+
+@with_ranks(2)
+def test_complex_numbers(rank):
+    wrong, compared = check(rank, (2,), COMPLEX, 3, 2, False, dtype=torch.complex64)
+    assert not wrong, "\n".join(wrong)
+    assert compared > 40
+
+
+NOT_COMPLEX = {"istft", "sparse.sampled_addmm", "prod", "masked.prod", "pca_lowrank"}
+"""Those that end in an error that says what to write (plain windows, sparse tensors, products over ranks), and one
+whose random projections round otherwise."""
+
+
+@pytest.mark.nightly
+@with_ranks(2)
+def test_all_operators_on_complex_numbers(rank):
+    names = [n for n, op in operator_database().items() if op.supports_dtype(torch.complex64, "cpu")]
+    names = [n for n in names if n not in NOT_COMPLEX and "empty" not in n]
+    wrong, compared = check(rank, (2,), names, 2, 3, False, dtype=torch.complex64)
+    assert not wrong, "\n".join(wrong)
+    assert compared > 2500

@@ -5,7 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dtensor import DTensor, Partial, PlacementError, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
-from dtensor.mesh.spec import chunk
+from dtensor.mesh.tensor_spec import chunk
 from dtensor.testing import with_ranks, with_threads
 
 

@@ -21,6 +21,7 @@ from dtensor import (
     explain,
     init_device_mesh,
 )
+from dtensor.dispatch import dispatch
 from dtensor.testing import CountCollectives, with_threads
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -90,8 +91,8 @@ aten.add_.Tensor [rule: runs on local tensors by its rule]
       43.02 us  P(avg), P(avg) -> P(avg)
       42.02 us  P(max), R -> P(max)
       42.02 us  P(min), R -> P(min)
-             -  R, P(max) -> P(max)  (in place: the result would not lie as the operand)
-             -  R, P(min) -> P(min)  (in place: the result would not lie as the operand)
+             -  R, P(max) -> P(max)  (in place: the result would have another layout than the operand)
+             -  R, P(min) -> P(min)  (in place: the result would have another layout than the operand)
   other is redistributed, 32 bytes, 11.00 us:
       S(0) -> R: all_gather over axis 0, 32 B
       R -> P: partial over axis 0, local
@@ -123,7 +124,7 @@ def test_an_in_place_result_lies_as_its_operand(mesh):
     x, other = make(mesh, (4,), P), make(mesh, (4,), R)
     (found,) = explain(torch.Tensor.mul_, x, other).operators
     assert {str(o): o.refused for o in found.options[0]}["R, P -> P"] == (
-        "in place: the result would not lie as the operand"
+        "in place: the result would have another layout than the operand"
     )
 
 
@@ -133,7 +134,7 @@ def test_an_operator_without_a_rule(mesh):
         explain(torch.histogram, make(mesh, (8, 16), S0), 3),
         """
 histogram: 256 bytes, 10.03 us
-aten.histogram.bin_ct [replicated: has no rule: runs whole on every rank]
+aten.histogram.bin_ct [replicated: has no rule: runs on full tensors on every rank]
   self torch.float32[8, 16] S(0) -> torch.float32[3] R, torch.float32[4] R
   on mesh axis 0 of 2 ranks:
   *   10.03 us  R -> R, R
@@ -273,4 +274,4 @@ def test_a_registered_operator_is_explained(mesh):
         assert [str(o) for o in found.operators[0].options[0]] == ["R -> R", "S(0) -> P"]
     finally:
         del dtensor.rules.RULES["aten.histc.default"]
-        dtensor.dispatch.forget()
+        dispatch.forget()

@@ -26,7 +26,7 @@ from dtensor import (
 from dtensor.dispatch.decision import decide
 from dtensor.layout.layout import Layout
 from dtensor.layout.placements import as_placements
-from dtensor.mesh.spec import Spec, contiguous_stride
+from dtensor.mesh.tensor_spec import Spec, contiguous_stride
 from dtensor.rules.sampling import sample
 from dtensor.testing import run_threads, with_ranks
 from dtensor.torch_private.compiling import inductor_config

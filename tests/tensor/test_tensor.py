@@ -52,6 +52,17 @@ def test_run_check(rank):
         DTensor.from_local(torch.ones(2 + rank), mesh, [Shard(0)], run_check=True)
 
 
+@with_threads(2)
+def test_run_check_leaves_the_local_tensor_as_it_is(rank):
+    """Its gradient arrives all the same."""
+    local = torch.full((3,), float(rank), requires_grad=True)
+    x = DTensor.from_local(local, mesh_of(), [Replicate()], run_check=True)
+    assert x.to_local().tolist() == [0.0, 0.0, 0.0]
+    assert local.tolist() == [float(rank)] * 3
+    x.sum().to_local().backward()
+    assert local.grad.tolist() == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("placement", [Shard(0), Replicate(), Partial(), Partial("avg")])
 @with_threads(2)
 def test_gradient_of_from_local(rank, placement):

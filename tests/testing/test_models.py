@@ -38,5 +38,5 @@ def test_mlp_and_norm():
 def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="multiple of n_heads; got dim=16, n_heads=3"):
         models.Transformer(models.ModelArgs(n_heads=3))
-    with pytest.raises(ValueError, match="17 tokens in a row exceed max_seq_len=16"):
+    with pytest.raises(ValueError, match="sequence of 17 tokens exceeds max_seq_len=16"):
         models.Transformer(models.ModelArgs())(torch.zeros(1, 17, dtype=torch.long))

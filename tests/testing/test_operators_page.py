@@ -20,7 +20,7 @@ def test_the_page_is_up_to_date_and_says_what_the_engine_decides():
     for row in (
         "| `_log_softmax` | native | [2, 3] | S(0) -> S(0); S(1) -> S(1) |  |",
         "| `aminmax` | decomposed |  |  |  |",
-        "| `bincount` | values: its result is a number, or of a shape, that depends on all values |  |  |  |",
+        "| `bincount` | values: its result is a number, or has a shape, that depends on all values |  |  |  |",
         "| `histogram.bin_ct` | replicated: the algorithm runs over all of its data |  |  |  |",
     ):
         assert f"{row}\n" in done.output

@@ -51,9 +51,9 @@ def test_no_constant_is_negative():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "0 timings do not tell"),
-        (timings(LINK, sizes=(1024,)), "do not tell the constants"),
-        (timings(LINK, ops=("all_gather", "all_to_all", "shard")), "do not tell the constants"),
+        ([], "0 timings do not determine"),
+        (timings(LINK, sizes=(1024,)), "do not determine the constants"),
+        (timings(LINK, ops=("all_gather", "all_to_all", "shard")), "do not determine the constants"),
         ([Timing(t.op, t.n, t.size, 1e-4) for t in timings(LINK)], "times of collectives do not grow"),
     ],
 )
@@ -74,7 +74,7 @@ def run(*arguments):
     ("arguments", "message"),
     [
         (["--nproc", "1"], "1 is not in the range"),
-        (["--sizes", "1024"], "is not two or more numbers of bytes; write such as 1024,65536,1048576"),
+        (["--sizes", "1024"], "is not two or more numbers of bytes; write e.g. 1024,65536,1048576"),
         (["--sizes", "1024,1MB"], "is not two or more numbers of bytes"),
         (["--sizes", "1024,0"], "is not two or more numbers of bytes"),
         (["--device", "cuda", "--nproc", "100"], "--device cuda takes a GPU for each process"),
@@ -120,7 +120,7 @@ def test_report():
     slower = Timing("all_reduce", 2, 1 << 20, 2e-3)
     outcome = Outcome("box gloo cpu", (Fit("intra", (slower,), LINK),), None)
     assert cli.calibrated(Options(rounds=3), outcome).splitlines() == [
-        "box gloo cpu, 2 ranks, within a host; medians of 3 rounds, of the slowest rank",
+        "box gloo cpu, 2 ranks, within a host; medians of 3 rounds on the slowest rank",
         "",
         "                bytes    measured    fitted  error",
         "all_reduce  1,048,576  2,000.0 µs  829.1 µs  -59 %",
@@ -131,7 +131,7 @@ def test_report():
         "launch          2 µs  to start a local copy",
         "memory        8 GB/s  of a local copy",
         "",
-        "The constants are not kept: DTENSOR_LINKS is empty.",
+        "The constants are not saved, because DTENSOR_LINKS is empty.",
     ]
 
 
@@ -145,7 +145,7 @@ def test_a_real_run(tmp_path, monkeypatch):
     assert result.stderr == ""  # no terminal, no progress bar
     lines = result.stdout.splitlines()
     assert [line.split()[:2] for line in lines[3:13]] == [[op, size] for op in OPS for size in ("1,000", "8,388,608")]
-    assert lines[-2:] == [f"The constants are kept in {path}.", f"The fits are in {plot}."]
+    assert lines[-2:] == [f"The constants are saved in {path}.", f"The fits are in {plot}."]
     assert b"<svg" in plot.read_bytes()
     link = read_links(path)[machine_key("gloo", "cpu")].intra
     assert 1e6 < link.bandwidth < 1e12

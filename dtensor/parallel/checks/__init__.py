@@ -1,1 +1,1 @@
-"""What finds a plan that is wrong for its model: sizes that do not fit, inputs or gradients that differ."""
+"""Checks that detect a plan that is wrong for its model: sizes that do not fit, inputs or gradients that differ."""

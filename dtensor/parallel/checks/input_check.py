@@ -1,12 +1,12 @@
-"""Whether ranks give a model the same inputs, in two ways.
+"""Checks whether all ranks pass the same inputs to a model. There are two checks.
 
-`distribute_model` knows all inputs, and compares them in each call, eager and compiled: one small all_reduce of
-checksums. Along axes that cut an input its parts have one shape; along the others it has the same values. All ranks of
-the mesh learn of a difference, wherever it is, so that all raise and none waits. It is computed where the inputs lie,
-and on a GPU nothing waits for the answer.
+`distribute_model` knows all inputs and compares them in each call, eager and compiled, with one small all-reduce of
+checksums. Along axes that shard an input, all parts must have one shape; along the others it must have the same values.
+All ranks of the mesh learn of a difference anywhere, so that all raise and none is left waiting. The check runs on the
+device of the inputs, and on a GPU nothing waits for the result.
 
-A style knows what it takes as Replicate(), which in eager mode it looks at now and then (`replication_check`); in
-compiled code the graph does.
+A style knows which inputs it assumes to be Replicate(). In eager mode it compares them from time to time
+(`dtensor.comm.replication_check`); in compiled code the graph compares them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,30 +19,31 @@ from ...comm.from_plain import of_all_ranks
 from ...comm.replication_check import BY_STYLE, compare, is_due
 from ...mesh.mesh import facts
 from ...torch_private.core import assert_async, is_in_graph, never_traced
-from .misfit import PLANNED
+from .size_misfit import PLANNED
 
 DIFFERS = (
-    "distribute_model: ranks do not give argument {name} of forward alike; give all the same values, or write "
-    "inputs={{axis: Shard(dim)}} where each gives its part, all of one shape"
+    "distribute_model: argument {name} of forward differs between ranks; pass the same values on all ranks, or write "
+    "inputs={{axis: Shard(dim)}} if each rank passes its part, all of one shape"
 )
 
 Given: TypeAlias = tuple[str, torch.Tensor, bool]
-"""The name of an argument, this rank's tensor, and whether that is a part."""
+"""The name of an argument, this rank's tensor, and whether that is a shard."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class InputCheck:
-    """The comparison over a mesh of inputs that some of its axes may cut."""
+    """Compares inputs over a mesh. The inputs may be sharded over some of its axes, `cut`."""
 
     def __init__(self, mesh: Any, cut: Iterable[int]) -> None:
-        self.mesh, known, cut = mesh, facts(mesh), set(cut)
+        self.mesh: Any = mesh
+        known, cut = facts(mesh), set(cut)
         axes = [a for a in range(mesh.ndim) if known.shape[a] > 1 and known.coordinate is not None]
         one_by_one = [known.groups[(a,)] for a in axes]
-        self.along = [known.groups[(a,)] for a in axes if a not in cut]
+        self.along: list[str] = [known.groups[(a,)] for a in axes if a not in cut]
         """Groups over which parts are the same."""
         whole = known.groups.get(tuple(axes))
-        self.everyone = [whole] if axes and whole is not None else one_by_one
+        self.everyone: list[str] = [whole] if axes and whole is not None else one_by_one
         """Groups that make up the mesh: reduced over one after the other."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InputCheck":
@@ -50,10 +51,10 @@ class InputCheck:
 
     @never_traced
     def __call__(self, given: Sequence[Given]) -> None:
-        """Compare tensors.
+        """Compare the tensors of all ranks.
 
         Raises:
-            RuntimeError: on all ranks of the mesh, if some differ.
+            RuntimeError: tensors differ; raised on all ranks of the mesh.
         """
         if not given or not self.everyone:
             return
@@ -76,7 +77,7 @@ class InputCheck:
     def _raise_unless(
         self, alike: list[bool], given: Sequence[tuple[str, torch.Tensor, bool]], sums: list[int]
     ) -> None:
-        """Where nothing has to be waited for: say what ranks gave, too. All know of the same arguments that differ."""
+        """Raise an error that also lists the ranks' inputs. All ranks find the same arguments to differ."""
         for (name, x, _), same, checksum in zip(given, alike, sums):
             if not same:
                 mine = f"a {x.dtype} {list(x.shape)} of checksum {checksum & 0xFFFFFF:06x}"
@@ -84,11 +85,11 @@ class InputCheck:
                 for rank, what in sorted(of_all_ranks((dist.get_rank(), mine), self.mesh)):
                     told.setdefault(what, []).append(rank)
                 said = "; ".join(f"{what} on ranks {ranks}" for what, ranks in told.items())
-                raise RuntimeError(f"{DIFFERS.format(name=name)}. They gave {said}")
+                raise RuntimeError(f"{DIFFERS.format(name=name)}. They passed {said}")
 
 
 def _spread(x: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-    """1 where ranks of the groups have other numbers, 0 where they have the same."""
+    """1 where the ranks of the groups have different numbers, 0 where they have the same."""
     most = _reduced(torch.stack([x, -x]), groups)
     return (most[0] != -most[1]).to(torch.int64)
 
@@ -107,23 +108,23 @@ def _number_of_shape(x: torch.Tensor) -> torch.Tensor:
 
 
 def _checksum(x: torch.Tensor) -> torch.Tensor:
-    """A number that other values, or the same ones in another order, hardly ever have: a sum weighed by place."""
+    """A sum weighted by position, which other values or another order are very unlikely to have."""
     flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
     bits = flat.view(BITS[flat.element_size()]).to(torch.int64)
     return (bits * (torch.arange(bits.shape[0], device=x.device) * 2654435761 + 1)).sum()
 
 
 USES = "_dtensor_uses"
-"""The attribute of a module that a style prepares: how often it was called in eager mode."""
+"""The attribute of a module with a style that counts its calls in eager mode."""
 
 
 def compare_input(x: torch.Tensor, mesh: Any, module: Any) -> None:
-    """Compare a plain input of `module` that a style takes as the same on all ranks of a mesh of one axis.
+    """Compare a plain input of `module` that a style assumes to be the same on all ranks of a one-axis mesh.
 
-    Inputs of the model and what is computed under no_grad are; of what has a history the gradients are compared.
+    Applies to model inputs and tensors computed under no_grad; for tensors with a history the gradients are compared.
 
     Raises:
-        AgreementError: other ranks were given other values, here or on another rank.
+        AgreementError: values were found to differ, on this rank or another one.
     """
     uses = vars(module)[USES] = vars(module).get(USES, -1) + 1
     name = vars(module)[PLANNED].name if PLANNED in vars(module) else ""

@@ -1,1 +1,1 @@
-"""Full sharding: parameters live sharded over data axes and are gathered for their use."""
+"""Full sharding: parameters are stored sharded over data axes and are gathered for use."""

@@ -1,9 +1,9 @@
-"""Gradient accumulation of fully sharded modules: what several backwards leave unreduced, and its one reduction.
+"""Gradient accumulation of fully sharded modules: several backwards accumulate unreduced gradients, reduced once.
 
-While a unit does not reduce, its gradients are parts of a mean, whole on each rank, and autograd adds them up. When it
-is to reduce again, the next backward still leaves its own part as it is; autograd adds it to what is there, and when
-all of that backward is done, the sums are reduced: once for a cycle of any number of backwards. So compiled graphs of
-all backwards of a cycle are the same, and parameters that the last one does not use are reduced too.
+While a unit does not reduce, its gradients are unsharded on each rank and partial (an average), and autograd adds them
+up. When reduction is turned on again, the next backward still produces unreduced gradients, which autograd adds to the
+accumulated ones. When that backward is complete, the sums are reduced: once for any number of backwards. So the
+compiled graphs of all backwards of a cycle are the same, and parameters that the last one does not use are reduced too.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from .unshard import Unshard
 
 
 def set_reduced(found: Sequence[tuple[nn.Module, Member]], reduce: str) -> None:
-    """Have backward reduce the gradients of these modules: "all", "scatter" or "none", as in `unsharded`."""
+    """Set how far backward reduces the gradients of these modules: "all", "scatter" or "none", as in `unsharded`."""
     units = {id(member.unit): member.unit for _, member in found}
     held = {id(member.unit) for module, member in found if any(_accumulated(module, member, reduce))}
     for key, unit in units.items():
@@ -32,13 +32,13 @@ def set_reduced(found: Sequence[tuple[nn.Module, Member]], reduce: str) -> None:
 
 
 class Sums:
-    """What is reduced when the next backward that reaches one of these modules is done."""
+    """Reduces accumulated gradients at the end of the next backward that reaches one of these modules."""
 
-    def __init__(self, found: Sequence[tuple[nn.Module, Member]]):
+    def __init__(self, found: Sequence[tuple[nn.Module, Member]]) -> None:
         self.found = found
         self.awaited = False
         used = {id(p): p for module, _ in found for p in module._parameters.values() if p is not None}
-        self.hooks = [
+        self.hooks: list[Any] = [
             p.register_post_accumulate_grad_hook(self._begun) for p in used.values() if p.requires_grad and p.is_leaf
         ]
 
@@ -53,13 +53,13 @@ class Sums:
         for module, member in self.found:
             member.unit.reduce = member.unit.wanted
             for parameter, target in _accumulated(module, member, member.unit.wanted):
-                # A gradient has a graph of its own after backward(create_graph=True), and keeps it.
+                # After backward(create_graph=True) a gradient has its own graph, which is kept.
                 with torch.set_grad_enabled(parameter.grad.requires_grad):
                     parameter.grad = torch.ops.dtensor.redistribute(parameter.grad, target.text, False)
 
 
 def _accumulated(module: nn.Module, member: Member, reduce: str) -> list[tuple[Any, Layout]]:
-    """The parameters whose gradients are reduced less than `reduce` says, and the layouts these would have."""
+    """The parameters whose gradients are reduced less than `reduce` requires, and the layouts they would have."""
     found = []
     for name, how in member.how.items() if reduce != "none" else ():
         parameter: Any = module._parameters.get(name)

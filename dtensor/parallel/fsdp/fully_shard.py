@@ -1,8 +1,8 @@
-"""`fully_shard`: the parameters of a module live sharded over the data axis and are gathered for their use.
+"""`fully_shard`: stores the parameters of a module sharded over the data axis and gathers them for use.
 
-After Rajbhandari et al., "ZeRO", 2020, and PyTorch's FSDP2 in what it is called and means: activations are each rank's
-part of the batch, gradients are averaged. There are no hooks and no buffers of its own: `sharded_module` makes reading
-a parameter a gather, `sharding` cuts it, and what is gathered when and what travels together is left to the passes.
+See Rajbhandari et al., "ZeRO", 2020. Names and meaning follow PyTorch's FSDP2: activations are each rank's part of the
+batch, and gradients are averaged. There are no hooks and no buffers: `sharded_module` makes reading a parameter an
+all-gather, and `sharding` shards it. The compiler passes decide when to gather and what to bucket.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,40 +37,41 @@ def fully_shard(
     activations: Literal["local", "global"] = "local",
     src_data_rank: int | None = 0,
 ) -> Any:
-    """Shard the parameters of `module`, in place, over a data axis.
+    """Shards the parameters of `module`, in place, over a data axis.
 
-    Parameters become DTensors; names in `named_parameters` and `state_dict` stay. While a forward runs, a parameter
-    that is read is gathered; gradients are averaged over the data axes and arrive as the parameters are sharded. Parts
-    of a model that get a call of their own have a policy of their own, whether that comes before or after the call on
-    the module around them. Parameters that tensor parallel styles have sharded over other axes of the same mesh are
-    sharded further; styles may also come after. If it raises, `module` is as it was.
+    Parameters become DTensors with the same names in `named_parameters` and `state_dict`. Reading a parameter while a
+    forward runs gathers it. Gradients are averaged over the data axes and arrive sharded like the parameters.
+
+    Submodules with a separate `fully_shard` call have their own policy, whether it comes before or after the call on
+    the enclosing module. Parameters that tensor parallel styles have sharded over other axes of the same mesh are
+    sharded further; the styles may also be applied afterwards. If the call raises, `module` is unchanged.
 
     Args:
-        module: the module, or several that make one unit.
-        mesh: a mesh of one axis; or of two, (replicate, shard): then parameters are sharded over the second and
-            replicated over the first (hybrid sharding); with one rank in the second this is data parallel.
-        reshard_after_forward: gather again in the backward. False keeps what the forward gathered. Compiled graphs do
-            so; eager autograd keeps what it saves in either case.
-        mp_policy: dtypes of what is gathered, computed and reduced; torch's policies of FSDP2 are taken, too.
-        shard_placement_fn: parameter -> the `Shard(dim)` that says along which dimension it is cut, None for dim 0.
-            Sizes need not divide. A parameter without dimensions is replicated.
-        ignored_params: parameters that stay as they are; nothing reduces their gradients.
-        activations: "local" where each rank computes with its own part of the batch as plain tensors (or as DTensors
-            on the other axes): the loss is the rank's, and gradients are averaged. "global" where activations are
-            DTensors on `mesh`: gradients are those of the loss, as it is.
-        src_data_rank: rank of each data axis whose parameter values all take; None takes each rank's own, without
-            communication.
+        module: the module, or several that form one unit.
+        mesh: a mesh of one axis, or of two axes (replicate, shard). With two, parameters are sharded over the second
+            axis and replicated over the first (hybrid sharding); if the second has one rank, this is data parallelism.
+        reshard_after_forward: gather parameters again in the backward; False keeps the gathered parameters of the
+            forward. This applies to compiled graphs; eager autograd keeps the tensors it saves in either case.
+        mp_policy: the dtypes to gather, compute and reduce in. FSDP2's policy class of torch is accepted too.
+        shard_placement_fn: a function from a parameter to the `Shard(dim)` to shard it by, or to None for dim 0. Sizes
+            need not divide evenly. Zero-dimensional parameters are replicated.
+        ignored_params: parameters that are not changed. Their gradients are not reduced.
+        activations: "local" if each rank computes on its own part of the batch as plain tensors (or as DTensors on the
+            other axes): each rank has its own loss, and gradients are averaged. "global" if activations are DTensors on
+            `mesh`: gradients are those of the loss itself.
+        src_data_rank: the rank along each data axis whose parameter values all ranks receive; None uses each rank's
+            own, without communication.
 
     Returns:
         `module`, whose class is now also a `FullyShardedModule`.
 
     Raises:
-        TypeError: an argument of the wrong kind, or a scripted module.
-        ValueError: a mesh of more than two axes, a module that is fully sharded already or has no forward of its own, a
-            parameter without a shape yet, an option that comes too late for parameters sharded already, no such
-            `src_data_rank`.
-        MeshError: this rank is not in the mesh, or a parameter is on a mesh that does not go with it.
-        PlacementError: `shard_placement_fn` gives a dimension that is not there.
+        TypeError: an argument has the wrong type, or a module is scripted.
+        ValueError: the mesh has more than two axes; a module is already fully sharded or is a ModuleList or ModuleDict;
+            no module was given; a parameter has no shape yet (a lazy module); an option comes too late for parameters
+            that are already sharded; or an axis has no rank `src_data_rank`.
+        MeshError: this rank is not in the mesh, or a parameter is on a mesh that cannot be combined with it.
+        PlacementError: `shard_placement_fn` returned a dim that the parameter does not have.
     """
     modules = list(module) if isinstance(module, Iterable) and not isinstance(module, nn.Module) else [module]
     _check_modules(modules)
@@ -93,14 +94,16 @@ def fully_shard(
 
 
 class _Parts:
-    """What `fully_shard` is to do, found out and checked before anything is changed.
+    """The work of one `fully_shard` call, planned and checked before anything is changed.
 
     Attributes:
-        new: for each module that joins the unit, its parameters that are sharded now, and how.
-        moved: what was sharded before, by a call on a module around these.
+        new: for each module that joins the unit, its parameters to shard now, and how to unshard them.
+        moved: modules that were already sharded by a call on an enclosing module, and move to the new unit.
     """
 
-    def __init__(self, modules: list[nn.Module], unit: Unit, ignored: set[int], placement_fn: PlacementFn | None):
+    def __init__(
+        self, modules: list[nn.Module], unit: Unit, ignored: set[int], placement_fn: PlacementFn | None
+    ) -> None:
         self.modules, self.unit, self.ignored, self.placement_fn = modules, unit, ignored, placement_fn
         self.planned: dict[int, Unshard] = {}
         self.new: dict[nn.Module, dict[str, Unshard]] = {}
@@ -113,7 +116,7 @@ class _Parts:
             self._check_moved(part, member)
 
     def shard(self, src_data_rank: int | None) -> None:
-        """Shard what is planned, and put modules into the unit."""
+        """Shard the planned parameters and add their modules to the unit."""
         for _, member in self.moved:
             member.unit = self.unit
         for part, how in self.new.items():
@@ -135,8 +138,8 @@ class _Parts:
         if found or any(part is module for module in self.modules):
             if isinstance(part, torch.jit.ScriptModule):
                 raise TypeError(
-                    f"{prefix or 'the module itself'} is a scripted module, which reads its parameters by itself; give "
-                    "fully_shard the module it was made from, or these parameters as ignored_params"
+                    f"{prefix or 'the module itself'} is a scripted module, which reads its parameters by itself; call "
+                    "fully_shard on the module it was made from, or pass these parameters as ignored_params"
                 )
             sharded_class(plain_class(part), tuple(sorted({*done, *found})))
             self.new[part] = found
@@ -162,15 +165,15 @@ class _Parts:
         kind = type(part).__name__.removeprefix("FullySharded")
         if member.unit.mesh != self.unit.mesh:
             raise MeshError(
-                f"the parameters of this {kind} are fully sharded over {member.unit.mesh} already, by a call on a "
-                f"module around it; give the same mesh, not {self.unit.mesh}, or call fully_shard on this module first"
+                f"the parameters of this {kind} are fully sharded over {member.unit.mesh} already, by a call on an "
+                f"enclosing module; pass the same mesh, not {self.unit.mesh}, or call fully_shard on this module first"
             )
         ignored = [name for name, p in part._parameters.items() if id(p) in self.ignored and name in member.how]
         if self.placement_fn is not None or ignored:
             given = "shard_placement_fn" if self.placement_fn is not None else f"ignored_params ({ignored[0]})"
             raise ValueError(
-                f"{given} comes too late: the parameters of this {kind} are sharded already, by a call on a module "
-                "around it; call fully_shard on this module first"
+                f"{given} comes too late: the parameters of this {kind} are sharded already, by a call on an "
+                "enclosing module; call fully_shard on this module first"
             )
 
 
@@ -180,7 +183,7 @@ def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -
     placement = None if placement_fn is None else placement_fn(parameter)
     (checked,) = as_placements([Shard(0) if placement is None else placement], 1, parameter.dim())
     if not isinstance(checked, Shard):
-        raise TypeError(f"shard_placement_fn gives Shard(dim) or None; it gave {placement!r} for parameter {name}")
+        raise TypeError(f"shard_placement_fn must return Shard(dim) or None; got {placement!r} for parameter {name}")
     return checked.dim
 
 
@@ -194,14 +197,14 @@ def _parameters(ignored: Any) -> list[torch.Tensor]:
 
 def _check_modules(modules: list[Any]) -> None:
     if not modules:
-        raise ValueError("fully_shard was given an empty list; give it the modules that are gathered together")
+        raise ValueError("fully_shard got an empty list; pass the modules that are gathered together")
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard takes an nn.Module, or a list of them; got {type(module).__name__}")
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"{type(module).__name__} has no forward, during which its parameters would be gathered; give "
-                "fully_shard the modules inside, or the one around it"
+                f"{type(module).__name__} has no forward, during which its parameters would be gathered; call "
+                "fully_shard on the modules inside, or on the enclosing one"
             )
         if any(found is module and member.given for found, member in members(module)):
             raise ValueError(f"this {type(module).__name__} is fully sharded already; call fully_shard once on each")
@@ -220,7 +223,7 @@ def _check_mesh(mesh: Any) -> None:
 
 
 def policy_of(given: Any) -> MixedPrecisionPolicy:
-    """Our policy for `given`: ours, that of FSDP2, or None."""
+    """The `MixedPrecisionPolicy` equivalent to `given`, which is one, an FSDP2 policy of torch, or None."""
     if given is None:
         return MixedPrecisionPolicy()
     if isinstance(given, MixedPrecisionPolicy):

@@ -1,7 +1,7 @@
-"""Materialising: a model built and sharded on the meta device gets memory for its shards, and its initial values.
+"""Materialisation: allocates and initialises the shards of a model that was built and sharded on the meta device.
 
-No rank ever holds a whole parameter: each draws the numbers of the global tensor and keeps its own (`dtensor.random`),
-so that the values are those of one device with the same seed.
+No rank ever holds a full parameter. Each draws the random numbers of the global tensor and keeps its shard
+(`dtensor.random`), so that the values are those of one device with the same seed.
 """
 
 import torch
@@ -12,21 +12,21 @@ from ...tensor.tensor import DTensor
 
 
 def materialize(module: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Put `module`, in place, from the meta device on a real one, and initialise it.
+    """Moves `module`, in place, from the meta device to a real one, and initialises it.
 
-    Every module inside that has parameters or buffers of its own has its `reset_parameters()` called, in the order of
-    `module.modules()`. All ranks call this with generators in one state. The same call on the plain module, on one
-    device with that seed, gives the same values.
+    Calls `reset_parameters()` of every module inside that has its own parameters or buffers, in the order of
+    `module.modules()`. All ranks must call this with their generators in the same state. The same call on the plain
+    module, on one device with that seed, gives the same values.
 
     Args:
-        module: the module; plain or sharded.
-        device: where to; by default that of the parameters' mesh, and the CPU without one.
+        module: the module, plain or sharded.
+        device: the target device; None uses that of the parameters' mesh, or the CPU if no parameter is a DTensor.
 
     Returns:
         `module`.
 
     Raises:
-        TypeError: `module` is none, or has modules with parameters or buffers that have no `reset_parameters`.
+        TypeError: `module` is not a module, or a module inside has parameters or buffers but no `reset_parameters`.
     """
     check_module("materialize", module)
     parts = {name: part for name, part in module.named_modules() if part._parameters or part._buffers}

@@ -1,7 +1,7 @@
-"""MixedPrecisionPolicy: in which dtypes a fully sharded module communicates and computes.
+"""MixedPrecisionPolicy: the dtypes in which a fully sharded module communicates and computes.
 
-Parameters, their gradients as the optimizer sees them, and the optimizer's state keep their own dtype. What is
-gathered, computed with and reduced may have fewer bits.
+Parameters, their gradients as the optimizer sees them, and the optimizer's state keep the parameter's dtype. Gathering,
+computation and reduction may use fewer bits.
 """
 
 from dataclasses import dataclass, fields
@@ -11,19 +11,20 @@ import torch
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of one `fully_shard`; None leaves things as they are.
+    """The dtypes used by one `fully_shard` call. None does not cast.
 
     Attributes:
-        param_dtype: of parameters of floating point as the forward sees them; the cast comes before the gather, so
-            that fewer bytes travel.
-        reduce_dtype: in which gradients are reduced; by default that of the parameter, whatever `param_dtype` is, as in
-            FSDP2 since torch 2.15 (before, `param_dtype`). What the optimizer gets has the dtype of the parameter.
-        output_dtype: to which tensors of floating point are cast that leave the module given to `fully_shard`.
-        cast_forward_inputs: whether tensors of floating point are cast to `param_dtype` that enter that module.
+        param_dtype: the dtype of floating point parameters in the forward. They are cast before they are gathered, so
+            that fewer bytes are sent.
+        reduce_dtype: the dtype in which gradients are reduced; None uses that of the parameter, whatever `param_dtype`
+            is, as FSDP2 does since torch 2.15 (`param_dtype` before). The optimizer gets gradients in the dtype of the
+            parameter.
+        output_dtype: the dtype that floating point outputs of the module passed to `fully_shard` are cast to.
+        cast_forward_inputs: whether floating point inputs of that module are cast to `param_dtype`.
 
     Raises:
-        TypeError: what is given as a dtype is none.
-        ValueError: a dtype is not one of floating point.
+        TypeError: a dtype is not a `torch.dtype`.
+        ValueError: a dtype is not a floating point dtype.
     """
 
     param_dtype: torch.dtype | None = None
@@ -31,7 +32,7 @@ class MixedPrecisionPolicy:
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in fields(self):
             given = getattr(self, field.name)
             if not field.name.endswith("_dtype") or given is None:
@@ -40,7 +41,7 @@ class MixedPrecisionPolicy:
                 raise TypeError(f"{field.name} is a torch.dtype or None; got {given!r}, write such as torch.bfloat16")
             if not given.is_floating_point:
                 raise ValueError(
-                    f"{field.name} is a dtype of floating point; got {given}, write such as torch.bfloat16"
+                    f"{field.name} must be a floating point dtype; got {given}, write such as torch.bfloat16"
                 )
 
 

@@ -1,9 +1,9 @@
-"""What becomes of a module whose parameters are fully sharded: its class gets a property for each of them.
+"""The class of modules with fully sharded parameters: it has a property for each of these parameters.
 
-The module stays what it was to everyone else: the same names in `named_parameters` and `state_dict`, the same methods,
-an instance of its own class. Inside a forward, reading a parameter gives it unsharded; outside, where optimizers and
-initialisation read it, it is the sharded DTensor. Dynamo traces the properties as any code, so that what they gather
-and reduce is in the graph.
+To other code the module is unchanged: it has the same names in `named_parameters` and `state_dict`, the same methods,
+and is an instance of its original class. Inside a forward, reading a parameter returns it unsharded; outside, for
+optimizers and initialisation, it is the sharded DTensor. Dynamo traces the properties like any other code, so that
+their gathers and reductions are in the graph.
 """
 
 import functools
@@ -25,25 +25,39 @@ from .unshard import Unshard, unsharded
 
 
 class FullyShardedModule(nn.Module):
-    """What `fully_shard` adds to the class of a module.
+    """The methods that `fully_shard` adds to the class of a module.
 
-    The methods apply to all fully sharded modules inside, and with `recurse=False` to those of this one's own unit.
+    They apply to all fully sharded modules inside, or with `recurse=False` to those of this module's own unit only.
     """
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the data axes, to accumulate them over several backwards without.
+        """Sets whether backward reduces gradients over the data axes. Turn it off to accumulate over several backwards.
 
-        Unreduced gradients are whole on each rank: DTensors that are Partial("avg") over the data axes. Turned on
-        again, the next backward reduces them together with its own, once.
+        Unreduced gradients are unsharded on each rank: DTensors that are Partial("avg") over the data axes. When this
+        is turned on again, the next backward reduces them together with its own gradients, once.
+
+        Args:
+            requires_gradient_sync: whether to reduce.
+            recurse: apply to all fully sharded modules inside; False applies to this module's unit only.
+
+        Raises:
+            TypeError: `requires_gradient_sync` is not a bool.
         """
         _check_flag("requires_gradient_sync", requires_gradient_sync)
         self._set_reduced("all" if requires_gradient_sync else "none", recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward also reduces over the axis that replicates, of a mesh (replicate, shard).
+        """Sets whether backward also reduces over the replicate axis of a mesh (replicate, shard).
 
-        Gradients that are only scattered are Partial("avg") over that axis. Turned on again, the next backward reduces
-        them together with its own, once.
+        If it is off, gradients are reduce-scattered only and stay Partial("avg") over the replicate axis. When this is
+        turned on again, the next backward reduces them together with its own gradients, once.
+
+        Args:
+            requires_all_reduce: whether to reduce.
+            recurse: apply to all fully sharded modules inside; False applies to this module's unit only.
+
+        Raises:
+            TypeError: `requires_all_reduce` is not a bool.
         """
         _check_flag("requires_all_reduce", requires_all_reduce)
         self._set_reduced("all" if requires_all_reduce else "scatter", recurse)
@@ -53,10 +67,10 @@ class FullyShardedModule(nn.Module):
         set_reduced([found for found in members(self) if recurse or found[1].unit is own], reduce)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As `nn.Module.register_parameter`; what takes the place of a sharded parameter is sharded too.
+        """As `nn.Module.register_parameter`. A sharded parameter can only be replaced by one sharded in the same way.
 
         Raises:
-            ValueError: it is not.
+            ValueError: `param` replaces a sharded parameter and is placed differently.
         """
         how = vars(self)[MEMBER].how
         if name in how and param is not None:
@@ -72,7 +86,7 @@ class FullyShardedModule(nn.Module):
         super().register_parameter(name, param)
 
     def redistribute_parameter(self, name: str, distribute: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        """Have `distribute` put a parameter on axes that are not the data's; it stays sharded over these."""
+        """Use `distribute` to shard a parameter over other mesh axes. It also stays sharded over the data axes."""
         how, parameter = vars(self)[MEMBER].how, self._parameters[name]
         assert parameter is not None, f"{type(self).__name__} has no parameter {name}"
         self._parameters[name], how[name] = sharded_otherwise(parameter, how[name], distribute)
@@ -84,7 +98,7 @@ def _check_flag(name: str, given: Any) -> None:
 
 
 def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) -> None:
-    """Make `module` one of a unit, with parameters that are sharded already."""
+    """Add `module`, whose parameters `how` are already sharded, to a unit."""
     member = vars(module).setdefault(MEMBER, Member(unit))
     member.how.update(how)
     member.given = member.given or given
@@ -92,18 +106,18 @@ def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) ->
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module without what is fully sharded."""
+    """The class of a module without the properties for fully sharded parameters."""
     return without(type(module), sharded_class)
 
 
 @functools.cache
 def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The class of modules of class `cls` whose parameters `names` are sharded."""
-    inner = cls.forward  # Dynamo does not look into a class that is marked with allow_in_graph
+    """The class derived from `cls` for modules whose parameters `names` are fully sharded."""
+    inner = cls.forward  # Dynamo does not trace into a class that is marked with allow_in_graph
 
     @with_own_code
     @functools.wraps(inner)
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self, inner, args, kwargs)
 
     inside = {"forward": forward, **{name: _property(name) for name in names}}
@@ -115,11 +129,11 @@ def _property(name: str) -> property:
 
 
 def _read(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Parameter `name` as it is at this moment: unsharded where a forward runs."""
+    """The current value of parameter `name`: unsharded while a forward runs, else the sharded DTensor."""
     parameter = module._parameters.get(name)
     member: Member = getattr(module, MEMBER)
     unit, how = member.unit, member.how[name]
-    # A forward that is traced is not counted: activation checkpointing allows no change of state.
+    # Traced forwards are not counted, because activation checkpointing allows no change of state.
     if not isinstance(parameter, DTensor) or not (torch.compiler.is_compiling() or unit.running):
         return parameter
     dtype = unit.policy.param_dtype if parameter.is_floating_point() else None
@@ -135,7 +149,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 @traced_with_caller
-def _run(module: nn.Module, forward: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward of a fully sharded module."""
     refuse_export()
     member: Member = getattr(module, MEMBER)

@@ -1,8 +1,8 @@
-"""How a parameter is cut over the data axes: its new layout, the mesh it needs for that, and its values there.
+"""Shards a parameter over the data axes: determines its new layout and mesh, and computes its local values.
 
-A plain parameter goes on the data mesh. One that another style has sharded already (over a tensor parallel axis) goes
-on the mesh of all these axes, and the data axis cuts last: gathering it gives back what that style made, whichever
-dimension either of them has chosen.
+A plain parameter moves to the data mesh. One that another style has already sharded (over a tensor parallel axis) moves
+to the mesh of all these axes, with the data axis as the innermost split. So gathering over the data axis restores the
+result of that style, whichever dims the two have chosen.
 """
 
 from collections.abc import Callable
@@ -18,43 +18,43 @@ from ...mesh.mesh import one_object
 from ...tensor.factories import distribute_tensor
 from ...tensor.tensor import DTensor
 from ...torch_private.core import root_mesh
-from ..checks.variance import WATCHED
+from ..checks.rank_variance import WATCHED
 from ..modules.ties import shared_otherwise
 from .unshard import Unshard
 
 SHARDED_AS = "_dtensor_fully_sharded"
-"""The attribute of a parameter for all modules that share it: by what it was replaced (None: it is that itself), how
-that is unsharded, and over which mesh."""
+"""The attribute of a parameter, for all modules that share it, that holds a tuple: its replacement (None if it is the
+replacement itself), the `Unshard` of that, and the data mesh."""
 
 SHARDED_AGAIN = "_dtensor_fully_sharded_again"
-"""The attribute of a sharded parameter for what took its place when it was put on other axes, and how that is
-unsharded."""
+"""The attribute of a sharded parameter that holds its replacement when it was sharded over other axes too, and the
+`Unshard` of that."""
 
 
 def planned(parameter: torch.Tensor, mesh: Any, dim: int | None) -> Unshard:
-    """How a parameter would be cut over the last axis of the data mesh, and gathered again. Nothing is changed.
+    """How to shard a parameter over the last axis of the data mesh, and unshard it. Nothing is changed.
 
     Args:
-        parameter: a plain one, or a DTensor on other axes of the mesh that `mesh` was sliced from.
+        parameter: a plain parameter, or a DTensor on other axes of the mesh that `mesh` was sliced from.
         mesh: the data mesh: (shard,) or (replicate, shard).
-        dim: the dimension that is cut; None replicates, and so does an axis of a single rank.
+        dim: the dim to shard; None replicates. An axis with a single rank always replicates.
 
     Raises:
-        MeshError: the axes of the parameter and of `mesh` do not make one mesh.
+        MeshError: the axes of the parameter and of `mesh` do not belong to one mesh.
     """
-    dim = dim if mesh.size(mesh.ndim - 1) > 1 else None  # operators lie replicated where both are free
+    dim = dim if mesh.size(mesh.ndim - 1) > 1 else None  # operators prefer replicated where both are free
     inner = parameter if isinstance(parameter, DTensor) else None
     whole = mesh if inner is None else joint_mesh(mesh, inner.device_mesh)
     return _how(whole, mesh, parameter.dim(), dim, inner)
 
 
 def sharded(parameter: nn.Parameter, how: Unshard, src_data_rank: int | None) -> nn.Parameter:
-    """The parameter that takes the place of `parameter`, cut as planned; all modules that share the latter find it.
+    """The sharded parameter that replaces `parameter`. It is recorded for all modules that share the latter.
 
     Args:
-        parameter: the one that `how` was planned for.
-        how: the plan.
-        src_data_rank: the rank of each data axis whose values count; None takes each rank's own.
+        parameter: the parameter that `how` was planned for.
+        how: the result of `planned`.
+        src_data_rank: the rank along each data axis whose values are used; None uses each rank's own.
     """
     mesh, values = how.data_mesh, parameter.detach()
     values = values.to_local() if isinstance(values, DTensor) else values
@@ -67,7 +67,7 @@ def sharded(parameter: nn.Parameter, how: Unshard, src_data_rank: int | None) ->
 
 
 def of_part(whole: torch.Tensor, local: torch.Tensor, how: Unshard) -> nn.Parameter:
-    """A parameter of which this rank's part is `local`, of the shape, strides and `requires_grad` of `whole`."""
+    """A parameter with local tensor `local`, and with the shape, strides and `requires_grad` of `whole`."""
     value = DTensor(local, how.mesh, how.layout, tuple(whole.shape), tuple(whole.stride()))
     made = nn.Parameter(value, requires_grad=whole.requires_grad)
     vars(made)[SHARDED_AS] = None, how, how.data_mesh
@@ -79,12 +79,13 @@ def of_part(whole: torch.Tensor, local: torch.Tensor, how: Unshard) -> nn.Parame
 def sharded_otherwise(
     parameter: nn.Parameter, how: Unshard, distribute: Callable[[nn.Parameter], nn.Parameter]
 ) -> tuple[nn.Parameter, Unshard]:
-    """A parameter that is sharded over data axes already, put on other axes by `distribute`, and sharded again: the
-    same one for all modules that share it.
+    """A fully sharded parameter, sharded over other axes by `distribute` and then over the data axes again.
+
+    All modules that share the parameter get the same one.
 
     Raises:
-        MeshError: it is on other axes already.
-        PlacementError: another module that shares it has it in other placements.
+        MeshError: the parameter is already on other axes.
+        PlacementError: another module that shares the parameter has it in other placements.
     """
     mesh = how.data_mesh
     if how.inner_mesh is not None:
@@ -125,7 +126,7 @@ def _how(mesh: Any, data_mesh: Any, ndim: int, dim: int | None, inner: DTensor |
 
 
 def _axes(mesh: Any, part: Any) -> tuple[int, ...]:
-    """The axes of `mesh` that `part`, sliced from the same mesh, has."""
+    """The indices in `mesh` of the axes of `part`, which is sliced from the same mesh."""
     return tuple([_names(mesh).index(name) for name in _names(part)])
 
 
@@ -134,18 +135,18 @@ def _names(mesh: Any) -> tuple[str, ...]:
 
 
 def joint_mesh(one: Any, other: Any) -> Any:
-    """The mesh of the axes of two slices of one mesh, in its order; always the same object.
+    """The mesh with the axes of two slices of one mesh, in the order of that mesh. Always returns the same object.
 
     Raises:
-        MeshError: they are no slices of one mesh, or share an axis.
+        MeshError: `one` and `other` are not slices of one mesh, or share an axis.
     """
     root = root_mesh(one)
     names, mine, others = _names(root), _names(one), _names(other)
     if root_mesh(other) is not root or not names or not {*mine, *others} <= {*names}:
         raise MeshError(
-            f"a parameter on {other} cannot be sharded over {one} too: they are not made of axes of one mesh; write "
-            'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), and give mesh["tp"] to the one and mesh["dp"] '
-            "to the other"
+            f"a parameter on {other} cannot be sharded over {one} too, because they are not slices of one mesh; write "
+            'mesh = init_device_mesh(..., mesh_dim_names=("dp", "tp")), and pass mesh["tp"] for the one and mesh["dp"] '
+            "for the other"
         )
     if {*mine} & {*others}:
         raise MeshError(

@@ -1,11 +1,11 @@
-"""The bridge to FullyShardedDataParallel (FSDP1): parameters that styles have sharded over one axis of a mesh, and that
-FSDP1 flattens and shards over the data axes.
+"""Support for FullyShardedDataParallel (FSDP1) on parameters that styles have sharded over one axis of a mesh.
 
-FSDP1 copies this rank's part of a parameter into its flat parameter and gives it back as a view of what it gathered;
-`DTensorExtensions` makes a DTensor of that view, through which gradients flow. In sharded state dicts a parameter is
-one DTensor on the mesh of all axes, which the data axis cuts last: FSDP1 cuts what the other axes have left.
+FSDP1 flattens these parameters and shards them over the data axes. It copies the local tensor of a parameter into its
+flat parameter and returns it as a view of the gathered flat parameter. `DTensorExtensions` wraps that view as a
+DTensor, through which gradients flow. In sharded state dicts a parameter is one DTensor on the mesh of all axes, with
+the data axis as the innermost split, because FSDP1 shards the result of the other axes.
 
-For models not yet written for FSDP1, `fully_shard` does the same without flat parameters, and can be compiled.
+For models that do not use FSDP1 yet, `fully_shard` does the same without flat parameters, and can be compiled.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
-from ...mesh.spec import Spec
+from ...mesh.tensor_spec import Spec
 from ...tensor.tensor import DTensor, move
 from ...tensor.torch_dtensor import from_torch, is_torch_dtensor
 from ...torch_private.core import disable_dynamo
@@ -25,11 +25,12 @@ from .sharding import planned, sharded
 
 
 def enable_fsdp1() -> None:
-    """Have FullyShardedDataParallel take parameters that are DTensors.
+    """Makes FullyShardedDataParallel accept parameters that are DTensors.
 
-    Call it before the wrapper is made, with a slice of a mesh that holds the axes of the styles too. Sharded and full
-    state dicts of model and optimizer then hold DTensors: sharded ones over all axes, full ones over those of the
-    styles. Torch's own DTensors go their way as before; plain parameters are in sharded state dicts as ours.
+    Call this before creating the wrapper, and pass the wrapper a slice of a mesh that also has the axes of the styles.
+    Sharded and full state dicts of model and optimizer then contain DTensors: sharded ones over all axes, full ones
+    over the axes of the styles. Torch's own DTensors are handled as before. In sharded state dicts, plain parameters
+    become DTensors of this package.
 
     >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     >>> parallelize_module(model, mesh["tp"], plan)
@@ -40,15 +41,15 @@ def enable_fsdp1() -> None:
 
 
 class DTensorExtensions:
-    """What FSDP1 asks about DTensors, by torch's protocol `FSDPExtensions`; one for each of its wrappers.
+    """Torch's `FSDPExtensions` protocol for DTensors, through which FSDP1 handles them. One per FSDP1 wrapper.
 
     Args:
         others: the extensions for torch's own DTensors.
         data_mesh: the mesh over which FSDP1 shards: of one axis, or (replicate, shard).
-        kept: whether FSDP1 shards nothing and keeps the user's parameters, which can be no views of a flat one then.
+        kept: whether FSDP1 shards nothing and keeps the user's parameters, which then cannot be views of a flat one.
     """
 
-    def __init__(self, others: Any, data_mesh: Any, kept: bool = False):
+    def __init__(self, others: Any, data_mesh: Any, kept: bool = False) -> None:
         self.others = others
         self.data_mesh = data_mesh
         self.kept = kept
@@ -56,12 +57,12 @@ class DTensorExtensions:
 
     @staticmethod
     def owns(tensor: Any) -> bool:
-        """Whether these extensions answer for `tensor`, rather than the others."""
+        """Whether these extensions handle `tensor`, rather than those for torch's own DTensors."""
         return not is_torch_dtensor(tensor)
 
     @property
     def compute_stream(self) -> Any:
-        """The stream on which what was gathered is used; FSDP1 sets it."""
+        """The stream on which gathered parameters are used; FSDP1 sets it."""
         return self.others.compute_stream
 
     @compute_stream.setter
@@ -69,23 +70,25 @@ class DTensorExtensions:
         self.others.compute_stream = stream
 
     def pre_flatten_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """This rank's part of a parameter, and what it takes to put it together again (None for a plain parameter).
+        """The local tensor of a parameter, and its spec, from which the DTensor can be restored.
+
+        Plain parameters and torch's DTensors are passed on to the other extensions.
 
         Raises:
-            ValueError: two modules share the parameter, it is a part of a sum, or FSDP1 is to shard nothing.
+            ValueError: two modules share the parameter, it is partial, or FSDP1 shards nothing and keeps parameters.
         """
         if not isinstance(tensor, DTensor):
             return self.others.pre_flatten_transform(tensor)
         if self.kept:
             raise ValueError(
                 "FullyShardedDataParallel with NO_SHARD (which it also takes on an axis of one rank) and "
-                "use_orig_params keeps parameters that cannot be DTensors; write use_orig_params=False, or another "
-                "strategy"
+                "use_orig_params keeps the parameters, which then cannot be DTensors; write use_orig_params=False, or "
+                "another strategy"
             )
         if self._flattened.get(id(tensor)) is tensor:
             raise ValueError(
                 f"a parameter of shape {list(tensor.shape)} is shared by two modules of one FullyShardedDataParallel, "
-                "which knows shared parameters only where they are plain tensors; leave both modules out of the plan, "
+                "which supports shared parameters only if they are plain tensors; leave both modules out of the plan, "
                 "or write dtensor.parallel.fully_shard instead"
             )
         if tensor._spec.layout.partial:
@@ -98,10 +101,10 @@ class DTensorExtensions:
 
     @disable_dynamo
     def post_unflatten_transform(self, tensor: torch.Tensor, param_extension: Any) -> torch.Tensor:
-        """The DTensor whose part on this rank is `tensor`; differentiable.
+        """The DTensor whose local tensor on this rank is `tensor`; differentiable.
 
         Raises:
-            ValueError: `tensor` is no such part.
+            ValueError: `tensor` does not have the shape of this rank's shard.
         """
         if not isinstance(param_extension, Spec):
             return self.others.post_unflatten_transform(tensor, param_extension)
@@ -121,15 +124,15 @@ class DTensorExtensions:
     def chunk_tensor(
         self, tensor: torch.Tensor, rank: int, world_size: int, num_devices_per_node: int, pg: Any, device: Any = None
     ) -> torch.Tensor:
-        """As `chunk_dtensor`; a plain tensor becomes a ShardedTensor, as without a mesh."""
+        """As `chunk_dtensor`, but a plain tensor becomes a ShardedTensor, as in FSDP1 without a mesh."""
         if isinstance(tensor, DTensor):
             return self.chunk_dtensor(tensor, rank, self.data_mesh)
         return self.others.chunk_tensor(tensor, rank, world_size, num_devices_per_node, pg)
 
     def chunk_dtensor(self, tensor: torch.Tensor, rank: int, device_mesh: Any) -> torch.Tensor:
-        """`tensor`, whole over the data axes, as a DTensor that the last of them cuts on dimension 0.
+        """`tensor`, which is replicated over the data axes, as a DTensor sharded on dim 0 over the last of them.
 
-        A DTensor keeps its other axes; of a plain tensor only the data axes are known.
+        A DTensor keeps its other axes. A plain tensor is placed on the data axes only.
         """
         if is_torch_dtensor(tensor):
             return self.others.chunk_dtensor(tensor, rank, device_mesh)
@@ -138,7 +141,7 @@ class DTensorExtensions:
         return made.detach()
 
     def pre_load_state_dict_transform(self, tensor: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """A tensor of the size of this rank's part of a parameter, and of that the shards that this rank holds."""
+        """A meta tensor with the size of this rank's flattened part of a parameter, and the shards of it held here."""
         if not isinstance(tensor, DTensor):
             return self.others.pre_load_state_dict_transform(tensor)
         whole = _without(tensor._spec.layout, self._data_axes(tensor))
@@ -146,10 +149,10 @@ class DTensorExtensions:
         return torch.empty(size, dtype=tensor.dtype, device="meta"), [_Shard(tensor.to_local())]
 
     def all_gather_dtensor(self, tensor: torch.Tensor, parent_mesh: Any) -> torch.Tensor:
-        """This rank's part of a parameter: `tensor`, of a state dict, gathered over the data axes.
+        """The local tensor of a state dict's DTensor after gathering it over the data axes.
 
         Raises:
-            TypeError: `tensor` is no DTensor.
+            TypeError: `tensor` is not a DTensor.
         """
         if is_torch_dtensor(tensor):
             tensor = from_torch(tensor)
@@ -166,23 +169,23 @@ class DTensorExtensions:
 
 
 class _Shard:
-    """One shard, as torch's ShardedTensor holds it."""
+    """One shard, with the attribute that torch reads from shards of a ShardedTensor."""
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
 
 
 class _Unflattened(torch.autograd.Function):
-    """A part of a parameter as the DTensor it is a part of; the gradient is this rank's part of the whole one."""
+    """Local tensor to DTensor. The gradient is the local tensor of the DTensor's gradient in the parameter's layout."""
 
     @staticmethod
-    def forward(ctx, local: torch.Tensor, spec: Spec) -> DTensor:
+    def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> DTensor:
         ctx.set_materialize_grads(False)
         ctx.layout = spec.layout
         return DTensor(local.view_as(local), spec.mesh, spec.layout, spec.shape, spec.stride)
 
     @staticmethod
-    def backward(ctx, grad: Any):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None
         return torch.ops.dtensor.redistribute(grad, ctx.layout.text, False).to_local(), None
@@ -195,7 +198,7 @@ def _without(layout: Layout, axes: tuple[int, ...]) -> Layout:
 
 
 def gathered(x: Any, group: Any) -> Any:
-    """A DTensor of an optimizer's state dict as the plain tensor that FSDP1 flattens; anything else as it is.
+    """A DTensor of an optimizer's state dict as the plain tensor that FSDP1 flattens. Other values are unchanged.
 
     Args:
         x: a value of the state dict.
@@ -209,7 +212,7 @@ def gathered(x: Any, group: Any) -> Any:
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
-    """The plain tensor in whose memory this rank's part of a DTensor lies; another tensor as it is."""
+    """The local tensor of a DTensor, detached, in the same memory. Other tensors are unchanged."""
     return x.to_local().detach() if isinstance(x, DTensor) else x
 
 

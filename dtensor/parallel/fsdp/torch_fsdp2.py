@@ -1,4 +1,4 @@
-"""Modules that torch's FSDP2 has sharded become fully sharded modules of ours, on the tensors that they have."""
+"""Converts modules sharded by torch's FSDP2 to modules sharded by `fully_shard`, on the same memory."""
 
 from typing import Any
 
@@ -17,20 +17,20 @@ from .unit import Unit
 from .unshard import Unshard
 
 Taken = list[tuple[nn.Parameter, Unshard]]
-"""The parameters of a unit, as those that take their place, and how these are unsharded."""
+"""The replacements of a unit's parameters, each with its `Unshard`."""
 
 
 def taken_over(units: list[FSDP2Unit]) -> list[Taken]:
-    """What takes the place of the parameters of `units`, on the same memory; nothing is sent or changed.
+    """The replacements of the parameters of `units`, on the same memory. Nothing is communicated or changed.
 
     Raises:
-        MeshError: a parameter is on a mesh that does not go with the data mesh.
+        MeshError: a parameter is on a mesh that cannot be combined with the data mesh.
     """
     return [[_taken_over(p, unit) for p in unit.parameters] for unit in units]
 
 
 def take_over(units: list[FSDP2Unit], taken: list[Taken]) -> None:
-    """Have the modules of `units`, which FSDP2 has left, be what `fully_shard` would have made of them."""
+    """Turn the modules of `units`, from which FSDP2 has been removed, into what `fully_shard` would make of them."""
     meshes = [one_object(unit.mesh) for unit in units if unit.mesh is not None]
     for unit, parameters in zip(units, taken):
         mesh = one_object(unit.mesh) if unit.mesh is not None else next(iter(meshes), None)

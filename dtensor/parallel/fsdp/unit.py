@@ -1,6 +1,6 @@
-"""What `fully_shard` leaves on modules: the unit that several have in common, and what each is in it.
+"""The state that `fully_shard` stores on modules: the unit that several modules share, and each module's entry in it.
 
-`sharded_module` reads it when a parameter is read, `accumulation` when backwards begin or end to reduce.
+`sharded_module` uses it when a parameter is read, `accumulation` when reduction in the backward is turned on or off.
 """
 
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ from .mixed_precision import MixedPrecisionPolicy
 from .unshard import Unshard
 
 MEMBER = "_fully_sharded"
-"""The attribute of a module under which its `Member` lies."""
+"""The attribute of a module that holds its `Member`."""
 
 
 @dataclass(eq=False)
 class Unit:
-    """What the modules of one `fully_shard` have in common.
+    """The settings shared by the modules of one `fully_shard` call.
 
     Attributes:
         mesh: the data mesh.
-        policy: of mixed precision.
-        keep: whether what the forward gathers is kept for the backward.
+        policy: the mixed precision policy.
+        keep: whether parameters gathered by the forward are kept for the backward.
         local: whether activations are this rank's part of the batch, rather than DTensors over the data mesh.
-        reduce: over which axes a backward reduces gradients, as in `unsharded`.
-        wanted: over which it is asked to; it is not done while something is accumulated that has to be reduced with it.
-        running: how many forwards of the unit's modules are running; a compiled one is not counted.
+        reduce: over which axes the backward now reduces gradients, as in `unsharded`.
+        wanted: over which axes it should reduce. This takes effect once accumulated gradients have been reduced too.
+        running: the number of running forwards of the unit's modules; compiled ones are not counted.
     """
 
     mesh: Any
@@ -38,21 +38,21 @@ class Unit:
     wanted: str = "all"
     running: int = 0
 
-    def __deepcopy__(self, memo) -> "Unit":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         made = memo[id(self)] = Unit(*self._copied())
         return made
 
-    def __reduce__(self):
+    def __reduce__(self) -> Any:
         return Unit, self._copied()
 
     def _copied(self) -> tuple[Any, ...]:
-        # A copy has no gradients.
+        # A copy has no accumulated gradients.
         return self.mesh, self.policy, self.keep, self.local, self.wanted, self.wanted
 
 
 @dataclass(eq=False)
 class Member:
-    """One module of a unit: how each parameter is unsharded, and whether the module was given to `fully_shard`."""
+    """A module's entry in a unit: how to unshard each parameter, and whether it was itself passed to `fully_shard`."""
 
     unit: Unit
     how: dict[str, Unshard] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Member:
 
 
 def members(module: nn.Module) -> Iterator[tuple[nn.Module, Member]]:
-    """The fully sharded modules in `module`, itself included."""
+    """The fully sharded modules in `module`, including itself, each with its `Member`."""
     for found in module.modules():
         member = vars(found).get(MEMBER)
         if member is not None:

@@ -1,13 +1,13 @@
-"""Unsharding: what a fully sharded parameter is in the forward, and where its gradient goes.
+"""Unsharding: converts a fully sharded parameter for use in the forward, and its gradient in the backward.
 
-A sharded parameter is a DTensor that the data axes cut last, and beside them perhaps axes of other styles (of a tensor
-parallel plan). `Unshard` says how to get from it to what the forward computes with, and back; `unsharded` does it, in
-one autograd function:
+A sharded parameter is a DTensor with the data axis as the innermost split, possibly after axes of other styles (of a
+tensor parallel plan). `Unshard` describes the conversion to the tensor that the forward uses and back; `unsharded`
+performs it in one autograd function:
 
-    forward    cast, gather over the data axes, leave them: a plain tensor, or a DTensor on the other axes
-    backward   enter them as a part of a mean, cast, reduce (scattered where the parameter is), cast
+    forward    cast, all-gather over the data axes, drop these axes: a plain tensor, or a DTensor on the other axes
+    backward   add the data axes as a partial average, cast, reduce (reduce-scatter if sharded), cast
 
-Everything is traced as it stands: the gather and the reduction are operators of the graph. The gradient can be
+Everything is traced unchanged, so the gather and the reduction are operators of the graph. The gradient can be
 differentiated again.
 """
 
@@ -20,7 +20,7 @@ from torch.fx.traceback import annotate
 from ...comm.collectives import KEPT
 from ...dispatch.decision import COMPOSITES
 from ...layout.layout import Layout
-from ...mesh.library import library
+from ...mesh.operator_library import library
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced
 
@@ -30,15 +30,15 @@ class Unshard:
     """How one parameter is unsharded.
 
     Attributes:
-        mesh: the mesh of the parameter: the data axes, and others if it was sharded before.
+        mesh: the mesh of the parameter: the data axes, and other axes if it was sharded before.
         data_mesh: the mesh of its data axes alone.
-        dim: the dimension that the last data axis cuts; None where it replicates.
-        layout: the parameter's.
-        whole: the layout when all data axes are gathered.
+        dim: the dim sharded over the last data axis; None if it is replicated.
+        layout: the layout of the sharded parameter.
+        whole: the layout after gathering over all data axes.
         unreduced: the layout of a gradient that is not reduced over any data axis.
-        scattered: the layout of a gradient that is reduced over the axis that shards, not over the one that replicates.
-        inner_mesh: the mesh of what the forward gets; None where that is a plain tensor.
-        inner: its layout there.
+        scattered: the layout of a gradient that is reduced over the shard axis but not over the replicate axis.
+        inner_mesh: the mesh of the DTensor that the forward uses; None if that is a plain tensor.
+        inner: its layout on that mesh.
     """
 
     mesh: Any
@@ -51,16 +51,27 @@ class Unshard:
     inner_mesh: Any = None
     inner: Layout | None = None
 
-    def __deepcopy__(self, memo) -> "Unshard":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Unshard":
         return self
 
 
 class _Unsharded(torch.autograd.Function):
-    """The parameter as the forward gets it; `target` is the layout in which its gradient arrives."""
+    """Converts the parameter for the forward. `target` is the layout in which its gradient arrives."""
 
     @staticmethod
     @never_traced
-    def forward(ctx, parameter, mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype):
+    def forward(
+        ctx: Any,
+        parameter: Any,
+        mesh: Any,
+        whole: Any,
+        entering: Any,
+        target: Any,
+        inner_mesh: Any,
+        inner: Any,
+        dtype: torch.dtype | None,
+        reduce_dtype: Any,
+    ) -> Any:
         ctx.set_materialize_grads(False)
         ctx.given = mesh, whole, entering, target, inner_mesh, inner, dtype, reduce_dtype
         ctx.dtype, ctx.sizes = parameter.dtype, (tuple(parameter.shape), tuple(parameter.stride()))
@@ -73,7 +84,7 @@ class _Unsharded(torch.autograd.Function):
 
     @staticmethod
     @never_traced
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             made = None
         elif torch.is_grad_enabled() and grad.requires_grad:
@@ -84,27 +95,39 @@ class _Unsharded(torch.autograd.Function):
 
 
 class _Reduced(torch.autograd.Function):
-    """The gradient of an unsharded parameter, to be differentiated again: its own gradient is unsharded in turn.
+    """The differentiable reduction of an unsharded parameter's gradient. Its own gradient is unsharded in turn.
 
-    The losses of the ranks of the data axes count as their mean, and each rank differentiates its own. So what one rank
-    gives to the mean has the whole gradient of the mean, and not a part of it.
+    The losses of the ranks of the data axes count as averaged, and each rank differentiates its own loss. So a rank's
+    contribution to the mean has the full gradient of the mean, not a fraction of it.
     """
 
     @staticmethod
-    def forward(ctx, grad, dtype, sizes, *given):
+    def forward(ctx: Any, grad: Any, dtype: torch.dtype | None, sizes: Any, *given: Any) -> Any:
         ctx.set_materialize_grads(False)
         ctx.given, ctx.dtype = given, grad.dtype
         return _reduced(grad, dtype, sizes, *given)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
         mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype = ctx.given
         given = (mesh, whole, entering, target, inner_mesh, inner, ctx.dtype, reduce_dtype)
         made = None if grad is None else _Unsharded.apply(grad, *given)
         return made, None, None, *(None,) * len(ctx.given)
 
 
-def _reduced(grad, dtype, sizes, mesh, whole, entering, target, inner_mesh, inner, _, reduce_dtype) -> torch.Tensor:
+def _reduced(
+    grad: Any,
+    dtype: torch.dtype | None,
+    sizes: Any,
+    mesh: Any,
+    whole: Any,
+    entering: Any,
+    target: Any,
+    inner_mesh: Any,
+    inner: Any,
+    _: Any,
+    reduce_dtype: Any,
+) -> torch.Tensor:
     if inner_mesh is not None:
         grad = torch.ops.dtensor.redistribute(grad, inner.text, False).to_local()
     if entering is not None:
@@ -116,11 +139,11 @@ def _reduced(grad, dtype, sizes, mesh, whole, entering, target, inner_mesh, inne
     return grad.to(dtype)
 
 
-def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple) -> DTensor:
+def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple[Any, ...]) -> DTensor:
     return DTensor(local.view_as(local), mesh, layout, sizes[0], sizes[1])
 
 
-# What Dynamo puts into its graph: an autograd function it traces twice over, and its backward without a graph.
+# The operator that Dynamo records. It would trace an autograd function twice, and its backward without a graph.
 library.define(
     "unshard(Tensor x, torch.distributed.device_mesh.DeviceMesh mesh, str whole, str entering, str target, "
     "torch.distributed.device_mesh.DeviceMesh inner_mesh, str inner, ScalarType? dtype, ScalarType? reduce_dtype)"
@@ -128,8 +151,8 @@ library.define(
 )
 
 
-def _unshard_operator(x: DTensor, mesh, whole: str, *given) -> torch.Tensor:
-    """`dtensor::unshard`: taken apart at once, on any tensor and by any mode. What is empty was not given."""
+def _unshard_operator(x: DTensor, mesh: Any, whole: str, *given: Any) -> torch.Tensor:
+    """`dtensor::unshard`, decomposed at once for any tensor and any mode. Empty arguments were not given."""
     entering, target, inner_mesh, inner, dtype, reduce_dtype = given
     layouts = [Layout.parse(text, x.dim()) if text else None for text in (whole, entering, target, inner)]
     return _Unsharded.apply(x, mesh, *layouts[:3], inner_mesh if inner else None, layouts[3], dtype, reduce_dtype)
@@ -149,16 +172,16 @@ def unsharded(
     keep: bool = False,
     reduce: str = "all",
 ) -> torch.Tensor:
-    """`parameter` as the forward gets it; differentiable.
+    """`parameter` as the forward uses it; differentiable.
 
     Args:
-        parameter: the DTensor that `how` was made for.
-        how: what to do.
-        dtype: to which it is cast before it is gathered; None leaves it.
-        reduce_dtype: in which its gradient is reduced; None leaves the dtype of the gradient.
-        local: leave the data axes; gradients are then averaged over them. Otherwise a DTensor on all axes.
-        keep: annotate the gather as one that is not done again in the backward.
-        reduce: over which data axes the gradient is reduced: "all", "scatter" (the one that shards), or "none".
+        parameter: the DTensor that `how` was created for.
+        how: how to unshard it.
+        dtype: the dtype to cast it to before gathering; None does not cast.
+        reduce_dtype: the dtype in which its gradient is reduced; None keeps the dtype of the gradient.
+        local: drop the data axes; gradients are then averaged over them. Otherwise the result is a DTensor on all axes.
+        keep: annotate the gather as one that is not repeated in the backward.
+        reduce: the data axes over which the gradient is reduced: "all", "scatter" (the shard axis only) or "none".
     """
     target = {"all": how.layout, "scatter": how.scattered, "none": None}[reduce]
     entering, inner_mesh, inner = (how.unreduced, how.inner_mesh, how.inner) if local else (None, None, None)

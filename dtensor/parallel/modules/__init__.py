@@ -1,1 +1,1 @@
-"""What is done to modules: their parameters are replaced, their forwards wrapped."""
+"""Changes to modules: replacing their parameters by DTensors and wrapping their forward."""

@@ -1,4 +1,4 @@
-"""`distribute_module`: the parameters and buffers of a module become DTensors; what goes in and out is converted."""
+"""`distribute_module`: turns parameters and buffers of a module into DTensors and converts its inputs and outputs."""
 
 import inspect
 import warnings
@@ -15,16 +15,16 @@ from .forward_wrapping import Give, Take, wrap_forward
 from .ties import DISTRIBUTED_AS, Ties, shared_otherwise
 
 DISTRIBUTED = "_distributed_module"
-"""The attribute of a module that was distributed as a whole, by whatever name."""
+"""The attribute that marks a module as distributed, by `distribute_module` or `distribute_model`."""
 
 
 def distribute_parameter(
     parameter: nn.Parameter, mesh: Any, placements: Sequence[Placement], *, src_data_rank: int | None = 0
 ) -> nn.Parameter:
-    """A parameter distributed for a module: the same one for all modules that share it, so that tied weights stay tied.
+    """The distributed parameter of a plain one. Modules that share it get the same one, so that tied weights stay tied.
 
     Raises:
-        PlacementError: another module that shares it has it on another mesh, or in other placements.
+        PlacementError: another module that shares the parameter has it on another mesh or in other placements.
     """
     before = vars(parameter).get(DISTRIBUTED_AS)
     if before is None:
@@ -47,25 +47,29 @@ def distribute_module(
     input_fn: Callable[..., Any] | None = None,
     output_fn: Callable[..., Any] | None = None,
 ) -> nn.Module:
-    """Distribute a module's parameters and buffers in place, and convert what goes in and out.
+    """Distributes a module's parameters and buffers in place, and converts its inputs and outputs.
 
     Args:
         module: the module; its plain parameters and buffers become DTensors.
-        device_mesh: the mesh; None takes the current one.
-        partition_fn: called with (name, submodule, device_mesh) for every submodule, to distribute its parameters;
-            what it leaves plain is replicated. A parameter that modules share stays one: what takes its place in one
-            of them takes it in all.
-        input_fn: called with (module, inputs, device_mesh) before the forward; returns the inputs, or None for those
-            it was given.
-        output_fn: called with (module, outputs, device_mesh) after it; returns the outputs, or None likewise.
+        device_mesh: the mesh; None uses the current one.
+        partition_fn: called with (name, submodule, device_mesh) for every submodule, to distribute its parameters.
+            Parameters that it leaves plain are replicated. Shared parameters stay shared: one replaced in one module is
+            replaced in all modules that hold it.
+        input_fn: called with (module, inputs, device_mesh) before the forward, where inputs is the tuple of positional
+            arguments. Returns the new inputs, or None to keep them.
+        output_fn: called with (module, outputs, device_mesh) after the forward. Returns the new outputs, or None to
+            keep them.
+
+    Returns:
+        `module`.
 
     Raises:
-        TypeError: `module` is none, or a hook no function, or takes a wrong number of arguments.
-        PlacementError: `partition_fn` gave a parameter that modules share different placements in them; the module is
-            of no use then.
-        RuntimeError: the module was distributed before.
-        ImportError: the mesh is of device type "xla", and torch_xla, whose function shards the module then, is not
-            installed.
+        TypeError: `module` is not a module, or a hook is not a function or takes a wrong number of arguments.
+        PlacementError: `partition_fn` gave a shared parameter different placements in the modules that share it. The
+            module is then unusable.
+        RuntimeError: the module was already distributed.
+        MeshError: `device_mesh` is not a mesh, or is None and no mesh is current.
+        ImportError: the mesh has device type "xla" and torch_xla, which then does the sharding, is not installed.
     """
     check_module("distribute_module", module)
     mesh = mesh_of(device_mesh)
@@ -93,7 +97,9 @@ def distribute_module(
 def _take(input_fn: Callable[..., Any], mesh: Any) -> Take:
     wants_module = _takes_module(input_fn, "input_fn", "(module, inputs, device_mesh)")
 
-    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def take(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         found = input_fn(module, args, mesh) if wants_module else input_fn(args, mesh)
         if found is None:
             return args, kwargs
@@ -105,7 +111,7 @@ def _take(input_fn: Callable[..., Any], mesh: Any) -> Take:
 def _give(output_fn: Callable[..., Any], mesh: Any) -> Give:
     wants_module = _takes_module(output_fn, "output_fn", "(module, outputs, device_mesh)")
 
-    def give(module: nn.Module, args: tuple, output: Any) -> Any:
+    def give(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         found = output_fn(module, output, mesh) if wants_module else output_fn(output, mesh)
         return output if found is None else found
 

@@ -1,9 +1,9 @@
-"""What stands around the forward of a module: a function that takes its inputs, and one that gives its output.
+"""Wraps the forward of a module in a function that prepares its inputs and one that prepares its output.
 
-No forward hooks: of a module that has one, Dynamo traces all of `nn.Module._call_impl`, some two hundred instructions
-a call and more than most forwards have. Here the module gets a class of its own, derived from the one it has and named
-like it, whose forward calls the two. `made_class` makes such classes, here and for what reads parameters in ways of its
-own.
+Forward hooks would do the same, but if a module has one, Dynamo traces all of `nn.Module._call_impl`: some two hundred
+instructions per call, more than most forwards have. So the module instead gets its own class, derived from its class
+and with the same name, whose forward calls the two functions. `made_class` creates such classes, also for modules that
+read their parameters in a special way.
 """
 
 import functools
@@ -22,30 +22,31 @@ Give: TypeAlias = Callable[[nn.Module, tuple, Any], Any]
 """(module, args of the forward, its output) -> output of the module."""
 
 WRAPPED = "_dtensor_wrapped"
-"""The attribute of a module under which the two lie."""
+"""The attribute of a module that holds its pair of functions."""
 
 _count = itertools.count()
 
 CALL = "_dtensor_call"
-"""The attribute of a module under which that lies which is called in place of the forward."""
+"""The attribute of a module that holds the function called in place of its forward."""
 
 MADE = "_dtensor_made"
-"""The attribute of a class that was made on the fly: the function that made it, of which class, and what else that was
-given."""
+"""The attribute of a generated class: the function that generated it, its base class and the other arguments."""
 
 
 def made_class(
     maker: Any, cls: type[nn.Module], *given: Any, bases: tuple[type, ...] = (), prefix: str = "", **inside: Any
 ) -> type[nn.Module]:
-    """A class derived from `cls` and named like it, after `prefix`. Copies and pickles of its modules name what it was
-    made from: `maker`, which gives the same class each time it is called with `cls` and `given`."""
+    """A class derived from `cls`, with the same name after `prefix`.
+
+    Copies and pickles of its modules refer to `maker`, which must return the same class for the same `cls` and `given`.
+    """
     named = {"__module__": cls.__module__, "__qualname__": prefix + cls.__qualname__, "__doc__": cls.__doc__}
     own = {**named, **inside, MADE: (maker, cls, *given), "__reduce_ex__": _reduced}
     return type(prefix + cls.__name__, (*bases, cls), own)
 
 
 def without(cls: type[nn.Module], maker: Any) -> type[nn.Module]:
-    """The class that `cls` would be if `maker` had never been called."""
+    """The class that `cls` would be if `maker` had not been applied."""
     if MADE not in vars(cls):
         return cls
     by, base, *given = vars(cls)[MADE]
@@ -54,7 +55,7 @@ def without(cls: type[nn.Module], maker: Any) -> type[nn.Module]:
 
 
 def users_class(module: nn.Module) -> type[nn.Module]:
-    """The class that a module had before any was made for it."""
+    """The class that the user gave the module, before any class was generated for it."""
     cls = type(module)
     while MADE in vars(cls):
         cls = vars(cls)[MADE][1]
@@ -67,7 +68,7 @@ def _reduced(module: nn.Module, protocol: Any) -> Any:
 
 
 def _recipe(cls: type[nn.Module]) -> Any:
-    """How `cls` is made, in terms of what a pickle can name."""
+    """How to generate `cls`, expressed in objects that a pickle can refer to."""
     if MADE not in vars(cls):
         return cls
     maker, base, *given = vars(cls)[MADE]
@@ -87,10 +88,10 @@ def _remade(recipe: Any) -> nn.Module:
 
 
 def wrap_forward(module: nn.Module, take: Take | None = None, give: Give | None = None) -> None:
-    """Have `take` look at what comes into the forward of `module`, and `give` at what goes out.
+    """Make `take` process the inputs of `module`'s forward, and `give` its output.
 
-    They are called after those that the module has already. Hooks of the user see what the module is called with, and
-    what it gives. Copies of the module share both functions.
+    They run after the functions that the module already has. The user's hooks see the arguments the module was called
+    with and its final output. Copies of the module share both functions.
     """
     wrapped = vars(module).get(WRAPPED)
     before, after = wrapped or (_taken, _given)
@@ -105,14 +106,14 @@ def wrap_forward(module: nn.Module, take: Take | None = None, give: Give | None 
 
 @functools.cache
 def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of modules of class `cls` that are wrapped; `cls` itself if it is one."""
+    """The wrapped class derived from `cls`; `cls` itself if it is already a wrapped class."""
     if WRAPPED in vars(cls):
         return cls
     inner = cls.forward
 
     @with_own_code
     @functools.wraps(inner)
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         take, give = self._dtensor_wrapped
         args, kwargs = take(self, args, kwargs)
         return give(self, args, inner(self, *args, **kwargs))
@@ -122,8 +123,10 @@ def wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def wrap_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have `call` called with the forward of `module`, and what that would be called with, in its place. Once a
-    module; hooks stay around it."""
+    """Replace the forward of `module` by `call`, which receives the original forward and its arguments.
+
+    Works once per module. Hooks still run around it.
+    """
     if "forward" in vars(module):
         vars(module)["forward"] = functools.partial(call, vars(module)["forward"])
         return
@@ -133,20 +136,23 @@ def wrap_call(module: nn.Module, call: Callable[..., Any]) -> None:
 
 @functools.cache
 def called_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """The class of modules of class `cls` of which something else is called in place of their forward."""
+    """The class derived from `cls` whose forward calls the function that `wrap_call` stored in the module."""
     inner = cls.forward
 
     @with_own_code
     @functools.wraps(inner)
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._dtensor_call(functools.partial(inner, self), *args, **kwargs)
 
     return made_class(called_class, cls, forward=forward)
 
 
 def with_own_code(function: Any) -> Any:
-    """`function`, which a class is made with, with code that no other class has: Dynamo keeps what it compiles by code,
-    and gives up on code that it has compiled too often. By name and line it keeps what sizes it has seen."""
+    """`function` with its own code object, for use in one generated class only.
+
+    Dynamo caches compiled code by code object and gives up on one that it has compiled too often. It also records the
+    sizes it has seen by code name and line.
+    """
     code = function.__code__
     function.__code__ = code.replace(co_name=f"{code.co_name}_{next(_count)}")
     return function
@@ -159,11 +165,11 @@ def _wrapped(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
     return give(module, args, forward(*args, **kwargs))
 
 
-def _taken(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return args, kwargs
 
 
-def _given(module: nn.Module, args: tuple, output: Any) -> Any:
+def _given(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     return output
 
 
@@ -171,7 +177,9 @@ def _takes(first: Take, then: Take | None) -> Take:
     if then is None:
         return first
 
-    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def take(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return then(module, *first(module, args, kwargs))
 
     return then if first is _taken else take
@@ -181,7 +189,7 @@ def _gives(first: Give, then: Give | None) -> Give:
     if then is None:
         return first
 
-    def give(module: nn.Module, args: tuple, output: Any) -> Any:
+    def give(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         return then(module, args, first(module, args, output))
 
     return then if first is _given else give

@@ -1,4 +1,4 @@
-"""Parameters that several modules hold stay one when they are replaced: a table and the head that is tied to it."""
+"""Keeps shared parameters shared when they are replaced, such as an embedding table and the head tied to it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,27 +9,29 @@ from torch import nn
 from ...errors import PlacementError
 
 DISTRIBUTED_AS = "_dtensor_distributed_as"
-"""The attribute of a plain parameter under which that lies which has taken its place, for modules that share it."""
+"""The attribute of a plain parameter that holds the parameter that replaced it, for modules that share it."""
 
 
 class Ties:
-    """The parameters that several modules of a model hold.
+    """The parameters that are shared by several modules of a model.
 
     Attributes:
-        shared: each of them, and the modules that hold it, with its name there.
+        shared: pairs of such a parameter and a list of (module that holds it, name of the parameter there).
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module) -> None:
         holders: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module, name, parameter in _held(model):
             holders.setdefault(parameter, []).append((module, name))
-        self.shared = [(parameter, found) for parameter, found in holders.items() if len(found) > 1]
+        self.shared: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = [
+            (parameter, found) for parameter, found in holders.items() if len(found) > 1
+        ]
 
     def restore(self) -> None:
-        """Have what took the place of a parameter in one module take it in all of them.
+        """Put the replacement of a shared parameter in one module into all modules that hold it.
 
         Raises:
-            PlacementError: modules have it in different placements now.
+            PlacementError: the modules now have it in different placements.
         """
         for parameter, holders in self.shared:
             now: list[Any] = [module._parameters[name] for module, name in holders]
@@ -50,12 +52,12 @@ def _held(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
 
 
 def shared_otherwise(parameter: torch.Tensor, before: Any, placements: Sequence[Any], mesh: Any) -> PlacementError:
-    """The error for a module that is to have a parameter in other placements than another has it, `before`."""
+    """The error for a shared parameter that another module already has as `before`, in other placements."""
     return PlacementError(
-        f"a parameter of shape {list(parameter.shape)} is shared by several modules, of which one has it placed as "
-        f"{list(before.placements)} on {before.device_mesh}, and this one is to have it as {list(placements)} on "
-        f"{mesh}; give both the same (RowwiseParallel shards an nn.Embedding as ColwiseParallel shards the "
-        "nn.Linear tied to it)"
+        f"a parameter of shape {list(parameter.shape)} is shared by several modules: one already has it placed as "
+        f"{list(before.placements)} on {before.device_mesh}, but another needs it as {list(placements)} on "
+        f"{mesh}; use the same placements in both (RowwiseParallel shards an nn.Embedding the way ColwiseParallel "
+        "shards the nn.Linear tied to it)"
     )
 
 

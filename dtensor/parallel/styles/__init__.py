@@ -1,1 +1,1 @@
-"""Tensor parallelism by a plan: module name -> style."""
+"""Tensor parallelism by a plan: a dict from module names to styles."""

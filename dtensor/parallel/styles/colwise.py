@@ -1,7 +1,7 @@
-"""ColwiseParallel: the output features of a linear layer or of an embedding are divided between the ranks.
+"""ColwiseParallel: shards the output features of a linear layer or of an embedding.
 
-With it a row-wise layer makes a pair (Shoeybi et al., "Megatron-LM", 2019): the activation between the two
-stays sharded, so that the pair communicates once, at its end.
+It is used in a pair with a following row-wise layer (Shoeybi et al., "Megatron-LM", 2019): the activation between the
+two stays sharded, so that the pair communicates only once, at its end.
 """
 
 from torch import nn
@@ -14,17 +14,20 @@ from .style import ParallelStyle, as_layout, first_to_layout, linear_dims, outpu
 
 
 class ColwiseParallel(ParallelStyle):
-    """Shard the output features: nn.Linear weight (out, in) and bias on dim 0, nn.Embedding weight (num,
-    features) on 1; of transformers' Conv1D the weight (in, out) on 1.
+    """Shards the output features of a module.
+
+    nn.Linear: weight (out, in) and bias (out,) on dim 0. nn.Embedding: weight (num, features) on dim 1. Conv1D of
+    transformers: weight (in, out) on dim 1 and bias (out,) on dim 0.
 
     Args:
-        input_layouts: layout of a plain tensor that arrives as first input, Replicate() by default. Whatever
-            arrives is redistributed to Replicate().
-        output_layouts: layout in which the output leaves, Shard(-1) by default.
-        use_local_output: whether the output leaves as a plain local tensor rather than as a DTensor.
+        input_layouts: placement of the first input if it is a plain tensor; None means Replicate(). The first input is
+            always redistributed to Replicate().
+        output_layouts: placement of the output; None means Shard(-1).
+        use_local_output: return the output as a plain local tensor instead of a DTensor.
 
     Raises:
-        NotImplementedError: applied to another kind of module.
+        NotImplementedError: the style was applied to another kind of module.
+        ValueError: `input_layouts` or `output_layouts` is not one placement.
     """
 
     shards_parameters = True
@@ -35,9 +38,9 @@ class ColwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-    ):
-        self.input_layouts = as_layout("input_layouts", input_layouts) or Replicate()
-        self.output_layouts = as_layout("output_layouts", output_layouts) or Shard(-1)
+    ) -> None:
+        self.input_layouts: Placement = as_layout("input_layouts", input_layouts) or Replicate()
+        self.output_layouts: Placement = as_layout("output_layouts", output_layouts) or Shard(-1)
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

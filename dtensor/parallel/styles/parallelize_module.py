@@ -1,7 +1,7 @@
-"""`parallelize_module`: applies a plan, module name -> style, to a model.
+"""`parallelize_module`: applies a plan, a dict from module names to styles, to a model.
 
-A plan is resolved as a whole before anything is sharded, so that a wrong one leaves the model as it was.
-Stands on `style`; what a style does to a module is its own business.
+The whole plan is resolved before anything is sharded, so that a wrong plan leaves the model unchanged. How a module is
+changed is up to its `ParallelStyle`.
 """
 
 import difflib
@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.from_plain import check_module, mesh_of
 from ...torch_private.core import mesh_resources
-from ..checks.misfit import Planned, tell_of_misfits
-from ..checks.variance import watch
+from ..checks.rank_variance import watch
+from ..checks.size_misfit import Planned, tell_of_misfits
 from ..modules.ties import Ties
 from .style import ParallelStyle
 
@@ -27,36 +27,34 @@ def parallelize_module(
     check_inputs: bool = True,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Parallelize `module`, in place, over a mesh of one axis.
+    """Parallelizes `module`, in place, over a mesh of one axis.
 
-    Parameters that the plan leaves plain are to be trained alike by all ranks. Optimizers compare their gradients over
-    the axis before their first two steps, and before every hundredth: ShardingError says which one differs, and what to
-    write.
+    Parameters that the plan leaves plain must get the same gradient on all ranks. Optimizers check this over the axis
+    before their first two steps and then before every hundredth step. If a gradient differs they raise ShardingError,
+    which names the parameter and a remedy.
+
+    If an operator in the model's code later fails because of the sizes of this rank's shards, the error (MisfitError in
+    eager mode) names the module, the entries of the plan and a remedy.
 
     Args:
         module: the module.
-        device_mesh: a mesh of one axis, such as `mesh["tp"]`; None takes that of the surrounding `with
-            mesh:`.
-        parallelize_plan: a style for `module` itself, or a dict from names of modules inside to styles. A
-            name such as "layers.*.attention.wq" is matched segment by segment, each with the wildcards of
-            `fnmatch` (`*`, `?`, `[0-3]`), and applies to every module that matches; "" is `module` itself.
-            Entries apply in the dict's order.
-        check_inputs: compare, on first use and once in a hundred later ones, what ranks give a module where its style
-            takes a plain tensor as Replicate(); compiled, the inputs of the graph that it is computed from. Where ranks
-            differ, all raise AgreementError.
-        src_data_rank: the rank of the axis whose parameter values all ranks take; None keeps each rank's own.
+        device_mesh: a mesh of one axis, such as `mesh["tp"]`; None uses that of the surrounding `with mesh:`.
+        parallelize_plan: a style for `module` itself, or a dict from names of submodules to styles. A name such as
+            "layers.*.attention.wq" is matched segment by segment with the wildcards of `fnmatch` (`*`, `?`, `[0-3]`)
+            and applies to every module that matches; "" is `module` itself. Entries apply in the dict's order.
+        check_inputs: compare the ranks' inputs of a module if its style takes a plain tensor as Replicate(): on first
+            use and once in a hundred later uses. In compiled code the graph inputs that it is computed from are
+            compared instead. If ranks differ, all raise AgreementError.
+        src_data_rank: the rank of the axis whose parameter values all ranks receive; None uses each rank's own.
 
     Returns:
         `module`.
 
     Raises:
-        ValueError: no mesh, a mesh of several axes, a name that matches no module, or no entry for a module that shares
-            a parameter with one whose entry shards it.
-        PlacementError: entries give a parameter that modules share different placements.
-        TypeError: a plan that is neither a style nor a dict from names to styles.
-
-    Where an operator in the model's code later fails on the sizes of this rank's parts, the error (MisfitError in eager
-    mode) names the module, the entries of the plan and what to write instead.
+        ValueError: there is no mesh, the mesh has several axes, a name matches no module, or a module without an entry
+            shares a parameter with one whose entry shards it.
+        PlacementError: entries give a shared parameter different placements.
+        TypeError: `module` is not a module, or the plan is neither a style nor a dict from names to styles.
     """
     mesh = _one_axis_mesh(device_mesh)
     if parallelize_plan is None:
@@ -71,7 +69,7 @@ def parallelize_module(
     for target, _, style in targets:
         style.src_data_rank, style.check_inputs = src_data_rank, check_inputs
         style.apply(target, mesh)
-    ties.restore()  # a style of the user's own may shard what it did not say
+    ties.restore()  # a custom style may shard more than it declares
     watch(module, mesh)
     tell_of_misfits(module, [(target, planned) for target, planned, _ in targets])
     return module
@@ -102,7 +100,7 @@ def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
 def _resolved(
     module: nn.Module, plan: ParallelStyle | dict[str, ParallelStyle]
 ) -> list[tuple[nn.Module, Planned, ParallelStyle]]:
-    """Which style is applied to which module by which entry, in order."""
+    """The modules to parallelize, each with its plan entry and style, in order."""
     check_module("parallelize_module", module)
     if isinstance(plan, ParallelStyle):
         return [(module, Planned("", "", type(plan).__name__), plan)]
@@ -116,13 +114,13 @@ def _resolved(
         if not isinstance(pattern, str):
             raise TypeError(f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'")
         if not isinstance(style, ParallelStyle):
-            raise TypeError(f"parallelize_plan[{pattern!r}] is no ParallelStyle but {style!r}")
+            raise TypeError(f"parallelize_plan[{pattern!r}] is not a ParallelStyle but {style!r}")
         targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in _matching(modules, pattern)]
     return targets
 
 
 def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, ParallelStyle]]) -> None:
-    """Refuse a plan that shards a parameter in one module that holds it and not in the others."""
+    """Raise if the plan shards a shared parameter in one of the modules that hold it but not in the others."""
     sharded = [target for target, style in targets if style.shards_parameters]
     names = {found: name for name, found in module.named_modules()}
     for _, holders in ties.shared:
@@ -130,14 +128,14 @@ def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, Pa
         rest = [m for m, _ in holders if m not in sharded]
         if told and rest:
             raise ValueError(
-                f"parallelize_plan shards {names[told[0]]!r}, which shares a parameter with {names[rest[0]]!r}, and "
-                f"says nothing of that; add an entry for {names[rest[0]]!r} (ColwiseParallel for an nn.Linear goes "
+                f"parallelize_plan shards {names[told[0]]!r}, which shares a parameter with {names[rest[0]]!r}, but "
+                f"does not shard that; add an entry for {names[rest[0]]!r} (ColwiseParallel for an nn.Linear goes "
                 "with RowwiseParallel for the nn.Embedding tied to it)"
             )
 
 
 def _matching(modules: dict[str, nn.Module], pattern: str) -> list[tuple[str, nn.Module]]:
-    """The modules whose name matches `pattern`, with it, each once even if it goes by several names."""
+    """Pairs of (name, module) whose name matches `pattern`. A module with several names occurs once."""
     found = {m: name for name, m in reversed(modules.items()) if _matches(name, pattern)}
     if not found:
         named = [name for name in modules if name]

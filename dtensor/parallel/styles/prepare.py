@@ -1,8 +1,7 @@
-"""PrepareModuleInput, PrepareModuleOutput and both in one: the layouts in which a module takes and gives its
-values.
+"""PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput: the placements of a module's inputs and outputs.
 
-They shard nothing: plain tensors become DTensors of a declared layout, which are redistributed to the desired
-one. They go on modules whose parts are sharded by other styles.
+They shard no parameters. Plain tensors become DTensors in a declared placement and are redistributed to the desired
+one. Use them on modules whose submodules are sharded by other styles.
 """
 
 import difflib
@@ -19,27 +18,25 @@ from ..modules.forward_wrapping import wrap_forward
 from .style import ParallelStyle, as_layout, to_layout
 
 Layouts: TypeAlias = Placement | Sequence[Placement | None] | None
-"""One placement, or one for each value with None for values to be left alone."""
+"""One placement, or one for each value, with None for a value that is passed on unchanged."""
 
 KwargLayouts: TypeAlias = dict[str, Placement] | None
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Bring the inputs of a module to desired layouts.
+    """Redistributes the inputs of a module to the placements it needs.
 
     Args:
-        input_layouts: for each positional input the layout of a plain tensor that arrives there; None for an
-            input to be left alone. One placement stands for a single input. Without it positional inputs are
-            left alone.
-        desired_input_layouts: for each of them the layout it is redistributed to; None leaves it as it is.
-        input_kwarg_layouts: keyword -> layout of a plain tensor that arrives there; other keywords are left
-            alone.
-        desired_input_kwarg_layouts: the same keywords -> the layout it is redistributed to.
-        use_local_output: whether the module gets plain local tensors rather than DTensors.
+        input_layouts: for each positional input its placement if it is a plain tensor; None passes the input on
+            unchanged. One placement stands for a single input. Without this argument no positional input is changed.
+        desired_input_layouts: for each of these inputs the placement to redistribute it to; None does not redistribute.
+        input_kwarg_layouts: keyword -> placement of that input if it is a plain tensor. Other keywords are unchanged.
+        desired_input_kwarg_layouts: the same keywords -> the placement to redistribute the input to.
+        use_local_output: pass plain local tensors to the module instead of DTensors.
 
     Raises:
-        ValueError: layouts that do not match each other, the signature of the module, or (when called) its
-            inputs.
+        ValueError: the layouts do not match each other, the signature of the module or, when it is called, its inputs.
+        TypeError: keyword layouts are not a dict.
     """
 
     def __init__(
@@ -50,17 +47,21 @@ class PrepareModuleInput(ParallelStyle):
         input_kwarg_layouts: KwargLayouts = None,
         desired_input_kwarg_layouts: KwargLayouts = None,
         use_local_output: bool = False,
-    ):
+    ) -> None:
+        self.input_layouts: tuple[Placement | None, ...]
+        self.desired_input_layouts: tuple[Placement | None, ...]
         self.input_layouts, self.desired_input_layouts = _paired(
             "input_layouts", input_layouts, "desired_input_layouts", desired_input_layouts
         )
-        self.kwarg_layouts = _paired_by_name(input_kwarg_layouts, desired_input_kwarg_layouts)
+        self.kwarg_layouts: dict[str, Any] = _paired_by_name(input_kwarg_layouts, desired_input_kwarg_layouts)
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _check_keywords(module, self.kwarg_layouts)
 
-        def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def take(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             compared_for = module if self.check_inputs else None
             return self._positional(args, device_mesh, compared_for), self._named(kwargs, device_mesh, compared_for)
 
@@ -100,19 +101,24 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Bring the outputs of a module to desired layouts.
+    """Redistributes the outputs of a module.
 
     Args:
-        output_layouts: for each output the layout of a plain tensor that leaves there; None for an output to
-            be left alone. One placement stands for a single output.
-        desired_output_layouts: for each of them the layout it is redistributed to; None leaves it as it is.
-        use_local_output: whether the outputs leave as plain local tensors rather than as DTensors.
+        output_layouts: for each output its placement if it is a plain tensor; None passes the output on unchanged. One
+            placement stands for a single output.
+        desired_output_layouts: for each of these outputs the placement to redistribute it to; None does not
+            redistribute.
+        use_local_output: return plain local tensors instead of DTensors.
 
     Raises:
-        ValueError: layouts that do not match each other or (when called) the outputs.
+        ValueError: the layouts do not match each other or, when the module is called, its outputs.
     """
 
-    def __init__(self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True):
+    def __init__(
+        self, *, output_layouts: Layouts, desired_output_layouts: Layouts, use_local_output: bool = True
+    ) -> None:
+        self.output_layouts: tuple[Placement | None, ...]
+        self.desired_output_layouts: tuple[Placement | None, ...]
         self.output_layouts, self.desired_output_layouts = _paired(
             "output_layouts", output_layouts, "desired_output_layouts", desired_output_layouts
         )
@@ -121,7 +127,7 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def give(module: nn.Module, args: tuple, outputs: Any) -> Any:
+        def give(module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
             return self._prepared(outputs, device_mesh)
 
         wrap_forward(module, give=give)
@@ -147,8 +153,18 @@ class PrepareModuleOutput(ParallelStyle):
 
 
 class PrepareModuleInputOutput(ParallelStyle):
-    """`PrepareModuleInput` and `PrepareModuleOutput` on one module; `use_local_input` is the former's
-    use_local_output."""
+    """Applies `PrepareModuleInput` and `PrepareModuleOutput` to one module.
+
+    Args:
+        input_layouts: as in `PrepareModuleInput`.
+        desired_input_layouts: as in `PrepareModuleInput`.
+        input_kwarg_layouts: as in `PrepareModuleInput`.
+        desired_input_kwarg_layouts: as in `PrepareModuleInput`.
+        use_local_input: `use_local_output` of `PrepareModuleInput`.
+        output_layouts: as in `PrepareModuleOutput`.
+        desired_output_layouts: as in `PrepareModuleOutput`.
+        use_local_output: as in `PrepareModuleOutput`.
+    """
 
     def __init__(
         self,
@@ -161,15 +177,15 @@ class PrepareModuleInputOutput(ParallelStyle):
         output_layouts: Layouts,
         desired_output_layouts: Layouts,
         use_local_output: bool = True,
-    ):
-        self.prepare_module_input = PrepareModuleInput(
+    ) -> None:
+        self.prepare_module_input: PrepareModuleInput = PrepareModuleInput(
             input_layouts=input_layouts,
             desired_input_layouts=desired_input_layouts,
             input_kwarg_layouts=input_kwarg_layouts,
             desired_input_kwarg_layouts=desired_input_kwarg_layouts,
             use_local_output=use_local_input,
         )
-        self.prepare_module_output = PrepareModuleOutput(
+        self.prepare_module_output: PrepareModuleOutput = PrepareModuleOutput(
             output_layouts=output_layouts,
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
@@ -190,8 +206,8 @@ def _as_layouts(argument: str, given: Layouts) -> tuple[Placement | None, ...] |
     return tuple(as_layout(f"{argument}[{index}]", layout) for index, layout in enumerate(layouts))
 
 
-def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layouts) -> tuple:
-    """Both arguments as tuples of one length, or both None."""
+def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layouts) -> tuple[Any, ...]:
+    """Both arguments as tuples of the same length, or both None."""
     layouts, desired_layouts = _as_layouts(argument, given), _as_layouts(desired_argument, desired)
     if layouts is None and desired_layouts is not None:
         raise ValueError(
@@ -211,7 +227,7 @@ def _paired(argument: str, given: Layouts, desired_argument: str, desired: Layou
     return layouts, desired_layouts
 
 
-def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tuple]:
+def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tuple[Any, ...]]:
     """Keyword -> (layout, desired layout)."""
     given, desired = given or {}, desired or {}
     for name, layouts in (("input_kwarg_layouts", given), ("desired_input_kwarg_layouts", desired)):
@@ -232,8 +248,8 @@ def _paired_by_name(given: KwargLayouts, desired: KwargLayouts) -> dict[str, tup
     }
 
 
-def _check_keywords(module: nn.Module, layouts: dict[str, tuple]) -> None:
-    """Refuse a layout for a keyword that the module's forward does not take."""
+def _check_keywords(module: nn.Module, layouts: dict[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError if a layout names a keyword that the module's forward does not take."""
     parameters = inspect.signature(module.forward).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
@@ -271,7 +287,7 @@ def _all_to_layout(
 ) -> tuple[torch.Tensor | Any, ...]:
     if len(values) != len(given):
         raise ValueError(
-            f"{argument} has {len(given)} layouts, but the module was met with {len(values)} values; "
+            f"{argument} has {len(given)} layouts, but the module has {len(values)} values; "
             "write one layout for each, None for a value to be left alone"
         )
     return tuple([_one_to_layout(v, mesh, g, d, local, compared_for) for v, g, d in zip(values, given, desired)])

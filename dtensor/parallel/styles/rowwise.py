@@ -1,8 +1,7 @@
-"""RowwiseParallel: the input features of a linear layer, or the vocabulary of an embedding, are divided
-between the ranks.
+"""RowwiseParallel: shards the input features of a linear layer, or the vocabulary of an embedding.
 
-Each rank computes a part of a sum; bringing the output to `output_layouts` reduces it, by an all-reduce to
-Replicate() or by a reduce-scatter to Shard(dim).
+Each rank computes a partial sum. Redistributing the output to `output_layouts` reduces it: by an all-reduce to
+Replicate() or a reduce-scatter to Shard(dim).
 """
 
 from torch import nn
@@ -15,18 +14,21 @@ from .style import ParallelStyle, as_layout, first_to_layout, linear_dims, outpu
 
 
 class RowwiseParallel(ParallelStyle):
-    """Shard the input features: nn.Linear weight (out, in) on dim 1, its bias replicated; nn.Embedding weight
-    on dim 0, that of transformers' Conv1D (in, out) too.
+    """Shards the input features of a module.
+
+    nn.Linear: weight (out, in) on dim 1. nn.Embedding: weight (num, features) on dim 0. Conv1D of transformers: weight
+    (in, out) on dim 0. Biases are replicated.
 
     Args:
-        input_layouts: layout of a plain tensor that arrives as first input; by default the layout the
-            computation needs, which is Shard(-1) for nn.Linear and Replicate() for nn.Embedding. Whatever
-            arrives is redistributed to that one.
-        output_layouts: layout in which the output leaves, Replicate() by default.
-        use_local_output: whether the output leaves as a plain local tensor rather than as a DTensor.
+        input_layouts: placement of the first input if it is a plain tensor. None means the placement that the
+            computation needs: Shard(-1) for linear layers and Replicate() for nn.Embedding. The first input is always
+            redistributed to the latter.
+        output_layouts: placement of the output; None means Replicate().
+        use_local_output: return the output as a plain local tensor instead of a DTensor.
 
     Raises:
-        NotImplementedError: applied to another kind of module.
+        NotImplementedError: the style was applied to another kind of module.
+        ValueError: `input_layouts` or `output_layouts` is not one placement.
     """
 
     shards_parameters = True
@@ -37,9 +39,9 @@ class RowwiseParallel(ParallelStyle):
         input_layouts: Placement | None = None,
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
-    ):
-        self.input_layouts = as_layout("input_layouts", input_layouts)
-        self.output_layouts = as_layout("output_layouts", output_layouts) or Replicate()
+    ) -> None:
+        self.input_layouts: Placement | None = as_layout("input_layouts", input_layouts)
+        self.output_layouts: Placement = as_layout("output_layouts", output_layouts) or Replicate()
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

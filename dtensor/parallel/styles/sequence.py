@@ -1,8 +1,7 @@
-"""SequenceParallel: a module that works token by token runs on activations sharded along the sequence.
+"""SequenceParallel: runs a module that works token by token on activations sharded along the sequence.
 
-After Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022: between the
-tensor parallel regions norms and dropouts need no other token, so each rank keeps only its part of the
-sequence.
+See Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022. Between the tensor
+parallel regions, norms and dropouts need no other tokens, so each rank keeps only its part of the sequence.
 """
 
 from torch import nn
@@ -15,22 +14,21 @@ from .style import ParallelStyle, first_to_layout, output_to_layout
 
 
 class SequenceParallel(ParallelStyle):
-    """Replicate the parameters and run on an input sharded on `sequence_dim`: nn.LayerNorm, nn.RMSNorm,
-    nn.Dropout.
+    """Replicates the parameters of a module and runs it on an input sharded on `sequence_dim`.
 
-    Also for a norm or pointwise module of one's own, with its parameters anywhere inside. A plain input is
-    taken as this rank's part of the sequence, a DTensor is redistributed to Shard(sequence_dim). The
-    parameters take the values of rank `src_data_rank` of the axis.
+    For nn.LayerNorm, nn.RMSNorm and nn.Dropout, and for custom norms and pointwise modules with parameters anywhere
+    inside. A plain input counts as this rank's part of the sequence; a DTensor is redistributed to Shard(sequence_dim).
+    Parameters get the values of rank `src_data_rank` of the axis.
 
     Args:
-        sequence_dim: the dimension of the input that counts tokens.
-        use_local_output: whether the output leaves as a plain local tensor rather than as a DTensor.
+        sequence_dim: the sequence dim of the input.
+        use_local_output: return the output as a plain local tensor instead of a DTensor.
     """
 
     shards_parameters = True
 
-    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False):
-        self.sequence_sharding = Shard(sequence_dim)
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_sharding: Shard = Shard(sequence_dim)
         self.use_local_output = use_local_output
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -1,10 +1,9 @@
-"""The base of all parallel styles, and the three moves they are made of.
+"""The base class of parallel styles, and the three conversions they are built from.
 
-A style says how one module is sharded: what becomes of its parameters, in which layout its inputs are taken
-and in which its outputs are given. `parallelize_module` applies styles to the modules of a plan; each
-style stands on `dtensor.parallel.modules.distribute_module.distribute_module`, for parameters, and on
-`dtensor.parallel.modules.forward_wrapping`. What is called around a forward is kept short: Dynamo traces it once for
-each module.
+A style defines how one module is sharded: the placements of its parameters, inputs and outputs. `parallelize_module`
+applies styles to the modules of a plan. Styles use `dtensor.parallel.modules.distribute_module` for parameters and
+`dtensor.parallel.modules.forward_wrapping` for inputs and outputs. The functions called around a forward are kept
+short, because Dynamo traces them once per module.
 """
 
 from abc import ABC, abstractmethod
@@ -23,15 +22,15 @@ from ..modules.forward_wrapping import Give, Take
 
 
 class ParallelStyle(ABC):
-    """How one module is parallelized over the axis of a one-axis mesh.
+    """Base class of styles: how one module is parallelized over a mesh of one axis. Implement `apply` in a subclass.
 
     Attributes:
-        src_data_rank: the rank of the axis whose parameter values are scattered to all; None makes every rank
-            shard the values it has itself. `parallelize_module` sets it.
-        check_inputs: whether ranks compare, at first and every so often, what they give where the layout is
-            Replicate(). `parallelize_module` sets it.
-        shards_parameters: whether modules get other parameters by it. A plan then has to name all modules that share
-            one.
+        src_data_rank: the rank of the axis whose parameter values all ranks receive; None makes every rank shard its
+            own values. `parallelize_module` sets it.
+        check_inputs: whether ranks compare plain inputs that are declared Replicate(), on first use and periodically
+            later. `parallelize_module` sets it.
+        shards_parameters: whether the style replaces parameters. A plan must then have an entry for every module that
+            shares one of them.
     """
 
     src_data_rank: int | None = 0
@@ -43,8 +42,10 @@ class ParallelStyle(ABC):
         """Shard `module` in place over `device_mesh`, wrap its forward, and return it."""
 
     def distribute_parameter(self, module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-        """Replace parameter `name` of `module` (nothing happens if it is None) by a DTensor placed as
-        `placement`; modules that share it go on sharing it."""
+        """Replace parameter `name` of `module`, unless it is None, by a DTensor with the given placement.
+
+        Modules that share the parameter continue to share it.
+        """
         parameter = getattr(module, name)
 
         def distribute(whole: nn.Parameter) -> nn.Parameter:
@@ -56,7 +57,7 @@ class ParallelStyle(ABC):
             module.register_parameter(name, distribute(parameter))
 
     def refuse(self, module: nn.Module) -> NoReturn:
-        """Raise the error for a module that a style for nn.Linear and nn.Embedding cannot shard."""
+        """Raise NotImplementedError for a module that a style for nn.Linear and nn.Embedding cannot shard."""
         raise NotImplementedError(
             f"{type(self).__name__} shards nn.Linear and nn.Embedding, not {type(module).__name__}; apply it to the "
             "linear layers and embeddings inside, or write a ParallelStyle of your own for this module"
@@ -64,9 +65,9 @@ class ParallelStyle(ABC):
 
 
 def linear_dims(module: nn.Module) -> tuple[int, int] | None:
-    """The dimensions of a linear layer's weight that count output and input features; None for another module.
+    """The dims of output and input features in a linear layer's weight; None for another module.
 
-    Known are nn.Linear and its transpose, which transformers call Conv1D.
+    Supports nn.Linear and its transpose, Conv1D of transformers.
     """
     if isinstance(module, nn.Linear):
         return 0, 1
@@ -75,10 +76,10 @@ def linear_dims(module: nn.Module) -> tuple[int, int] | None:
 
 
 def as_layout(argument: str, given: Any) -> Placement | None:
-    """The placement given for `argument` of a style; None stays None.
+    """The placement passed for `argument` of a style; None stays None.
 
     Raises:
-        ValueError: `given` is no placement.
+        ValueError: `given` is not one placement.
     """
     if isinstance(given, (tuple, list)):
         raise ValueError(
@@ -91,17 +92,19 @@ def as_layout(argument: str, given: Any) -> Placement | None:
 def to_layout(
     x: Any, mesh: DeviceMesh, given: Placement, wanted: Placement | None, compared_for: nn.Module | None = None
 ) -> DTensor:
-    """`x` as a DTensor in layout `wanted` (None: as it is); a plain tensor is taken as this rank's part in
-    layout `given`, and compared over the ranks at times, if that is Replicate(), as an input of `compared_for`.
+    """`x` as a DTensor placed as `wanted`, or as it is placed for None.
+
+    A plain tensor counts as this rank's part of a tensor placed as `given`. If that is Replicate(), it is compared over
+    the ranks from time to time, as an input of `compared_for`.
 
     Raises:
-        ValueError: `x` is no tensor.
+        ValueError: `x` is not a tensor.
     """
     if not isinstance(x, DTensor):
         if not isinstance(x, torch.Tensor):
-            raise ValueError(f"layout {given!r} is given for a value that is no tensor but {x!r}; write None for it")
+            raise ValueError(f"layout {given!r} is given for a value that is not a tensor but {x!r}; write None for it")
         alike = compared_for is not None and given.is_replicate()
-        if torch.compiler.is_dynamo_compiling():  # at once what from_local comes to: each line is slow to trace
+        if torch.compiler.is_dynamo_compiling():  # skips from_local, as each line is slow to trace
             x = torch.ops.dtensor.from_local(x, mesh, str(given), (), (), "", alike)
         else:
             if alike:
@@ -111,9 +114,11 @@ def to_layout(
 
 
 def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh, compared: bool) -> Take:
-    """Takes the first positional input in layout `wanted`, the others as they are; `compared` is `check_inputs`."""
+    """A `Take` that converts the first positional input to `wanted` and keeps the others; `compared`: check it."""
 
-    def take(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def take(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if not args:
             raise ValueError(
                 f"{type(module).__name__} is parallelized by a style that prepares its first positional input, but "
@@ -125,9 +130,9 @@ def first_to_layout(given: Placement, wanted: Placement, mesh: DeviceMesh, compa
 
 
 def output_to_layout(wanted: Placement | None, use_local_output: bool, mesh: DeviceMesh) -> Give:
-    """Gives the output in layout `wanted` (None: as it is), as a plain local tensor if asked."""
+    """A `Give` that redistributes the output to `wanted`, unless None, and returns a local tensor if requested."""
 
-    def give(module: nn.Module, args: tuple, output: DTensor) -> torch.Tensor:
+    def give(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> torch.Tensor:
         output = output if wanted is None else output.redistribute(mesh, (wanted,))
         return output.to_local() if use_local_output else output
 

@@ -1,1 +1,1 @@
-"""What a training step does with sharded parameters beside the model: losses, clipping, scaling, saved activations."""
+"""Parts of a training step besides the model: losses, gradient clipping and scaling, saved activations."""

@@ -1,7 +1,7 @@
-"""`clip_grad_norm_`: the norm of gradients that lie on one mesh or several, with one reduction.
+"""`clip_grad_norm_`: clips gradients on one or several meshes, with one reduction per mesh.
 
-Every rank adds up what it holds, each element by the share that is its own where several ranks hold it; one all_reduce
-over the mesh puts the norm together. Tensors on slices of a mesh that others span are counted along with these.
+Every rank sums over the elements it holds; an element that several ranks hold is divided by their number. One
+all-reduce over the mesh gives the norm. Tensors on a slice of a mesh take part in the reduction over that mesh.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,24 +24,24 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> torch.Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, for parameters that may be DTensors, on different meshes, and plain ones.
+    """As `torch.nn.utils.clip_grad_norm_`, for DTensors on any number of meshes and plain parameters.
 
-    One all_reduce of one number for all gradients on a mesh and on slices of it. A DTensor on a slice counts as the
-    same tensor all over that mesh; a plain gradient as the same on all ranks. Gradients that are sums over ranks
-    (Partial) are reduced first, and stay so.
+    This takes one all-reduce of one number for all gradients on a mesh and its slices. A DTensor on a slice counts as
+    the same tensor all over the mesh, and a plain gradient as the same on all ranks. Partial gradients are reduced
+    first, and the reduced gradient replaces the partial one.
 
     Args:
-        parameters: one parameter or several; those without a gradient are left out.
-        max_norm: the norm that the gradients have at most afterwards.
+        parameters: one parameter or several. Those without a gradient are ignored.
+        max_norm: the maximum norm of the gradients after clipping.
         norm_type: p of the p-norm, positive; inf for the largest absolute value.
         error_if_nonfinite: raise if the norm is nan or infinite.
-        foreach: taken for torch's sake; gradients are scaled together in any case.
+        foreach: ignored; present for compatibility with torch.
 
     Returns:
-        The norm before clipping: a plain tensor without dimensions, the same on all ranks of a mesh.
+        The norm before clipping: a zero-dimensional plain tensor, the same on all ranks of a mesh.
 
     Raises:
-        TypeError: `parameters` are no tensors, or a norm is no number.
+        TypeError: a parameter is not a tensor, or `max_norm` or `norm_type` is not a number.
         ValueError: `norm_type` is not positive.
         RuntimeError: the norm is nan or infinite and `error_if_nonfinite` is set.
     """
@@ -75,7 +75,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def _settled(parameter: Any) -> torch.Tensor:
-    """The gradient of a parameter as a final value, which it then is."""
+    """The gradient of a parameter. A partial gradient is first reduced and stored in the parameter."""
     grad = parameter.grad
     if isinstance(grad, DTensor) and any(q.is_partial() for q in grad.placements):
         target = [Replicate() if q.is_partial() else q for q in grad.placements]
@@ -84,7 +84,7 @@ def _settled(parameter: Any) -> torch.Tensor:
 
 
 def _total(grads: Sequence[torch.Tensor], p: float) -> torch.Tensor:
-    """The p-norm of all gradients."""
+    """The p-norm of all gradients, as a zero-dimensional plain tensor."""
     if not grads:
         return torch.tensor(0.0)
     meshes: list[Any] = []
@@ -111,7 +111,7 @@ def _lives_on(g: Any, meshes: list[Any]) -> bool:
 
 
 def _over_mesh(grads: list[Any], mesh: Any, p: float) -> torch.Tensor:
-    """The sum of p-th powers, or the maximum, of all elements of gradients on `mesh` and on slices of it."""
+    """The sum of p-th powers, or the maximum for inf, of all elements of gradients on `mesh` and its slices."""
     mine = []
     for g in grads:
         power = _power(g.to_local(), p)
@@ -123,7 +123,7 @@ def _over_mesh(grads: list[Any], mesh: Any, p: float) -> torch.Tensor:
 
 
 def _power(x: torch.Tensor, p: float) -> torch.Tensor:
-    """The sum of p-th powers of the elements of a plain tensor, or the largest absolute value; of none 0."""
+    """The sum of p-th powers of a plain tensor's elements, or the largest absolute value for inf; 0 if it is empty."""
     x = x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
     if p == inf:
         return x.abs().amax() if x.numel() else x.new_zeros(())
@@ -136,7 +136,8 @@ def _joined(parts: list[torch.Tensor], p: float) -> torch.Tensor:
 
 
 def _home(mesh: Any, meshes: list[Any]) -> Any:
-    """The mesh over which what lies on `mesh` is reduced: the largest of `meshes` that it is a slice of."""
+    """The mesh to reduce gradients on `mesh` over: the largest of `meshes` that it is a slice of, or their root mesh if
+    they cover all of its axes."""
     if torch.compiler.is_compiling() or mesh.mesh_dim_names is None:
         return mesh
     root, names = root_mesh(mesh), {*mesh.mesh_dim_names}

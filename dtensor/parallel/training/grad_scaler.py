@@ -1,7 +1,7 @@
-"""What `torch.amp.GradScaler` does to gradients: unscaling, and the search for infinities that all ranks agree on.
+"""The gradient operator of `torch.amp.GradScaler`: unscales, and checks for infinities consistently on all ranks.
 
-The operator takes all gradients at once and writes what it found to a plain tensor. Ranks see their own shards only,
-so the finding is reduced: without that some ranks would skip a step that others take.
+The operator takes all gradients at once and writes the result of the check to a plain tensor. Each rank sees only its
+own shards, so the result is reduced; otherwise some ranks would skip a step that others take.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from ...torch_private.core import intercept, without_own_key
 
 
 def check_and_unscale(grads: list[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """`_amp_foreach_non_finite_check_and_unscale_` on gradients of any meshes, plain ones among them."""
+    """`_amp_foreach_non_finite_check_and_unscale_` on DTensors on any meshes and plain gradients."""
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     meshes: list[Any] = []
     for g in grads:
         if isinstance(g, DTensor) and g.device_mesh not in meshes:
             meshes.append(g.device_mesh)
-    # Parts of a sum may be finite where the sum is not.
+    # The local parts of a partial sum may be finite where the sum is not.
     sums = [g.full_tensor() for g in grads if isinstance(g, DTensor) and g._spec.layout.partial]
     with without_own_key():
         if sums:

@@ -1,7 +1,7 @@
-"""`input_reshard`: what a module's backward needs of replicated activations waits sharded, and is gathered when needed.
+"""`input_reshard`: keeps the replicated saved activations of a module sharded, and gathers them in the backward.
 
-Between tensor parallel layers activations are the same on all ranks, and each keeps all of them for the backward. In a
-module that is resharded each keeps its part. It costs an all_gather for each of them in the backward.
+Between tensor parallel layers activations are the same on all ranks, and each rank saves all of them for the backward.
+In a resharded module each rank saves only its shard. This costs an all-gather per saved activation in the backward.
 """
 
 from dataclasses import dataclass
@@ -16,33 +16,33 @@ from torch.distributed.device_mesh import DeviceMesh
 from ...comm.from_plain import check_module, mesh_of
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
-from ...mesh.spec import Spec
+from ...mesh.tensor_spec import Spec
 from ...tensor.tensor import DTensor, move
 from ...torch_private.core import tree_leaves
 
 
 def input_reshard(module: nn.Module, device_mesh: DeviceMesh, input_reshard_dim: int | None = None) -> nn.Module:
-    """Have `module` save its replicated activations sharded over the axis of `device_mesh`, until its backward.
+    """Makes `module` save its replicated activations sharded over the axis of `device_mesh` until the backward.
 
-    Sharded are DTensors that are replicated over the axis, and the plain tensors that the module is given, whole and as
-    they were given: these have to be the same on all ranks of the axis. Parameters, buffers, other plain tensors and
-    what is too short stay as they are. Sizes need not divide. A module inside that is resharded too follows its own
-    dimension.
+    This applies to DTensors that are replicated over the axis, and to the module's plain inputs where they are saved
+    unchanged; these must be the same on all ranks of the axis. Parameters, buffers, other plain tensors, and tensors
+    whose length along the dim is less than the number of ranks, are saved as usual. Sizes need not divide evenly. A
+    resharded module inside `module` uses its own dim.
 
-    In a compiled graph this does nothing: the partitioner decides there what is saved, and the option `memory_budget`
-    of `backend="dtensor"` has more of it gathered again.
+    In compiled graphs this has no effect: there the partitioner decides what is saved, and the option `memory_budget`
+    of `backend="dtensor"` makes it gather more of the tensors again.
 
     Args:
         module: the module; it gets two forward hooks.
         device_mesh: a mesh of one axis, such as `mesh["tp"]`.
-        input_reshard_dim: the dimension along which activations are cut; None does nothing.
+        input_reshard_dim: the dim along which activations are sharded; None does nothing.
 
     Returns:
         `module`.
 
     Raises:
-        ValueError: a mesh of several axes.
-        TypeError: `module` is none, or the dimension no int.
+        ValueError: the mesh has several axes.
+        TypeError: `module` is not a module, or the dim is not an int.
     """
     check_module("input_reshard", module)
     device_mesh = mesh_of(device_mesh)
@@ -63,7 +63,7 @@ def input_reshard(module: nn.Module, device_mesh: DeviceMesh, input_reshard_dim:
 
 @dataclass
 class _Saved:
-    """A part of a replicated tensor: what it takes to make it whole."""
+    """This rank's shard of a replicated tensor, with the metadata needed to gather it."""
 
     local: torch.Tensor
     spec: Spec
@@ -72,13 +72,13 @@ class _Saved:
 
 
 class _Resharding:
-    """The hooks of one module, and the regions of its forwards that are running."""
+    """The hooks of one module, and the saved tensor regions of its running forwards."""
 
-    def __init__(self, mesh: DeviceMesh, dim: int):
+    def __init__(self, mesh: DeviceMesh, dim: int) -> None:
         self.mesh, self.dim = mesh, dim
         self.running: list[saved_tensors_hooks] = []
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
         kept = {_memory(x) for x in (*module.parameters(), *module.buffers())}
@@ -87,12 +87,12 @@ class _Resharding:
         region.__enter__()
         self.running.append(region)
 
-    def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if not torch.compiler.is_compiling() and self.running:
             self.running.pop().__exit__()
 
-    def pack(self, x: torch.Tensor, kept: set[int], given: set[tuple]) -> Any:
-        """This rank's part of `x`; `x` itself where it stays whole."""
+    def pack(self, x: torch.Tensor, kept: set[int], given: set[tuple[Any, ...]]) -> Any:
+        """This rank's shard of `x`, or `x` itself if it is not resharded."""
         if x.layout is not torch.strided or _memory(x) in kept:
             return x
         if isinstance(x, DTensor):
@@ -112,7 +112,7 @@ class _Resharding:
         return _Saved(local, spec, layout, plain)
 
     def _axis(self, x: DTensor) -> int | None:
-        """The axis of the mesh of `x` that is ours, if `x` is replicated over it."""
+        """The axis of the mesh of `x` with the process group of `self.mesh`, if `x` is replicated over it."""
         if x._spec.layout.partial or x.device_mesh.get_coordinate() is None:
             return None
         names = [group_name(x.device_mesh, axis) for axis in range(x.device_mesh.ndim)]
@@ -122,7 +122,7 @@ class _Resharding:
 
 
 def unpack(saved: Any) -> torch.Tensor:
-    """The whole of what `pack` gave."""
+    """The tensor that `pack` was given, gathered if necessary."""
     if not isinstance(saved, _Saved):
         return saved
     spec = saved.spec
@@ -134,13 +134,13 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not isinstance(x, DTensor)
 
 
-def _identity(x: torch.Tensor) -> tuple:
-    """What two plain tensors of the same values in the same memory have in common; a part of one is another."""
+def _identity(x: torch.Tensor) -> tuple[Any, ...]:
+    """A key shared by plain tensors with the same values in the same memory. A slice of a tensor has another key."""
     return _memory(x), x.storage_offset(), x.numel(), x._version
 
 
 def _memory(x: torch.Tensor) -> int:
-    """The address of the memory that a tensor, or this rank's part of it, is a view of."""
+    """The address of the memory that a tensor, or the local tensor of a DTensor, is a view of."""
     local = x.to_local() if isinstance(x, DTensor) else x
     return local.untyped_storage().data_ptr() if local.layout is torch.strided else id(local)
 

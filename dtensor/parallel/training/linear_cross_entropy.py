@@ -1,8 +1,11 @@
-"""Cross entropy of a linear layer's output without the logits: classes may be sharded, samples go by in chunks.
+"""Cross entropy of a linear layer's output without materialising the logits. Classes may be sharded.
 
-`dtensor::linear_lse` gives logsumexp and picked logit of each sample; the loss is ordinary arithmetic on these. torch's
-own `linear_cross_entropy` with options, which writes to plain buffers, comes here too when it is given a DTensor.
+`dtensor::linear_lse` computes, in chunks of samples, the logsumexp and the target logit of each sample; the loss is
+ordinary arithmetic on these. Torch's own chunked `linear_cross_entropy` writes to plain buffers, so calls of it with a
+DTensor are intercepted and run here too.
 """
+
+from typing import Any
 
 import torch
 
@@ -13,7 +16,7 @@ from ...torch_private.core import intercept
 from . import linear_logsumexp as linear_logsumexp  # registers the operators
 
 CHUNK = 1024
-"""Samples whose logits are made at once."""
+"""The default number of samples whose logits are in memory at once."""
 
 REDUCTIONS = ("none", "mean", "sum")
 
@@ -30,26 +33,29 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """`F.cross_entropy(F.linear(x, weight, bias), target, …)` without the logits; on DTensors or on plain tensors.
+    """`F.cross_entropy(F.linear(x, weight, bias), target, ...)` without materialising the logits.
 
-    With a weight sharded on classes no rank holds logits of others' classes, or of more than `chunk` samples of its
-    own. Forward: two all_reduces, of one and of two numbers a sample; the logits are computed twice.
+    Works on DTensors and on plain tensors. If `weight` is sharded on classes, a rank only holds logits of its own
+    classes, for at most `chunk` samples at a time. The forward then takes two all-reduces, of one and of two numbers
+    per sample. The logits are computed twice, in forward and backward.
 
     Args:
-        x: (..., d), the last layer's input; samples may be sharded.
-        weight: (classes, d); classes may be sharded.
-        target: (...), the class of each sample.
-        bias: (classes,).
-        class_weight: (classes,), the weight of each class in the loss.
-        ignore_index, reduction, label_smoothing: as in `torch.nn.functional.cross_entropy`.
-        chunk: samples of this rank whose logits are in memory at once.
+        x: the input of the last layer, of shape (..., d). Samples may be sharded.
+        weight: of shape (classes, d). Classes may be sharded.
+        target: the class of each sample, of shape (...).
+        bias: of shape (classes,).
+        class_weight: the weight of each class in the loss, of shape (classes,).
+        ignore_index: as in `torch.nn.functional.cross_entropy`.
+        reduction: "none", "mean" or "sum", as in `torch.nn.functional.cross_entropy`.
+        label_smoothing: as in `torch.nn.functional.cross_entropy`.
+        chunk: the number of this rank's samples whose logits are in memory at once.
 
     Returns:
-        The loss, in x's dtype; of the target's shape for reduction="none".
+        The loss, in the dtype of `x`: zero-dimensional, or of the shape of `target` for reduction="none".
 
     Raises:
-        ValueError: shapes that do not fit, or an unknown reduction.
-        RuntimeError: a target that is no class.
+        ValueError: shapes do not match, `target` has a floating point dtype, or the reduction is unknown.
+        RuntimeError: a target is not a valid class.
     """
     _check(x, weight, target, bias, reduction)
     for given in (x, weight, bias):
@@ -70,7 +76,7 @@ def linear_cross_entropy(
     return (loss / _settled(share.sum()) if reduction == "mean" else loss).to(x.dtype)
 
 
-def _check(x, weight, target, bias, reduction: str) -> None:
+def _check(x: Any, weight: Any, target: Any, bias: Any, reduction: str) -> None:
     if weight.dim() != 2 or not x.dim() or x.shape[-1] != weight.shape[1] or x.shape[:-1] != target.shape:
         raise ValueError(
             "linear_cross_entropy takes x (..., d), weight (classes, d) and target (...); got shapes "
@@ -86,8 +92,8 @@ def _check(x, weight, target, bias, reduction: str) -> None:
         raise ValueError(f"reduction is one of {', '.join(REDUCTIONS)}; got {reduction!r}")
 
 
-def _smooth(x, weight, bias, class_weight, lse):
-    """The loss with all classes as targets: linear in the logits, so that their weighted sum needs none of them."""
+def _smooth(x: Any, weight: Any, bias: Any, class_weight: Any, lse: Any) -> Any:
+    """The loss with all classes as targets. It is linear in the logits, so they need not be materialised."""
     shares = torch.ones_like(weight[:, 0]) if class_weight is None else class_weight.to(weight.dtype)
     logits = (x @ _settled(shares @ weight)).to(lse.dtype)
     if bias is not None:
@@ -96,19 +102,32 @@ def _smooth(x, weight, bias, class_weight, lse):
 
 
 def _settled(x: torch.Tensor) -> torch.Tensor:
-    """`x` as a final value: parts of a sum are reduced, which what follows needs anyhow."""
+    """`x` with partial sums reduced, which the next operator would need anyway."""
     if not isinstance(x, DTensor):
         return x
     return x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
 
 
-def _chunked(x, weight, target, bias, class_weight, ignore_index, chunk, *accumulation):
+def _chunked(
+    x: Any, weight: Any, target: Any, bias: Any, class_weight: Any, ignore_index: Any, chunk: Any, *accumulation: Any
+) -> Any:
     return linear_cross_entropy(
         x, weight, target, bias, class_weight, ignore_index=ignore_index, reduction="none", chunk=chunk
     )
 
 
-def _chunked_and_reduced(x, weight, target, bias, class_weight, reduction, ignore_index, label_smoothing, chunk, *rest):
+def _chunked_and_reduced(
+    x: Any,
+    weight: Any,
+    target: Any,
+    bias: Any,
+    class_weight: Any,
+    reduction: Any,
+    ignore_index: Any,
+    label_smoothing: Any,
+    chunk: Any,
+    *rest: Any,
+) -> Any:
     loss = linear_cross_entropy(
         x,
         weight,

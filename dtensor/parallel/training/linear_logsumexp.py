@@ -1,21 +1,22 @@
-"""The logsumexp of logits that are never whole: `dtensor::linear_lse` and its backward, on one rank.
+"""`dtensor::linear_lse` and its backward on one rank: the logsumexp of logits that are never materialised in full.
 
     linear_lse(x, weight, bias, row, none, chunk) -> (lse, picked)
     linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk)
         -> (grad_x, grad_weight, grad_bias)
 
-x is (..., d), weight (v, d), bias (v) or none; row (...) is the class picked of each sample, where it is not the number
-`none`. lse and picked (...) are the logsumexp over the classes of `x @ weight.T + bias` and the logit of the picked
-class, or 0. Logits live for `chunk` samples at a time; the backward makes them again. A gradient that is to be
-differentiated again (create_graph=True) takes all logits at once. Numbers of half precision are widened. What ranks
-that hold some of the classes each do together is the rule's business (`rules/linear_lse.py`).
+x has shape (..., d), weight (v, d) and bias (v,) or None. row (...) is the class picked for each sample; the number
+`none` picks no class. lse (...) is the logsumexp over the classes of `x @ weight.T + bias`, and picked (...) the logit
+of the picked class, or 0. Logits are in memory for `chunk` samples at a time, and the backward computes them again. A
+gradient that is differentiated again (create_graph=True) materialises all logits at once. Half precision is widened to
+float32. The rule in `dtensor.rules.families.linear_lse` combines ranks that hold different classes.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from ...mesh.library import library
+from ...mesh.operator_library import library
 
 library.define(
     "linear_lse(Tensor x, Tensor weight, Tensor? bias, Tensor row, int none, int chunk) -> (Tensor lse, Tensor picked)",
@@ -29,7 +30,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which logits are exponentiated and summed."""
+    """The dtype in which logits are exponentiated and summed: float32 for half precision, else `dtype`."""
     return torch.float32 if dtype in HALF else dtype
 
 
@@ -44,7 +45,7 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
 
 
-def linear_lse(x, weight, bias, row, none: int, chunk: int):
+def linear_lse(x: Any, weight: Any, bias: Any, row: Any, none: int, chunk: int) -> Any:
     if chunk < 1:
         raise ValueError(f"chunk is a number of samples, at least 1; got {chunk}")
     lse = x.new_full((row.numel(),), -torch.inf, dtype=accumulated(x.dtype))
@@ -57,11 +58,13 @@ def linear_lse(x, weight, bias, row, none: int, chunk: int):
             found = logits.gather(-1, (classes * counts).unsqueeze(-1)).squeeze(-1)
             picked[part] = torch.where(counts, found, torch.zeros_like(found))
     else:
-        picked.new_zeros(1).index_select(0, (row != none).reshape(-1).int())  # refuses to pick what there is none of
+        picked.new_zeros(1).index_select(0, (row != none).reshape(-1).int())  # raises if a class is picked
     return lse.view(row.shape), picked.view(row.shape)
 
 
-def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none: int, lse, chunk: int):
+def linear_lse_backward(
+    grad_lse: Any, grad_picked: Any, x: Any, weight: Any, bias: Any, row: Any, none: int, lse: Any, chunk: int
+) -> Any:
     wide = accumulated(x.dtype)
     grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format)
     grad_weight = torch.zeros_like(weight, dtype=wide, memory_format=torch.contiguous_format)
@@ -80,23 +83,25 @@ def linear_lse_backward(grad_lse, grad_picked, x, weight, bias, row, none: int, 
     return grad_x, grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
 
 
-def _fake(x, weight, bias, row, none, chunk):
+def _fake(x: Any, weight: Any, bias: Any, row: Any, none: Any, chunk: Any) -> Any:
     made = x.new_empty(row.shape, dtype=accumulated(x.dtype))
     return made, torch.empty_like(made)
 
 
-def _fake_backward(grad_lse, grad_picked, x, weight, bias, row, none, lse, chunk):
+def _fake_backward(
+    grad_lse: Any, grad_picked: Any, x: Any, weight: Any, bias: Any, row: Any, none: Any, lse: Any, chunk: Any
+) -> Any:
     return x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(0 if bias is None else bias.shape[0])
 
 
-def _save(ctx, inputs, output) -> None:
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
     x, weight, bias, row, none, chunk = inputs
     ctx.set_materialize_grads(False)  # zeros in place of a gradient would be a plain tensor
     ctx.save_for_backward(x, weight, bias, row, output[0])
     ctx.none, ctx.chunk = none, chunk
 
 
-def _backward(ctx, grad_lse, grad_picked):
+def _backward(ctx: Any, grad_lse: Any, grad_picked: Any) -> Any:
     x, weight, bias, row, lse = ctx.saved_tensors
     grad_lse, grad_picked = (torch.zeros_like(lse) if g is None else g for g in (grad_lse, grad_picked))
     if torch.is_grad_enabled():
@@ -106,8 +111,10 @@ def _backward(ctx, grad_lse, grad_picked):
     return grads[0], grads[1], None if bias is None else grads[2], None, None, None
 
 
-def _recorded(grad_lse, grad_picked, x, weight, bias, row, none) -> list[torch.Tensor | None]:
-    """The gradients, to be differentiated again: by operators that have derivatives, on whole logits."""
+def _recorded(
+    grad_lse: Any, grad_picked: Any, x: Any, weight: Any, bias: Any, row: Any, none: Any
+) -> list[torch.Tensor | None]:
+    """The gradients, such that they can be differentiated again: by operators with derivatives, on all logits."""
     logits = torch.nn.functional.linear(x, weight, bias).to(accumulated(x.dtype))
     left_out = row == none
     found = logits.gather(-1, row.masked_fill(left_out, 0).unsqueeze(-1)).squeeze(-1)

@@ -1,7 +1,8 @@
 """Losses on sharded classes: `loss_parallel` and `linear_cross_entropy`.
 
-Cross entropy of logits sharded on their classes is native (`rules/log_softmax.py`, `rules/nll.py`): it gathers nothing,
-anywhere. So the region that torch's users write around it has one thing to do: to take plain targets as whole.
+Cross entropy of logits sharded on classes is supported natively and gathers nothing (`dtensor.rules.families.nll` and
+`log_softmax`). So the `loss_parallel` region, which users know from torch, only makes plain targets count as
+replicated.
 """
 
 import contextlib
@@ -19,7 +20,9 @@ LOSSES = (F.cross_entropy, F.nll_loss)
 
 
 class _WholeTargets(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         given = kwargs or {}
         if func in LOSSES:
             logits = args[0] if args else given["input"]
@@ -36,13 +39,14 @@ def _whole(a: Any, mesh: Any) -> Any:
 
 
 def loss_parallel() -> contextlib.AbstractContextManager[Any]:
-    """As torch's region of this name, in which cross entropy runs on logits sharded on their classes.
+    """A context in which plain targets and class weights of a cross entropy on DTensor logits count as replicated.
 
-    Here it runs so everywhere, in forward and backward, inside the region and outside: with any placements of samples,
-    any reduction, class weights, label smoothing and classes as probabilities. What the region adds is that a plain
-    target, or plain weights of the classes, beside logits that are a DTensor are taken as whole: all ranks have the
-    same. Outside of it that is a MixedTensorError; so it is with a `torch.nn.CrossEntropyLoss` that is made inside of a
-    compiled function, of which Dynamo writes the call itself: make it outside, or call the function.
+    It replaces torch's region of the same name. Cross entropy on logits sharded on classes works everywhere, inside and
+    outside the region, forward and backward: with any placements of samples, any reduction, class weights, label
+    smoothing and class probabilities. Inside the region, plain targets and class weights, which must be the same on all
+    ranks, may be passed with DTensor logits. Outside they raise MixedTensorError. So does a `torch.nn.CrossEntropyLoss`
+    that is created inside a compiled function, because Dynamo bypasses the region: create it outside, or call
+    `torch.nn.functional.cross_entropy`.
 
     >>> with dtensor.parallel.loss_parallel():
     ...     torch.nn.functional.cross_entropy(logits, target).backward()  # logits [Shard(1)], target [Replicate()]

@@ -1,1 +1,1 @@
-"""An unmodified model, sharded in one call by the names of its parameters."""
+"""Sharding an unmodified model in one call, by patterns of its parameter names."""

@@ -1,8 +1,8 @@
-"""`distribute_model`: one call that shards an unmodified model, whose code then runs on global tensors.
+"""`distribute_model`: shards an unmodified model in one call. Its code then runs on global tensors.
 
-Parameters and buffers become DTensors by patterns of their names, arguments of the forward when it is called; inside,
-every tensor is global, and its operators communicate as its layout needs. Styles of `dtensor.parallel` are for code
-that works on local tensors.
+Parameters and buffers become DTensors by patterns of their names; arguments of the forward become DTensors when it is
+called. Inside the model every tensor is global, and operators communicate as the layouts require. For code that works
+on local tensors use the styles of `dtensor.parallel` instead.
 """
 
 import contextlib
@@ -33,10 +33,10 @@ from ..modules.forward_wrapping import made_class, with_own_code
 from .tp_plan import placements_of_plan
 
 Placements: TypeAlias = Mapping[str, Placement] | Sequence[Placement]
-"""Placements by mesh axis: those that are not Replicate by the names of their axes, or one for each axis."""
+"""Placements of a tensor: one per mesh axis, or a dict from axis names, where axes that are left out are Replicate."""
 
 VIEW = "_dtensor_view"
-"""The attribute of a module under which the `_View` of its model lies."""
+"""The attribute of a module that holds the `_View` of its model."""
 
 
 def distribute_model(
@@ -49,41 +49,43 @@ def distribute_model(
     check_inputs: bool = True,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Shard a model for one device over a mesh, in place; its code stays as it is.
+    """Shards a model written for one device over a mesh, in place. The model's code does not change.
 
-    `fully_shard` may come before or after, over other axes of the same mesh: each of its ranks is then a global view of
-    its own, with its part of the batch.
+    `fully_shard` may be applied before or after, over other axes of the same mesh. Each rank of those axes then has its
+    own global view, with its part of the batch.
 
     Args:
         model: the model.
-        device_mesh: the mesh; None takes the current one.
-        placements: patterns of names of parameters and buffers, with the wildcards of `fnmatch` (`*` goes over dots) ->
-            placements, such as `{"*.q_proj.weight": {"tp": Shard(0)}}`. Of patterns that match a name the one with most
-            characters that are no wildcards counts. What is not named is replicated. "model": as the `tp_plan` says
-            that a model of transformers has, over the mesh's axis "tp", or its only one.
-        inputs: how tensors arrive in the arguments of forward, in tuples, lists, dicts and dataclasses too. None:
-            whole, and the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" gives its part of the batch, all of
-            equal length. Tensors without that dimension are whole; DTensors stay as they are.
-        outputs: how tensors leave in what forward returns. None: as DTensors. `{}`: whole. `{"dp": Shard(0)}`: each
-            rank of "dp" has its part; a loss that ranks compute from theirs counts as the mean over them, as under
-            DistributedDataParallel. Tensors without that dimension come out whole.
-        check_inputs: compare, in each call, what ranks give: checksums along the axes along which inputs are to be the
-            same, shapes along the others. A small all_reduce, two where inputs are parts. Where ranks differ, all raise
-            RuntimeError. And compare, now and then and without waiting for others, the plain tensors that modules hold
-            and that meet DTensors inside: AgreementError where they differ.
-        src_data_rank: the rank of each axis whose values of parameters and buffers all ranks take; None keeps each
-            rank's own.
+        device_mesh: the mesh; None uses the current one.
+        placements: a dict from patterns of parameter and buffer names to placements, such as
+            `{"*.q_proj.weight": {"tp": Shard(0)}}`. Patterns use the wildcards of `fnmatch`; `*` also matches dots. If
+            several match a name, the one with most non-wildcard characters applies. Tensors that no pattern matches are
+            replicated. "model" uses the `tp_plan` of a transformers model, over the mesh axis "tp" or the only axis.
+        inputs: the placements of tensors in the arguments of forward, including those in tuples, lists, dicts and
+            dataclasses. None: full tensors, the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" passes its
+            part of the batch, all of equal length. Tensors without that dim are full tensors; DTensors are not changed.
+        outputs: the placements of tensors that forward returns. None: DTensors. `{}`: full plain tensors.
+            `{"dp": Shard(0)}`: each rank of "dp" gets its part as a plain tensor. Losses that ranks compute from their
+            parts count as averaged over those ranks, as with DistributedDataParallel. Tensors without that dim are
+            returned in full.
+        check_inputs: compare the inputs of the ranks in every call: checksums along axes where inputs must be the same,
+            shapes along the others. This takes one small all-reduce, and one more if inputs are sharded. If ranks
+            differ, all raise RuntimeError. Plain tensors held by modules that meet DTensors inside are also compared,
+            from time to time and without waiting for other ranks; if they differ, AgreementError is raised.
+        src_data_rank: the rank along each axis whose parameter and buffer values all ranks receive; None uses each
+            rank's own values.
 
     Returns:
         `model`. Its gradients are those of one device on the global batch.
 
     Raises:
-        PlacementError: a pattern matches no name, or two match equally well; the model has no `tp_plan`, or one with a
-            style that is not known; placements that do not fit the mesh or the parameter; other ones for modules that
-            share a parameter; a parameter that is a DTensor already. Nothing was changed then.
-        MeshError: a parameter is fully sharded over axes that do not go with those of the mesh.
-        RuntimeError: the model was distributed before.
-        TypeError: `model` is no module.
+        PlacementError: a pattern matches no name, or two match equally well; the model has no `tp_plan`, or one with an
+            unknown style; placements do not fit the mesh or a tensor, or differ between modules that share a parameter;
+            or a parameter is already a DTensor. The model is then unchanged.
+        MeshError: a parameter is fully sharded over axes that cannot be combined with those of the mesh, or there is no
+            mesh.
+        RuntimeError: the model was already distributed.
+        TypeError: `model` is not a module.
 
     >>> model = LlamaForCausalLM(config)
     >>> columns, rows = {"tp": Shard(0)}, {"tp": Shard(1)}
@@ -114,14 +116,14 @@ def distribute_model(
             else:
                 setattr(module, name, distribute(p, chosen[p]))
         for name, b in list(_own(module._buffers)):
-            if b not in buffers:  # one that several modules hold stays one
+            if b not in buffers:  # a shared buffer stays shared
                 buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
             module._buffers[name] = buffers[b]
     for module in model.modules():
-        # Parameters that are fully sharded are read as that says.
+        # Fully sharded parameters have their own property.
         names = tuple(sorted(name for name, p in _own(module._parameters) if SHARDED_AS not in vars(p)))
         if not names and type(module).forward is nn.Module.forward:
-            continue  # a list of modules
+            continue  # a container such as ModuleList
         vars(module)[VIEW] = view
         module.__class__ = viewed_class(type(module), names)
         if "forward" in vars(module):
@@ -135,8 +137,10 @@ def _own(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 class _View:
-    """What is called in place of the forward of a model and of its modules. Knows whether one runs: modules that are
-    called by themselves are given inputs, and give outputs, as the model is and does."""
+    """The function called in place of the forward of a model and of each of its modules.
+
+    Only the outermost call converts inputs and outputs. A module called on its own is thus treated like the model.
+    """
 
     def __init__(
         self,
@@ -161,7 +165,7 @@ class _View:
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.depth:
             return forward(*args, **kwargs)
-        if not torch.compiler.is_compiling() and is_in_backward():  # activation checkpoints run what ran inside again
+        if not torch.compiler.is_compiling() and is_in_backward():  # recomputation by activation checkpointing
             with self.running():
                 return forward(*args, **kwargs)
         plain: list[tuple[str, torch.Tensor, bool]] = []
@@ -176,7 +180,7 @@ class _View:
 
     @never_traced
     def _take(self, plain: list[tuple[str, torch.Tensor, bool]], x: torch.Tensor, name: str) -> torch.Tensor:
-        """An argument of the forward as a DTensor; what is none yet is added to `plain`."""
+        """An argument of the forward as a DTensor. Plain tensors are also added to `plain`."""
         if isinstance(x, DTensor):
             return x
         placements = _fitting(self.inputs, x)
@@ -185,9 +189,9 @@ class _View:
 
     @never_traced
     def _give(self, x: torch.Tensor, _: str) -> torch.Tensor:
-        """What the forward returns, as it is to leave."""
+        """A tensor that the forward returns, in the placements of `outputs`."""
         if not isinstance(x, DTensor):
-            # Plain, but what was written to it was not: its gradient is to come as a DTensor.
+            # A plain tensor, but computed from DTensors written into it, so its gradient must arrive as a DTensor.
             x = x if x.is_leaf or not torch.is_grad_enabled() else _Leaving.apply(x, self.mesh)  # pyright: ignore
         if self.outputs is None or not isinstance(x, DTensor):
             return x
@@ -211,13 +215,13 @@ class _View:
 
 @functools.cache
 def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The class of modules of class `cls` whose view is called in place of their forward, which reads the parameters
-    `names` by `_read`."""
+    """The class derived from `cls` whose forward calls the module's view and which reads the parameters `names` by
+    `_read`."""
     inner = cls.forward
 
     @with_own_code
     @functools.wraps(inner)
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._dtensor_view(functools.partial(inner, self), *args, **kwargs)
 
     inside: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
@@ -226,8 +230,8 @@ def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
 
 @never_traced
 def _read(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A parameter, whose gradient comes in its own placements where a forward reads it: what arrives from operators may
-    be a sum that is pending, which optimizers would reduce more than once."""
+    """A parameter. If a forward reads it, its gradient arrives in the parameter's own placements: operators may produce
+    a partial sum, which optimizers would reduce more than once."""
     p = module._parameters.get(name)
     if not isinstance(p, DTensor) or not vars(module)[VIEW].depth:
         return p
@@ -240,7 +244,7 @@ def _chosen(model: nn.Module, mesh: Any, given: Mapping[str, Placements]) -> dic
     """The placements of each parameter and buffer.
 
     Raises:
-        PlacementError: as `distribute_model` says.
+        PlacementError: as documented in `distribute_model`.
     """
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     names = [name for name, _ in named]
@@ -264,8 +268,8 @@ def _chosen(model: nn.Module, mesh: Any, given: Mapping[str, Placements]) -> dic
         found = _placed(given[pattern], mesh, x, f"{name} ({pattern!r})")
         if chosen.setdefault(x, found) != found:
             raise PlacementError(
-                f"{said[x]} and {name} are one tensor, which is to be both {list(chosen[x])} and {list(found)}; "
-                "give both names the same placements"
+                f"{said[x]} and {name} are one tensor, but its placements are given as both {list(chosen[x])} and "
+                f"{list(found)}; give both names the same placements"
             )
         said[x] = name
     whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
@@ -273,15 +277,15 @@ def _chosen(model: nn.Module, mesh: Any, given: Mapping[str, Placements]) -> dic
 
 
 def _pattern_for(name: str, given: Mapping[str, Placements]) -> str | None:
-    """The most specific of the patterns that match a name."""
+    """The most specific pattern that matches a name; None if none does."""
     found = [pattern for pattern in given if fnmatchcase(name, pattern)]
     if not found:
         return None
     first, *others = sorted(found, key=_specific, reverse=True)
     if others and _specific(first) == _specific(others[0]) and given[first] != given[others[0]]:
         raise PlacementError(
-            f"{name} is matched by {first!r} and as closely by {others[0]!r}, which say different placements; write "
-            "the name itself, or one of the two longer"
+            f"{name} is matched by {first!r} and as closely by {others[0]!r}, which have different placements; write "
+            "the name itself, or make one of the two more specific"
         )
     return first
 
@@ -301,7 +305,7 @@ def _by_axis(given: Placements, mesh: Any, what: str) -> list[Placement]:
     """One placement for each axis of the mesh.
 
     Raises:
-        PlacementError: an axis that the mesh does not have, too few or too many placements, or what is none.
+        PlacementError: the mesh has no such axis, the number of placements is wrong, or one is not a placement.
     """
     if not isinstance(given, Mapping):
         found = [given] if isinstance(given, Placement) else list(given)
@@ -318,10 +322,10 @@ def _by_axis(given: Placements, mesh: Any, what: str) -> list[Placement]:
 
 
 def _borders(given: Placements, mesh: Any, what: str) -> list[Placement]:
-    """How tensors of any number of dimensions come in or go out.
+    """The placements of inputs or outputs, for tensors with any number of dims.
 
     Raises:
-        PlacementError: as `_by_axis`; or neither whole nor cut along a dimension that is counted from the front.
+        PlacementError: as for `_by_axis`, or a placement is neither Replicate nor Shard of a non-negative dim.
     """
     found = _by_axis(given, mesh, what)
     for p in found:
@@ -331,12 +335,12 @@ def _borders(given: Placements, mesh: Any, what: str) -> list[Placement]:
 
 
 def _fitting(placements: Sequence[Placement], x: torch.Tensor) -> list[Placement]:
-    """`placements` without the cuts of dimensions that `x` does not have."""
+    """`placements`, with Replicate in place of Shard for dims that `x` does not have."""
     return [Replicate() if isinstance(p, Shard) and p.dim >= x.dim() else p for p in placements]
 
 
 class _Leaving(torch.autograd.Function):
-    """A plain tensor of which every rank has all, as a DTensor, and so its gradient."""
+    """A replicated plain tensor as a DTensor, so that its gradient is one too."""
 
     @staticmethod
     def forward(x: torch.Tensor, mesh: Any) -> DTensor:
@@ -352,7 +356,7 @@ class _Leaving(torch.autograd.Function):
 
 
 class _MeanOverParts(torch.autograd.Function):
-    """A rank's part of an output: what ranks compute from their parts counts as the mean over `parts` of them."""
+    """A rank's part of an output. Results that `parts` ranks compute from their parts count as averaged over them."""
 
     @staticmethod
     def forward(x: torch.Tensor, parts: int) -> torch.Tensor:
@@ -368,15 +372,17 @@ class _MeanOverParts(torch.autograd.Function):
 
 
 def _mapped(f: Callable[[torch.Tensor, str], torch.Tensor], x: Any, name: str) -> Any:
-    """`x`, which is called `name`, with `f` of each tensor in it and of what that is called; objects that are none of
-    tuple, list, dict and dataclass stay."""
+    """`x` with each tensor in it replaced by `f(tensor, its name)`, where `x` itself is called `name`.
+
+    Descends into tuples, lists, dicts and dataclasses; other objects are unchanged.
+    """
     if isinstance(x, torch.Tensor):
         return f(x, name)
     if isinstance(x, (tuple, list)):
         items = [_mapped(f, item, f"{name}[{i}]") for i, item in enumerate(x)]
         return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
     if isinstance(x, dict):
-        # An output of transformers is both, and leaves out what is None.
+        # Outputs of transformers are both dicts and dataclasses, and their items omit None values.
         items = {key: _mapped(f, item, f"{name}[{key!r}]") for key, item in x.items()}
         return type(x)(**items) if is_dataclass(x) else OrderedDict(items) if isinstance(x, OrderedDict) else items
     if is_dataclass(x) and not isinstance(x, type):

@@ -1,7 +1,7 @@
-"""The tensor parallel plan that a model of transformers brings along, as placements of its parameters.
+"""Translates the tensor parallel plan of a transformers model to placements of its parameters.
 
-Its styles say what a module does with local tensors; in a global view, what of them counts is how parameters lie. The
-names are those of transformers' `ALL_PARALLEL_STYLES`.
+The styles of such a plan describe what a module does with local tensors; in a global view only the placements of
+parameters matter. The style names are those of transformers' `ALL_PARALLEL_STYLES`.
 """
 
 import re
@@ -40,14 +40,14 @@ STYLES: dict[str, Callable[[torch.Tensor, str], Placement]] = {
     **dict.fromkeys(("sequence_parallel", "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj"), _whole),
     **dict.fromkeys(("all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params"), _whole),
 }
-"""Style -> where a parameter lies that is called so in its module."""
+"""Style -> function from a parameter and its name within the module to its placement."""
 
 
 def placements_of_plan(model: nn.Module, mesh: Any) -> dict[str, list[Placement]]:
-    """Names of parameters -> placements, as the model's own `tp_plan` says.
+    """Parameter name -> placements, one per mesh axis, from the model's own `tp_plan`.
 
     Raises:
-        PlacementError: the model has no plan; a style is not known; the mesh has several axes and none is called "tp".
+        PlacementError: the model has no plan, a style is unknown, or the mesh has several axes and none is called "tp".
     """
     plan: Any = getattr(model, "tp_plan", None)
     if not isinstance(plan, Mapping) or not plan:
@@ -69,7 +69,7 @@ def _placed(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, Pl
     entries = [(re.compile(re.escape(key).replace(r"\*", r"\d+")), style) for key, style in plan.items()]
     for name, x in model.named_parameters(remove_duplicate=False):
         module, _, last = name.rpartition(".")
-        # An entry for the parameter says more than one for its module.
+        # An entry for the parameter takes precedence over one for its module.
         for at in (name, module):
             found = [style for key, style in entries if key.fullmatch(at)]
             if found:
@@ -81,7 +81,7 @@ def _axis(mesh: Any) -> int:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 1 and "tp" not in names:
         raise PlacementError(
-            f"placements='model' cuts over the axis 'tp', and the mesh has axes {list(names)}; name one of them so"
+            f"placements='model' shards over the axis 'tp', but the mesh has axes {list(names)}; name one of them 'tp'"
         )
     return names.index("tp") if mesh.ndim > 1 else 0
 

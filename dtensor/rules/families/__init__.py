@@ -1,1 +1,1 @@
-"""The sharding rules, one file for each family of operators. `dtensor.rules` collects them."""
+"""The sharding rules, one module for each family of operators; `dtensor.rules` imports them all."""

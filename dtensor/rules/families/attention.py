@@ -1,18 +1,18 @@
-"""Scaled dot product attention: batch and heads may be sharded, sequence and features not.
+"""Scaled dot product attention: batch and heads may be sharded, sequence and features may not.
 
-Where the keys have fewer heads than the queries, the query heads are a (key head, group) pair of factors. The math path
-is caught before torch takes it apart, in `composite`.
+Where the keys have fewer heads than the queries, the query heads are a (key head, group) pair of factors. These rules
+are for the fused operators; `dtensor.tensor.composite` catches the math path before torch decomposes it.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-from ...mesh.spec import Spec
+from ...mesh.tensor_spec import Spec
 from ..call import Call, LocalCall, rule_for
-from ..local import empty_outputs
+from ..local_calls import empty_outputs
 from ..rule import Dims, Rule
 
-FUSED = {
+FUSED: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": "attn_mask",
     "_scaled_dot_product_flash_attention": None,
     "_scaled_dot_product_efficient_attention": "attn_bias",
@@ -21,11 +21,11 @@ FUSED = {
 """Fused forward operator -> the name of its mask argument."""
 
 HEADS = frozenset({"h", "g"})
-"""The factors that the kernels divide by: without any on the CPU the process ends."""
+"""The factors that the kernels divide by; on the CPU the process ends if a shard has none."""
 
 
-def _heads(call: Call) -> tuple[Dims, Dims, dict]:
-    """Factors of (queries, gradients, output) and of (keys, values); sizes."""
+def _heads(call: Call) -> tuple[Dims, Dims, dict[str, Any]]:
+    """Factors of queries, gradients and output; factors of keys and values; sizes."""
     q, k = call["query"], call["key"]
     sizes = {"b": q.shape[0], "h": k.shape[1]}
     head = ("h",)
@@ -35,14 +35,14 @@ def _heads(call: Call) -> tuple[Dims, Dims, dict]:
     return (("b",), head, (), ()), (("b",), ("h",), (), ()), sizes
 
 
-def _mask(mask, heads: Dims, sizes: dict) -> Dims:
+def _mask(mask: Any, heads: Dims, sizes: dict[str, Any]) -> Dims:
     """Factors of a mask that broadcasts over batch and heads."""
     full = heads[4 - mask.ndim :]
     return tuple(() if not d or s == 1 else d for d, s in zip(full, mask.shape))
 
 
-def _output(o, heads: Dims, query, sizes: dict) -> Dims | None:
-    """Factors of an output: (b, heads, …) where it has the shape for it, else never sharded."""
+def _output(o: Any, heads: Dims, query: Any, sizes: dict[str, Any]) -> Dims | None:
+    """Factors of an output: (b, heads, …) if its shape starts like the query's, else none."""
     if o is None:
         return None
     if o.ndim >= 3 and o.shape[0] == query.shape[0] and o.shape[1] == query.shape[1]:
@@ -61,14 +61,14 @@ def fused(call: Call) -> Rule:
     return _rule(call, ins, outs, sizes, whole=whole)
 
 
-def _rule(call: Call, ins: Iterable[Dims], outs: Iterable[Dims | None], sizes: dict, **more: Any) -> Rule:
-    """With dropout all factors stay whole, as the kernels draw by position in what they are given."""
+def _rule(call: Call, ins: Iterable[Dims], outs: Iterable[Dims | None], sizes: dict[str, Any], **more: Any) -> Rule:
+    """With dropout no factor may be sharded, because the kernels draw by position in their inputs."""
     more["blocked"] = frozenset(sizes if call["dropout_p"] else {"g"})
     return Rule(tuple(ins), tuple(outs), sizes, local=_unless_empty, refuses_empty=HEADS, **more)
 
 
-def _unless_empty(call: LocalCall):
-    """A rank without a batch or a head must not run the kernels, which divide by the number of heads."""
+def _unless_empty(call: LocalCall) -> Any:
+    """A rank with an empty shard must not run the kernels, which divide by the number of heads."""
     return call.run() if call["query"].numel() else empty_outputs(call)
 
 

@@ -1,8 +1,8 @@
-"""Batch normalisation: channels, batch and space may be sharded, with the statistics of the whole batch.
+"""Batch normalisation: channels, batch and space may be sharded; the statistics are those of the global batch.
 
-In training the mean and variance are over batch and space. Where those are sharded, the sums behind them are reduced
-over the ranks inside the operator (two vectors in forward, one in backward), so that the numbers, the running
-statistics too, are those of one device. In evaluation every element stands for itself.
+In training the mean and variance are taken over batch and space. Where these are sharded, the underlying sums are
+all-reduced inside the operator (two vectors in the forward, one stacked pair in the backward), so that the results and
+the running statistics equal those of one device. In evaluation every element is independent.
 """
 
 from math import prod
@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import all_reduce, empty_outputs, has_empty_shard, unless_empty
+from ..local_calls import all_reduce, empty_outputs, has_empty_shard, unless_empty
 from ..rule import Dims, Rule
 
-TRAINING = {
+TRAINING: dict[str, Any] = {
     "native_batch_norm": "training",
     "_native_batch_norm_legit": "training",
     "_native_batch_norm_legit_functional": "training",
@@ -29,7 +29,7 @@ TRAINING = {
     "cudnn_batch_norm_backward": True,
     "miopen_batch_norm_backward": True,
 }
-"""Operator -> whether it normalises by the batch's own statistics, or the argument that says so."""
+"""Operator -> whether it normalises by the batch's own statistics, or the argument that decides this."""
 
 UPDATES = (
     "native_batch_norm",
@@ -38,7 +38,7 @@ UPDATES = (
     "cudnn_batch_norm",
     "miopen_batch_norm",
 )
-"""Operators that write the running statistics in place."""
+"""Operators that update the running statistics in place."""
 
 NAMES = {
     "exponential_average_factor": "momentum",
@@ -46,7 +46,7 @@ NAMES = {
     "grad_output": "grad_out",
     "save_var": "save_invstd",
 }
-"""What some of the operators call an argument -> what the others do."""
+"""Argument name in some of the operators -> its name in the others."""
 
 
 def _trains(call: Call) -> bool:
@@ -55,19 +55,19 @@ def _trains(call: Call) -> bool:
 
 
 def _get(call: Call | LocalCall, name: str) -> Any:
-    """The argument `name` in whatever way the operator calls it; None if it has none."""
+    """The argument `name` under the name that the operator uses for it; None if it has no such argument."""
     schema = call.func._schema.arguments
     return next((call[a.name] for a in schema if NAMES.get(a.name, a.name) == name), None)
 
 
-def _factors(ndim: int, shape) -> tuple[Dims, dict]:
+def _factors(ndim: int, shape: Any) -> tuple[Dims, dict[str, Any]]:
     """Factors of the input, (n, c, …), and their sizes."""
     names = ["n", "c", *(f"s{i}" for i in range(2, ndim))]
     return tuple((f,) for f in names), dict(zip(names, shape))
 
 
-def _of_channels(o) -> Dims:
-    """A vector with one element for each channel; the reserved space and statistics that are not kept are empty."""
+def _of_channels(o: Any) -> Dims:
+    """Factors of a vector with one element per channel; unused statistics and the reserved space have none."""
     return (("c",),) if o.ndim == 1 and o.shape != (0,) else ((),) * o.ndim
 
 
@@ -78,7 +78,7 @@ def batch_norm(call: Call) -> Rule:
     outs = (full, *(_of_channels(o) for o in call.outputs[1:] if o is not None))
     statistics = [i for i, name in enumerate(_tensors(call)) if name in ("running_mean", "running_var")]
     trains = _trains(call)
-    # The channels go first: a batch that is sharded costs a collective inside.
+    # Channels come first, as the preferred choice: a sharded batch costs a collective inside the operator.
     ordered = {"c": sizes.pop("c"), **sizes}
     return Rule(
         ins,
@@ -103,8 +103,8 @@ def _reduced(x: torch.Tensor, call: LocalCall) -> torch.Tensor:
     return all_reduce(x, "sum", call, [f for f in call.axes if f != "c"])
 
 
-def _local_evaluation(call: LocalCall):
-    """The kernels divide by the number of elements, so that a rank without any must not run them."""
+def _local_evaluation(call: LocalCall) -> Any:
+    """Run in evaluation mode. A rank without elements must not run the kernels, which divide by their number."""
     if not has_empty_shard(call):
         return call.run()
     made = empty_outputs(call)
@@ -112,8 +112,8 @@ def _local_evaluation(call: LocalCall):
     return (*made[:-2], *(t.clone() for t in running)) if call.call.name in _FUNCTIONAL else made
 
 
-def _local_forward(call: LocalCall):
-    """The statistics by two passes: the mean, then the squares of what differs from it."""
+def _local_forward(call: LocalCall) -> Any:
+    """Compute the statistics in two passes: first the mean, then the squared deviations from it."""
     x = call["input"]
     if not _over_batch(call) and x.numel():
         return call.run()
@@ -139,9 +139,9 @@ _FUNCTIONAL = ("_native_batch_norm_legit_functional", "_batch_norm_with_update_f
 
 
 def _updated(call: LocalCall, mean: torch.Tensor, variance: torch.Tensor) -> list[torch.Tensor]:
-    """The running statistics after this batch: in place, or as results of the functional operators."""
+    """Update the running statistics by this batch: in place, or as returned results for the functional operators."""
     momentum = _get(call, "momentum")
-    made = []
+    made: list[torch.Tensor] = []
     for old, new in ((_get(call, "running_mean"), mean), (_get(call, "running_var"), variance)):
         if old is None:
             continue
@@ -155,7 +155,7 @@ def _updated(call: LocalCall, mean: torch.Tensor, variance: torch.Tensor) -> lis
 
 @rule_for(*(name for name in TRAINING if name.endswith("backward")))
 def batch_norm_backward(call: Call) -> Rule:
-    """In training the gradients of weight and bias are among the sums that are reduced; else they come out Partial."""
+    """In training the gradients of weight and bias are among the all-reduced sums; otherwise they are Partial."""
     data = ("grad_out", "grad_output", "input")
     full, sizes = _factors(call["input"].ndim, call["input"].shape)
     tensors = _tensors(call)
@@ -171,8 +171,8 @@ def batch_norm_backward(call: Call) -> Rule:
     return Rule(ins, outs, ordered, whole=whole, linear=linear, local=_local_backward, refuses_empty=divisors)
 
 
-def _local_backward(call: LocalCall):
-    """Ioffe and Szegedy (2015), section 3, with both sums over the whole batch in one collective."""
+def _local_backward(call: LocalCall) -> Any:
+    """Ioffe and Szegedy (2015), section 3, with both sums over the global batch in one collective."""
     x, grad = call["input"], _get(call, "grad_out")
     if not _over_batch(call) and x.numel():
         return call.run()

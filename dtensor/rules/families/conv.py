@@ -1,18 +1,18 @@
-"""Convolution: batch and channels may be sharded, space not: a kernel reaches into its neighbours' shards.
+"""Convolution: batch and channels may be sharded; space may not, as a kernel reaches into neighbouring shards.
 
-Input channels are contracted, so the result is Partial(sum) where they are sharded, and the bias with it. With groups
-the channels are a (group, channel) pair of factors of which only the group can be sharded.
+Input channels are contracted, so where they are sharded the result is Partial(sum), and so is the bias. With groups,
+the channels are a (group, channel) pair of factors, of which only the group can be sharded.
 """
 
 from typing import Any
 
 from ..call import Call, LocalCall, rule_for
-from ..local import empty_outputs, has_empty_shard, is_sharded, parts
+from ..local_calls import empty_outputs, has_empty_shard, is_sharded, parts
 from ..pattern import Pattern, bind
 from ..rule import Rule
 
 WEIGHT = {False: "(go)i~", True: "(gi)o~"}
-"""Factors of the kernels of a convolution and of a transposed one."""
+"""Whether a convolution is transposed -> the factors of its weight."""
 
 
 def _is_batched(call: Call) -> bool:
@@ -34,13 +34,13 @@ def convolution(call: Call) -> Rule:
     return bind(pattern, call)
 
 
-def _local_convolution(call: LocalCall):
+def _local_convolution(call: LocalCall) -> Any:
     if not is_sharded(call):
         return call.run()
     x, weight, bias = call["input"], call["weight"], call["bias"]
     if x.numel() and weight.numel():
         return call.run(groups=_groups(call))
-    # Without input channels of its own a rank still adds its part of the bias.
+    # A rank without input channels still adds its part of the bias.
     made = empty_outputs(call)
     return made if bias is None else made + bias.reshape(-1, *[1] * (weight.dim() - 2))
 
@@ -51,7 +51,7 @@ def _groups(call: LocalCall) -> Any:
 
 @rule_for("convolution_backward", "convolution_backward_overrideable")
 def convolution_backward(call: Call) -> Rule:
-    """The gradient of the bias does not depend on the input channels: where those are sharded every rank has it."""
+    """The bias gradient does not depend on the input channels, so every rank computes it where these are sharded."""
     weight = WEIGHT[call["transposed"]]
     batch = "n" if _is_batched(call) else ""
     pattern = Pattern(
@@ -65,7 +65,7 @@ def convolution_backward(call: Call) -> Rule:
     return bind(pattern, call)
 
 
-def _local_backward(call: LocalCall):
+def _local_backward(call: LocalCall) -> Any:
     if not is_sharded(call):
         return call.run()
     grad, weight = call["grad_output"], call["weight"]

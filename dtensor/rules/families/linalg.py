@@ -1,10 +1,12 @@
-"""Linear algebra on batches of matrices: the batch may be sharded, a matrix is whole.
+"""Linear algebra on batches of matrices: the batch may be sharded, a matrix may not.
 
-Where an operator solves for the columns of a right-hand side, each column stands for itself.
+Where an operator solves for the columns of a right-hand side, the columns are independent and may be sharded.
 """
 
+from typing import Any
+
 from ..call import Call, LocalCall, rule_for
-from ..local import empty_outputs, is_sharded
+from ..local_calls import empty_outputs, is_sharded
 from ..pattern import Pattern, bind, pattern_rules
 from ..rule import Rule
 
@@ -50,20 +52,20 @@ SUMMED_DISTANCES = {
     "_cdist_forward": Pattern("*pm, *rm -> *pr", reduce={"m": "sum"}),
     "_cdist_backward": Pattern("*pr, *pm, *rm, *pr -> *pm", linear=({0},), reduce={"r": "sum"}, unread=(3,)),
 }
-"""Distances by the 1-norm: a sum over the coordinates, whose gradient does not read it."""
+"""Distances in the 1-norm: sums over the coordinates, whose gradients do not read the distances."""
 
 pattern_rules({**FACTORISATIONS, **VALUES, **SOLVERS})
 
 
 @rule_for(*DISTANCES)
 def distances(call: Call) -> Rule:
-    """The distances of all pairs of points: the points of either may be sharded, in the 1-norm the coordinates, too."""
+    """Distances of all pairs of points: the points of either operand may be sharded; in the 1-norm, coordinates too."""
     return bind((SUMMED_DISTANCES if call["p"] == 1 else DISTANCES)[call.name], call)
 
 
 @rule_for("linalg_lu_solve", "linalg_solve_triangular")
 def solve(call: Call) -> Rule:
-    """`A X = B`, or `X A = B`: the columns, or rows, of B may be sharded."""
+    """Solves `A X = B` or `X A = B`; the columns or rows of B may be sharded."""
     rhs = "*_n" if call["left"] else "*n_"
     text = f"*__, {rhs} -> {rhs}" if call.name == "linalg_solve_triangular" else f"*__, *_, {rhs} -> {rhs}"
     return bind(Pattern(text, linear=({text.count(",")},)), call)
@@ -71,7 +73,7 @@ def solve(call: Call) -> Rule:
 
 @rule_for("ormqr")
 def multiply(call: Call) -> Rule:
-    """`Q X`, or `X Q`, with the Q of a QR factorisation."""
+    """`Q X` or `X Q`, with the Q of a QR factorisation."""
     other = "*_n" if call["left"] else "*n_"
     return bind(Pattern(f"*__, *_, {other} -> {other}", linear=({2},)), call)
 
@@ -84,7 +86,7 @@ def solve_and_copy(call: Call) -> Rule:
 
 @rule_for("_linalg_solve_ex")
 def solve_and_factors(call: Call) -> Rule:
-    """As `solve`, with the factors of A as further outputs; the right-hand side may be a vector for each matrix."""
+    """As `solve`, with the factors of A as further outputs; the right-hand side may be one vector per matrix."""
     a, b = call.operands
     vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and tuple(b.shape) == tuple(a.shape[:-1]))
     rhs = "*_" if vector else "*_n" if call["left"] else "*n_"
@@ -92,8 +94,8 @@ def solve_and_factors(call: Call) -> Rule:
     return bind(Pattern(f"*__, {rhs} -> {rhs}, *__, *_, *", whole=whole, local=_unless_no_matrix), call)
 
 
-def _unless_no_matrix(call: LocalCall):
-    """The factors of A are wanted on a rank that has no column to solve for, too."""
+def _unless_no_matrix(call: LocalCall) -> Any:
+    """Run unless A is empty; a rank that has no column to solve for still has to compute the factors of A."""
     return empty_outputs(call) if is_sharded(call) and not call["A"].numel() else call.run()
 
 

@@ -1,19 +1,21 @@
-"""The logsumexp of linear logits, never whole: samples and classes may be sharded.
+"""The logsumexp of linear logits, without materializing the full logits: samples and classes may be sharded.
 
-Where classes are, each rank sums up its own; two all_reduces of one and two numbers a sample put the sums together, and
-the backward communicates nothing of its own.
+If classes are sharded, each rank sums over its own. Two all-reduces, of one and of two numbers per sample, combine the
+sums. The backward itself does not communicate.
 """
+
+from typing import Any
 
 import torch
 
 from ..call import RULES, Call, LocalCall
-from ..local import all_reduce, axes_of
+from ..local_calls import all_reduce, axes_of
 from ..rule import Dims, Rule
-from .own_rows import bounds, own_rows
+from .row_lookup import bounds, own_rows
 
 
-def _factors(call: Call) -> tuple[Dims, Dims, Dims, list[Dims], dict]:
-    """Factors of samples, x, weight and bias (none or one); sizes."""
+def _factors(call: Call) -> tuple[Dims, Dims, Dims, list[Dims], dict[str, Any]]:
+    """Factors of the samples, of x, weight and bias (a list of none or one); sizes."""
     x, weight, row = call["x"], call["weight"], call["row"]
     samples: Dims = tuple((f"n{i}",) for i in range(row.ndim))
     sizes = {**{f"n{i}": n for i, n in enumerate(row.shape)}, "v": weight.shape[0], "d": x.shape[-1]}
@@ -35,11 +37,11 @@ def linear_lse(call: Call) -> Rule:
 
 
 NONE = -1
-"""What stands for no class where classes are counted from a rank's first."""
+"""The index of no class, among indices relative to a rank's first class."""
 
 
-def _run(call: LocalCall):
-    """The operator, with the picked classes as indices into this rank's and `NONE` for the others'."""
+def _run(call: LocalCall) -> Any:
+    """Run the operator with the picked classes as indices into this rank's classes, and `NONE` for other ranks'."""
     row, none, axes = call["row"], call["none"], call.axes.get("v", ())
     size, changed = call.call["weight"].shape[0], {}
     if axes:
@@ -50,7 +52,7 @@ def _run(call: LocalCall):
         return call.run(**changed)
 
 
-def _local(call: LocalCall):
+def _local(call: LocalCall) -> Any:
     lse, picked = _run(call)
     if not axes_of(call, {"v"}):
         return lse, picked

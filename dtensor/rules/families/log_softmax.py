@@ -1,19 +1,21 @@
-"""Log softmax: any dimension may be sharded, the one it runs along too.
+"""Log softmax: any dim may be sharded, including the one it runs along.
 
-Over the ranks of that one go the maximum and the sum of exponentials of each row, which is little beside the rows: of
-logits whose classes are sharded nothing is gathered. Numbers of half precision are widened on the way, as torch does.
+If that dim is sharded, the maximum and the sum of exponentials of each row are all-reduced, which is little compared to
+the rows; logits whose classes are sharded are not gathered. Half precision is widened in between, as torch does.
 """
+
+from typing import Any
 
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import all_reduce
+from ..local_calls import all_reduce
 from ..rule import Rule
 
 HALF = (torch.float16, torch.bfloat16)
 
 
-def _rule(call: Call, local, linear=(), refuses=False) -> Rule:
+def _rule(call: Call, local: Any, linear: Any = (), refuses: bool = False) -> Rule:
     shape = call.operands[0].shape
     over = call["dim"] % max(len(shape), 1)
     order = sorted(range(len(shape)), key=lambda i: i == over)
@@ -37,12 +39,12 @@ def log_softmax(call: Call) -> Rule:
 
 
 def _along(call: LocalCall) -> tuple[int, str]:
-    """The dimension run along, and its factor."""
+    """The dim that the operator runs along, and its factor."""
     dim = call["dim"] % max(len(call.call.operands[0].shape), 1)
     return dim, f"d{dim}"
 
 
-def _local_log_softmax(call: LocalCall):
+def _local_log_softmax(call: LocalCall) -> Any:
     dim, factor = _along(call)
     x = _wide(call["self"])
     lowest = x.new_full([1 if i == dim else n for i, n in enumerate(x.shape)], -torch.inf)
@@ -62,7 +64,7 @@ def log_softmax_backward(call: Call) -> Rule:
     return _rule(call, _local_backward, (frozenset({0}),))
 
 
-def _local_backward(call: LocalCall):
+def _local_backward(call: LocalCall) -> Any:
     dim, factor = _along(call)
     grad, output = _wide(call["grad_output"]), _wide(call["output"])
     total = all_reduce(grad.sum(dim, keepdim=True), "sum", call, {factor})

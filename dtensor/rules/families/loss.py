@@ -1,9 +1,10 @@
-"""Losses that are a sum or mean over elements, which may be sharded; a mean divides by the count of the whole."""
+"""Losses that are a sum or mean over elements, which may be sharded; a mean divides by the global count."""
 
 from math import prod
+from typing import Any
 
 from ..call import Call, LocalCall, rule_for
-from ..local import guarded, is_sharded
+from ..local_calls import guarded, is_sharded
 from ..pattern import Pattern, bind
 from ..rule import Rule
 from .pointwise import broadcast
@@ -33,28 +34,28 @@ def elementwise_loss(call: Call) -> Rule:
     return Rule(ins, ((),), sizes, reduce=reduce, local=_local_elementwise, across=_across_mean(call, sizes))
 
 
-def _full(call: Call) -> tuple:
+def _full(call: Call) -> tuple[Any, ...]:
     """The shape that input, target and weights broadcast to."""
     operands = [o for o in call.operands if o is not call.operands[0] or not call.has("grad_output")]
     ndim = max(o.ndim for o in operands)
-    full: list = [1] * ndim
+    full: list[Any] = [1] * ndim
     for o in operands:
         for i, s in enumerate(o.shape, ndim - o.ndim):
             full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
     return tuple(full)
 
 
-def _across_mean(call: Call, sizes: dict) -> frozenset[str]:
-    """The factors that a mean runs over."""
+def _across_mean(call: Call, sizes: dict[str, Any]) -> frozenset[str]:
+    """The factors that a mean is taken over; none for other reductions."""
     return frozenset(sizes if call["reduction"] == MEAN else ())
 
 
-def _local_elementwise(call: LocalCall):
+def _local_elementwise(call: LocalCall) -> Any:
     return _mean_by(call, prod(_full(call.call)))
 
 
-def _mean_by(call: LocalCall, count):
-    """The operator, or where a factor of a mean is sharded the local sum over the global count."""
+def _mean_by(call: LocalCall, count: Any) -> Any:
+    """Run the operator; for a mean over a sharded factor, divide the local sum by the global count."""
     if call["reduction"] != MEAN or not is_sharded(call):
         return call.run()
     made = call.run(reduction=SUM)
@@ -63,15 +64,15 @@ def _mean_by(call: LocalCall, count):
 
 @rule_for(*(f"{name}_backward" for name in ELEMENTWISE))
 def elementwise_loss_backward(call: Call) -> Rule:
-    """The gradient of a mean divides by the local count, which a shard has to correct."""
-    # What flows back to a mean or a sum is one number; but where this is differentiated again, one for each element.
+    """The gradient of a mean: the kernel would divide by the local count, so a shard uses the global one."""
+    # A mean or sum gets one number as its gradient, but one per element where this is differentiated again.
     (grad, full, *rest), sizes = broadcast([o.shape for o in call.operands], call["self"].shape)
     linear = (frozenset({0}), frozenset({1, 2})) if call.name == "mse_loss_backward" else (frozenset({0}),)
     across = _across_mean(call, sizes)
     return Rule((grad, full, *rest), (full,), sizes, linear=linear, local=_local_elementwise_backward, across=across)
 
 
-def _local_elementwise_backward(call: LocalCall):
+def _local_elementwise_backward(call: LocalCall) -> Any:
     return _mean_by(call, prod(call.call["self"].shape))
 
 
@@ -81,7 +82,7 @@ MARGIN = {
     "multilabel_margin_loss_forward": ("n_, n_ -> n, n_", "n_, n_ -> , n_"),
     "multilabel_margin_loss_backward": ("n, n_, n_, n_ -> n_", "~, n_, n_, n_ -> n_"),
 }
-"""Losses over the classes of each sample -> the pattern without and with a reduction."""
+"""Loss over the classes of each sample -> its patterns without and with a reduction."""
 
 
 @rule_for(*MARGIN)
@@ -93,7 +94,7 @@ def margin_loss(call: Call) -> Rule:
 
 
 @guarded
-def _local_margin(call: LocalCall):
+def _local_margin(call: LocalCall) -> Any:
     return _mean_by(call, call.call["self"].shape[0])
 
 

@@ -1,4 +1,4 @@
-"""The matmul family: einsums whose contracted factor reduces to Partial(sum)."""
+"""Matrix products: einsums whose result is Partial(sum) if the contracted factor is sharded."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..call import Call, LocalCall, rule_for, shape_for
-from ..local import empty_outputs, has_empty_shard
+from ..local_calls import empty_outputs, has_empty_shard
 from ..pattern import Pattern, bind
 from ..rule import Rule, dims
 
@@ -23,7 +23,7 @@ EINSUMS = {
 """Operator -> factors of both operands and of the result."""
 
 ADDED = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv", "addbmm": "addbmm", "addr": "ger"}
-"""Operator -> the product it adds its first operand to."""
+"""Operator -> the product to which it adds its first operand."""
 
 
 @rule_for(*(name for name in EINSUMS if name not in ADDED))
@@ -36,7 +36,7 @@ def product(call: Call) -> Rule:
 
 @rule_for(*ADDED)
 def added_product(call: Call) -> Rule:
-    """`beta * input + alpha * (a @ b)`: where the contracted factor is sharded the input must be partial too."""
+    """`beta * input + alpha * (a @ b)`: if the contracted factor is sharded, the input must be partial too."""
     a, b, out = EINSUMS[ADDED[call.name]]
     bias, x, y = call.operands
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
@@ -56,8 +56,8 @@ def added_product(call: Call) -> Rule:
     )
 
 
-def _no_rows_is_empty(call: LocalCall):
-    """For a matrix without rows the kernel returns the input as it is, not broadcast."""
+def _no_rows_is_empty(call: LocalCall) -> Any:
+    """Run the operator, except for a matrix without rows, where the kernel returns its input without broadcasting."""
     return call.run() if call["mat"].shape[0] else empty_outputs(call)
 
 
@@ -65,7 +65,7 @@ def _no_rows_is_empty(call: LocalCall):
 def scaled_mm(call: Call) -> Rule:
     """`mm` of 8-bit numbers with a scale for each tensor, or for each row of the first and column of the second.
 
-    The contracted factor is whole: parts would each be rounded to the few bits of the result.
+    The contracted factor may not be sharded: each partial result would be rounded to the few bits of the result.
     """
     text = "m_, _n, ~, ~, ~, ~ -> mn"
     if call["scale_a"].shape and call["scale_a"].shape[0] == call["self"].shape[0]:
@@ -73,15 +73,15 @@ def scaled_mm(call: Call) -> Rule:
     return bind(Pattern(text), call)
 
 
-def _of_groups(call: LocalCall):
-    """The kernel takes rows of a multiple of 16 bytes, which those of a shard need not be."""
+def _of_groups(call: LocalCall) -> Any:
+    """The kernel takes rows of a multiple of 16 bytes, which the rows of a shard need not be, so they are padded."""
     if has_empty_shard(call):
         return empty_outputs(call)
     return call.run(self=_with_long_rows(call["self"]), mat2=_with_long_rows(call["mat2"]))
 
 
 def _with_long_rows(x: torch.Tensor) -> torch.Tensor:
-    """The same matrices in memory in which each row, or each column of what is transposed, begins 16 bytes apart."""
+    """The same matrices, laid out so that each row (or column, if transposed) starts at a multiple of 16 bytes."""
     if x.stride(-1) != 1:
         return _with_long_rows(x.mT).mT if x.stride(-2) == 1 else _with_long_rows(x.contiguous())
     short = -x.shape[-1] % (16 // x.itemsize)
@@ -101,18 +101,18 @@ _GROUPS_OF = {
     (2, 2): _groups("m_, _n, ~, ~ -> _mn"),
     (3, 3): _groups("gmk, gkn, ~, ~ -> gmn", "k"),
 }
-"""Dimensions of both operands -> the rule: offsets count along a dimension that is not cut. (3, 3) has none."""
+"""Numbers of dims of both operands -> the pattern. The dim that offsets index is not sharded; (3, 3) has no offsets."""
 
 
 @rule_for("_grouped_mm")
 def grouped_product(call: Call) -> Rule:
-    """Products of groups, of rows (2, 3), of columns (3, 2), of what is contracted (2, 2), or one for each matrix."""
+    """Products of groups: of rows (2, 3), of columns (3, 2), of the contracted dim (2, 2), or of matrices (3, 3)."""
     return bind(_GROUPS_OF[(call["self"].ndim, call["mat2"].ndim)], call)
 
 
 @shape_for("_grouped_mm")
-def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None):
-    """Torch's own takes bfloat16 alone; the kernel of CPUs takes others, too."""
+def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """The output; torch's own meta function accepts only bfloat16, although the CPU kernel accepts other dtypes."""
     if x.dtype == torch.bfloat16:
         return torch.ops.aten._grouped_mm.default(x, y, offs, bias, out_dtype)
     rows, columns = (x.shape[0],) if x.dim() == 2 else tuple(x.shape[:2]), (y.shape[-1],)
@@ -123,7 +123,7 @@ def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any
 
 @rule_for("transformers::grouped_mm_fallback")
 def grouped_product_of_transformers(call: Call) -> Rule:
-    """What transformers has in the place of `_grouped_mm` in compiled code."""
+    """The operator that the transformers library uses in place of `_grouped_mm` in compiled code."""
     return bind(Pattern("_k, _kn, ~ -> _n", linear=({0}, {1}), reduce={"k": "sum"}), call)
 
 

@@ -1,22 +1,24 @@
 """Negative log likelihood: samples and classes may be sharded, so that a loss on sharded logits gathers nothing.
 
-A rank that holds some of the classes adds what the targets among these contribute, and the loss is a sum over the
-ranks. The mean divides by the weight of all targets, so that weight is reduced over the ranks first. A target that is
-no class at all is refused as on one device.
+A rank that holds some of the classes adds the contributions of the targets among these, and the loss is the sum over
+the ranks. The mean divides by the weight of all targets, so that weight is all-reduced first. A target that is not a
+valid class is refused as on one device.
 """
+
+from typing import Any
 
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import all_reduce
+from ..local_calls import all_reduce
 from ..rule import Dims, Rule
-from .own_rows import bounds, own_rows, with_a_row
+from .row_lookup import bounds, own_rows, with_a_row
 
 MEAN, SUM = 1, 2
 _SPACE = ("y", "x")
 
 
-def _factors(call: Call, scores) -> tuple[Dims, Dims, dict]:
+def _factors(call: Call, scores: Any) -> tuple[Dims, Dims, dict[Any, Any]]:
     """Factors of the scores and of the target; sizes."""
     if scores.ndim == 1:
         return (("c",),), ((),) * call["target"].ndim, {"c": scores.shape[0]}
@@ -34,12 +36,13 @@ def nll_loss(call: Call) -> Rule:
         own = frozenset("c")
         return Rule(ins, (batch, ()), sizes, reduce={"c": "sum"}, whole=frozenset({1}), local=_local_loss, across=own)
     mean = call["reduction"] == MEAN
-    whole, across = (frozenset({1}), frozenset(sizes)) if mean else (frozenset(), frozenset("c"))
+    whole: frozenset[int] = frozenset({1} if mean else ())
+    across = frozenset(sizes if mean else "c")
     reduce = dict.fromkeys(sizes, "sum")
     return Rule(ins, ((), ()), sizes, reduce=reduce, whole=whole, local=_local_loss, across=across)
 
 
-def _local_loss(call: LocalCall):
+def _local_loss(call: LocalCall) -> Any:
     mean = call["reduction"] == MEAN
     if call.axes.get("c"):
         total, weight = _of_own_classes(call)
@@ -51,8 +54,8 @@ def _local_loss(call: LocalCall):
     return total / weight, weight
 
 
-def _of_own_classes(call: LocalCall):
-    """The loss of the targets that are among this rank's classes, summed unless nothing is to be; their weight."""
+def _of_own_classes(call: LocalCall) -> Any:
+    """The loss of the targets among this rank's classes, summed unless the reduction is "none"; their weight."""
     scores = call["self"]
     dim = _class_dim(scores)
     row, weight = _own_targets(call)
@@ -64,7 +67,7 @@ def _of_own_classes(call: LocalCall):
     return each, scores.new_zeros(())
 
 
-def _class_dim(scores) -> int:
+def _class_dim(scores: Any) -> int:
     return 0 if scores.dim() == 1 else 1
 
 
@@ -75,7 +78,7 @@ def _bounds(call: LocalCall) -> bounds:
 
 
 def _own_targets(call: LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each target the index among this rank's classes, and its weight: 0 for those of others and ignored ones."""
+    """Each target's index among this rank's classes, and its weight: 0 for other ranks' classes and ignored targets."""
     scores, target, weight = call["self"], call["target"], call["weight"]
     dim = _class_dim(scores)
     own = scores.shape[dim]
@@ -95,12 +98,16 @@ def nll_loss_backward(call: Call) -> Rule:
     weight = [(("c",),)] if call["weight"] is not None else []
     ins = (grad, full, batch, *weight, ())
     unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})
-    linear, own = (frozenset({0}),), frozenset("c")
-    ways = {"local": _local_backward, "across": own, "refuses_empty": own}  # the kernel writes to a class all the same
+    linear, own = (frozenset({0}),), frozenset("c")  # of no samples, too: the kernel writes to a class all the same
+    ways: dict[str, Any] = {
+        "local": _local_backward,
+        "across": own,
+        "refuses_empty": own,
+    }
     return Rule(ins, (full,), sizes, linear=linear, unread=unread, **ways)
 
 
-def _local_backward(call: LocalCall):
+def _local_backward(call: LocalCall) -> Any:
     scores, grad = call["self"], call["grad_output"]
     dim = _class_dim(scores)
     zeros = torch.zeros_like(scores)

@@ -1,18 +1,20 @@
-"""Layer, RMS and group normalisation: the leading dimensions may be sharded, the normalised ones not.
+"""Layer, RMS and group normalisation: the leading dims may be sharded, the normalised ones may not.
 
-In the backward the parameters' gradients sum over the leading dimensions, and so come out Partial where those are
-sharded. They have as many numbers as there are features, and left partial would be summed over the ranks whenever an
-optimizer reads them: they are put in the layout of their parameter at once.
+In the backward the parameters' gradients are sums over the leading dims, and so Partial where those are sharded. They
+have only one number per feature, and if they stayed Partial they would be reduced whenever an optimizer reads them. So
+they are redistributed to the layout of their parameter at once.
 """
 
+from typing import Any
+
 from ..call import Call, LocalCall, rule_for
-from ..local import guarded, parts
+from ..local_calls import guarded, parts
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
 
 
-def _factors(call: Call, shape) -> tuple[Dims, Dims, Dims, dict, frozenset[str]]:
-    """Factors of the input, the parameters and the statistics; sizes; the normalised factors."""
+def _factors(call: Call, shape: Any) -> tuple[Dims, Dims, Dims, dict[str, Any], frozenset[str]]:
+    """Factors of the input, of the parameters and of the statistics; sizes; the normalised factors."""
     inner = len(call["normalized_shape"])
     names = [f"d{i}" for i in range(len(shape))]
     outer, last = names[: len(names) - inner], names[len(names) - inner :]
@@ -46,11 +48,11 @@ def norm_backward(call: Call) -> Rule:
     return Rule(ins, outs, sizes, reduce=reduce, linear=linear, blocked=blocked, unread=unread, home=home)
 
 
-_GROUPS = {"sizes": {"g": "group"}, "blocked": "k"}
+_GROUPS: dict[str, Any] = {"sizes": {"g": "group"}, "blocked": "k"}
 
 
-def _local_groups(call: LocalCall):
-    """The operator is told the sizes, which on a shard are others."""
+def _local_groups(call: LocalCall) -> Any:
+    """Run the operator with the sizes of the shard, which it takes as arguments."""
     x = call["input"]
     return call.run(N=x.shape[0], C=x.shape[1], group=call.call["group"] // parts(call, "g"))
 
@@ -65,7 +67,7 @@ GROUP_NORM = {
         **_GROUPS,
     ),
 }
-"""Channels are a (group, channel) pair of factors, of which a group can be sharded."""
+"""Channels are a (group, channel) pair of factors, of which only the group can be sharded."""
 
 pattern_rules(GROUP_NORM)
 

@@ -1,20 +1,22 @@
-"""Fused optimizer steps: pointwise in the parameter, its gradient and its moments.
+"""Fused optimizer steps: pointwise in the parameter, its gradient and its state.
 
-The operators take lists; they come here index by index, as foreach operators do. The parameter and its state keep their
-layouts, the gradient is brought to it.
+The operators take lists, but these rules see one index at a time, as for foreach operators. The parameter and its state
+keep their layouts; the gradient is redistributed to the parameter's.
 """
+
+from typing import Any
 
 from ..call import Call, rule_for
 from ..rule import Rule
 from .pointwise import broadcast
 
-FUSED = {
+FUSED: dict[str, Any] = {
     "_fused_adam": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
     "_fused_adamw": ("exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"),
     "_fused_sgd": ("momentum_buffer_list",),
     "_fused_adagrad": ("state_sums",),
 }
-"""Operator -> the arguments with the parameter's state, which it writes."""
+"""Operator -> the arguments that hold the parameter's state, to which it writes."""
 
 
 @rule_for(*FUSED)

@@ -1,21 +1,22 @@
-"""Pointwise operators: every output element depends on the elements at the same (broadcast) place.
+"""Pointwise operators: every output element depends on the elements at the same (broadcast) position.
 
-Any dimension may be sharded. torch tags most of them (see `lookup`); `POINTWISE` lists the others. Which operands an
-operator is linear in decides where Partial(sum) and Partial(avg) pass through; refused rows are as much part of the
-table as the others:
+Any dim may be sharded. torch tags most of these operators (see `dtensor.rules.lookup`); `POINTWISE` lists the others.
+Partial(sum) and Partial(avg) pass through the operands in which an operator is linear, which `LINEAR` lists. What it
+leaves out matters as much:
 
     add(P, R)       refused: R would be added once per rank
     mul(P, P)       refused: a product of sums is not the sum of products
     add.Scalar(P)   refused: the scalar would be added once per rank
     relu(P)         refused: not linear
 
-Which are rising or falling functions of an operand decides where Partial(max) and Partial(min) do: relu(P(max)) is the
-maximum of what relu makes of the parts. A copy lets Partial with any reduce op through.
+Partial(max) and Partial(min) pass through increasing and decreasing functions: relu(P(max)) is the maximum of relu of
+each rank's values. A copy passes Partial with max, min or product through as well.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
-from ...torch_private.sizes import same_size
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..rule import Dims, Rule
 
@@ -73,11 +74,11 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "copy": ({0, 1},),
     "zero": ({0},),
 }
-"""Operator (without the in-place underscore, with overload where it matters) -> sets of arguments, by position in the
+"""Operator (without in-place underscore, with overload where it matters) -> sets of arguments, by position in the
 schema, in which it is jointly linear."""
 
 IN_LISTS = {"List": "Tensor", "ScalarList": "Scalar"}
-"""Overload of a foreach operator -> that of what it does to each tensor."""
+"""Overload of a foreach operator -> overload of the operator that it applies to each tensor."""
 
 RISING = frozenset(
     {
@@ -106,16 +107,16 @@ RISING = frozenset(
         "trunc",
     }
 )
-"""Operators that are rising functions of operand 0, defined for every number: a logarithm of a part may be NaN where
-that of the maximum is not. None depends on the sign of a parameter, as a slope does."""
+"""Operators that are increasing functions of operand 0 and defined for every number. (The logarithm is not: it may be
+NaN for one rank's value but not for the maximum.) None depends on the sign of a parameter such as a slope."""
 
 FALLING = frozenset({"erfc", "neg"})
-"""Those that are falling ones."""
+"""Operators that are decreasing functions of operand 0, likewise."""
 
 UP, DOWN = {"max": "max", "min": "min"}, {"max": "min", "min": "max"}
 
 COPIES = frozenset({"alias", "clone", "detach", "lift_fresh", "positive"})
-"""Operators that give their operand as it is. Autograd detaches what it saves, the maximum of `amax` among others."""
+"""Operators that return their operand unchanged. Autograd detaches what it saves, such as the result of `amax`."""
 
 POINTWISE = [
     "_conj",
@@ -160,14 +161,14 @@ POINTWISE = [
     "subtract",
     "zero",
 ]
-"""Operators whose outputs have the broadcast shape of all tensor operands, and that torch does not tag as pointwise."""
+"""Operators whose outputs have the broadcast shape of all tensor operands but that torch does not tag as pointwise."""
 
 
-def broadcast(shapes: list[tuple], out: tuple) -> tuple[tuple[Dims, ...], dict]:
-    """Factors of operands that broadcast to `out`, and the factors' sizes: one factor per output dimension."""
+def broadcast(shapes: list[tuple[Any, ...]], out: tuple[Any, ...]) -> tuple[tuple[Dims, ...], dict[str, Any]]:
+    """Factors of operands that broadcast to `out`, one per output dim, and the factors' sizes."""
     names = [f"d{i}" for i in range(len(out))]
 
-    def of(shape: tuple) -> Dims:
+    def of(shape: tuple[Any, ...]) -> Dims:
         last = names[len(out) - len(shape) :]
         full = out[len(out) - len(shape) :]
         return tuple([() if same_size(s, 1) and not same_size(o, 1) else (f,) for s, o, f in zip(shape, full, last)])
@@ -191,8 +192,10 @@ def linearity(call: Call) -> tuple[frozenset[int], ...]:
 
 
 def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
-    """What this call makes of parts of a maximum, minimum or product; see `Rule.keeps`. Integers wrap around: a copy of
-    them is all that keeps their order."""
+    """The operands that may be Partial(max), (min) or (product), and what the outputs then are; see `Rule.keeps`.
+
+    Integers wrap around, so only copies keep their order.
+    """
     first = call.operands_at({0})
     if first is None:
         return ()
@@ -208,7 +211,7 @@ def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
         op = call.name[:3]
         return ((first, UP), (frozenset({1}), UP), (frozenset({0, 1}), {op: op}))
     if call.name in ("add", "sub"):
-        # A decision serves any other float in the place of one.
+        # A decision is reused for other floats, so a float alpha cannot be relied on to be 1.
         plain = call.has("alpha") and isinstance(call["alpha"], int) and call["alpha"] == 1
         second = call.operands_at({1}) if plain else None
         return ((first, UP), *([(second, UP if call.name == "add" else DOWN)] if second else []))
@@ -216,7 +219,7 @@ def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
 
 
 def _widens(call: Call) -> bool:
-    """Whether a cast keeps every value, so that casting parts of a sum is casting the sum."""
+    """Whether a cast keeps every value, so that it may be applied to partial sums."""
     have = call.operands[0].dtype
     to = call["dtype"] or have
     return have.is_floating_point and to.is_floating_point and to.itemsize >= have.itemsize
@@ -229,7 +232,7 @@ def pointwise(call: Call) -> Rule:
     ins, sizes = broadcast(shapes, out.shape)
     full = tuple((f,) for f in sizes)
     outs = tuple(None if o is None else full if o.ndim == len(full) else ((),) * o.ndim for o in call.outputs)
-    unread = frozenset({0}) if call.name in ("fill", "zero") else frozenset()
+    unread: frozenset[int] = frozenset({0} if call.name in ("fill", "zero") else ())
     return Rule(ins, outs, sizes, linear=linearity(call), keeps=kept(call), unread=unread)
 
 
@@ -244,14 +247,14 @@ def per_channel(call: Call) -> Rule:
 
 @rule_for("zeros_like", "ones_like", "empty_like", "full_like")
 def like(call: Call) -> Rule:
-    """Same layout as the operand, whose values are not read; a constant on partial parts is a replicated constant."""
+    """Same layout as the operand, whose values are not read; for a partial operand the constant is replicated."""
     ins, sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
     return Rule(ins, ins, sizes, unread=frozenset({0}))
 
 
 @rule_for("new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided")
 def new(call: Call) -> Rule:
-    """Laid out as the operand if it has the operand's shape, else replicated."""
+    """Same layout as the operand if it has the operand's shape, else replicated."""
     (out,) = call.outputs
     assert out is not None
     source = call.operands[0]
@@ -263,8 +266,8 @@ def new(call: Call) -> Rule:
     return Rule((((),) * source.ndim,), (nothing,), {}, unread=frozenset({0}))
 
 
-def _new_strided(call: LocalCall):
-    """Dense, with the dimensions in memory in the order of the global strides."""
+def _new_strided(call: LocalCall) -> Any:
+    """A dense local tensor whose dims are in memory in the order of the global strides."""
     shape, stride = call["size"], call.call["stride"]
     order = sorted(range(len(shape)), key=lambda i: stride[i], reverse=True)
     made = call.args[0].new_empty([shape[i] for i in order], **call.kwargs)

@@ -1,11 +1,11 @@
-"""Random operators: the same global numbers on every placement as on one device.
+"""Random operators: for every placement the global numbers are the same as on one device.
 
-The numbers of the global tensor are drawn from the generator, which must be in the same state on all ranks, and each
-rank keeps its shard: the global tensor is held for the moment of the draw, and its time is spent on every rank. Only
-fills of large CPU tensors whose numbers follow each other in memory are drawn block by block (`sampling`).
+Every rank draws the global tensor from its generator, which must be in the same state on all ranks, and keeps its
+shard. So each rank briefly holds the global tensor, and spends the time to draw it. Only sequential fills of large
+contiguous CPU tensors are drawn block by block (`dtensor.rules.sampling`).
 
-A fill of a Partial tensor in place leaves it Partial, with the numbers in its sum; the operators that make a new
-tensor give it replicated. Operators that read values (probabilities, means) gather them first.
+An in-place fill of a Partial tensor leaves it Partial, with the numbers as its sum; operators that return a new tensor
+return it replicated. Operators that read values (probabilities, means) gather them first.
 """
 
 from math import prod
@@ -17,14 +17,14 @@ from ...comm.collectives import emit
 from ...comm.redistribute import redistribute_local
 from ...layout.layout import Layout
 from ...mesh.mesh import group_name
-from ...mesh.spec import Spec, contiguous_stride
+from ...mesh.tensor_spec import Spec, contiguous_stride
 from ..call import Call, LocalCall, rule_for
 from ..rule import Dims, Rule
 from ..sampling import BLOCK, sample
 from .pointwise import broadcast
 
 
-def keep_shard(x: torch.Tensor, layout, mesh) -> torch.Tensor:
+def keep_shard(x: torch.Tensor, layout: Layout, mesh: Any) -> torch.Tensor:
     """This rank's shard of the global tensor `x`."""
     for dim, axes in enumerate(layout.dims):
         for axis in axes:
@@ -33,7 +33,7 @@ def keep_shard(x: torch.Tensor, layout, mesh) -> torch.Tensor:
 
 
 SEQUENTIAL = ("uniform_", "normal_", "random_", "log_normal_", "cauchy_", "geometric_", "rand_like", "randn_like")
-"""Fills whose CPU kernels draw one number after the other, so that a tensor may be drawn in blocks."""
+"""Fills whose CPU kernels draw the numbers in sequence, so that a tensor may be drawn in blocks."""
 
 FILLS = (
     "bernoulli_",
@@ -48,28 +48,28 @@ FILLS = (
 LIKE = ("rand_like", "randn_like", "randint_like", "normal_functional")
 
 READS = ("aten.bernoulli.default", "aten.bernoulli.out", "aten.normal.Tensor_float", "aten.normal.float_Tensor")
-"""Operators with one operand that do read it."""
+"""Operators that read the values of their only operand."""
 
 
 @rule_for(*(n.removesuffix("_") for n in FILLS), *LIKE)
 def random(call: Call) -> Rule:
-    """The operand gives shape and dtype only, unless it holds the probabilities: then it is put together first."""
+    """The operand gives only shape and dtype, unless it holds probabilities or means; then it is gathered first."""
     out = next(o for o in call.outputs if o is not None)
     ins, sizes = broadcast([o.shape for o in call.operands], out.shape)
     full = tuple((f,) for f in sizes)
     if call.func._schema.name.endswith("_") or (len(call.operands) == 1 and str(call.func) not in READS):
-        # In place a second operand is read, whole, and the first one is not.
+        # In place, the second operand is read and has to be replicated; the first one is not read.
         rest = tuple(_never(o) for o in call.operands[1:])
         return Rule((full, *rest), (full,), sizes, unread=frozenset({0}), local=_draw)
     return Rule(ins, (full,), sizes, blocked=frozenset(sizes))
 
 
 def _never(tensor: Any) -> Dims:
-    """Dims of a tensor none of which is sharded."""
+    """Dims of a tensor of which none is sharded."""
     return ((),) * tensor.ndim
 
 
-def _draw(call: LocalCall):
+def _draw(call: LocalCall) -> Any:
     layout, made, spec, template = call.layouts[0], call.call.outputs[0], call.call.operands[0], call.args[0]
     assert layout is not None
     assert made is not None
@@ -79,7 +79,7 @@ def _draw(call: LocalCall):
     rest: tuple[Any, ...] = call.args[1:]
     if name in SEQUENTIAL and _in_blocks(template, spec):
 
-        def draw(size, **_: Any) -> torch.Tensor:
+        def draw(size: Any, **_: Any) -> torch.Tensor:
             return call.func(template.new_empty(size), *rest, **call.kwargs)
 
         mine = sample(draw, Spec.make(call.mesh, layout, spec.shape, spec.stride, made.dtype), BLOCK)
@@ -91,7 +91,7 @@ def _draw(call: LocalCall):
 
 
 def _in_blocks(template: torch.Tensor, spec: Spec) -> bool:
-    """Whether a fill is drawn block by block: real CPU memory, in the order of the generator, and much of it."""
+    """Whether to draw block by block: for a real CPU tensor, contiguous globally, with more than BLOCK elements."""
     if type(template) is not torch.Tensor or not template.is_cpu:
         return False
     return spec.stride == contiguous_stride(spec.shape) and prod(spec.shape) > BLOCK
@@ -103,24 +103,24 @@ def native_dropout(call: Call) -> Rule:
     return Rule((ins,), (ins, ins), sizes, local=_local_dropout)
 
 
-def _local_dropout(call: LocalCall):
+def _local_dropout(call: LocalCall) -> Any:
     x, p, layout, spec = call["input"], call["p"], call.layouts[0], call.call.operands[0]
     made = call.call.outputs[1]
     assert layout is not None
     assert made is not None
     if not any(layout.dims) or call["train"] is False:
         out, mask = call.run()
-        # Of an empty tensor torch makes a mask of the input's dtype.
+        # For an empty tensor torch returns a mask of the input's dtype.
         return out, mask.to(made.dtype)
     whole = x.new_empty_strided(spec.shape, spec.stride).fill_(1)
     mask = keep_shard(torch.ops.aten.native_dropout.default(whole, p, True)[1], layout, call.mesh)
-    # As the kernel does: the scale is rounded to the dtype first.
+    # As in the kernel, the scale is rounded to the dtype first.
     return x * (mask.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), mask
 
 
 @rule_for("rrelu_with_noise", "rrelu_with_noise_functional")
 def rrelu(call: Call) -> Rule:
-    """Draws a number for each negative element: the operand is put together; the noise, written to, is a shard."""
+    """Draws a number for each negative element, so the operand is gathered; the noise, which is written, is a shard."""
     full, sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
     outs: tuple[Dims | None, ...] = (full[0],) * len(call.outputs)
     if not call["training"]:
@@ -130,14 +130,14 @@ def rrelu(call: Call) -> Rule:
     return Rule((_never(call.operands[0]), full[0]), outs, sizes, unread=frozenset({1}), local=_local_rrelu)
 
 
-def _local_rrelu(call: LocalCall):
+def _local_rrelu(call: LocalCall) -> Any:
     x, noise, layout = call["self"], call["noise"], call.layouts[0]
     assert layout is not None
     if not any(layout.dims):
         return call.run()
     spec, in_place = call.call.operands[0], call.func._schema.name.endswith("_")
     everywhere = Layout.make(layout.mesh_ndim, ((),) * spec.ndim, ())
-    # In place the operand lies as the result does.
+    # In place, the operand has the layout of the result.
     whole = redistribute_local(x, spec.with_layout(layout), everywhere).clone() if in_place else x
     drawn = noise.new_empty_strided(spec.shape, spec.stride)
     made = call.run(self=whole, noise=drawn)

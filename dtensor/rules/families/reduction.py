@@ -1,8 +1,8 @@
-"""Reductions.
+"""Reductions over dims.
 
-A reduced factor may be sharded where the reduction is associative over ranks; what the operator returns is then
-Partial. Where it is not (variance, logsumexp) or where no collective has it (any, all) a small reduction over the ranks
-within the operator does.
+A reduced factor may be sharded if a collective can combine the ranks' results; the output is then Partial. Where it
+cannot (variance, logsumexp), or where no collective has the reduction (any, all), the operator itself all-reduces small
+intermediate values, and its result is replicated.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local import all_reduce, has_empty_shard
+from ..local_calls import all_reduce, has_empty_shard
 from ..rule import Dims, Rule
 from .pointwise import broadcast
 
@@ -41,13 +41,13 @@ REDUCTIONS: dict[str, str | None] = {
     "kthvalue": None,
     "count_nonzero": "sum",
 }
-"""Operator -> the reduce op of its parts; None where a collective cannot put parts together (but see `WITHIN`)."""
+"""Operator -> the reduce op that combines the ranks' results; None if no collective can (but see `WITHIN`)."""
 
 LINEAR_REDUCTIONS = ("sum", "mean")
 
 
 def reduced_dims(call: Call) -> tuple[list[int], bool]:
-    """The reduced dimensions, counted from the front, and whether they are kept with length 1."""
+    """The reduced dims, counted from the front, and whether they are kept with length 1."""
     ndim = call.operands[0].ndim
     given = call["dim"] if call.has("dim") else None
     keep = bool(call["keepdim"]) if call.has("keepdim") else False
@@ -72,7 +72,7 @@ def reduction(call: Call) -> Rule:
     if name in WITHIN and not call.operands[0].dtype.is_complex:
         whole = frozenset(range(len(call.outputs)))
         local, across = WITHIN[name], frozenset(factors)
-        refuses = across if local is _logsumexp else frozenset()
+        refuses: frozenset[str] = across if local is _logsumexp else frozenset()
         return Rule(
             (ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across, refuses_empty=refuses
         )
@@ -92,8 +92,8 @@ def elementwise_extremum(call: Call) -> Rule:
     return Rule(ins, (tuple((f,) for f in sizes),), sizes)
 
 
-def _mean(call: LocalCall):
-    """The local sum over the global count, so that uneven parts weigh right."""
+def _mean(call: LocalCall) -> Any:
+    """The local sum divided by the global count, so that uneven shards are weighted correctly."""
     over, keep = reduced_dims(call.call)
     shape = call.call.operands[0].shape
     dtype = call.call["dtype"]
@@ -101,8 +101,8 @@ def _mean(call: LocalCall):
     return total / prod(shape[i] for i in over)
 
 
-def _extremum(call: LocalCall):
-    """An empty shard gives the value that loses against every other."""
+def _extremum(call: LocalCall) -> Any:
+    """The extremum of the shard; for an empty shard, the value that never wins against another."""
     if not has_empty_shard(call):
         return call.run()
     x = call["self"][0] if call.call.many else call["self"]
@@ -117,8 +117,8 @@ def _extremum(call: LocalCall):
     return [made] if call.call.many else made
 
 
-def _truth(call: LocalCall):
-    """`any` is the largest truth value of all ranks, `all` the smallest."""
+def _truth(call: LocalCall) -> Any:
+    """`any` is the maximum of all ranks' truth values, `all` the minimum."""
     made = call.run()
     op = "max" if call.call.name == "any" else "min"
     return all_reduce(made.to(torch.uint8), op, call, _reduced_factors(call)).to(made.dtype)
@@ -128,8 +128,8 @@ def _reduced_factors(call: LocalCall) -> set[str]:
     return {f"d{i}" for i in reduced_dims(call.call)[0]}
 
 
-def _logsumexp(call: LocalCall):
-    """The largest value of all ranks is taken out first, so that no exponential overflows."""
+def _logsumexp(call: LocalCall) -> Any:
+    """The maximum over all ranks is subtracted first, so that no exponential overflows."""
     (o,) = call.call.outputs
     assert o is not None
     over, keep = reduced_dims(call.call)
@@ -144,8 +144,8 @@ def _logsumexp(call: LocalCall):
     return made if keep else made.reshape([s for i, s in enumerate(made.shape) if i not in over])
 
 
-def _variance(call: LocalCall):
-    """By two passes: the mean, then the squares of what differs from it."""
+def _variance(call: LocalCall) -> Any:
+    """Compute the variance in two passes: first the mean, then the squared deviations from it."""
     name, x = call.call.name, call["self"]
     over, keep = reduced_dims(call.call)
     factors = _reduced_factors(call)
@@ -161,7 +161,7 @@ def _variance(call: LocalCall):
     return (made, mean) if name.endswith("_mean") else made
 
 
-def _correction(call: LocalCall):
+def _correction(call: LocalCall) -> Any:
     if call.call.has("unbiased"):
         return int(call["unbiased"])
     return 1 if call["correction"] is None else call["correction"]
@@ -176,15 +176,15 @@ WITHIN: dict[str, Callable[[LocalCall], Any]] = {
     "var_mean": _variance,
     "std_mean": _variance,
 }
-"""Operator whose parts no collective puts together -> what reduces over the ranks within it. Results are Replicate."""
+"""Operator whose results no collective can combine -> its `local` function, which does. Results are Replicate."""
 
 
 @rule_for("histc")
 def histogram(call: Call) -> Rule:
-    """Counts add up, if the range is given and not to be found first."""
+    """Counts add up over the ranks, provided that the range is given and does not have to be found first."""
     shape = call.operands[0].shape
     (ins,), sizes = broadcast([shape], shape)
-    blocked = frozenset(sizes) if call["min"] == call["max"] else frozenset()
+    blocked: frozenset[str] = frozenset(sizes if call["min"] == call["max"] else ())
     return Rule((ins,), (((),),), sizes, reduce=dict.fromkeys(sizes, "sum"), blocked=blocked)
 
 

@@ -1,16 +1,18 @@
-"""Operators on images and signals: pooling, resampling, padding. Batch and channels may be sharded, space not.
+"""Operators on images and signals: pooling, resampling, padding. Batch and channels may be sharded, space may not.
 
-A window reaches into its neighbours' shards, and resampling rounds by the global size; where pixels stay together
-(pixel shuffle) or are independent (the grid of a grid sampler) space may be sharded as well.
+A window reaches into neighbouring shards, and resampling rounds by the global size. Where pixels stay together (pixel
+shuffle) or are independent (the grid of a grid sampler), space may be sharded as well.
 """
+
+from typing import Any
 
 from ..pattern import Pattern, pattern_rules
 
 FIRST = ({0},)
 
 
-def _by_dims(name: str, numbers: tuple[int, ...], text: str, **rest) -> dict[str, Pattern]:
-    """The same pattern for 1, 2 or 3 spatial dimensions, which `s` stands for in `text`."""
+def _by_dims(name: str, numbers: tuple[int, ...], text: str, **rest: Any) -> dict[str, Pattern]:
+    """The same pattern for each of `numbers` spatial dims, which `s` in `text` stands for."""
     return {name.format(n): Pattern(text.replace("s", "_" * n), **rest) for n in numbers}
 
 
@@ -28,7 +30,7 @@ POOLS = {
     **_by_dims("max_unpool{}d", (2, 3), "*s, *s -> *s", linear=FIRST),
 }
 
-UPSAMPLED = {
+UPSAMPLED: dict[str, Any] = {
     "upsample_nearest{}d": (1, 2, 3),
     "_upsample_nearest_exact{}d": (1, 2, 3),
     "upsample_linear{}d": (1,),
@@ -39,7 +41,7 @@ UPSAMPLED = {
     "_upsample_bicubic{}d_aa": (2,),
     "_upsample_lanczos{}d_aa": (2,),
 }
-"""Resampling operator -> for how many spatial dimensions it exists."""
+"""Resampling operator -> the numbers of spatial dims for which it exists."""
 
 RESAMPLED = {
     **{k: v for f, n in UPSAMPLED.items() for k, v in _by_dims(f, n, "ncs -> ncs", linear=FIRST).items()},

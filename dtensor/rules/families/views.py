@@ -1,17 +1,18 @@
-"""Views and data movement: which output dimension holds which factor of the input.
+"""Views and data movement: which output dim holds which factor of the input.
 
-A view is a list of groups: input dimensions whose product is that of some output dimensions. Merging and splitting keep
-the shard of the major factor only, and only if it divides evenly; what is kept is proved in the tests by comparing
+A view consists of groups: consecutive input dims whose sizes have the same product as some output dims. Merging and
+splitting keep only the shards of the major factor, and only if it divides evenly. Tests prove what is kept by comparing
 index maps.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd, prod
+from typing import Any
 
 import torch
 
-from ...torch_private.sizes import same_size
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..rule import Dim, Dims, Rule
 from .pointwise import broadcast
@@ -19,14 +20,15 @@ from .pointwise import broadcast
 LINEAR = (frozenset({0}),)
 
 
-def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
-    """Cut two shapes of equal product into the smallest groups of consecutive dimensions of equal product.
+def groups(before: tuple[Any, ...], after: tuple[Any, ...]) -> list[tuple[list[int], list[int]]]:
+    """Divide two shapes of equal product into the smallest groups of consecutive dims of equal product.
 
-    Dimensions of length 1 are in no group.
+    Dims of length 1 are in no group.
     """
     ins = [i for i, s in enumerate(before) if not same_size(s, 1)]
     outs = [i for i, s in enumerate(after) if not same_size(s, 1)]
-    found, i, o = [], 0, 0
+    found: list[tuple[list[int], list[int]]] = []
+    i = o = 0
     while i < len(ins) and o < len(outs):
         a, b = [ins[i]], [outs[o]]
         x, y = before[ins[i]], after[outs[o]]
@@ -44,11 +46,11 @@ def groups(before: tuple, after: tuple) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def view_factors(before: tuple, after: tuple) -> tuple[Dims, Dims, dict]:
-    """Factors of a tensor of shape `before` and of its view as `after`, and the factors' sizes."""
+def view_factors(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[Dims, Dims, dict[str, Any]]:
+    """Factors of a tensor of shape `before`, those of its view as shape `after`, and the factors' sizes."""
     ins: list[Dim] = [()] * len(before)
     outs: list[Dim] = [()] * len(after)
-    sizes: dict = {}
+    sizes: dict[str, Any] = {}
     if any(isinstance(s, int) and s == 0 for s in before):
         return tuple(ins), tuple(outs), sizes
     for a, b in groups(before, after):
@@ -67,15 +69,15 @@ def view_factors(before: tuple, after: tuple) -> tuple[Dims, Dims, dict]:
     return tuple(ins), tuple(outs), sizes
 
 
-def _common(x, y):
-    """The greatest common divisor; of symbolic sizes only if one divides the other, else 1."""
+def _common(x: Any, y: Any) -> Any:
+    """The greatest common divisor; for symbolic sizes it is found only if one divides the other, else 1."""
     if isinstance(x, int) and isinstance(y, int):
         return gcd(x, y)
     return x if y % x == 0 else y if x % y == 0 else 1
 
 
-def _share_major(a, b, before, after, ins, outs, sizes) -> None:
-    """Many dimensions to many others: only a major factor common to both first dimensions can be followed."""
+def _share_major(a: Any, b: Any, before: Any, after: Any, ins: Any, outs: Any, sizes: Any) -> None:
+    """Handle a group of many dims to many: only a major factor that both first dims share can be followed."""
     x, y = before[a[0]], after[b[0]]
     small = _common(x, y)
     if same_size(small, 1):
@@ -92,7 +94,7 @@ def view(call: Call) -> Rule:
     if call.has("dtype"):
         return _reinterpreted(call, out)
     ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
-    # The minor rest of a many-to-many group stands for no dimension of its own and is never a candidate.
+    # The minor factor of a many-to-many group is not a dim of its own and is never a candidate.
     blocked = frozenset(f for d in ins for f in d[1:])
     return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg=_size(call))
 
@@ -101,8 +103,8 @@ def _size(call: Call) -> str:
     return "size" if call.has("size") else "shape"
 
 
-def _reinterpreted(call: Call, out) -> Rule:
-    """`x.view(dtype)`: not linear, and the last dimension changes its length where the element size does."""
+def _reinterpreted(call: Call, out: Any) -> Rule:
+    """`x.view(dtype)`: it is not linear, and the last dim changes its length if the element size changes."""
     shape = call.operands[0].shape
     rule = follow(call, list(range(out.ndim)))
     resized = out.dtype.itemsize != call.operands[0].dtype.itemsize
@@ -114,8 +116,10 @@ def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
     return frozenset(f for t in (ins, outs) for d in t for f in d if f not in leading)
 
 
-def follow(call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg=None) -> Rule:
-    """Output dimension i is input dimension `source[i]`, or a new one (None)."""
+def follow(
+    call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg: Any = None
+) -> Rule:
+    """The rule where output dim i is input dim `source[i]`, or a new dim (None)."""
     shape = call.operands[0].shape
     (ins,), sizes = broadcast([shape], shape)
     out: Dims = tuple(() if s is None else ins[s] for s in source)
@@ -162,7 +166,7 @@ def squeeze(call: Call) -> Rule:
     given = given if isinstance(given, (list, tuple)) else [given]
     gone = {d % len(shape) for d in given if same_size(shape[d], 1)} if shape else set()
 
-    def local(call: LocalCall):
+    def local(call: LocalCall) -> Any:
         # By dimension: a shard may have length 1 where the whole has not, and 0 where the whole has 1.
         x = call.args[0]
         if all(same_size(x.shape[d], 1) for d in gone):
@@ -186,7 +190,7 @@ def expand(call: Call) -> Rule:
 
 @rule_for("constant_pad_nd")
 def pad(call: Call) -> Rule:
-    """Padded dimensions are whole on every rank; padding with zeros is linear."""
+    """Padded dims may not be sharded; padding with zeros is linear."""
     ndim, given = call.operands[0].ndim, call["pad"]
     padded = {f"d{ndim - 1 - i // 2}" for i, p in enumerate(given) if not (isinstance(p, int) and p == 0)}
     rule = follow(call, list(range(ndim)), blocked=frozenset(padded))
@@ -210,7 +214,7 @@ def cat(call: Call) -> Rule:
 
 @rule_for("repeat")
 def repeat(call: Call) -> Rule:
-    """A dimension that is repeated is whole on every rank."""
+    """A dim that is repeated may not be sharded."""
     shape, repeats = call.operands[0].shape, call["repeats"]
     new = len(repeats) - len(shape)
     source = [i - new if i >= new and same_size(r, 1) else None for i, r in enumerate(repeats)]

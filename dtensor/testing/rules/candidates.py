@@ -1,9 +1,11 @@
-"""Rules by brute force: each candidate run on ranks that hold random shards and parts, compared with the plain call.
+"""Checks the candidates of a sharding rule by brute force.
 
-For whoever adds a rule: `wrong_candidates` takes calls as `Case`s, and runs each in every way that its rule allows on
-one mesh axis. `is_right` and `cut` are the meaning of the placements, written without the library.
+Authors of rules give calls as `Case`s to `wrong_candidates`. It runs each call in every way that the rule allows on one
+mesh axis, on ranks that hold random shards and partial values, and compares the outputs with the plain call. `cut`
+and `is_right` define what placements mean, without using the library.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,58 +21,62 @@ from ...rules.call import is_in_place
 from ...rules.choose import _assemble, _fits
 from ...rules.rule import Candidate, candidates
 from ...tensor.tensor import DTensor
-from ...torch_private.core import overloads_of
+from ...torch_private.core import OpOverload, overloads_of
 from ..threads import run_threads
 
 State = int | str | None
-"""How a tensor lies along the axis: a dim (Shard), a reduce op (Partial) or None (Replicate)."""
+"""Placement of a tensor on the axis: a dim (Shard), a reduce op (Partial) or None (Replicate)."""
 
 
 @dataclass
 class Case:
-    """An operator call on plain tensors, best of float64.
+    """An operator call on plain tensors, preferably of float64.
 
     Attributes:
-        func: an OpOverload, or a custom operator or packet of one overload.
-        args, kwargs: of the plain call.
-        at_least: the number of candidates the rule must find, so that none goes missing.
+        func: an OpOverload, or a custom operator or packet with a single overload.
+        args: positional arguments of the plain call.
+        at_least: the minimum number of candidates that the rule must offer.
+        kwargs: keyword arguments of the plain call.
+
+    Raises:
+        ValueError: `func` does not name exactly one overload.
     """
 
     func: Any
-    args: tuple
+    args: tuple[Any, ...]
     at_least: int = 1
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         found = overloads_of(self.func)
         if len(found) != 1:
             names = ", ".join(map(str, found))
-            raise ValueError(f"a Case calls one operator; {self.func!r} is {names or 'none'}: name the overload")
+            raise ValueError(f"a Case calls one operator, but {self.func!r} is {names or 'none'}; name the overload")
         self.func = found[0]
 
 
-def case(func, *args, at_least: int = 1, **kwargs) -> Case:
-    """The call `func(*args, **kwargs)` as a case."""
+def case(func: OpOverload, *args: Any, at_least: int = 1, **kwargs: Any) -> Case:
+    """Return the call `func(*args, **kwargs)` as a case."""
     return Case(func, args, at_least, kwargs)
 
 
 def floats(*shape: int) -> torch.Tensor:
-    """Random numbers from 0.5 to 1.5, double."""
+    """Return random float64 numbers from 0.5 to 1.5."""
     return torch.rand(shape, dtype=torch.float64) + 0.5
 
 
 def integers(high: int, *shape: int) -> torch.Tensor:
-    """Random integers below `high`."""
+    """Return random integers from 0 to `high` - 1."""
     return torch.randint(high, shape)
 
 
 def booleans(*shape: int) -> torch.Tensor:
-    """A random mask."""
+    """Return a random mask."""
     return torch.rand(shape) < 0.5
 
 
-def mapped(value, of) -> Any:
-    """`value` with `of` applied to the tensors inside its tuples, lists and dicts."""
+def mapped(value: Any, of: Any) -> Any:
+    """Return `value` with `of` applied to the tensors inside its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return of(value)
     if isinstance(value, dict):
@@ -78,18 +84,18 @@ def mapped(value, of) -> Any:
     return type(value)(mapped(v, of) for v in value) if isinstance(value, (list, tuple)) else value
 
 
-def tensors(value) -> list:
-    found: list = []
+def tensors(value: Any) -> list[Any]:
+    found: list[Any] = []
     mapped(value, found.append)
     return found
 
 
-def as_list(out) -> list:
+def as_list(out: Any) -> list[Any]:
     return list(out) if isinstance(out, (list, tuple)) else [out]
 
 
 def cut(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
-    """What each of `n` ranks holds of `x`; parts are random but for the last."""
+    """Return what each of `n` ranks holds of `x`; partial values are random, except for those of the last rank."""
     if state is None:
         return [x.clone() for _ in range(n)]
     if isinstance(state, int):
@@ -107,16 +113,16 @@ def cut(x: torch.Tensor, state: State, n: int) -> list[torch.Tensor]:
 
 
 def is_real(x: torch.Tensor) -> bool:
-    """Whether `x` holds real or complex numbers, no integers."""
+    """Return whether `x` holds floating-point or complex numbers."""
     return x.dtype.is_floating_point or x.dtype.is_complex
 
 
 def can_be(x: torch.Tensor, state: State) -> bool:
-    """Whether an operand can lie so: truth values have no parts, and integers none of an average."""
+    """Return whether an operand can have this placement: bools cannot be partial, and integers only as a sum."""
     return not isinstance(state, str) or is_real(x) or (x.dtype != torch.bool and state == "sum")
 
 
-REDUCE = {
+REDUCE: dict[str, Any] = {
     "sum": lambda x: x.sum(0),
     "avg": lambda x: x.mean(0),
     "max": lambda x: x.amax(0),
@@ -126,7 +132,7 @@ REDUCE = {
 
 
 def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> bool:
-    """Whether the ranks' `pieces`, read as `state` says, are `dense`."""
+    """Return whether the local tensors `pieces` of the ranks, placed as `state`, represent `dense`."""
     if isinstance(state, int):
         wanted = cut(dense, state, len(pieces))
     elif state is None:
@@ -138,7 +144,7 @@ def is_right(pieces: list[torch.Tensor], state: State, dense: torch.Tensor) -> b
     return all(p.shape == w.shape and p.dtype == w.dtype and close(p, w) for p, w in zip(pieces, wanted))
 
 
-def close(a, b) -> bool:
+def close(a: Any, b: Any) -> bool:
     wide = torch.complex128 if a.dtype.is_complex else torch.float64
     single = a.dtype in (torch.float32, torch.complex64)
     return torch.allclose(
@@ -151,11 +157,11 @@ def layout_of(state: State, ndim: int) -> Layout:
     return base.moved(0, dim=state) if isinstance(state, int) else base.moved(0, reduce_op=state)
 
 
-def placed(case: Case, mesh, states, pieces) -> tuple[Any, Any]:
-    """The case's arguments with a DTensor for each operand; 0-dim tensors that are no operands stay plain."""
+def placed(case: Case, mesh: Any, states: Any, pieces: Any) -> tuple[Any, Any]:
+    """Return the arguments of the case with DTensors in place of operands; those of state "plain" stay as they are."""
     supply = iter(zip(tensors((case.args, case.kwargs)), states, pieces))
 
-    def one(_):
+    def one(_: Any) -> Any:
         x, state, piece = next(supply)
         if state == "plain":
             return x
@@ -164,22 +170,22 @@ def placed(case: Case, mesh, states, pieces) -> tuple[Any, Any]:
     return mapped(case.args, one), mapped(case.kwargs, one)
 
 
-def call_and_rule(case: Case, mesh):
+def call_and_rule(case: Case, mesh: Any) -> Any:
     states = [None] * len(tensors((case.args, case.kwargs)))
     args, kwargs = placed(case, mesh, states, tensors((case.args, case.kwargs)))
-    call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])
+    call = call_of(case.func, args, kwargs, [t._spec for t in tensors((args, kwargs))])  # pyright: ignore[reportAttributeAccessIssue]
     make = rule_of(case.func)
     assert make is not None, f"{case.func} has no rule; give it one with dtensor.register_sharding"
     return call, make(call)
 
 
-def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.Tensor | None]:
-    """Local outputs of this rank when the call runs as `candidate` says."""
+def run_candidate(case: Case, mesh: Any, candidate: Candidate, pieces: Any) -> list[torch.Tensor | None]:
+    """Run the call as `candidate` and return the local outputs of this rank."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)
     call, rule = call_and_rule(case, mesh)
     in_place = is_in_place(case.func)
     choice = _assemble(rule, [candidate], call.operands, False)
-    decision = carry_out(call, replace(rule, home={}), choice, in_place)  # outputs as the candidate says, not put home
+    decision = carry_out(call, replace(rule, home={}), choice, in_place)  # home={}: outputs keep their layout
     out = run(decision, case.func, args, kwargs)
     for o, want in zip(as_list(out), candidate.outputs):
         if o is not None and not in_place:
@@ -188,35 +194,42 @@ def run_candidate(case: Case, mesh, candidate: Candidate, pieces) -> list[torch.
 
 
 class OneAxis:
-    """As much of a mesh as a rule or a decision needs to be made."""
+    """A stand-in for a mesh with one axis, with just enough attributes to make a rule or a decision."""
 
     ndim = 1
     device_type = "cpu"
 
-    def __init__(self, n):
-        self.shape = (n,)
-        self.mesh = torch.arange(n)
+    def __init__(self, n: Any) -> None:
+        self.shape: tuple[int, ...] = (n,)
+        self.mesh: torch.Tensor = torch.arange(n)
 
-    def _get_root_mesh(self):
+    def _get_root_mesh(self) -> Any:
         return self
 
-    def get_coordinate(self):
+    def get_coordinate(self) -> Any:
         return [0]
 
-    def get_group(self, axis):
+    def get_group(self, axis: Any) -> Any:
         return SimpleNamespace(group_name="")
 
 
 @dataclass
 class Job:
-    """One candidate of a case, with what each rank holds of each operand: `pieces[operand][rank]`."""
+    """One candidate of a case to run.
+
+    Attributes:
+        case: the call.
+        candidate: the candidate of the rule.
+        pieces: `pieces[operand][rank]` is the local tensor of the operand on the rank.
+        dense: outputs of the plain call.
+    """
 
     case: Case
     candidate: Candidate
     pieces: list[list[torch.Tensor]]
     dense: list[torch.Tensor | None]
 
-    def __str__(self):
+    def __str__(self) -> Any:
         states = [[layout_of(s, 9).text for s in side] for side in (self.candidate.inputs, self.candidate.outputs)]
         shapes = [list(t.shape) for t in tensors((self.case.args, self.case.kwargs))]
         return f"{self.case.func} {shapes}: {' '.join(states[0])} -> {' '.join(states[1])}"
@@ -238,9 +251,9 @@ def jobs_of(case: Case, n: int) -> list[Job]:
     return jobs
 
 
-def run_jobs(rank, n, jobs):
+def run_jobs(rank: Any, n: Any, jobs: Any) -> Any:
     mesh = init_device_mesh("cpu", (n,))
-    outs = []
+    outs: list[Sequence[torch.Tensor | Exception | None]] = []
     for j in jobs:
         try:
             outs.append(run_candidate(j.case, mesh, j.candidate, [p[rank] for p in j.pieces]))
@@ -250,11 +263,18 @@ def run_jobs(rank, n, jobs):
 
 
 def wrong_candidates(cases: list[Case], n: int) -> list[str]:
-    """What goes wrong when every candidate of every case runs on an axis of `n` ranks (threads); a line each.
+    """Run every candidate of every case on a mesh axis of `n` ranks, and return those that give wrong results.
 
-    Empty if the rules tell the truth: for a rule of one's own, see `dtensor.register_sharding`. Shards and random parts
-    of the arguments are the operands of each rank; what the ranks give is put together as the candidate says and
-    compared with the plain call. Choose sizes that `n` divides and sizes that it does not.
+    The ranks are threads. Their operands are shards or random partial values of the arguments. The local outputs are
+    combined as the candidate states, and compared with the plain call. Choose some sizes that `n` divides and some that
+    it does not. To check a rule of your own, see `dtensor.register_sharding`.
+
+    Args:
+        cases: the calls to check.
+        n: number of ranks on the axis.
+
+    Returns:
+        One line for each wrong output or error; empty if all candidates are right.
     """
     jobs = [j for case in cases for j in jobs_of(case, n)]
     results = run_threads(run_jobs, n, n, jobs)

@@ -1,7 +1,7 @@
-"""`ShardingConverter`: every way to place the tensors of a call on a mesh.
+"""`ShardingConverter`, which enumerates all placements of the tensors of a call on a mesh.
 
-For testing an operator: call it with each (args, kwargs) the converter yields, and compare with the plain
-call. Takes plain arguments, gives the same structure with DTensors of the same values.
+The converter takes plain arguments and yields the same structures with DTensors of the same values. To test an
+operator, call it with each (args, kwargs) it yields, and compare the results with the plain call.
 """
 
 import itertools
@@ -23,22 +23,23 @@ Placements = tuple[Placement, ...]
 class ShardingConverter:
     """Iterates over (args, kwargs) in which each tensor is a DTensor, in every combination of placements.
 
-    On each mesh axis a tensor is replicated, or sharded on a dim longer than 1 that the axes sharding it
-    divide evenly. Tensors inside tuples, lists and dicts are found too. Bool tensors are replicated only.
-    Sparse, quantized, nested and meta tensors, conjugate and negative views and tensor subclasses are passed
-    on as they are, and counted.
+    On each mesh axis a tensor is replicated, or sharded on a dim that is longer than 1 and that the axes sharding it
+    divide evenly. Tensors inside tuples, lists and dicts are converted, too. Bool tensors are only replicated. Sparse,
+    quantized, nested and meta tensors, conjugate and negative views, and tensor subclasses are passed through
+    unchanged, and counted.
 
     Args:
-        mesh: the mesh, of any number of axes.
-        args, kwargs: arguments of a call.
+        mesh: the mesh, with any number of axes.
+        args: positional arguments of a call.
+        kwargs: keyword arguments of a call.
         replicate_only: replicate everything.
         uneven: shard on every dim, whatever its length.
-        partial: let tensors of numbers be Partial() too: the value on the first rank of the axis, zeros on
-            the others.
+        partial: also make tensors of numbers Partial(): the first rank of the axis holds the value, and the others
+            hold zeros.
 
     Attributes:
-        hit: tensors converted so far.
-        miss: tensors passed on so far.
+        hit: number of tensors converted so far.
+        miss: number of tensors passed through so far.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class ShardingConverter:
         replicate_only: bool = False,
         uneven: bool = False,
         partial: bool = False,
-    ):
+    ) -> None:
         self.hit = 0
         self.miss = 0
         self.mesh = mesh
-        self.arguments = (args, kwargs)
+        self.arguments: tuple[Any, Any] = (args, kwargs)
         self.replicate_only = replicate_only
         self.uneven = uneven
         self.partial = partial
@@ -62,11 +63,11 @@ class ShardingConverter:
         self._combinations = itertools.product(*map(self.choices, tensors))
 
     def successful(self) -> bool:
-        """Whether tensors were converted, and none passed on."""
+        """Return whether tensors were converted, and none passed through."""
         return self.hit > 0 and self.miss == 0
 
     def choices(self, tensor: torch.Tensor) -> list[Placements]:
-        """All placements of `tensor`, one entry per mesh axis each; replicated everywhere comes first."""
+        """Return all placements of `tensor`, each with one entry per mesh axis; the fully replicated one is first."""
         replicated = [Replicate()]
         if self.replicate_only or not _convertible(tensor) or tensor.dtype == torch.bool:
             return [(Replicate(),) * self.mesh.ndim]
@@ -125,7 +126,7 @@ def _convertible(tensor: torch.Tensor) -> bool:
 
 
 def _mapped(value: Any, fn: Callable[[torch.Tensor], Any]) -> Any:
-    """`value` with `fn` applied to the tensors inside its tuples, lists and dicts."""
+    """Return `value` with `fn` applied to the tensors inside its tuples, lists and dicts."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if isinstance(value, dict):

@@ -1,17 +1,18 @@
-"""Torch's operator database as a test: every operator, on DTensors in many placements, against the plain call.
+"""Compares operators on DTensors with plain calls, over torch's operator database and many placements.
 
-For whoever changes a rule: `samples` gives an operator's calls, `placements` the ways to place their tensors on a mesh,
-and `disagreement` runs one of them, forward and backward, and says in a line what is not as it is on one device.
+`samples` returns calls of an operator, and `placements` the ways to place their tensors on a mesh. `disagreement` runs
+one of them, forward and backward, and describes in one line how the results differ from those on one device.
 """
 
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from ...layout.placements import Partial, Placement, Replicate, Shard
 from ...tensor.factories import distribute_tensor
@@ -20,8 +21,9 @@ from ...torch_private.core import operator_database, operator_samples
 from .candidates import mapped, tensors
 
 Placements = tuple[Placement, ...]
+T = TypeVar("T")
 RTOL = ATOL = 2e-4
-"""Tolerances in float32: sums are taken in another order."""
+"""Tolerances in float32: sharded sums are computed in a different order."""
 
 
 @dataclass(frozen=True)
@@ -29,25 +31,26 @@ class Sample:
     """A call of an operator.
 
     Attributes:
-        operator: its name in torch's database, with the variant after a dot.
+        operator: name of the operator in torch's database, with the variant after a dot.
         call: the function.
-        args, kwargs: plain arguments.
+        args: positional arguments, with plain tensors.
+        kwargs: keyword arguments, with plain tensors.
     """
 
     operator: str
     call: Callable[..., Any]
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self):
-        def text(value):
+    def __str__(self) -> Any:
+        def text(value: Any) -> Any:
             return f"{str(value.dtype)[6:]}{list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
         given = [*map(text, self.args), *(f"{k}={text(v)}" for k, v in self.kwargs.items())]
         return f"{self.operator}({', '.join(given)})"[:200]
 
     def fresh(self) -> "Sample":
-        """The same call on copies of its tensors, so that one run does not see what another wrote."""
+        """Return the same call on copies of its tensors, so that one run does not see the writes of another."""
         args, kwargs = mapped((self.args, self.kwargs), _copied)
         return Sample(self.operator, self.call, args, kwargs)
 
@@ -59,19 +62,19 @@ def _copied(x: torch.Tensor) -> torch.Tensor:
 
 
 def operator_names() -> list[str]:
-    """Names of the operators of torch's database that take float32 on the CPU, in its order."""
+    """Return the names of operators that support float32 on the CPU, in the order of torch's database."""
     return [name for name, op in operator_database().items() if op.supports_dtype(torch.float32, "cpu")]
 
 
 def twice_differentiable() -> list[str]:
-    """Names of the operators of torch's database whose gradients have gradients, in its order."""
+    """Return the names of operators whose gradients can be differentiated, in the order of torch's database."""
     return [name for name, op in operator_database().items() if op.supports_autograd and op.supports_gradgrad]
 
 
 def samples(name: str, most: int, dtype: torch.dtype = torch.float32) -> list[Sample]:
-    """Up to `most` calls of an operator: its first one, and others drawn alike every time.
+    """Return up to `most` calls of an operator: the first sample of the database, and others drawn with a fixed seed.
 
-    Calls without tensors are left out. For an operator that has them, calls in place and with out= follow.
+    Calls without tensors are left out. If the operator has an in-place or out= variant, a call of each follows.
     """
     op = operator_database()[name]
     with torch.random.fork_rng(devices=[]):
@@ -87,12 +90,12 @@ def samples(name: str, most: int, dtype: torch.dtype = torch.float32) -> list[Sa
     return found + extra
 
 
-def _without_gradient(sample: Sample) -> tuple[tuple, dict[str, Any]]:
+def _without_gradient(sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return mapped((sample.args, sample.kwargs), torch.Tensor.detach)
 
 
 def _with_out(call: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         made = call(*args, **kwargs)
         out = mapped(made, torch.zeros_like)
         call(*args, **kwargs, out=out)
@@ -101,22 +104,22 @@ def _with_out(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def drawn(items: list, most: int, key: str) -> list:
-    """The first of `items` and others, `most` in all: the same ones for the same key."""
+def drawn(items: list[Any], most: int, key: str) -> list[Any]:
+    """Return the first of `items` and some of the others, at most `most` in all; the choice depends on `key` only."""
     if len(items) <= most:
         return items
     return [items[0], *random.Random(zlib.crc32(key.encode())).sample(items[1:], most - 1)]
 
 
-def placements(sample: Sample, mesh: Any, most: int) -> list[tuple[Placements | None, ...]]:
-    """Up to `most` ways to place the tensors of a call on a mesh, everything replicated first.
+def placements(sample: Sample, mesh: DeviceMesh, most: int) -> list[tuple[Placements | None, ...]]:
+    """Return up to `most` ways to place the tensors of a call on a mesh; in the first one all are replicated.
 
-    A tensor is replicated, sharded on any dimension, whether that divides or not, or, if it holds numbers with a
-    fraction, Partial(sum), on each mesh axis. None stands for a sparse tensor, which stays plain.
+    On each mesh axis a tensor is replicated, sharded on any dim, evenly or not, or, if it is floating-point or complex,
+    Partial(sum). None stands for a sparse tensor, which stays plain.
     """
     given = tensors((sample.args, sample.kwargs))
     each = [list(_choices(x, mesh)) for x in given]
-    # Alike on every rank: of the arguments only the shapes, as other things may print their address.
+    # The key must be the same on all ranks. It holds only shapes, as other arguments may print their address.
     key = f"{sample.operator} {[list(x.shape) for x in given]} on {mesh.ndim}"
     total = 1
     for c in each:
@@ -127,7 +130,7 @@ def placements(sample: Sample, mesh: Any, most: int) -> list[tuple[Placements | 
     return [tuple(c[0] for c in each), *(tuple(chance.choice(c) for c in each) for _ in range(most - 1))]
 
 
-def _choices(x: torch.Tensor, mesh: Any) -> Iterator[Placements | None]:
+def _choices(x: torch.Tensor, mesh: DeviceMesh) -> Iterator[Placements | None]:
     if x.layout != torch.strided:
         return iter([None])
     one: list[Placement] = [Replicate(), *map(Shard, range(x.dim()))]
@@ -136,9 +139,14 @@ def _choices(x: torch.Tensor, mesh: Any) -> Iterator[Placements | None]:
     return itertools.product(one, repeat=mesh.ndim)
 
 
-def place(x: torch.Tensor, mesh: Any, target: Placements | None, shuffled: bool = False) -> torch.Tensor:
-    """A DTensor of the values of `x`, which every rank holds, placed as `target` says; the first rank of a partial
-    axis holds the value, the others zeros. `shuffled`: the local tensor lies in another order in memory."""
+def place(
+    x: torch.Tensor, mesh: DeviceMesh, target: Sequence[Placement] | None, shuffled: bool = False
+) -> torch.Tensor:
+    """Return a DTensor with the values of `x`, which every rank holds, and the placements `target`.
+
+    On a partial axis the first rank holds the value and the others hold zeros. With `shuffled` the dims of the local
+    tensor have another order in memory. A `target` of None returns `x`.
+    """
     if target is None:
         return x
     whole = [Replicate() if isinstance(p, Partial) else p for p in target]
@@ -155,7 +163,7 @@ def place(x: torch.Tensor, mesh: Any, target: Placements | None, shuffled: bool 
 
 
 def _shuffled(x: torch.Tensor) -> torch.Tensor:
-    """The same values, whose second dimension is the last in memory; of two dimensions the first one."""
+    """Return a tensor of the same values whose second dim is the last in memory; of two dims, the first."""
     if x.dim() < 2:
         return x
     dims = [1, 0] if x.dim() == 2 else [0, *range(2, x.dim()), 1]
@@ -164,7 +172,7 @@ def _shuffled(x: torch.Tensor) -> torch.Tensor:
 
 def disagreement(
     sample: Sample,
-    mesh: Any,
+    mesh: DeviceMesh,
     where: tuple[Placements | None, ...],
     *,
     compiled: Callable[..., Any] | None = None,
@@ -172,23 +180,25 @@ def disagreement(
     twice: bool = False,
     shuffled: bool = False,
 ) -> str | None:
-    """Run a call on DTensors and compare outputs and gradients with the plain call; None if they agree.
+    """Run a call on DTensors, and compare outputs and gradients with those of the plain call.
+
+    Exceptions that the operator raises on DTensors are not caught.
 
     Args:
         sample: the call.
-        mesh: the device mesh; every rank of it calls this.
+        mesh: the device mesh; all of its ranks must call this function.
         where: placements of the tensors of the call, in their order.
-        compiled: what runs in place of `sample.call` on the DTensors.
-        read: what of the outputs is compared, for operators with several right answers.
-        twice: compare the gradients of the gradients too, by the tensors of the call and by what flows back.
-        shuffled: local tensors, and those of gradients that flow back, lie in another order in memory than their
-            DTensors do, as may happen where other operators and collectives made them.
+        compiled: function to run instead of `sample.call` on the DTensors.
+        read: maps the outputs to the values that are compared, for operators with several right answers.
+        twice: also compare second gradients, with respect to the tensors of the call and to the tangents.
+        shuffled: give local tensors, and those of tangents, another memory order than their DTensors have, as other
+            operators and collectives may do.
 
     Returns:
-        A line that says what differs. What the operator raises on DTensors is raised.
+        A line that describes the first difference, or None if there is none.
 
     Raises:
-        NotPlain: the plain call raises, or with `twice` has no gradient of a gradient.
+        NotPlain: the plain call raises, or `twice` is given and it has no second gradient.
     """
     dense, dense_leaves = _run(sample.fresh(), sample.call, read, twice)
     supply = iter(where)
@@ -199,7 +209,7 @@ def disagreement(
     _seed()
     outputs = _outputs(read((compiled or sample.call)(*args, **kwargs)))
     leaves = None if dense_leaves is None else _gradients(outputs, _leaves(placed), mesh, twice, shuffled)
-    # Everything is gathered before anything is compared, so that a rank that finds a difference leaves none waiting.
+    # Gather everything before comparing, so that a rank that finds a difference does not leave the others waiting.
     found, gradients = list(map(_seen, outputs)), None if leaves is None else list(map(_seen, leaves))
     if len(found) != len(dense):
         return f"{len(found)} outputs instead of {len(dense)}"
@@ -219,16 +229,16 @@ def disagreement(
 
 
 def _seed() -> None:
-    # Of the CPU's generator only: torch.manual_seed queues a call with its stack for CUDA, each time.
+    # Seed the CPU's generator only: each torch.manual_seed queues a call, with its stack, for CUDA.
     torch.default_generator.manual_seed(3)
 
 
 class NotPlain(Exception):
-    """The operator does not run on plain tensors either."""
+    """The operator does not run on plain tensors."""
 
 
-def _run(sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any], twice: bool):
-    """Outputs and gradients of a plain call; None for the gradients if it has none."""
+def _run(sample: Sample, call: Callable[..., Any], read: Callable[[Any], Any], twice: bool) -> Any:
+    """Return the outputs and the gradients of a plain call; the gradients are None if it has none."""
     _seed()
     try:
         outputs = _outputs(read(call(*sample.args, **sample.kwargs)))
@@ -255,7 +265,7 @@ def _leaves(sample: Sample) -> list[torch.Tensor]:
 def _gradients(
     outputs: list[Any], leaves: list[torch.Tensor], mesh: Any, twice: bool, shuffled: bool = False
 ) -> list[torch.Tensor | None] | None:
-    """The gradients of the leaves; with `twice` followed by the gradients of these, by leaves and tangents."""
+    """Return the gradients of the leaves. With `twice`, the second gradients by leaves and tangents follow."""
     outs = [o for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
     if not outs or not leaves:
         return None
@@ -280,7 +290,7 @@ def _tangents(outs: list[torch.Tensor], mesh: Any, seed: int, shuffled: bool = F
 
 
 def _seen(x: Any) -> Any:
-    """What is compared of an output: of a tensor its whole value as a plain one, and whether it requires a gradient."""
+    """Return what is compared of an output; for a tensor, its global value as a plain tensor and its requires_grad."""
     if not isinstance(x, torch.Tensor):
         return x
     whole = x.detach()
@@ -305,7 +315,7 @@ def _difference(found: Any, expected: Any) -> str | None:
 
 
 def _gradient_difference(found: Any, expected: Any) -> str | None:
-    """A gradient of zeros and none at all are the same."""
+    """Return how two gradients differ; a gradient of zeros and a missing gradient count as equal."""
     if found is None or expected is None:
         other = found if expected is None else expected
         return None if other is None or not other[0].any() else "there is one on one side only"

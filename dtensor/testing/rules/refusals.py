@@ -1,10 +1,11 @@
-"""Refusals: rules by brute force, the other way round: which right ways to run a call does its rule not offer?
+"""Finds by brute force the right ways to shard a call that its rule does not offer ("refuses").
 
     call -> every combination of operand states -> the plain operator on each rank's pieces -> right?  offered?
 
-`candidates` shows that what a rule offers is right; `refused` finds what is right and not offered. Nothing of the
-library runs: the pieces are cut, the operator of torch is called on each, and the outputs are read as any placement
-that there is. On one mesh axis, that is: a rule treats each by itself.
+`candidates` checks that everything a rule offers is right; `refused` finds what is right and not offered. It runs
+nothing of the library: it splits the operands, calls torch's operator on the pieces of each rank, and compares the
+outputs with every possible placement of the expected result. One mesh axis is enough, as a rule treats each axis
+separately.
 """
 
 import itertools
@@ -34,16 +35,19 @@ from .candidates import (
 )
 
 MOST = 700
-"""Combinations that are tried of one call, all of them if there are no more."""
+"""The most combinations that are tried for one call."""
 DRAWS = 5
-"""Values that each call is run with; what is right by chance with one of them is not so with all."""
+"""Sets of values with which each call runs; a combination may be right by chance with one of them, but not with all."""
 TINY = 1e-6
-"""Results below this may seem equal to any other."""
+"""Results below this may compare equal to any others."""
 UNCHECKED = ("native_batch_norm", "max_pool", "fractional_max_pool", "max_unpool")
-"""Parts of the names of operators whose kernels trust their arguments: on pieces that do not fit they write past
-the end."""
+"""Parts of the names of operators whose kernels do not check their arguments; on pieces that do not fit they write out
+of bounds."""
 SIZES = ("size", "input_sizes", "normalized_shape")
-"""Arguments that hold a shape, which a rank may have to give a shorter one."""
+"""Names of arguments that hold a shape, of which a rank may need a localized version."""
+
+Localized = tuple[()] | tuple[int, list[Any]]
+"""Index of an argument and the value that replaces it; empty to replace none."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,11 @@ class Refusal:
     """A right combination that a rule does not offer.
 
     Attributes:
-        operator: such as "aten.mm.default".
-        shapes: of the operands.
-        inputs, outputs: states of operands and outputs; outputs as first found to be right.
-        n: ranks on the axis.
+        operator: name of the operator, such as "aten.mm.default".
+        shapes: global shapes of the operands.
+        inputs: states of the operands.
+        outputs: states of the outputs, the first that were found to be right.
+        n: number of ranks on the axis.
     """
 
     operator: str
@@ -65,10 +70,10 @@ class Refusal:
 
     @property
     def pattern(self) -> str:
-        """The states of the operands, such as "R S(1) P"; what reasons are given for."""
+        """States of the operands, such as "R S(1) P"; documented reasons refer to this text."""
         return " ".join(_text(s) for s in self.inputs)
 
-    def __str__(self):
+    def __str__(self) -> Any:
         outs = " ".join(_text(s) for s in self.outputs)
         return f"{self.operator} {[list(s) for s in self.shapes]} on {self.n}: {self.pattern} -> {outs}"
 
@@ -78,25 +83,28 @@ def _text(state: State) -> str:
 
 
 def axis_sizes(case: Case) -> list[int]:
-    """Numbers of ranks to try: 2, and 3 and 5 where they divide some dimension that 2 does not."""
+    """Return the numbers of ranks to try: 2, and 3 and 5 if they divide a dim that 2 does not divide."""
     lengths = {s for x in tensors((case.args, case.kwargs)) for s in x.shape if s > 1}
     return [2, *(n for n in (3, 5) if any(s % n == 0 and s % 2 for s in lengths))]
 
 
 def is_tried(case: Case) -> bool:
-    """Whether an operator can be tried on pieces of any kind: one that writes to its arguments has the rule of the one
-    that does not, a list of tensors is taken item by item, and some kernels are not safe."""
+    """Return whether the operator should be tried on pieces of any kind.
+
+    Excluded are operators that write to their arguments, which have the rule of the one that does not; operators on
+    lists, which run item by item; composite operators; and operators whose kernels are not safe (`UNCHECKED`).
+    """
     name = case.func._schema.name
     left = case.func._schema.is_mutable or name.startswith(FOREACH) or name in COMPOSITES
     return not left and not any(part in name for part in UNCHECKED)
 
 
 def refused(case: Case, n: int) -> list[Refusal]:
-    """The right combinations that the rule of `case` does not offer on an axis of `n` ranks.
+    """Return the right combinations that the rule of `case` does not offer on an axis of `n` ranks.
 
-    An operand is Replicate, Shard of a dimension that `n` divides, or Partial(sum) if it holds numbers with a fraction;
-    one that the rule says is not read may be anything. At most `MOST` combinations, the same ones every time.
-    Outputs that hold the same value everywhere tell nothing, and nothing is found for them.
+    An operand is Replicate, Shard of a dim that `n` divides, or Partial(sum) if it is floating-point or complex. The
+    state of an operand that the rule declares unread does not matter. At most `MOST` combinations are tried, the same
+    ones every time. Outputs that hold the same value everywhere prove nothing, so nothing is returned for them.
     """
     _, rule = call_and_rule(case, OneAxis(n))
     operands = tensors((case.args, case.kwargs))
@@ -104,7 +112,7 @@ def refused(case: Case, n: int) -> list[Refusal]:
     found = []
     draws = draws_of(case) if any(x.numel() > 1 for x in operands) else []
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)  # for the parts
+        torch.manual_seed(0)  # for the partial values
         for states in combinations(case, n) if draws else ():
             if _masked(states, rule.unread) not in offered and (outs := _right(draws, states, n)) is not None:
                 shapes = tuple(tuple(x.shape) for x in operands)
@@ -117,7 +125,8 @@ def _masked(states: tuple[State, ...], unread: frozenset[int]) -> tuple[State, .
 
 
 def combinations(case: Case, n: int) -> list[tuple[State, ...]]:
-    """The states of operands that are tried: all, or `MOST` of them, those with few operands not whole first."""
+    """Return the combinations of operand states to try: all, or `MOST` of them, those with few operands that are not
+    replicated first."""
     each = [list(_states(x, n)) for x in tensors((case.args, case.kwargs))]
     total = 1
     for states in each:
@@ -143,14 +152,20 @@ def _states(x: torch.Tensor, n: int) -> Iterator[State]:
 
 @dataclass
 class Draw:
-    """A call with values for its operands, and what it gives."""
+    """A call with values for its operands, and its outputs.
+
+    Attributes:
+        case: the call.
+        dense: outputs of the plain call.
+        pieces: (operand, state, number of ranks) -> the local tensor of each rank; filled by `piece`.
+    """
 
     case: Case
     dense: list[Any]
     pieces: dict[tuple[int, State, int], list[torch.Tensor]]
 
     def piece(self, operand: int, state: State, n: int) -> list[torch.Tensor]:
-        """What each rank holds of an operand; cut once."""
+        """Return what each rank holds of an operand; it is split once."""
         key = (operand, state, n)
         if key not in self.pieces:
             self.pieces[key] = cut(tensors((self.case.args, self.case.kwargs))[operand], state, n)
@@ -158,9 +173,10 @@ class Draw:
 
 
 def draws_of(case: Case) -> list[Draw]:
-    """The call with `DRAWS` times other values, such that wrong pieces would show; fewer where it does not take them.
+    """Return the call with `DRAWS` different sets of values with which wrong pieces would be noticed.
 
-    Random numbers of both signs come first, then positive ones, then the given ones moved a little.
+    There are fewer if the operator does not accept some. Random numbers of both signs and positive ones are tried
+    first, then slight changes of the given numbers.
     """
     generator = torch.Generator().manual_seed(zlib.crc32(str(case.func).encode()))
     made: list[Draw] = []
@@ -176,8 +192,11 @@ def draws_of(case: Case) -> list[Draw]:
     return made
 
 
-def _redrawn(x: torch.Tensor, redraw: Callable, generator: torch.Generator) -> torch.Tensor:
-    """Real numbers as `redraw` says, truth values at random, integers in another order: they may be indices."""
+def _redrawn(x: torch.Tensor, redraw: Callable[..., Any], generator: torch.Generator) -> torch.Tensor:
+    """Return other values for `x`: by `redraw` for floating-point and complex numbers, and random bools.
+
+    Integers are only permuted, as they may be indices.
+    """
     if is_real(x):
         return redraw(x, torch.randn(x.shape, generator=generator, dtype=x.dtype))
     if x.dtype == torch.bool:
@@ -198,7 +217,8 @@ def _near(x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def tells(dense: list[Any]) -> bool:
-    """Whether wrong pieces would show: no output is a lone truth value, the same everywhere, infinite or almost 0."""
+    """Return whether wrong pieces would be noticed: no output is a single bool or integer, the same everywhere, not
+    finite, or almost 0."""
     outs = [x for x in dense if isinstance(x, torch.Tensor) and x.numel()]
     return bool(outs) and all(map(_varies, outs))
 
@@ -211,7 +231,7 @@ def _varies(x: torch.Tensor) -> bool:
 
 
 def _right(draws: list[Draw], states: tuple[State, ...], n: int) -> tuple[State, ...] | None:
-    """The states of the outputs if the combination is right with every draw, else None."""
+    """Return the states of the outputs if the combination is right with every draw, else None."""
     found = None
     for draw in draws:
         pieces = [draw.piece(i, s, n) for i, s in enumerate(states)]
@@ -221,8 +241,8 @@ def _right(draws: list[Draw], states: tuple[State, ...], n: int) -> tuple[State,
     return found
 
 
-def _sizes(case: Case, n: int) -> Iterator[tuple]:
-    """Ways to localise the arguments that hold shapes: as they are, or one number in one of them divided by `n`."""
+def _sizes(case: Case, n: int) -> Iterator[tuple[Any, ...]]:
+    """Yield ways to localize the arguments that hold shapes: unchanged, or with one number of one divided by `n`."""
     yield ()
     names = [a.name for a in case.func._schema.arguments]
     for position, (name, value) in enumerate(zip(names, case.args)):
@@ -232,7 +252,7 @@ def _sizes(case: Case, n: int) -> Iterator[tuple]:
                     yield position, [*value[:i], size // n, *value[i + 1 :]]
 
 
-def _outputs(draw: Draw, pieces: list[list[torch.Tensor]], sizes: tuple, n: int) -> tuple[State, ...] | None:
+def _outputs(draw: Draw, pieces: list[list[torch.Tensor]], sizes: tuple[Any, ...], n: int) -> tuple[State, ...] | None:
     try:
         local = [as_list(_call(draw.case, [p[rank] for p in pieces], sizes)) for rank in range(n)]
     except (RuntimeError, IndexError, ValueError):
@@ -253,14 +273,14 @@ def _outputs(draw: Draw, pieces: list[list[torch.Tensor]], sizes: tuple, n: int)
 
 
 def _reductions(dense: torch.Tensor) -> list[str]:
-    """The reduce ops that numbers of this kind have: truth values none, complex ones no order, integers no average."""
+    """Return the reduce ops of this dtype: none for bools, no max and min for complex numbers, no avg for integers."""
     if dense.dtype == torch.bool:
         return []
     without = ("max", "min") if dense.dtype.is_complex else () if dense.dtype.is_floating_point else ("avg",)
     return [op for op in REDUCE if op not in without]
 
 
-def _call(case: Case, operands: list[torch.Tensor], sizes: tuple) -> Any:
+def _call(case: Case, operands: list[torch.Tensor], sizes: tuple[Any, ...]) -> Any:
     supply = iter(operands)
     args, kwargs = mapped((case.args, case.kwargs), lambda _: next(supply).clone())
     if sizes:

@@ -79,7 +79,7 @@ BAD = {
         "1GB",
         "the environment variable DTENSOR_MEMORY_BUDGET is '1GB'; write a number of bytes",
     ),
-    "DTENSOR_SPLIT_BATCH": ("0", "the environment variable DTENSOR_SPLIT_BATCH is a number of parts, got 0; write 1"),
+    "DTENSOR_SPLIT_BATCH": ("0", "the environment variable DTENSOR_SPLIT_BATCH is a number of microbatches, got 0"),
     "DTENSOR_DUMP": (__file__, "the environment variable DTENSOR_DUMP is the path of a folder, but .* is a file"),
 }
 
@@ -112,7 +112,7 @@ def test_dump_of_plain_compile(x, monkeypatch, tmp_path):
             monkeypatch.setenv("DTENSOR_DUMP", folder)
             torch.compile(there_and_back, fullgraph=True)(x)
     names = sorted(f"{path.parent.name}/{path.name}" for path in (tmp_path / "rank0").glob("*/[0-9]*.txt"))
-    stages = ("02_joint.00_input", "02_joint.01_gather_shard")
+    stages = ("02_joint.00_input", "02_joint.01_cancel_gather_shard")
     assert names == [f"{k:03}_there_and_back/{stage}.txt" for k in range(2) for stage in stages]
 
 

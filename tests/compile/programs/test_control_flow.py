@@ -130,7 +130,7 @@ def test_what_cannot_be_says_what_to_write(fake_mesh):
     def mixed(x):
         return while_loop(lambda i, s: i < 3, lambda i, s: (i + 1, s + x), (torch.tensor(0), torch.zeros(4, 4)))
 
-    refused(shapes, "of one shape", x)
+    refused(shapes, "both must have the same shape", x)
     refused(mixed, "distribute_tensor", x)
     with pytest.raises(OperatorError, match="local_map"):
         torch.ops.higher_order.out_dtype(torch.ops.aten.mm.default, torch.float32, x, x)

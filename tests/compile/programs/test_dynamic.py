@@ -15,7 +15,7 @@ from dtensor import DTensor, Partial, Replicate, Shard, distribute_model, distri
 from dtensor.compile import statistics
 from dtensor.mesh.caches import clear_caches
 from dtensor.testing import ModelArgs, Transformer, fake_ranks, with_ranks
-from dtensor.torch_private.sizes import binary_products
+from dtensor.torch_private.symbolic_sizes import binary_products
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.mesh.local_sizes import local_length
 from dtensor.testing import fake_ranks, with_ranks
-from dtensor.torch_private.sizes import number_if_guarded, number_if_known, stand_in, symbolic_mode
+from dtensor.torch_private.symbolic_sizes import number_if_guarded, number_if_known, stand_in, symbolic_mode
 
 PROGRAMS = {
     "softmax": lambda x, k: x.softmax(1),

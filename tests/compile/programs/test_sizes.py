@@ -18,7 +18,7 @@ from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_
 from dtensor.layout.chunks import chunk_length
 from dtensor.mesh.local_sizes import _lengths, local_length, local_lengths
 from dtensor.testing import fake_ranks, with_ranks
-from dtensor.torch_private.sizes import number_if_known, stand_in, symbolic_mode
+from dtensor.torch_private.symbolic_sizes import number_if_known, stand_in, symbolic_mode
 
 PROGRAMS = {
     "mlp": lambda x, w, b: (x + F.gelu(F.linear(x, w, b)) @ w).logsumexp(-1).mean(),
@@ -61,7 +61,7 @@ WITH_ROWS = {
 """In these are kernels that refuse tensors without elements."""
 REGROUPED = {
     "flattened": lambda x, w, b: (x @ w).flatten().tanh().norm(),
-    "in halves": lambda x, w, b: (x @ w).view(x.shape[0] * 2, 2).pow(2).sum(0).sum(),
+    "in microbatches": lambda x, w, b: (x @ w).view(x.shape[0] * 2, 2).pow(2).sum(0).sum(),
 }
 """Views that keep a shard only where the mesh divides the batch: such sizes and all others have a graph each."""
 NUMBERS = {
@@ -159,7 +159,7 @@ def test_dynamic_from_the_start(rank, name):
     check(name, init_device_mesh("cpu", (2,)), [Shard(0)], (6, 9, 3), dynamic=True)
 
 
-@pytest.mark.parametrize("name", ["flattened", pytest.param("in halves", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["flattened", pytest.param("in microbatches", marks=pytest.mark.nightly)])
 @with_ranks(2)
 def test_views_that_regroup_the_batch(rank, name):
     check(name, init_device_mesh("cpu", (2,)), [Shard(0)], (4, 6, 8, 5, 7), more=1)

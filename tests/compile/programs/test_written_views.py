@@ -122,7 +122,7 @@ def test_inputs_that_share_memory_are_not_written_to(fake_mesh, name):
 
 def test_a_copy_from_outside_is_not_written_to(fake_mesh):
     x = distribute_tensor(torch.arange(24.0).view(4, 6), fake_mesh(2), [Shard(0)])
-    with pytest.raises(Exception, match="give it the base and make the view inside"):
+    with pytest.raises(Exception, match="pass the base and make the view inside"):
         torch.compile(lambda v: v.add_(1) * 2, backend="aot_eager")(x[0])
 
 

@@ -24,7 +24,7 @@ R, S0 = Replicate(), Shard(0)
 ALWAYS = {"01_dynamo.txt", "bytecode.py", "guards.txt", "manifest.json", "trace.json"}
 TRAINED = {
     "02_joint.00_input.txt",
-    "02_joint.01_gather_shard.txt",
+    "02_joint.01_cancel_gather_shard.txt",
     "03_forward.00_input.txt",
     "03_forward.01_lower.txt",
     "03_forward.inner.txt",
@@ -79,7 +79,7 @@ def test_option(mesh, tmp_path):
         + here
     )
     assert lines[1].startswith("%shard: f32[2]{S(0)} = dtensor.shard(%all_gather, 0, tp)  # " + here)
-    assert calls(first / "02_joint.01_gather_shard.txt")[0].startswith(
+    assert calls(first / "02_joint.01_cancel_gather_shard.txt")[0].startswith(
         "%mul: f32[2]{S(0)} = aten.mul.Tensor(%primals_1, 2)"
     )
     assert "f32[2]{S(0)} = placeholder" in (first / "01_dynamo.txt").read_text()

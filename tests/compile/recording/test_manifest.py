@@ -13,7 +13,7 @@ from dtensor.compile.estimates.timeline import timeline
 from dtensor.compile.estimates.traffic import sent, traffic
 from dtensor.compile.recording import frames
 from dtensor.compile.recording.logs import LOG
-from dtensor.compile.reports import lock
+from dtensor.compile.reports import lockfile
 from dtensor.compile.reports.differences import differences
 from dtensor.compile.reports.reading import read
 from dtensor.compile.reports.summary import changed, most_exposed, seconds, summary, what, who
@@ -139,7 +139,7 @@ def test_a_collective_knows_the_passes_that_made_it(mesh, tmp_path):
 
     made = dumped(f, DTensor.from_local(torch.ones(4), mesh, [P]), tmp_path)
     (c,) = made["collectives"]
-    assert (c["op"], c["passes"], c["move"]) == ("reduce_scatter", ["reduce_scatter", "lower"], "P->R")
+    assert (c["op"], c["passes"], c["move"]) == ("reduce_scatter", ["fuse_reduce_scatter", "lower"], "P->R")
 
 
 def test_buckets_stand_for_all_that_is_in_them(mesh, tmp_path):
@@ -259,13 +259,13 @@ def test_lock(mesh, tmp_path):
     x = distribute_tensor(torch.ones(4, 8), mesh, [R])
     dumped(Net(mesh), x, tmp_path / "a")
     path = tmp_path / "manifest.lock"
-    path.write_text(lock.locked(tmp_path / "a"))
+    path.write_text(lockfile.locked(tmp_path / "a"))
     dumped(Net(mesh), x, tmp_path / "b")
-    assert lock.check(path, tmp_path / "b") == lock.Checked((), ())
+    assert lockfile.check(path, tmp_path / "b") == lockfile.Checked((), ())
     torch.compiler.reset()
     with dtensor.compile.dump(tmp_path / "b"):
         compiled(extra)(distribute_tensor(torch.ones(16, 4), mesh, [S0]))
-    found = lock.check(path, tmp_path / "b")
+    found = lockfile.check(path, tmp_path / "b")
     assert found.gone == ()
     (added,) = found.added
     assert added.startswith(
@@ -274,10 +274,10 @@ def test_lock(mesh, tmp_path):
     assert "test_manifest.py" in added
     assert added.endswith("return x.redistribute(placements=[R]) * 2")
     path.write_text("something else")
-    with pytest.raises(ValueError, match="is no lock of communication; write one with `dtensor check"):
-        lock.check(path, tmp_path / "b")
+    with pytest.raises(ValueError, match="is not a communication lock; write one with `dtensor check"):
+        lockfile.check(path, tmp_path / "b")
     with pytest.raises(ValueError, match="holds no dump; write one with `dtensor inspect SCRIPT`"):
-        lock.locked(tmp_path / "c")
+        lockfile.locked(tmp_path / "c")
 
 
 def test_differences(mesh, tmp_path):
@@ -311,14 +311,12 @@ def test_summary_and_report(mesh, tmp_path):
     dumped(model, x, tmp_path)
     said = summary(tmp_path)
     assert said.startswith("1 rank, 1 compiled frame, 0 graph breaks")
-    assert "exposed: all_to_all over tp in forward, 32 bytes, S(1)->S(0)\n     not asked for (implicit) at " in said
-    assert "h = h.softmax(-1)\n     split into its start and the wait for it\n" in said
+    assert "exposed: all_to_all over tp in forward, 32 bytes, S(1)->S(0)\n     not requested (implicit) at " in said
+    assert "h = h.softmax(-1)\n     split into start and wait\n" in said
     torch.compiler.reset()
     frames._recent.clear()
     run = compiled(model)
-    with pytest.raises(
-        ValueError, match=r"no graph of OptimizedModule went through the passes .* compiled were: nothing"
-    ):
+    with pytest.raises(ValueError, match=r"no graph of OptimizedModule went through the passes .* these did: nothing"):
         dtensor.compile.report(run)
     run(x)
     made = dtensor.compile.report(run)
@@ -326,7 +324,7 @@ def test_summary_and_report(mesh, tmp_path):
     assert made.most_exposed(1)[0]["exposed"] == max(c["exposed"] for c in made.collectives)
     assert str(made).startswith("1 rank, 1 compiled frame")
     assert dtensor.compile.report().names == made.names
-    with pytest.raises(ValueError, match=r"no graph of extra .* compiled were: forward \(test_manifest.py"):
+    with pytest.raises(ValueError, match=r"no graph of extra .* these did: forward \(test_manifest.py"):
         dtensor.compile.report(extra)
 
 
@@ -394,10 +392,8 @@ def test_collectives_of_alike_layers_are_told_together():
     other = collective("layers.0.attention.wo", 5e-6, bytes=128)
     first, second, third = most_exposed([*layers, alone, other], 3)
     assert what(first) == "6 µs of 12 µs exposed: 3 all_gather over tp in forward, 64 bytes each, S(0)->R"
-    assert who(first) == "asked for at m.py:3 in module layers.*.attention.wo: x"
-    assert changed(first) == "split into its start and the wait for it"
+    assert who(first) == "requested at m.py:3 in module layers.*.attention.wo: x"
+    assert changed(first) == "split into start and wait"
     assert what(second) == "5 µs of 10 µs exposed: all_gather over tp in forward, 128 bytes, S(0)->R"
     assert "in module layers.0.attention.wo" in who(second)
-    assert changed(third) == (
-        "changed by bucket (stands for 2 that the program asked for); split into its start and the wait for it"
-    )
+    assert changed(third) == ("changed by bucket (replaces 2 that the program requested); split into start and wait")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import dtensor
-from dtensor.compile.reports.inspection import clear, imagined
+from dtensor.compile.reports.inspection import clear, imagined, inspect
 from dtensor.compile.reports.reading import read
 from dtensor.tools.cli import main
 
@@ -66,9 +66,9 @@ def test_inspect_and_check_a_program_that_knows_nothing_of_this_library(script, 
     out, planted, lock = tmp_path / "out", tmp_path / "planted", tmp_path / "manifest.lock"
     said, code = called("inspect", "--mesh", "dp=4,tp=8", "-o", planted, script, "aot_eager", "planted")
     assert code == 0, said
-    assert "1 rank, 3 compiled frames, 1 graph break, 0 of the frames compiled again" in said
+    assert "1 rank, 3 compiled frames, 1 graph break, 0 of the frames recompiled" in said
     assert "exposed: all_reduce over tp in forward, 896 bytes" in said
-    assert re.search(r"asked for at .*foreign.py:\d+ in module b: h = self.b\(self.a\(x\).relu\(\)\)", said)
+    assert re.search(r"requested at .*foreign.py:\d+ in module b: h = self.b\(self.a\(x\).relu\(\)\)", said)
     assert "On dp=4 x tp=8 one step takes about" in said
     assert (planted / "index.html").exists()
     shutil.copytree(planted, out, ignore=shutil.ignore_patterns("002_*"))  # the dump without the gather
@@ -87,7 +87,7 @@ def test_inspect_and_check_a_program_that_knows_nothing_of_this_library(script, 
     runner = CliRunner()
     assert runner.invoke(main, ["check", "--write", "--dump", str(out), str(lock)]).exit_code == 0
     done = runner.invoke(main, ["check", "--dump", str(out), str(lock)])
-    assert (done.exit_code, done.output) == (0, f"Nothing is sent that {lock} does not have.\n")
+    assert (done.exit_code, done.output) == (0, f"Nothing is sent that is not in {lock}.\n")
     done = runner.invoke(main, ["check", "--dump", str(planted), str(lock)])
     assert done.exit_code == 1
     assert "MORE than in the lock: inference all_gather over tp, float32 [[4, 2]], 224 bytes" in done.output
@@ -104,16 +104,19 @@ def test_a_program_that_fails_fails(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import sys; sys.exit(3)")
     with pytest.raises(SystemExit):
-        dtensor.compile.inspection.inspect(script, (), tmp_path / "out")
+        inspect(script, (), tmp_path / "out")
     assert sys.argv[0] != str(script)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "--mesh", "dp", "{script}"], "does not give sizes to axes; write such as dp=128,tp=8"),
-        (["inspect", "--mesh", "dp=2", "--nproc", "2", "{script}"], "--nproc starts processes, which --mesh"),
-        (["inspect", "-o", "{folder}", "{script}"], "holds notes.txt, which is of no dump; write another folder"),
+        (["inspect", "--mesh", "dp", "{script}"], "does not give sizes to axes; write, for example, dp=128,tp=8"),
+        (
+            ["inspect", "--mesh", "dp=2", "--nproc", "2", "{script}"],
+            "--nproc starts processes, so it cannot be used",
+        ),
+        (["inspect", "-o", "{folder}", "{script}"], "holds notes.txt, which is not part of a dump; write another"),
         (["check", "{folder}/lock"], "give a SCRIPT to run, or --dump FOLDER"),
         (["diff", "{folder}/a", "{folder}/b"], "there is no"),
         (["report", "{folder}"], "holds no dump; write one with `dtensor inspect SCRIPT`"),

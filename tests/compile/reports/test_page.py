@@ -106,7 +106,7 @@ def test_the_page_is_one_file_and_escapes(dump):
 def test_what_the_page_shows(dump):
     text = html.unescape(pages.page(dump))
     assert "0.029 µs of 5 µs exposed: all_gather over tp in forward, 129 bytes, S(0)->R" in text
-    assert "not asked for (implicit) at /home/u/train.py:30 in module layers.29" in text
+    assert "not requested (implicit) at /home/u/train.py:30 in module layers.29" in text
     assert "rank1, 000_step" in text
     assert "+direction=forward, op=all_reduce" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', pages.page(dump), re.DOTALL)[1])

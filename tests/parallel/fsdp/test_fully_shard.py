@@ -496,10 +496,14 @@ def refusals(mesh):
         (lambda: fully_shard(linear, mesh, mp_policy=torch.bfloat16), TypeError, "mp_policy is a MixedPrecisionPolicy"),
         (lambda: fully_shard(linear, mesh, activations="batch"), ValueError, "'local' or 'global'; got 'batch'"),
         (lambda: fully_shard(linear, mesh, shard_placement_fn=lambda p: Shard(2)), PlacementError, r"Shard\(2\) does"),
-        (lambda: fully_shard(linear, mesh, shard_placement_fn=lambda p: Replicate()), TypeError, r"gives Shard\(dim\)"),
+        (
+            lambda: fully_shard(linear, mesh, shard_placement_fn=lambda p: Replicate()),
+            TypeError,
+            r"return Shard\(dim\)",
+        ),
         (lambda: fully_shard(nn.LazyLinear(2), mesh), ValueError, "weight has no shape yet"),
         (lambda: MixedPrecisionPolicy("bf16"), TypeError, "param_dtype is a torch.dtype or None; got 'bf16'"),
-        (lambda: MixedPrecisionPolicy(reduce_dtype=torch.int8), ValueError, "reduce_dtype is a dtype of floating"),
+        (lambda: MixedPrecisionPolicy(reduce_dtype=torch.int8), ValueError, "must be a floating point dtype"),
         (
             lambda: fully_shard(nn.Sequential(torch.jit.script(linear)), mesh),
             TypeError,
@@ -508,7 +512,7 @@ def refusals(mesh):
         (
             lambda: fully_shard(nn.Sequential(nn.LayerNorm(2), by_hand(linear, mesh)), mesh),
             MeshError,
-            "not made of axes of one mesh",
+            "not slices of one mesh",
         ),
     ]
 
@@ -577,7 +581,7 @@ def test_what_comes_too_late_for_an_inner_module(rank):
         fully_shard(model[0], mesh, shard_placement_fn=lambda p: Shard(0))
     with pytest.raises(ValueError, match=r"ignored_params \(bias\) comes too late"):
         fully_shard(model[0], mesh, ignored_params=[model[0].bias])
-    with pytest.raises(MeshError, match=r"over .* already, by a call on a module around it; give the same mesh"):
+    with pytest.raises(MeshError, match=r"over .* already, by a call on an enclosing module; pass the same mesh"):
         fully_shard(model[0], other)
 
 

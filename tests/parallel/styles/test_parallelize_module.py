@@ -95,7 +95,7 @@ def test_plans_that_are_none(rank):
     model, mesh = MLPStacked("cpu"), one_axis()
     with pytest.raises(TypeError, match="got list"):
         parallelize_module(model, mesh, [ColwiseParallel()])
-    with pytest.raises(TypeError, match=r"parallelize_plan\['layers'\] is no ParallelStyle but 'colwise'"):
+    with pytest.raises(TypeError, match=r"parallelize_plan\['layers'\] is not a ParallelStyle but 'colwise'"):
         parallelize_module(model, mesh, {"layers": "colwise"})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,11 +115,11 @@ def test_inputs_that_do_not_fit(rank):
     linear = parallelize_module(nn.Linear(2, 2), mesh, ColwiseParallel())
     with pytest.raises(ValueError, match="pass the input by position"):
         linear(input=torch.ones(2))
-    with pytest.raises(ValueError, match=r"Replicate\(\).* is no tensor but 'x'"):
+    with pytest.raises(ValueError, match=r"Replicate\(\).* is not a tensor but 'x'"):
         linear("x")
     style = PrepareModuleInput(input_layouts=(Shard(0), None), desired_input_layouts=(Shard(0), None))
     module = parallelize_module(nn.Linear(2, 2), mesh, style)
-    with pytest.raises(ValueError, match="input_layouts has 2 layouts, but the module was met with 1 values"):
+    with pytest.raises(ValueError, match="input_layouts has 2 layouts, but the module has 1 values"):
         module(torch.ones(2))
 
 

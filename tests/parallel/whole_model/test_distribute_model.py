@@ -145,13 +145,13 @@ def test_inputs_that_differ_are_refused_on_all_ranks(rank, compiled):
     whole = runs(distribute_model(made(), mesh, outputs={}), compiled, dynamic=True)
     whole(batch())
     given = {**batch(), "labels": batch()["labels"] + rank}
-    gave = "" if compiled else r".*gave a torch.int64 \[4, 6\] of checksum \w{6} on ranks \[0\]; a .* on ranks \[1\]"
-    with pytest.raises(RuntimeError, match=r"ranks do not give argument args\[0\]\['labels'\] of forward alike" + gave):
+    gave = "" if compiled else r".*passed a torch.int64 \[4, 6\] of checksum \w{6} on ranks \[0\]; a .* on ranks \[1\]"
+    with pytest.raises(RuntimeError, match=r"argument args\[0\]\['labels'\] of forward differs between ranks" + gave):
         whole(given)
     parts = runs(distribute_model(made(), mesh, inputs={"dp": Shard(0)}, outputs={}), compiled, dynamic=True)
     parts(part_of(batch(), rank, 2))
     given = {key: x.split([3, 1])[rank] for key, x in batch().items()}
-    with pytest.raises(RuntimeError, match=r"ranks do not give argument args\[0\]\['tokens'\] of forward alike"):
+    with pytest.raises(RuntimeError, match=r"argument args\[0\]\['tokens'\] of forward differs between ranks"):
         parts(given)
 
 
@@ -163,7 +163,7 @@ def test_a_rank_that_differs_from_one_neighbour_is_told_to_all(rank, compiled):
     run = runs(distribute_model(made(), mesh, PLAN, inputs={"dp": Shard(0)}, outputs={}), compiled)
     given = part_of(batch(), mesh.get_local_rank("dp"), 2)
     run(given)
-    with pytest.raises(RuntimeError, match=r"ranks do not give argument args\[0\]\['labels'\] of forward alike"):
+    with pytest.raises(RuntimeError, match=r"argument args\[0\]\['labels'\] of forward differs between ranks"):
         run({**given, "labels": (given["labels"] + (rank == 3)) % 16})
 
 

@@ -59,6 +59,14 @@ return %add""",
     )
 
 
+def test_a_broadcast_of_a_later_dim_goes_last(bench):
+    """Along the first dim, which both have."""
+    gm = bench.trace(lambda x: gather(bench, x.expand(4, 6)) + 1, (4, 1))
+    before = wire_bytes(gm)
+    assert bench.apply(ComputeBeforeGather(), gm) == 1
+    assert wire_bytes(gm) == before // 6
+
+
 def cut_and_gathered(bench, x):
     return ops.all_gather(ops.shard(x[:, :3], 1, bench.tp) + 1, 1, 3, bench.tp)
 
@@ -80,6 +88,8 @@ FIRES = {
     "slice of the second dim": (lambda b: lambda x, y: (gather(b, x[None], 2)[:, 1:3], y), 2),
     "sum over two": (lambda b: lambda x, y: (gather(b, x.view(2, 2, 6), 1).sum(0), y), 2),
     "sum on both sides": (lambda b: lambda x, y: (gather(b, x.view(2, 2, 6), 1).sum((0, 2)), y), 12),
+    "selection by name": (lambda b: lambda x, y: (torch.select(gather(b, x, 1), dim=0, index=2), y), 4),
+    "last of a slice of two": (lambda b: lambda x, y: (gather(b, x[:2], 1)[1], y), 2),
     "of shards of sums": (
         lambda b: (
             lambda x, y: (
@@ -144,10 +154,13 @@ REFUSED = {
     "slice that leaves gaps": lambda b: lambda x, y: gather(b, x)[:, 1:3],
     "slice of the dim": lambda b: lambda x, y: gather(b, x)[1:3],
     "slice that is all": lambda b: lambda x, y: torch.ops.aten.slice.Tensor(gather(b, x), 1, 0, 6),
+    "slice that is told nothing": lambda b: lambda x, y: torch.ops.aten.slice.Tensor(gather(b, x)),
+    "selection that is all": lambda b: lambda x, y: gather(b, x[:1], 1)[0],
     "not pointwise": lambda b: lambda x, y: gather(b, x).cumsum(1),
     "random": lambda b: lambda x, y: torch.bernoulli(gather(b, x).sigmoid()) * gather(b, y),
     "written to": lambda b: lambda x, y: (gather(b, x) * gather(b, y), x.add_(1))[0],
     "broadcast of the gathered dim": lambda b: lambda x, y: gather(b, x[:1].expand(4, 6)),
+    "broadcast of a new dim": lambda b: lambda x, y: gather(b, x.expand(4, 4, 6)),
     "broadcast used twice": lambda b: lambda x, y: (gather(b, v := x.expand(2, 4, 6), 1), v + 1),
 }
 

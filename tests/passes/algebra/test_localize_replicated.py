@@ -99,6 +99,7 @@ REFUSED = {
     "shards": lambda r, b: lambda x, y: ops.all_gather(ops.shard(r(x), 0, b.tp), 0, 2, b.tp),
     "random": lambda r, b: lambda x, y: r(torch.rand_like(r(x))),
     "product": lambda r, b: lambda x, y: r(r(x), "product"),
+    "product that is scattered": lambda r, b: lambda x, y: ops.reduce_scatter(r(x), "product", 0, b.tp),
     "gathered to less": lambda r, b: lambda x, y: ops.all_gather(r(x), 0, 3, b.tp),
 }
 
@@ -129,6 +130,8 @@ def test_what_is_written_to_is_not_alike(bench):
 def test_integers_stay(bench):
     r = reducer(bench)
     assert bench.keeps(LocalizeReplicated(), bench.trace(lambda x: r(r(x)), (2,), dtype=torch.int64))
+    scattered = bench.trace(lambda x: ops.reduce_scatter(r(x), "sum", 0, bench.tp), (2,), dtype=torch.int64)
+    assert bench.keeps(LocalizeReplicated(), scattered)
 
 
 def test_a_wider_group_of_no_known_mesh_is_not_wider(bench):

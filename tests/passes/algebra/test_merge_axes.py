@@ -1,5 +1,7 @@
 """Collectives of one kind over one axis and then another."""
 
+from dataclasses import replace
+
 import pytest
 from expecttest import assert_expected_inline
 
@@ -125,6 +127,15 @@ def test_a_slow_axis_stays_alone(cube):
     with cube.links(INTER, INTRA, INTRA):
         assert cube.keeps(MergeAxes(), gm)
     with cube.links(INTER, INTER, INTRA):
+        assert cube.apply(MergeAxes(), gm) == 1
+
+
+@pytest.mark.parametrize("axes", ["ab", "ba"])
+def test_an_axis_that_is_a_little_slower_merges(cube, axes):
+    """All bytes then travel at its pace, but there are fewer: 1.8 in place of 1 + 1.2 of the faster axis."""
+    early, late = axes
+    gm = cube.trace(lambda x: reduce(reduce(x, (cube.over(early),)), (cube.over(late),)), (4, 6))
+    with cube.links(replace(INTER, bandwidth=INTER.bandwidth / 1.2), INTER, INTER):
         assert cube.apply(MergeAxes(), gm) == 1
 
 

@@ -85,6 +85,13 @@ def test_permutations_that_name_dims(bench, permuted):
     assert count(gm) == {"all_reduce": 1}
 
 
+def test_equal_permutations_of_several_dims(bench):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b: r(a).permute(1, 2, 0) + r(b).permute(1, 2, 0), (8, 4, 2), (8, 4, 2))
+    assert bench.apply(ReduceAfterView(), gm) == 1
+    assert bench.text(gm).count("aten.permute") == 1
+
+
 def _last_strides(gm):
     out = gm.graph.output_node().args[0]
     return out.meta["val"].stride()
@@ -124,6 +131,10 @@ REFUSED = {
     "reduction used twice": lambda r, b: lambda x, y: ((v := r(x)).view(8) + r(y.view(8)), v * 2),
     "expand": lambda r, b: lambda x, y: r(x)[:1].expand(2, 4) + r(y),
     "one permutation": lambda r, b: lambda x, y: r(x).t() + r(y.view(4, 2)),
+    "permutation of what is not reduced": lambda r, b: lambda x, y: r(x).t() + y.t(),
+    "permutation before what is not reduced": lambda r, b: lambda x, y: x.t() + r(y).t(),
+    "permutations of one value": lambda r, b: lambda x, y: (v := r(x)).t() + v.t(),
+    "permutations with another use": lambda r, b: lambda x, y: ((v := r(x).t()) + r(y).t(), v * 2),
     "two permutations": lambda r, b: (
         lambda x, y: r(x.view(2, 2, 2)).permute(1, 2, 0) + r(y.view(2, 2, 2)).permute(2, 0, 1)
     ),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor.comm.collectives import ops
-from dtensor.comm.starts import FUNCTIONAL, OVER_GLOO
+from dtensor.comm.start_collectives import FUNCTIONAL, OVER_GLOO
 from dtensor.layout.chunks import chunk_length
 from dtensor.passes import Lower, Raise, text, verify, wire_bytes
 from dtensor.passes.graph import ir

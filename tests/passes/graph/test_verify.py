@@ -91,18 +91,18 @@ def foreign_node(gm, bench):
 FAULTS = {
     use_before_definition: "'mul'|mul.*uses %relu, which is not defined above it",
     no_value: r"relu.*has no meta\['val'\]",
-    communicates_no_tensor: "all_reduce.*communicates what is not known to be a tensor",
-    wrong_shape: r"relu.*says f32\[2,6\], its arguments give f32\[4,6\]",
-    wrong_dtype: r"relu.*says bf16\[4,6\], its arguments give f32\[4,6\]",
+    communicates_no_tensor: "all_reduce.*communicates a value not known to be a tensor",
+    wrong_shape: r"relu.*is f32\[2,6\], but its arguments give f32\[4,6\]",
+    wrong_dtype: r"relu.*is bf16\[4,6\], but its arguments give f32\[4,6\]",
     arguments_that_do_not_fit: r"mm.*does not run on the values of its arguments",
     unknown_group: "all_reduce.*there is no process group 'nobody'",
     unknown_group_of_start: "all_reduce_1.*there is no process group 'nobody'",
-    unknown_reduction: "all_reduce.*reduces by 'median', which is none of avg, max",
+    unknown_reduction: "all_reduce.*reduces by 'median', which is not one of avg, max",
     unknown_reduction_of_start: "all_reduce_1.*reduces by 'median'",
     never_waited_for: "all_reduce_1.*waited for 0 times",
     waited_for_twice: "all_reduce_1.*waited for 2 times",
-    used_before_the_wait: "uses %all_reduce_1 before %wait_tensor has waited",
-    start_in_the_output: "all_reduce_1.*leaves through the output",
+    used_before_the_wait: "uses %all_reduce_1 before %wait_tensor waits for it",
+    start_in_the_output: "all_reduce_1.*is returned before it is waited for",
     foreign_node: "not valid",
 }
 
@@ -151,7 +151,7 @@ def test_calls_that_are_alike_are_run_once(bench, monkeypatch):
     verify(gm, "tracing")
     assert ran == ["add", "mul", "t", "add_2", "add_3", "add_5"]
     find(gm, "add_6").meta["val"] = find(gm, "add_6").meta["val"].double()
-    with pytest.raises(PassError, match=r"%add_6.*meta\['val'\] says f64\[4,4\], its arguments give i64\[4,4\]"):
+    with pytest.raises(PassError, match=r"%add_6.*meta\['val'\] is f64\[4,4\], but its arguments give i64\[4,4\]"):
         verify(gm, "planted")
 
 
@@ -184,10 +184,10 @@ def test_traced_values_are_not_computed_again(bench, monkeypatch):
     verify(gm, "one", seen)
     assert ran == ["mul"]
     mul.meta["val"] = mul.meta["val"].double()
-    with pytest.raises(PassError, match=r"%mul.*meta\['val'\] says f64\[4,6\], its arguments give f32\[4,6\]"):
+    with pytest.raises(PassError, match=r"%mul.*meta\['val'\] is f64\[4,6\], but its arguments give f32\[4,6\]"):
         verify(gm, "two", seen)
     mul.target, mul.args = torch.ops.aten.to.dtype, (mul.args[0], torch.float64)
-    with pytest.raises(PassError, match=r"%all_reduce.*meta\['val'\] says f32\[4,6\], its arguments give f64\[4,6\]"):
+    with pytest.raises(PassError, match=r"%all_reduce.*meta\['val'\] is f32\[4,6\], but its arguments give f64\[4,6\]"):
         verify(gm, "three", seen)
 
 

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from dtensor.comm.collectives import ops
 from dtensor.passes import Lower, Schedule
 from dtensor.passes.graph import ir
-from dtensor.passes.graph.order import dependencies, is_effect
+from dtensor.passes.graph.node_order import dependencies, is_effect
 
 
 def lowered(bench, f, *shapes):

@@ -1,0 +1,148 @@
+"""The operators that start a collective: torch's functional collectives, or over gloo our own sends and receives.
+
+`_c10d_functional.wait_tensor` waits for the result of either. The operators for gloo are:
+
+    all_gather_start(x, size, group)                         like all_gather_into_tensor
+    all_to_all_start(x, output_splits, input_splits, group)  like all_to_all_single
+
+Gloo's all_gather, as the functional collective of torch 2.13 calls it, corrupts the heap while several are in flight.
+Its all_to_all signals a peer that it is ready to receive on the connection on which it also sends. The signal queues
+behind earlier data and the peer waits for it, so transfers that should go both ways at once take turns as soon as
+messages are longer than a socket buffer. Here, each rank first posts all its receives and then sends.
+
+The tag of a message contains its length and the mark of the graph that the rank ran last on the group, so messages of
+different graphs never match: their ranks wait, and `dtensor.mesh.job` detects that. Gloo's own collectives have no such
+tags, so a graph that begins with one calls `meet` first.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..mesh.groups import calls_on
+from ..mesh.operator_library import library
+from ..torch_private.core import OpOverload, backend_of, c10d, register_work, resolve_process_group
+
+ANY_ORDER = (torch.Tag.flexible_layout,)
+"""The kernels accept operands with any strides, so a compiler does not have to compare symbolic strides."""
+
+library.define("all_gather_start(Tensor x, int size, str group) -> Tensor", tags=ANY_ORDER)
+library.define(
+    "all_to_all_start(Tensor x, SymInt[] output_splits, SymInt[] input_splits, str group) -> Tensor", tags=ANY_ORDER
+)
+
+OURS = 0x40000000
+"""The bit that marks our tags; those of a program's own messages are unlikely to have it. Tags have 31 bits."""
+
+
+def _tag(mark: int, length: int) -> int:
+    return OURS | ((mark + length * 0x9E3779B1) & (OURS - 1))
+
+
+class Starts(NamedTuple):
+    """The operators that start collectives, on contiguous tensors.
+
+    Attributes:
+        all_gather: Gathers along dim 0.
+        all_to_all: Sends `input_splits[r]` rows to each rank r.
+        reduce_scatter: None if ranks exchange the chunks with `all_to_all` and reduce them locally.
+    """
+
+    all_gather: OpOverload
+    all_to_all: OpOverload
+    reduce_scatter: OpOverload | None
+
+
+def starts(group: str, device: torch.device) -> Starts:
+    """The operators that start collectives on tensors of `device` in the group."""
+    backend = backend_of(resolve_process_group(group), device.type)
+    if backend.endswith("gloo"):
+        return OVER_GLOO
+    return EXCHANGED if backend == "threaded" else FUNCTIONAL
+
+
+def by_the_host(start: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Extend `start`, which sends CPU tensors, to other devices, by a copy on the CPU; it then waits for the result.
+
+    Gloo has no messages for GPU tensors, and its all_gather and all_to_all of them end the process (torch 2.13).
+    """
+
+    @functools.wraps(start)
+    def started(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        if x.device.type == "cpu":
+            return start(x, *args)
+        return c10d.wait_tensor(start(x.cpu(), *args)).to(x.device)
+
+    return started
+
+
+@by_the_host
+@torch.no_grad()
+def _all_gather_start(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
+    y = x.new_empty((size * x.shape[0], *x.shape[1:]))
+    rows = y.view(size, *x.shape).unbind()
+    mine = rows[resolve_process_group(group).rank()].copy_(x)
+    return _started(y, rows, [mine] * size, group)
+
+
+@by_the_host
+@torch.no_grad()
+def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: list[int], group: str) -> torch.Tensor:
+    rank = resolve_process_group(group).rank()
+    y = x.new_empty((sum(output_splits), *x.shape[1:]))
+    into, sent = y.split(output_splits), x.contiguous().split(input_splits)  # strides can differ from the trace's
+    into[rank].copy_(sent[rank])
+    return _started(y, into, sent, group)
+
+
+def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+    """Start to send `sent[r]` to each rank r and to receive from it into `into[r]`. `y` is complete after a wait."""
+    group = resolve_process_group(name)
+    n, rank, mark = group.size(), group.rank(), calls_on(group).mark
+    works = [
+        group.recv([into[r]], r, _tag(mark, into[r].nbytes)) for k in range(1, n) if into[r := (rank - k) % n].numel()
+    ]
+    works += [
+        group.send([sent[r]], r, _tag(mark, sent[r].nbytes)) for k in range(1, n) if sent[r := (rank + k) % n].numel()
+    ]
+    for work in works:
+        register_work(y, work)
+    return y
+
+
+def meet(group: torch.distributed.ProcessGroup) -> None:
+    """Wait until the neighbouring ranks of the group run the same graph: each sends a message tagged with its mark."""
+    n, rank, tag = group.size(), group.rank(), _tag(calls_on(group).mark, 0)
+    sent, got = torch.empty(1, dtype=torch.uint8), torch.empty(1, dtype=torch.uint8)
+    works = [group.recv([got], (rank - 1) % n, tag), group.send([sent], (rank + 1) % n, tag)]
+    for work in works:
+        work.wait()
+
+
+def _fake_all_gather(x: Any, size: Any, group: Any) -> Any:
+    return x.new_empty((size * x.shape[0], *x.shape[1:]))
+
+
+def _fake_all_to_all(x: Any, output_splits: Any, input_splits: Any, group: Any) -> Any:
+    return x.new_empty((sum(output_splits), *x.shape[1:]))
+
+
+for _name, _kernel, _fake in (
+    ("all_gather_start", _all_gather_start, _fake_all_gather),
+    ("all_to_all_start", _all_to_all_start, _fake_all_to_all),
+):
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"dtensor::{_name}", _fake, lib=library)
+
+FUNCTIONAL = Starts(
+    c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default, c10d.reduce_scatter_tensor.default
+)
+"""Torch's functional collectives."""
+EXCHANGED = FUNCTIONAL._replace(reduce_scatter=None)
+"""Torch's functional collectives for backend "threaded", whose reduce_scatter only supports sums."""
+OVER_GLOO = Starts(torch.ops.dtensor.all_gather_start.default, torch.ops.dtensor.all_to_all_start.default, None)
+"""Our operators. Gloo's reduce_scatter is left out: it reduces the full tensor on every rank, with twice the bytes."""
+
+__all__ = ["ANY_ORDER", "EXCHANGED", "FUNCTIONAL", "OVER_GLOO", "Starts", "meet", "starts"]

@@ -1,7 +1,0 @@
-"""The namespace of our operators, `torch.ops.dtensor.*`."""
-
-import torch
-
-library = torch.library.Library("dtensor", "DEF")
-
-__all__ = ["library"]

@@ -1,0 +1,136 @@
+"""Advanced indexing: reads and writes of `x[i, :, j]` by tensors of indices.
+
+Dims that are not indexed stay sharded. The dims of the index, to which all index tensors broadcast, are factors of
+their own. Elements that are accumulated may be sharded over the index: each rank adds its own to a partial result.
+"""
+
+from typing import Any
+
+import torch
+
+from ..call import Call, LocalCall, rule_for
+from ..local_calls import empty_outputs
+from ..pattern import Pattern, pattern_rules
+from ..rule import Dims, Rule
+from .embedding_and_gather import lookup
+from .pointwise import broadcast
+from .row_lookup import bounds, own_rows, with_a_row
+
+MASKS = (torch.bool, torch.uint8)
+"""Dtypes of index tensors that are masks, so that the shape of the result depends on their values."""
+
+
+def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
+    """Factors of the tensor, the index tensors and the indexed result; their sizes."""
+    shape = call.operands[0].shape
+    indices = list(call["indices"])
+    tensors = [i for i in indices if i is not None]
+    at = [d for d, i in enumerate(indices) if i is not None]
+    ndim = max((i.ndim for i in tensors), default=0)
+    full = _broadcast_shape([i.shape for i in tensors], ndim)
+    factors, sizes = broadcast([i.shape for i in tensors], full)
+    index = [tuple(tuple(f"i{f[1:]}" for f in d) for d in dims) for dims in factors]
+    found: Dims = tuple((f"i{f[1:]}",) for f in sizes)
+    sizes = {f"i{f[1:]}": s for f, s in sizes.items()}
+    own: Dims = tuple(() if d in at else (f"d{d}",) for d in range(len(shape)))
+    # The dims of adjacent indices stay in place; those of other indices come first.
+    first = at[0] if at and at == list(range(at[0], at[-1] + 1)) else 0
+    kept = [d for d in range(len(shape)) if d not in at]
+    before = [own[d] for d in kept if d < first]
+    read = (*before, *found, *(own[d] for d in kept if d >= first))
+    return own, tuple(index), read, {**sizes, **{f"d{d}": shape[d] for d in kept}}
+
+
+def _broadcast_shape(shapes: list[tuple[Any, ...]], ndim: int) -> tuple[Any, ...]:
+    """The shape that all `shapes` broadcast to."""
+    full: list[Any] = [1] * ndim
+    for shape in shapes:
+        for i, s in enumerate(shape, ndim - len(shape)):
+            full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
+    return tuple(full)
+
+
+def _has_mask(call: Call) -> bool:
+    return any(i is not None and i.dtype in MASKS for i in call["indices"])
+
+
+def _fills_by_mask(call: Call) -> bool:
+    """Whether a single value is written where a mask is true, so that each element is independent of the others."""
+    indices = call["indices"]
+    return len(indices) == 1 and _has_mask(call) and not call["values"].ndim and not call["accumulate"]
+
+
+@rule_for("index", "_unsafe_index")
+def index(call: Call) -> Rule:
+    """Read by index; with a single index tensor the dim it indexes may be sharded, as in `index_select`."""
+    own, indices, read, sizes = _indexed(call)
+    if len(indices) != 1:
+        return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),))
+    dim = len(call["indices"]) - 1
+    own = tuple(("v",) if d == dim else f for d, f in enumerate(own))
+    sizes["v"] = call.operands[0].shape[dim]
+    return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),), local=_local_index, **lookup(call))
+
+
+def _local_index(call: LocalCall) -> Any:
+    given = list(call["indices"])
+    dim, index = len(given) - 1, given[-1]
+    source, size = with_a_row(call["self"], dim), call.call["self"].shape[dim]
+    if source.numel() == 0:
+        return empty_outputs(call)
+    counted = torch.where(index < 0, index + size, index)
+    row, mine = own_rows(counted, size, source.shape[dim], call.axes["v"], call.mesh)
+    with bounds(index, size, dim, least=-size):
+        found = call.run(self=source, indices=[*given[:-1], row])
+    mine = mine.reshape(*mine.shape, *[1] * (source.dim() - dim - 1))
+    return torch.where(mine, found, torch.zeros_like(found))
+
+
+@rule_for("index_put", "_index_put_impl", "_unsafe_index_put")
+def index_put(call: Call) -> Rule:
+    target, values = call["self"], call["values"]
+    own, indices, read, sizes = _indexed(call)
+    shape = [sizes[d[0]] for d in read]
+    missing = len(read) - values.ndim
+    ones = tuple(isinstance(s, int) and s == 1 for s in values.shape)
+    written = tuple(() if one and shape[missing + i] != 1 else read[missing + i] for i, one in enumerate(ones))
+    last = len(call.operands) - 1
+    linear = (frozenset({0, last}),)
+    index_factors = [f for f in sizes if f.startswith("i")]
+    if _fills_by_mask(call):
+        own = tuple((f"d{d}",) for d in range(target.ndim))
+        mask = own[: call["indices"][0].ndim]
+        return Rule((own, mask, ()), (own,), {f"d{d}": n for d, n in enumerate(target.shape)}, linear=linear)
+    if _has_mask(call) or missing < 0:
+        nothing = tuple(((),) * o.ndim for o in call.operands)
+        return Rule(nothing, (((),) * target.ndim,), {}, linear=linear)
+    if not call["accumulate"]:
+        return Rule((own, *indices, written), (own,), sizes, linear=linear, blocked=frozenset(index_factors))
+    reduce = dict.fromkeys(index_factors, "sum")
+    return Rule((own, *indices, written), (own,), sizes, reduce=reduce, linear=linear, addends=frozenset({0}))
+
+
+FLAT = {
+    "take": Pattern("~, * -> *", linear=({0},), local=None),
+    "masked_scatter": Pattern("~, ~, ~ -> ~", linear=({0, 2},), local=None),
+    "masked_scatter_backward": Pattern("~, ~ -> ~", linear=({0},), local=None),
+}
+"""Operators that index a tensor as if it were flat, so that it has to be unsharded."""
+
+pattern_rules(FLAT)
+
+
+@rule_for("put")
+def put(call: Call) -> Rule:
+    target, where, source = call.operands
+    nothing: Dims = ((),) * target.ndim
+    names: Dims = tuple((f"i{k}",) for k in range(where.ndim))
+    linear = (frozenset({0, 2}),)
+    if not call["accumulate"] or tuple(where.shape) != tuple(source.shape):
+        return Rule((nothing, ((),) * where.ndim, ((),) * source.ndim), (nothing,), {}, linear=linear)
+    sizes = {d[0]: s for d, s in zip(names, where.shape)}
+    reduce = dict.fromkeys(sizes, "sum")
+    return Rule((nothing, names, names), (nothing,), sizes, reduce=reduce, linear=linear, addends=frozenset({0}))
+
+
+__all__ = ["FLAT", "MASKS"]

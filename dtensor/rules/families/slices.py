@@ -1,0 +1,181 @@
+"""Parts of a tensor: select, slice, split, diagonal, windows, and the operators that put a part back.
+
+A dim of which a part is taken may not be sharded; all other dims may stay sharded.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import OperatorError
+from ...torch_private.symbolic_sizes import same_size
+from ..call import Call, LocalCall, rule_for
+from ..rule import Dims, Rule
+from .views import LINEAR, follow
+
+
+@rule_for("select", "unbind")
+def select(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    gone = call["dim"] % ndim
+    return follow(call, [i for i in range(ndim) if i != gone])
+
+
+CUTS = (
+    "slice",
+    "narrow",
+    "split",
+    "split_with_sizes",
+    "chunk",
+    "tensor_split",
+    "unsafe_split",
+    "unsafe_split_with_sizes",
+)
+
+
+@rule_for(*CUTS)
+def cut(call: Call) -> Rule:
+    """The sliced dim may not be sharded, unless the slice is the entire dim."""
+    shape = call.operands[0].shape
+    order: list[int | None] = list(range(len(shape)))
+    dim = call["dim"] % len(shape)
+    out = call.outputs[0]
+    if call.has("end") and out is not None and same_size(out.shape[dim], shape[dim]):
+        return follow(call, order)
+    order[dim] = None
+    return follow(call, order)
+
+
+@rule_for("diagonal")
+def diagonal(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    gone = (call["dim1"] % ndim, call["dim2"] % ndim)
+    return follow(call, [*(i for i in range(ndim) if i not in gone), None])
+
+
+@rule_for("trace")
+def trace(call: Call) -> Rule:
+    return follow(call, [])
+
+
+@rule_for("diag_embed")
+def diag_embed(call: Call) -> Rule:
+    (out,) = call.outputs
+    assert out is not None
+    new = (call["dim1"] % out.ndim, call["dim2"] % out.ndim)
+    rest = iter(range(call.operands[0].ndim - 1))
+    return follow(call, [None if i in new else next(rest) for i in range(out.ndim)])
+
+
+@rule_for("unfold")
+def unfold(call: Call) -> Rule:
+    ndim = call.operands[0].ndim
+    over = call["dimension"] % max(ndim, 1)
+    return follow(call, [*(None if i == over else i for i in range(ndim)), None])
+
+
+def _all_but(dims: set[int], shape: tuple[Any, ...]) -> tuple[Dims, dict[str, Any]]:
+    """One factor for each dim except `dims`; sizes."""
+    names = [() if i in dims else (f"d{i}",) for i in range(len(shape))]
+    return tuple(names), {f"d{i}": s for i, s in enumerate(shape) if i not in dims}
+
+
+def _part(call: Call, shape: tuple[Any, ...]) -> tuple[set[int], Dims]:
+    """The dims of a tensor of `shape` in which only a part is written, and the factors of that part."""
+    name = call.name.rpartition("_")[0]
+    ndim = len(shape)
+    if name == "unfold":
+        over = {call["dim"] % ndim}
+        return over, (*_all_but(over, shape)[0], ())
+    if name == "diagonal":
+        over = {call["dim1"] % ndim, call["dim2"] % ndim}
+        return over, (*(d for i, d in enumerate(_all_but(over, shape)[0]) if i not in over), ())
+    dim = call["dim"] % ndim
+    if name == "select":
+        full = _all_but({dim}, shape)[0]
+        return {dim}, full[:dim] + full[dim + 1 :]
+    over: set[int] = set() if same_size(call.operands[-1].shape[dim], shape[dim]) else {dim}
+    return over, _all_but(over, shape)[0]
+
+
+@rule_for("slice_backward", "select_backward", "diagonal_backward", "unfold_backward")
+def put_back(call: Call) -> Rule:
+    """The gradient of taking a part: zeros, except for the part that was taken."""
+    (out,) = call.outputs
+    assert out is not None
+    if not out.ndim:
+        return Rule((((),) * call.operands[0].ndim,), ((),), {}, linear=LINEAR)
+    over, part = _part(call, out.shape)
+    full, sizes = _all_but(over, out.shape)
+    return Rule((part,), (full,), sizes, linear=LINEAR, shape_arg="input_sizes")
+
+
+@rule_for("slice_scatter", "select_scatter", "diagonal_scatter")
+def put_into(call: Call) -> Rule:
+    """A copy of a tensor with a part of it replaced."""
+    shape = call.operands[0].shape
+    over, part = _part(call, shape)
+    full, sizes = _all_but(over, shape)
+    return Rule((full, part), (full,), sizes, linear=(frozenset({0, 1}),))
+
+
+@rule_for("as_strided", "as_strided_scatter")
+def as_strided(call: Call) -> Rule:
+    """Strides do not relate to dims, so everything is replicated.
+
+    The exception is a result with the tensor's own sizes and strides, up to dims of length 1: autograd requests it
+    around a write to a view, and the tensor may stay sharded. Otherwise strides refer to memory, and a gathered tensor
+    has memory of its own.
+
+    Raises:
+        OperatorError: the tensor is sharded and not contiguous.
+    """
+    given = call.operands[0]
+    kept = _as_it_lies(call)
+    if kept is not None:
+        names = [() if n == 1 else (f"d{dim}",) for dim, n in enumerate(given.shape)]
+        out = tuple(() if dim is None else names[dim] for dim in kept)
+        sizes = {f"d{dim}": n for dim, n in enumerate(given.shape)}
+        return Rule((tuple(names),), (out,), sizes, linear=LINEAR, local=partial(_with_ones, kept))
+    if given.static and given.unusual_stride is not None and not given.layout.is_replicated:
+        raise OperatorError(
+            f"{call.func} of a tensor of shape {list(given.shape)} and strides {list(given.stride)}, sharded as "
+            f"{given.layout}: strides refer to the global tensor's memory, which no rank holds; write "
+            "x.contiguous().as_strided(…), or select, slice, transpose or unfold it"
+        )
+    nothing = tuple(((),) * o.ndim for o in call.operands)
+    outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
+    return Rule(nothing, outs, {}, linear=(frozenset(range(len(nothing))),))
+
+
+def _as_it_lies(call: Call) -> tuple[int | None, ...] | None:
+    """For each dim of an as_strided result the tensor's dim that it equals, or None for a new dim of length 1.
+
+    None as a whole if the result differs from the tensor by more than dims of length 1.
+    """
+    given = call.operands[0]
+    if call.name != "as_strided" or not given.static or call["storage_offset"] not in (None, 0):
+        return None
+    asked = list(zip(call["size"], call["stride"]))
+    if not all(isinstance(n, int) for pair in asked for n in pair) or 0 in given.shape:
+        return None
+    there = [dim for dim, n in enumerate(given.shape) if n != 1]
+    if [pair for pair in asked if pair[0] != 1] != [(given.shape[dim], given.stride[dim]) for dim in there]:
+        return None
+    left = iter(there)
+    return tuple(None if n == 1 else next(left) for n, _ in asked)
+
+
+def _with_ones(kept: tuple[int | None, ...], call: LocalCall) -> torch.Tensor:
+    x = call["self"]
+    gone = [dim for dim in range(x.dim()) if dim not in kept]
+    if not gone and None not in kept:
+        return torch.ops.aten.alias.default(x)
+    x = x.squeeze(gone)
+    for place, dim in enumerate(kept):
+        x = x.unsqueeze(place) if dim is None else x
+    return x
+
+
+__all__ = ["CUTS"]
