@@ -15,6 +15,7 @@ import time
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -89,18 +90,18 @@ def main(target: str, sample: int, seed: int, skip: int, jobs: int, only: str, a
         )
         for name in baseline.failed:
             print(f"  as it is, skipped or failing: {name}")
-        records = []
+        records: list[dict[str, Any]] = []
+        name = f"{target}-{seed}-{skip}" if again is None else f"{again.stem}-again"
         for done, outcome in enumerate(running.Runs(copies, baseline, out).outcomes(to_run), 1):
             results[outcome.result] += 1
             records.append(
                 {"key": key(outcome.mutant), "result": outcome.result, "by": outcome.by, "seconds": outcome.seconds}
             )
+            (out / f"{name}.json").write_text(json.dumps(records, indent=1))
             if sys.stderr.isatty():
                 print(f"{done} of {len(to_run)}", end="\r", file=sys.stderr)
             if outcome.result in ("survived", "not executed"):
                 print(f"{outcome.result}: {outcome.mutant}", flush=True)
-    name = f"{target}-{seed}-{skip}" if again is None else f"{again.stem}-again"
-    (out / f"{name}.json").write_text(json.dumps(records, indent=1))
     print(HEAD, row(target, len(found), results), sep="\n")
 
 

@@ -55,6 +55,10 @@ SPARE = (15.0, 45.0)
 """Seconds of computing, and of waiting, that a mutant has besides some times what its tests take."""
 
 
+LATE = 71
+"""What a fork ends with of which one test took too long."""
+
+
 class Copies:
     """Private copies of the tree."""
 
@@ -88,6 +92,7 @@ class Chosen:
     def __init__(self, names: Sequence[str]) -> None:
         self.order = {name: i for i, name in enumerate(names)}
         self.failed: list[str] = []
+        self.late = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -96,6 +101,7 @@ class Chosen:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
+            self.late = "Timeout (>" in report.longreprtext
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -322,13 +328,14 @@ class Runs:
 
         def work() -> int:
             plugin = Chosen(names)
-            code = int(pytest.main([*OPTIONS, "-x", *files], plugins=[plugin]))
+            code = int(pytest.main([*OPTIONS, "-x", f"--timeout={longest}", *files], plugins=[plugin]))
             told.write_text("\n".join(plugin.failed))
-            return code
+            return LATE if plugin.late else code
 
+        longest = int(SPARE[1] + 6 * max([self.baseline.seconds[name] for name in names]))
         takes = sum([self.baseline.seconds[name] for name in names])
         slot.mutant, slot.started = mutant, time.monotonic()
-        slot.limit = slot.started + SPARE[1] + 5 * takes
+        slot.limit = slot.started + SPARE[1] + 4 * takes
         slot.process = _fork(work, slot.copy, slot.copy / "log", SPARE[0] + 2 * takes)
         return None
 
@@ -349,9 +356,10 @@ class Runs:
         if "::" in by:
             self.killers[mutant.file][by] += 1
             self.all_killers[by] += 1
-        if late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)):
+        code = os.waitstatus_to_exitcode(status)
+        if late or code in (LATE, -signal.SIGXCPU, -signal.SIGKILL):
             result = "timed out"
-        elif os.WIFEXITED(status) and os.WEXITSTATUS(status) in (0, 5):
+        elif code in (0, 5):
             result = "survived"
         else:
             result = "killed"

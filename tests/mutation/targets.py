@@ -31,7 +31,10 @@ TARGETS = {
     ),
     "rules": Target(
         ("dtensor/rules/*.py", "dtensor/rules/families/*.py"),
-        ("tests/rules", "tests/dispatch", "tests/tensor/test_random.py"),
+        (
+            *("tests/rules", "tests/dispatch/test_dispatch.py", "tests/dispatch/test_strictness.py"),
+            *("tests/dispatch/test_registration.py", "tests/tensor/test_random.py"),
+        ),
         far={"random.py": ("tests/tensor/test_random.py",), "sampling.py": ("tests/tensor/test_random.py",)},
     ),
     "algebra": Target(("passes/algebra/*.py",), ("tests/passes/algebra", "tests/passes/test_pipeline.py")),
