@@ -1,6 +1,9 @@
 """The exceptions that users of the library can see.
 
-Each message states what was given, why it does not work, and what to write instead.
+Each message states what was given, why it does not work, and what to write instead. It is written where the error is
+raised: of `MixedTensorError` in `dtensor.dispatch.plain_operands`, of `PlacementError` in `dtensor.layout.placements`,
+of `MisfitError` in `dtensor.parallel.checks.size_misfit`, of `AgreementError` in `dtensor.comm.agreement`, and of
+`CheckpointError` in `dtensor.state`.
 """
 
 

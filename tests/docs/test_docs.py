@@ -10,7 +10,7 @@ import torch.distributed.tensor as tensor
 import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel.input_reshard
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "from_torch_dtensor.md"
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "from_torch_dtensor.md"
 ROWS = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 NAME = re.compile(r"`((?:dtensor|torch|tensor|fsdp)(?:\.\w+)+)[`(]")
 SHORT = {"tensor": "torch.distributed.tensor", "fsdp": "torch.distributed.fsdp"}
