@@ -186,8 +186,8 @@ def test_a_rank_that_runs_what_this_one_ran_before_is_waited_for_until_time_is_u
         run(MAX, SUM)
     assert str(raised.value) == (
         "rank 0 is about to run a compiled graph with 2 collectives on ranks [0, 1], the first "
-        "all_reduce max of float32[4], from a.py:2; ranks [1] did not reach a matching graph within "
-        "10 s. They hang or took another path in the program"
+        "all_reduce max of float32[4], from a.py:2; ranks [1] did not reach a matching graph "
+        "within 10 s. They hang or took another path in the program"
     )
     assert here.failures == 1
     assert 110 < here.clock.now < 110.1

@@ -63,7 +63,7 @@ def test_dims_are_integers(dim):
 
 @pytest.mark.parametrize("cut", [-1, "0", 0.5])
 def test_cuts_count_from_zero(cut):
-    with pytest.raises(TypeError, match="the position of its axis"):
+    with pytest.raises(TypeError, match="takes as cut"):
         Shard(0, cut=cut)
     assert Shard(0, cut=0).cut == 0
 
@@ -83,6 +83,13 @@ def test_kinds_of_the_same_name_elsewhere_are_none():
 
     with pytest.raises(PlacementError, match="a placement is"):
         as_placement(Shard())
+
+
+@pytest.mark.parametrize("name", ["Mask", "Q", "Re", "Rz", "Sh", "Si", "Z", "_StridedShard"])
+def test_other_kinds_of_torch_s_are_none(name):
+    kind = type(name, (), {"dim": 0, "reduce_op": "sum", "__module__": "torch.distributed.tensor.placement_types"})
+    with pytest.raises(PlacementError, match="a placement is"):
+        as_placement(kind())
 
 
 def test_dims_run_from_the_last_one_back_to_the_first():

@@ -9,11 +9,13 @@ written to DIR; a mutant that is another text for the same program is a row of `
 """
 
 import json
+import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -81,23 +83,25 @@ def main(target: str, sample: int, seed: int, skip: int, jobs: int, only: str, a
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         copies = running.Copies(ROOT, Path(folder), jobs)
         start = time.monotonic()
-        baseline = running.Baseline.measured(copies.folders[0], files, chosen.tests, out)
+        baseline = running.Baseline.measured(copies.folders[0], files, chosen, out)
         total = sum(baseline.seconds.values())
         print(
             f"{len(baseline.seconds)} tests in {total:.0f} s, {time.monotonic() - start:.0f} s with imports", flush=True
         )
         for name in baseline.failed:
             print(f"  as it is, skipped or failing: {name}")
-        records = []
-        for outcome in running.Runs(copies, baseline, out).outcomes(to_run):
+        records: list[dict[str, Any]] = []
+        name = f"{target}-{seed}-{skip}" if again is None else f"{again.stem}-again"
+        for done, outcome in enumerate(running.Runs(copies, baseline, out).outcomes(to_run), 1):
             results[outcome.result] += 1
             records.append(
                 {"key": key(outcome.mutant), "result": outcome.result, "by": outcome.by, "seconds": outcome.seconds}
             )
+            (out / f"{name}.json").write_text(json.dumps(records, indent=1))
+            if sys.stderr.isatty():
+                print(f"{done} of {len(to_run)}", end="\r", file=sys.stderr)
             if outcome.result in ("survived", "not executed"):
                 print(f"{outcome.result}: {outcome.mutant}", flush=True)
-    name = f"{target}-{seed}-{skip}" if again is None else f"{again.stem}-again"
-    (out / f"{name}.json").write_text(json.dumps(records, indent=1))
     print(HEAD, row(target, len(found), results), sep="\n")
 
 

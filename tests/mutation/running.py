@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from .mutants import Mutant
+from .targets import Target
 
 PRELOADED = (
     "torch",
@@ -50,15 +51,20 @@ OPTIONS = (
     *("-W", "ignore::pytest.PytestAssertRewriteWarning"),
 )
 
-SPARE = (20.0, 60.0)
+SPARE = (15.0, 45.0)
 """Seconds of computing, and of waiting, that a mutant has besides some times what its tests take."""
+
+
+LATE = 71
+"""What a fork ends with of which one test took too long."""
 
 
 class Copies:
     """Private copies of the tree."""
 
     def __init__(self, root: Path, folder: Path, count: int) -> None:
-        self.root, self.folders = root, [folder / f"copy{i}" for i in range(count)]
+        self.folders = [folder / f"copy{i}" for i in range(count)]
+        self.unchanged: dict[Path, str] = {}
         for copy in self.folders:
             shutil.rmtree(copy, ignore_errors=True)
             copy.mkdir(parents=True)
@@ -70,13 +76,14 @@ class Copies:
     def write(self, copy: Path, mutant: Mutant) -> None:
         """Change the file in a copy; what it was compiled to goes, as it may look no older."""
         path = copy / mutant.file
+        self.unchanged[copy] = path.read_text()
         path.write_text(mutant.source)
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
         shutil.rmtree(copy / ".hypothesis", ignore_errors=True)
 
     def restore(self, copy: Path, mutant: Mutant) -> None:
-        shutil.copy(self.root / mutant.file, copy / mutant.file)
+        (copy / mutant.file).write_text(self.unchanged[copy])
 
 
 class Chosen:
@@ -85,6 +92,7 @@ class Chosen:
     def __init__(self, names: Sequence[str]) -> None:
         self.order = {name: i for i, name in enumerate(names)}
         self.failed: list[str] = []
+        self.late = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -93,6 +101,7 @@ class Chosen:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
             self.failed.append(report.nodeid)
+            self.late = "Timeout (>" in report.longreprtext
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -208,20 +217,22 @@ class Baseline:
         seconds: test -> seconds that it takes.
         lines: file -> line -> the tests that execute it, all for what is executed at import.
         failed: tests that fail as it is, or are skipped, and say nothing about mutants.
+        far: as of a `Target`.
     """
 
     seconds: dict[str, float]
     lines: dict[str, dict[int, list[str]]]
     failed: list[str]
+    far: dict[str, tuple[str, ...]]
 
     @staticmethod
-    def measured(copy: Path, files: Sequence[str], tests: Sequence[str], out: Path) -> "Baseline":
+    def measured(copy: Path, files: Sequence[str], target: Target, out: Path) -> "Baseline":
         """Run all tests once, with the lines they execute watched."""
         told = out / "baseline.json"
 
         def work() -> int:
             plugin = Watched(copy, files)
-            code = int(pytest.main([*OPTIONS, *tests], plugins=[plugin]))
+            code = int(pytest.main([*OPTIONS, *target.tests], plugins=[plugin]))
             told.write_text(json.dumps(plugin.found()))
             return code
 
@@ -235,22 +246,25 @@ class Baseline:
             file: {int(n): (list(good) if "import" in t else [x for x in t if x in good]) for n, t in by_line.items()}
             for file, by_line in found["lines"].items()
         }
-        return Baseline(good, lines, found["failed"])
+        return Baseline(good, lines, found["failed"], target.far)
 
-    def tests(self, mutant: Mutant, killers: Counter[str]) -> list[str]:
-        """The tests that execute the mutant's lines: first what has killed others, then the files that take least."""
+    def tests(self, mutant: Mutant, killers: Counter[str], others: Counter[str]) -> list[str]:
+        """The tests that execute the mutant's lines: first what has killed mutants of the file (`killers`), or `others`
+        of other files, then the files that take least."""
         by_line = self.lines.get(mutant.file, {})
         # A statement of several lines counts as executed at its first one, or at any other.
         last = mutant.lines[0]
         while last > 1 and last not in by_line and mutant.lines[0] - last < 12:
             last -= 1
         found = {t for n in (*mutant.lines, last) for t in by_line.get(n, ())}
+        files = [file for part, listed in self.far.items() if part in mutant.file for file in listed]
+        found |= {t for t in self.seconds if t.partition("::")[0] in files}
         costs: Counter[str] = Counter()
         for t in found:
             costs[t.partition("::")[0]] += self.seconds[t]  # pyright: ignore[reportArgumentType]
 
         def order(t: str) -> tuple:
-            return -killers[t], costs[t.partition("::")[0]], t.partition("::")[0], self.seconds[t], t
+            return -killers[t], -others[t], costs[t.partition("::")[0]], t.partition("::")[0], self.seconds[t], t
 
         return sorted(found, key=order)
 
@@ -282,6 +296,7 @@ class Runs:
     baseline: Baseline
     out: Path
     killers: dict[str, Counter[str]] = field(default_factory=dict)
+    all_killers: Counter[str] = field(default_factory=Counter)
 
     def outcomes(self, mutants: Sequence[Mutant]) -> Iterator[Outcome]:
         """What becomes of each, as it is found."""
@@ -304,7 +319,7 @@ class Runs:
                     _end(slot.process)
 
     def _start(self, slot: _Slot, mutant: Mutant) -> Outcome | None:
-        names = self.baseline.tests(mutant, self.killers.setdefault(mutant.file, Counter()))
+        names = self.baseline.tests(mutant, self.killers.setdefault(mutant.file, Counter()), self.all_killers)
         if not names:
             return Outcome(mutant, "not executed")
         self.copies.write(slot.copy, mutant)
@@ -313,14 +328,15 @@ class Runs:
 
         def work() -> int:
             plugin = Chosen(names)
-            code = int(pytest.main([*OPTIONS, "-x", *files], plugins=[plugin]))
+            code = int(pytest.main([*OPTIONS, "-x", f"--timeout={longest}", *files], plugins=[plugin]))
             told.write_text("\n".join(plugin.failed))
-            return code
+            return LATE if plugin.late else code
 
+        longest = int(SPARE[1] + 6 * max([self.baseline.seconds[name] for name in names]))
         takes = sum([self.baseline.seconds[name] for name in names])
         slot.mutant, slot.started = mutant, time.monotonic()
-        slot.limit = slot.started + SPARE[1] + 10 * takes
-        slot.process = _fork(work, slot.copy, slot.copy / "log", SPARE[0] + 4 * takes)
+        slot.limit = slot.started + SPARE[1] + 4 * takes
+        slot.process = _fork(work, slot.copy, slot.copy / "log", SPARE[0] + 2 * takes)
         return None
 
     def _ended(self, slot: _Slot) -> Outcome | None:
@@ -339,9 +355,11 @@ class Runs:
         by = told.read_text().partition("\n")[0] if told.exists() else ""
         if "::" in by:
             self.killers[mutant.file][by] += 1
-        if late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL)):
+            self.all_killers[by] += 1
+        code = os.waitstatus_to_exitcode(status)
+        if late or code in (LATE, -signal.SIGXCPU, -signal.SIGKILL):
             result = "timed out"
-        elif os.WIFEXITED(status) and os.WEXITSTATUS(status) in (0, 5):
+        elif code in (0, 5):
             result = "survived"
         else:
             result = "killed"

@@ -1,6 +1,6 @@
 """Targets: the files that are mutated, and the tests that are to notice."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
@@ -10,11 +10,14 @@ class Target:
 
     Attributes:
         files: patterns of files, relative to the root of the repository.
-        tests: files and folders of tests that run in one process, threads included.
+        tests: files and folders of tests.
+        far: part of a file's path -> those of the tests that run its code in processes of their own, where it is not
+            seen which lines they execute.
     """
 
     files: tuple[str, ...]
     tests: tuple[str, ...]
+    far: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def paths(self, root: Path) -> list[str]:
         """The files, sorted."""
@@ -28,7 +31,11 @@ TARGETS = {
     ),
     "rules": Target(
         ("dtensor/rules/*.py", "dtensor/rules/families/*.py"),
-        ("tests/rules", "tests/dispatch", "tests/tensor/test_random.py"),
+        (
+            *("tests/rules", "tests/dispatch/test_dispatch.py", "tests/dispatch/test_strictness.py"),
+            *("tests/dispatch/test_registration.py", "tests/tensor/test_random.py"),
+        ),
+        far={"random.py": ("tests/tensor/test_random.py",), "sampling.py": ("tests/tensor/test_random.py",)},
     ),
     "algebra": Target(("passes/algebra/*.py",), ("tests/passes/algebra", "tests/passes/test_pipeline.py")),
     "agreement": Target(
@@ -36,7 +43,11 @@ TARGETS = {
         (
             *("tests/comm/test_agreement.py", "tests/comm/test_replication_check.py"),
             *("tests/mesh/test_collective_order.py", "tests/mesh/test_job.py"),
-            "tests/compile/backends/test_agreement.py",
+            *("tests/compile/backends/test_agreement.py", "tests/parallel/checks/test_input_check.py"),
         ),
+        far={
+            "agreement.py": ("tests/compile/backends/test_agreement.py",),
+            "replication_check.py": ("tests/parallel/checks/test_input_check.py",),
+        },
     ),
 }

@@ -122,3 +122,27 @@ def test_instance_norm(rank):
     mesh = init_device_mesh("cpu", (2,))
     found = F.instance_norm(distribute_tensor(batch(), mesh, [Shard(0)]))
     torch.testing.assert_close(found.full_tensor(), F.instance_norm(batch()))
+
+
+@pytest.mark.parametrize("of_parameters", [torch.float32, None], ids=["wide", "narrow"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@with_threads(2)
+def test_narrow_values_are_normalised_by_wide_statistics(rank, dtype, of_parameters):
+    """Of values far from zero the mean has few digits in their dtype, and what differs from it none."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = ((torch.arange(512.0).reshape(2, 4, 64) / 37).sin() + 100).to(dtype)
+    grad = (torch.arange(512.0).reshape(2, 4, 64) / 11).cos().to(dtype)
+    exact, placed = nn.BatchNorm1d(4, dtype=torch.float64), nn.BatchNorm1d(4, dtype=of_parameters or dtype)
+    distribute_module(placed, mesh)
+    given = x.double().requires_grad_(), distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    expected, found = exact(given[0]), placed(given[1])
+    expected.backward(grad.double())
+    found.backward(distribute_tensor(grad, mesh, [Shard(0)]))
+    assert found.dtype == dtype
+    close = {"rtol": 0.02, "atol": 0.02, "check_dtype": False}
+    torch.testing.assert_close(found.full_tensor(), expected, **close)
+    if of_parameters is not None:  # else the mean that is saved is narrow, as the kernel's is
+        torch.testing.assert_close(placed.running_mean.full_tensor(), exact.running_mean, **close)
+        torch.testing.assert_close(placed.running_var.full_tensor(), exact.running_var, **close)
+        torch.testing.assert_close(given[1].grad.full_tensor(), given[0].grad, **close)
+        torch.testing.assert_close(placed.weight.grad.full_tensor(), exact.weight.grad, **close)

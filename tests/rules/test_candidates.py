@@ -125,6 +125,8 @@ def further_cases():
                 yield c(aten.index_put.default, rows, indices, torch.rand_like(read), accumulate)
                 yield c(aten.index_put.default, rows, indices, f(), accumulate)
                 yield c(aten.index_put.default, rows, indices, f(*read.shape[1:]), accumulate)
+    yield c(aten.index.Tensor, f(2, 4, 3, 5), [None, i, None, i])
+    yield c(aten.index.Tensor, f(2, 4, 3, 5), [None, None, torch.tensor([2, 0]), torch.tensor([[1], [4]])])
     yield c(aten.index_put.default, x, [x > 1], f())
     yield c(aten.index_put.default, x, [torch.tensor([True, False, True, True])], f(), False)
     for dim in (0, -1):

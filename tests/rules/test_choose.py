@@ -199,7 +199,7 @@ def test_in_place_what_would_lie_otherwise_is_refused(fake_mesh):
     turned = Rule((dims("ab"),), (dims("ba"),), {"a": 64, "b": 64})
     operands = specs(fake_mesh(4), "S(0)")
     (rows,) = weigh(turned, operands, in_place=True)
-    assert [w.refused for w in rows] == ["", *["in place: the result would have another layout than the operand"] * 2]
+    assert [w.refused.partition(":")[0] for w in rows] == ["", "in place", "in place"]
     assert chosen(turned, operands, in_place=True) == "R -> R"
     assert chosen(turned, operands) == "S(0) -> S(1)"
     unread = Rule(turned.inputs, turned.outputs, turned.sizes, unread=frozenset({0}))

@@ -122,7 +122,7 @@ def _local_forward(call: LocalCall) -> Any:
     over = [d for d in range(x.dim()) if d != 1]
     column = [-1 if d == 1 else 1 for d in range(x.dim())]
     count = prod(call.call["input"].shape[d] for d in over)
-    wide = x.to(outputs[1].dtype)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = _reduced(wide.sum(over), call) / count
     centred = wide - mean.reshape(column)
     variance = _reduced((centred * centred).sum(over), call) / count
@@ -132,7 +132,10 @@ def _local_forward(call: LocalCall) -> Any:
     out = out if bias is None else out + bias.reshape(column)
     running = _updated(call, mean, variance * (count / max(count - 1, 1)))
     reserved = [torch.empty(0, dtype=o.dtype, device=x.device) for o in outputs[3:] if o and o.dtype == torch.uint8]
-    return (out.to(x.dtype), mean, rstd, *reserved, *running)
+    # The kernel saves statistics in the dtype of the parameters, whatever its fake says.
+    given = (t for t in (weight, bias, _get(call, "running_mean")) if t is not None)
+    saved = next((t.dtype for t in given), outputs[1].dtype)
+    return (out.to(x.dtype), mean.to(saved), rstd.to(saved), *reserved, *running)
 
 
 _FUNCTIONAL = ("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional")
@@ -180,9 +183,10 @@ def _local_backward(call: LocalCall) -> Any:
     over = [d for d in range(x.dim()) if d != 1]
     column = [-1 if d == 1 else 1 for d in range(x.dim())]
     count = prod(call.call["input"].shape[d] for d in over)
-    mean, rstd, weight = call["save_mean"], _get(call, "save_invstd"), call["weight"]
-    wide = grad.to(mean.dtype)
-    scaled = (x.to(mean.dtype) - mean.reshape(column)) * rstd.reshape(column)
+    weight, dtype = call["weight"], torch.promote_types(call["save_mean"].dtype, torch.float32)
+    mean, rstd = call["save_mean"].to(dtype), _get(call, "save_invstd").to(dtype)
+    wide = grad.to(dtype)
+    scaled = (x.to(dtype) - mean.reshape(column)) * rstd.reshape(column)
     shift, scale = _reduced(torch.stack([wide.sum(over), (wide * scaled).sum(over)]), call)
     inner = wide - (shift.reshape(column) + scaled * scale.reshape(column)) / count
     made = (inner * (rstd if weight is None else rstd * weight).reshape(column), scale, shift)

@@ -85,6 +85,9 @@ FIRES = {
     "mean that keeps the dim": (lambda b: lambda x, y: (gather(b, x, 1).mean(-2, keepdim=True), y), 4),
     "slice": (lambda b: lambda x, y: (gather(b, x, 1)[1:3], y), 2),
     "selection": (lambda b: lambda x, y: (gather(b, x, 1)[2], y), 4),
+    "slice of the second dim": (lambda b: lambda x, y: (gather(b, x[None], 2)[:, 1:3], y), 2),
+    "sum over two": (lambda b: lambda x, y: (gather(b, x.view(2, 2, 6), 1).sum(0), y), 2),
+    "sum on both sides": (lambda b: lambda x, y: (gather(b, x.view(2, 2, 6), 1).sum((0, 2)), y), 12),
     "selection by name": (lambda b: lambda x, y: (torch.select(gather(b, x, 1), dim=0, index=2), y), 4),
     "last of a slice of two": (lambda b: lambda x, y: (gather(b, x[:2], 1)[1], y), 2),
     "of shards of sums": (

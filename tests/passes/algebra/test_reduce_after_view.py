@@ -74,6 +74,17 @@ return %t""",
     assert _last_strides(gm) == strides
 
 
+@pytest.mark.parametrize("permuted", [lambda x: x.transpose(0, 1), lambda x: x.permute(1, 0)])
+def test_permutations_that_name_dims(bench, permuted):
+    r = reducer(bench)
+    gm = bench.trace(lambda a, b: permuted(r(a)) + permuted(r(b)), (8, 4), (8, 4))
+    strides = _last_strides(gm)
+    assert bench.apply(ReduceAfterView(), gm) == 1
+    assert _last_strides(gm) == strides
+    run(gm, simulate=bench.simulation)
+    assert count(gm) == {"all_reduce": 1}
+
+
 def test_equal_permutations_of_several_dims(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a, b: r(a).permute(1, 2, 0) + r(b).permute(1, 2, 0), (8, 4, 2), (8, 4, 2))
