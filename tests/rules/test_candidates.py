@@ -133,6 +133,12 @@ def further_cases():
         yield c(aten.index_select.default, x, dim, i)
         yield c(aten.gather.default, x, dim, ints(4, 3, 5))
     yield c(aten.index_select.default, f(), 0, torch.tensor([0]))
+    yield from [c(aten.index_select.default, f(6), dim, i) for dim in (0, -1)]
+    yield from [c(aten.gather.default, f(6), dim, i) for dim in (0, -1)]
+    yield from [c(op, f(6), 0) for op in (aten.cumsum.default, aten.argsort.default)]
+    yield from [c(op, f(6), -1) for op in (aten.cumsum.default, aten.sort.default)]
+    yield c(aten.select.int, f(6), -1, 2)
+    yield c(aten.slice.Tensor, f(6), -1, 1, 4)
     yield c(aten.masked_scatter_backward.default, x, x > 1, [4, 6])
     yield c(aten.take.default, x, i)
     for accumulate in (False, True):
