@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dtensor.rules.families.pointwise import FALLING, RISING
 from dtensor.rules.rule import candidates
 from dtensor.testing.rules.candidates import OneAxis, call_and_rule, layout_of, tensors, wrong_candidates
 from dtensor.testing.rules.candidates import case as c
@@ -23,6 +24,7 @@ from dtensor.testing.rules.candidates import integers as ints
 HERE = Path(__file__).parent
 FILE = HERE / "candidates.txt"
 aten = torch.ops.aten
+CLAMPS = {"clamp", "clamp_min", "clamp_max"}
 
 
 def further_cases():
@@ -32,6 +34,13 @@ def further_cases():
         c(op, x) for op in (aten.absolute.default, aten.detach.default, aten.alias.default, aten.hardswish.default)
     ]
     yield from [c(op, x, y) for op in (aten.multiply.Tensor, aten.divide.Tensor, aten.subtract.Tensor)]
+    yield from [c(getattr(aten, name).default, x) for name in sorted((RISING | FALLING) - CLAMPS)]
+    yield from [c(op, x, 0.7) for op in (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)]
+    yield from [c(op, x, 3.0) for op in (aten.div.Scalar, aten.mul.Scalar)]
+    yield c(aten._foreach_div.Scalar, [x], 3.0)
+    yield c(aten.ldexp.Tensor, x, ints(3, 4, 6))
+    yield c(aten.tanh_backward.default, x, y)
+    yield c(aten.conj_physical.default, torch.complex(x, y))
     yield c(aten.maximum.default, x, f())
     yield c(aten.minimum.default, x, y)
     yield c(aten.sub.Tensor, x, y, alpha=2)
@@ -41,6 +50,8 @@ def further_cases():
     # Products.
     yield c(aten.vdot.default, f(5), f(5))
     yield c(aten.ger.default, f(5), f(4))
+    yield from [c(aten.addmm.default, bias, f(5, 6), f(6, 1)) for bias in (f(1), f(5, 1), f())]
+    yield c(aten.addmm.default, f(1, 3), f(1, 6), f(6, 3))
     # Losses.
     yield from [c(op, x, y, r) for op in (aten.smooth_l1_loss.default, aten.huber_loss.default) for r in (0, 1, 2)]
     yield from [
@@ -133,6 +144,15 @@ def further_cases():
         yield c(aten.index_select.default, x, dim, i)
         yield c(aten.gather.default, x, dim, ints(4, 3, 5))
     yield c(aten.index_select.default, f(), 0, torch.tensor([0]))
+    yield from [c(aten.index_select.default, f(6), dim, i) for dim in (0, -1)]
+    yield from [c(aten.gather.default, f(6), dim, i) for dim in (0, -1)]
+    yield from [c(op, f(6), 0) for op in (aten.cumsum.default, aten.argsort.default)]
+    yield from [c(op, f(6), -1) for op in (aten.cumsum.default, aten.sort.default)]
+    yield c(aten.select.int, f(6), -1, 2)
+    yield c(aten.unfold_backward.default, f(1), [], 0, 1, 1)
+    yield c(aten.unfold_backward.default, f(4, 4, 3), [4, 6], 1, 3, 1)
+    yield c(aten.unfold.default, f(), 0, 1, 1)
+    yield c(aten.slice.Tensor, f(6), -1, 1, 4)
     yield c(aten.masked_scatter_backward.default, x, x > 1, [4, 6])
     yield c(aten.take.default, x, i)
     for accumulate in (False, True):

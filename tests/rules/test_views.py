@@ -5,12 +5,13 @@ A tensor of the numbers 0, 1, 2, … shows which element went where, so equal va
 
 from math import prod
 
+import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtensor.rules.choose import _fits
-from dtensor.rules.families.views import _minor, groups, view_factors
+from dtensor.rules.families.views import _common, _minor, groups, view_factors
 from dtensor.rules.rule import Rule, candidates
 
 PRIMES = st.lists(st.sampled_from([2, 2, 2, 3, 3, 5]), max_size=5)
@@ -90,3 +91,14 @@ def test_named_cases():
     assert allowed((2, 5, 8), (2, 5, 4, 2), 2) == {(0, 0), (1, 1), (2, 2)}
     assert allowed((4, 9), (6, 6), 2) == {(0, 0)}
     assert allowed((5, 2), (5, 2), 4) == {(0, 0), (1, 1)}
+
+
+def test_a_factor_that_two_lengths_have_in_common():
+    """Of numbers the greatest; of symbols one of the two, if it divides the other."""
+    s, t = (sympy.Symbol(name, positive=True, integer=True) for name in "st")
+    assert _common(12, 18) == 6
+    assert _common(5, 7) == 1
+    assert _common(s, 3 * s) == s
+    assert _common(3 * s, s) == s
+    assert _common(s, t) == 1
+    assert _common(2 * s, 3 * s) == 1
