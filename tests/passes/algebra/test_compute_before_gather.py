@@ -85,6 +85,10 @@ FIRES = {
     "mean that keeps the dim": (lambda b: lambda x, y: (gather(b, x, 1).mean(-2, keepdim=True), y), 4),
     "slice": (lambda b: lambda x, y: (gather(b, x, 1)[1:3], y), 2),
     "selection": (lambda b: lambda x, y: (gather(b, x, 1)[2], y), 4),
+    "slice of the first dim by default": (
+        lambda b: lambda x, y: (torch.ops.aten.slice.Tensor(gather(b, x, 1), start=1, end=3), y),
+        2,
+    ),
     "slice of the second dim": (lambda b: lambda x, y: (gather(b, x[None], 2)[:, 1:3], y), 2),
     "sum over two": (lambda b: lambda x, y: (gather(b, x.view(2, 2, 6), 1).sum(0), y), 2),
     "sum on both sides": (lambda b: lambda x, y: (gather(b, x.view(2, 2, 6), 1).sum((0, 2)), y), 12),
@@ -145,6 +149,7 @@ REFUSED = {
         lambda x, y: torch.lerp(gather(b, x), gather(b, y), ops.all_reduce(x.repeat(2, 1), "sum", b.tp))
     ),
     "wider": lambda b: lambda x, y: gather(b, x).double(),
+    "wider by a byte": lambda b: lambda x, y: gather(b, x > 0.5).to(torch.bfloat16),
     "sum of the dim": lambda b: lambda x, y: gather(b, x).sum(0),
     "sum of both": lambda b: lambda x, y: gather(b, x).sum((0, 1)),
     "sum over one": lambda b: lambda x, y: gather(b, x[None], 1).sum(0),

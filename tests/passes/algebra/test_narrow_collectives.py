@@ -63,6 +63,9 @@ MOVES = {
     "inductor's cast": lambda b: (
         lambda x: torch.ops.prims.convert_element_type.default(gather(b, x), torch.bfloat16).relu()
     ),
+    "inductor's widening cast": lambda b: (
+        lambda x: gather(b, torch.ops.prims.convert_element_type.default(x, torch.float64)).relu()
+    ),
     "another layout": lambda b: lambda x: gather(b, x.t().double()).view(-1).relu(),
 }
 

@@ -92,6 +92,17 @@ def test_equal_permutations_of_several_dims(bench):
     assert bench.text(gm).count("aten.permute") == 1
 
 
+def test_permutations_of_views_to_symbolic_sizes(bench):
+    r = reducer(bench)
+
+    def f(a, b):
+        return r(a).view(a.shape[0] * 2, 4).t() + r(b).view(a.shape[0] * 2, 4).t()
+
+    gm = bench.trace(f, (6, 8), (6, 8), symbolic=True)
+    assert bench.apply(ReduceAfterView(), gm) > 0
+    assert bench.text(gm).count("aten.t(") == 1
+
+
 def _last_strides(gm):
     out = gm.graph.output_node().args[0]
     return out.meta["val"].stride()

@@ -89,3 +89,9 @@ def test_symbolic_sizes(bench):
         lambda x: (gather(bench, x, 1), gather(bench, x.view(x.shape[0], -1, 6).sum(0))), (3, 4, 6), symbolic=True
     )
     assert bench.apply(ReuseGather(), viewed) == 1
+    reduced = bench.trace(
+        lambda x: (gather(bench, x, 1), gather(bench, x.sum(0, keepdim=True).view(x.shape[1], 6))),
+        (3, 4, 6),
+        symbolic=True,
+    )
+    assert bench.apply(ReuseGather(), reduced) == 1

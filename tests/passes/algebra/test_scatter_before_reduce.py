@@ -99,6 +99,9 @@ REFUSED = {
     "another axis": lambda c: lambda x: ops.shard(ops.all_reduce(x, "sum", c("ab")), 0, c("c")),
     "an axis too many": lambda c: lambda x: ops.shard(ops.all_reduce(x, "sum", c("ab")), 0, c("bc")),
     "other reductions": lambda c: lambda x: ops.reduce_scatter(ops.all_reduce(x, "max", c("a")), "sum", 0, c("b")),
+    "other reductions, the other way round": lambda c: (
+        lambda x: ops.reduce_scatter(ops.all_reduce(x, "sum", c("a")), "max", 0, c("b"))
+    ),
     "an axis in common": lambda c: lambda x: ops.reduce_scatter(ops.all_reduce(x, "sum", c("ab")), "sum", 0, c("b")),
     "used beside": lambda c: lambda x: (ops.reduce_scatter(y := ops.all_reduce(x, "sum", c("a")), "sum", 0, c("b")), y),
 }
