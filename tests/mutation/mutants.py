@@ -179,7 +179,7 @@ def _changed(before: str, after: str) -> tuple[tuple[int, ...], str, str]:
     while last < min(len(old), len(new)) - first - 1 and old[-1 - last] == new[-1 - last]:
         last += 1
     lines = tuple(range(first + 1, len(old) - last + 1))
-    texts = [" ".join([line.strip() for line in text[first : len(text) - last]]) for text in (old, new)]
+    texts = [" ".join([line.strip() for line in text[first : len(text) - last]]).strip() for text in (old, new)]
     return lines, texts[0], texts[1]
 
 

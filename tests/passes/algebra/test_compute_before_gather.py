@@ -85,10 +85,6 @@ FIRES = {
     "mean that keeps the dim": (lambda b: lambda x, y: (gather(b, x, 1).mean(-2, keepdim=True), y), 4),
     "slice": (lambda b: lambda x, y: (gather(b, x, 1)[1:3], y), 2),
     "selection": (lambda b: lambda x, y: (gather(b, x, 1)[2], y), 4),
-    "slice of the first dim by default": (
-        lambda b: lambda x, y: (torch.ops.aten.slice.Tensor(gather(b, x, 1), start=1, end=3), y),
-        2,
-    ),
     "slice of the second dim": (lambda b: lambda x, y: (gather(b, x[None], 2)[:, 1:3], y), 2),
     "sum over two": (lambda b: lambda x, y: (gather(b, x.view(2, 2, 6), 1).sum(0), y), 2),
     "sum on both sides": (lambda b: lambda x, y: (gather(b, x.view(2, 2, 6), 1).sum((0, 2)), y), 12),
@@ -149,7 +145,9 @@ REFUSED = {
         lambda x, y: torch.lerp(gather(b, x), gather(b, y), ops.all_reduce(x.repeat(2, 1), "sum", b.tp))
     ),
     "wider": lambda b: lambda x, y: gather(b, x).double(),
-    "wider by a byte": lambda b: lambda x, y: gather(b, x > 0.5).to(torch.bfloat16),
+    "wider by a byte": lambda b: (
+        lambda x, y: gather(b, x > 0.5) * ops.all_reduce(y.sum().to(torch.bfloat16), "sum", b.tp)
+    ),
     "sum of the dim": lambda b: lambda x, y: gather(b, x).sum(0),
     "sum of both": lambda b: lambda x, y: gather(b, x).sum((0, 1)),
     "sum over one": lambda b: lambda x, y: gather(b, x[None], 1).sum(0),
@@ -198,6 +196,14 @@ def test_a_keepdim_that_is_said_to_be_false(bench):
     node.args = (*node.args, False)
     assert bench.apply(ComputeBeforeGather(), gm) == 1
     assert "%all_gather: f32[12] = dtensor.all_gather(%sum, 0, 12, tp)" in bench.text(gm)
+
+
+def test_a_slice_that_names_no_dim_is_of_the_first(bench):
+    gm = bench.trace(lambda x: gather(bench, x, 1)[1:3], (4, 6))
+    (node,) = [n for n in gm.graph.nodes if n.target is torch.ops.aten.slice.Tensor]
+    node.args, node.kwargs = node.args[:1], {"start": 1, "end": 3}
+    assert bench.apply(ComputeBeforeGather(), gm) == 1
+    assert "%all_gather: f32[2,12] = dtensor.all_gather(%slice, 1, 12, tp)" in bench.text(gm)
 
 
 def test_slices_up_to_a_symbol(bench):
