@@ -253,6 +253,14 @@ def test_sequences_of_before_a_failure_count_only_if_they_were_confirmed(here):
     assert calls().last == [SUM]
 
 
+def test_sequences_of_after_a_failure_that_this_rank_has_yet_to_raise_do_not_count(here):
+    here.told(1, 0, [MAX], failures=1)  # no reason to say that the graphs differ
+    here.told(1, 1, [SUM], failures=1)
+    with pytest.raises(AgreementError, match="did not reach a matching graph"):
+        run(SUM)
+    assert not here.store.check([f"{PREFIX}/0/0/confirmed"])
+
+
 def test_what_was_told_after_as_many_failures_is_counted_with_it(here):
     here.failures = 3
     here.agrees(1, 0, [SUM], failures=3)
