@@ -10,9 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtensor import Shard, distribute_tensor, init_device_mesh
 from dtensor.rules.choose import _fits
 from dtensor.rules.families.views import _common, _minor, groups, view_factors
 from dtensor.rules.rule import Rule, candidates
+from dtensor.testing import with_threads
 
 PRIMES = st.lists(st.sampled_from([2, 2, 2, 3, 3, 5]), max_size=5)
 
@@ -102,3 +104,14 @@ def test_a_factor_that_two_lengths_have_in_common():
     assert _common(3 * s, s) == s
     assert _common(s, t) == 1
     assert _common(2 * s, 3 * s) == 1
+
+
+@with_threads(2)
+def test_swapaxes_in_inference_mode(rank):
+    """Where torch does not write it as a transpose; its arguments have names of their own."""
+    x = torch.arange(12.0).view(4, 3)
+    with torch.inference_mode():
+        placed = distribute_tensor(x, init_device_mesh("cpu", (2,)), [Shard(0)])
+        found = torch.swapaxes(placed, 0, 1)
+        assert found.placements == (Shard(1),)
+        assert found.full_tensor().equal(x.t())

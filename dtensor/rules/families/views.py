@@ -139,7 +139,8 @@ def t(call: Call) -> Rule:
 def transpose(call: Call) -> Rule:
     ndim = call.operands[0].ndim
     order: list[int | None] = list(range(ndim))
-    a, b = (call["dim0"] % ndim, call["dim1"] % ndim) if ndim else (0, 0)
+    names = ("axis0", "axis1") if call.name == "swapaxes" else ("dim0", "dim1")
+    a, b = [call[name] % ndim for name in names] if ndim else (0, 0)
     if ndim:
         order[a], order[b] = order[b], order[a]
     return follow(call, order)
