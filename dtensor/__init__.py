@@ -21,6 +21,7 @@ from .errors import (
     OperatorError,
     PassError,
     PlacementError,
+    RecordError,
     ShardingError,
     StrictError,
 )
@@ -32,6 +33,8 @@ from .parallel.training import grad_scaler as grad_scaler  # registers the gradi
 from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
 from .rules.notation import Rule
+from .runs import taps as taps  # registers the operators by which compiled graphs are recorded
+from .runs.recorder import record, record_if_asked
 from .state import safetensors as safetensors
 from .state.checkpoints import Checkpoints
 from .state.torch_checkpoints import load_torch_checkpoint
@@ -52,6 +55,7 @@ for _types in (optim_foreach_types, utils_foreach_types):
         _types.append(DTensor)
 
 hooks.dump_from_now_on()
+record_if_asked()
 
 __all__ = [
     "AgreementError",
@@ -68,6 +72,7 @@ __all__ = [
     "PassError",
     "Placement",
     "PlacementError",
+    "RecordError",
     "Replicate",
     "Rule",
     "Shard",
@@ -91,6 +96,7 @@ __all__ = [
     "prepare",
     "rand",
     "randn",
+    "record",
     "register_sharding",
     "strict",
     "zeros",

@@ -15,6 +15,10 @@ class MeshError(ShardingError):
     """A device mesh is missing or unsuitable, or the tensors of one operation are on different meshes."""
 
 
+class RecordError(ShardingError, ValueError):
+    """A record of a run cannot be read."""
+
+
 class MixedTensorError(ShardingError):
     """One operation received both a plain tensor and a DTensor."""
 
@@ -88,6 +92,7 @@ __all__ = [
     "OperatorError",
     "PassError",
     "PlacementError",
+    "RecordError",
     "ShardingError",
     "StrictError",
     "StrictReason",

@@ -14,6 +14,7 @@ from torch import fx
 from dtensor.dispatch.strictness import strict
 from dtensor.dispatch.view_copies import lose, root
 from dtensor.mesh.job import explain, failure_told
+from dtensor.mesh.provenance import keeps_specs
 from dtensor.tensor.compile_hooks import PARTITIONER, chained, others_partitioner
 from dtensor.tensor.tensor import DTensor, complete_tangents
 from dtensor.torch_private.compiling import (
@@ -31,8 +32,9 @@ from dtensor.torch_private.compiling import (
 
 from ..recording.watch_compiles import dumped
 from .inductor import STAGES, Partition
+from .insert_taps import insert_taps
 from .options import Options
-from .run_passes import branches, optimise, prepare_partition, simplify_joint
+from .run_passes import branches, direction, optimise, prepare_partition, simplify_joint
 
 
 def backend(
@@ -112,6 +114,8 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
                 optimise(branch.graph, options, inference=inference, within=True)
                 branch.recompile()
             optimise(gm.graph, options, inference=inference)
+            if keeps_specs():
+                insert_taps(gm.graph, direction(gm.graph, inference))
             gm.recompile()
             return boxed(gm.forward)
 

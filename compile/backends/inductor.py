@@ -13,6 +13,7 @@ from dtensor.comm.replication_check import noted
 from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.dispatch import registration, strictness
 from dtensor.mesh.local_sizes import local_lengths
+from dtensor.mesh.provenance import keeps_specs
 from dtensor.torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
@@ -26,8 +27,9 @@ from dtensor.torch_private.compiling import (
 from dtensor.torch_private.core import process_groups
 
 from ..estimates.meshes import mesh_groups
+from .insert_taps import insert_taps
 from .options import Options
-from .run_passes import optimise, prepare_partition, simplify_joint
+from .run_passes import direction, optimise, prepare_partition, simplify_joint
 
 
 class JointPasses(CustomInferenceAwareGraphPass):
@@ -41,7 +43,7 @@ class JointPasses(CustomInferenceAwareGraphPass):
 
     def uuid(self) -> Any:
         """The cache key; None if the options require that nothing is taken from a cache."""
-        return (trace_key(), repr(self.options)) if self.options.cacheable else None
+        return (trace_key(), repr(self.options)) if self.options.cacheable and not keeps_specs() else None
 
 
 class Passes(JointPasses):
@@ -51,6 +53,8 @@ class Passes(JointPasses):
         lower_as_collective(OVER_GLOO.all_to_all)
         sizes_defined_by(torch.ops.dtensor.local_length.default, local_lengths)
         optimise(graph, self.options, inference=is_inference, within=is_within())
+        if keeps_specs() and not is_within():
+            insert_taps(graph, direction(graph, is_inference))
 
 
 class Partition(CustomPartitionerFn):

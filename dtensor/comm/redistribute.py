@@ -4,6 +4,7 @@ It runs in the same way in eager mode and while a graph is traced. It is below a
 gradients.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from ..mesh.tensor_spec import Spec
 from ..torch_private.symbolic_sizes import has_hint, hint
 from .collectives import COMMUNICATING, emit, start
 from .pending_tensor import Pending
+
+watchers: list[Callable[[torch.Tensor, Spec, Layout, Any], None]] = []
+"""Called after each redistribution with the local tensor before, its spec, the layout after, and the result."""
 
 UNKNOWN = 8191
 """Used in plans for a size without an example value: a prime, so that no plan requires it to be divisible."""
@@ -55,6 +59,15 @@ def redistribute_local(
     """
     if spec.layout is dst or spec.coordinate is None:
         return local
+    result = _redistributed(local, spec, dst, async_op, prefer, asked)
+    for watch in watchers:
+        watch(local, spec, dst, result)
+    return result
+
+
+def _redistributed(
+    local: torch.Tensor, spec: Spec, dst: Layout, async_op: bool, prefer: Prefer, asked: bool
+) -> torch.Tensor:
     steps = plan_of(spec, dst, prefer).steps
     if not async_op:
         return _all_of(steps, local, spec, asked)
@@ -154,4 +167,4 @@ def check_dtypes(forward: Any, backward: Any) -> None:
         )
 
 
-__all__ = ["check_dtypes", "check_target", "plan_of", "redistribute_local"]
+__all__ = ["check_dtypes", "check_target", "plan_of", "redistribute_local", "watchers"]

@@ -16,10 +16,12 @@ from torch import Tensor
 from ..comm.redistribute import redistribute_local
 from ..errors import MixedTensorError
 from ..layout.layout import Layout
+from ..mesh import provenance
 from ..mesh.caches import cache
+from ..mesh.provenance import note_inside
 from ..mesh.tensor_spec import Spec
 from ..rules.call import is_in_place, replaced
-from ..torch_private.core import OpOverload, disable_proxy_modes_tracing
+from ..torch_private.core import OpOverload, disable_proxy_modes_tracing, last_traced_node
 from ..torch_private.symbolic_sizes import is_traced
 from . import strictness, view_copies
 from .decision import FOREACH, Decision, check_operands, decide, has_out, mapped
@@ -67,6 +69,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         OperatorError: an in-place operator would have to change the layout of its tensor.
         StrictError: under `strict()` an operand would be redistributed by a collective.
     """
+    before = last_traced_node() if provenance.keeps else None
     parts: list[Any] = [func]
     local: list[Any] = []
     found = _walk(args, parts, local)
@@ -102,6 +105,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if type(made) is Tensor:
                 return out
     mark_local(out, func, args, kwargs)
+    note_inside(before)
     return out
 
 

@@ -30,7 +30,15 @@ from typing import Any
 import torch
 
 from ..errors import MixedTensorError
-from ..mesh.provenance import ALIKE, LAYOUT, LOCAL, OPERATOR, note_alike, note_shards, note_shards_at
+from ..mesh.provenance import (
+    ALIKE,
+    LAYOUT,
+    LOCAL,
+    OPERATOR,
+    note_alike,
+    note_shards,
+    note_shards_at,
+)
 from ..torch_private.core import (
     FakeTensor,
     FunctionalTensor,

@@ -67,6 +67,11 @@ def text(option: str) -> str:
     return os.environ.get(VARIABLES[option], "").strip()
 
 
+def setting(variable: str) -> str:
+    """The raw text of a variable that is no option of the compiler, stripped; "" if it is unset."""
+    return os.environ.get(variable, "").strip()
+
+
 def fingerprint() -> tuple[str, ...]:
     """The raw text of all variables, for cache keys of compiled code. Checks nothing."""
     return tuple([text(option) for option in VARIABLES])
@@ -104,4 +109,4 @@ KINDS: dict[str, Callable[[str], Any]] = {
 }
 """Option -> the function that reads its variable."""
 
-__all__ = ["VARIABLES", "fingerprint", "options", "passes_are_off", "switched", "text"]
+__all__ = ["VARIABLES", "fingerprint", "options", "passes_are_off", "setting", "switched", "text"]

@@ -33,6 +33,12 @@ SHARDS = "dtensor_shards"
 """For the local tensor of a DTensor: the `Shards` of that DTensor. Decisions that depend on sizes use these, because
 they are the same on all ranks; the sizes of a local tensor are so only if the shards are even."""
 
+SPEC = "dtensor_spec"
+"""For the local tensor of a DTensor, while something is recorded (`dtensor.record`): the `Spec` of that DTensor."""
+
+INSIDE = "dtensor_inside"
+"""While something is recorded: the node is one of those that an operator on DTensors is carried out by."""
+
 MOVE = "dtensor_move"
 """The `Moved` that a collective comes from."""
 
@@ -121,6 +127,21 @@ class Moved:
         return f"{self.src}->{self.dst}"
 
 
+keeps = False
+"""Whether specs are noted. What is compiled meanwhile has taps, and no cache may hold it."""
+
+
+def keep_specs(wanted: bool) -> None:
+    """Note the specs of local tensors (`SPEC`) from now on, or no longer."""
+    global keeps
+    keeps = wanted
+
+
+def keeps_specs() -> bool:
+    """Whether they are noted now."""
+    return keeps
+
+
 def note_alike(x: torch.Tensor) -> None:
     """While a graph is traced: note that its input `x` is the same on all ranks."""
     node = graph_node(x) if isinstance(x, (FakeTensor, FunctionalTensor)) else None
@@ -147,6 +168,8 @@ def note_shards(local: Any, spec: Any) -> None:
 
 def note_shards_at(node: torch.fx.Node, spec: Any) -> None:
     """Like `note_shards`, for the local tensor that `node` stands for."""
+    if keeps and spec.static:
+        node.meta.setdefault(SPEC, spec.real or spec)
     if spec.static or all(map(has_hint, spec.shape)):
         node.meta.setdefault(SHARDS, spec.shards)
         weigh_by(_nbytes)
@@ -172,6 +195,12 @@ def _sizes() -> Any:
     return importlib.import_module("dtensor.passes.graph.sizes")
 
 
+def note_inside(last: torch.fx.Node | None) -> None:
+    """Note that every node of the graph after `last` carries out one operator on DTensors."""
+    while last is not None and (last := last.next).op != "root":
+        last.meta[INSIDE] = True
+
+
 def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:
     """While a graph is traced: note that `local` is the result of `step`, a `dtensor.layout.planner.Step`.
 
@@ -187,6 +216,8 @@ def note_move(local: torch.Tensor, step: Any, spec: Any, asked: bool) -> None:
     moved = Moved(src, dst, asked, lengths, count, step.axes, spec.dtype.itemsize, tuple(names), tuple(spec.mesh.shape))
     node.meta.setdefault(MOVE, moved)
     node.meta[LAYOUT] = step.dst.text
+    if keeps and spec.static:
+        node.meta[SPEC] = (spec.real or spec).with_layout(step.dst)
     if all(map(has_hint, spec.shape)):
         node.meta[SHARDS] = spec.with_layout(step.dst).shards
 
@@ -197,19 +228,24 @@ def _node(local: Any) -> Any:
 
 __all__ = [
     "ALIKE",
+    "INSIDE",
     "LAYOUT",
     "LOCAL",
     "MOVE",
     "OPERATOR",
     "PASSES",
     "SHARDS",
+    "SPEC",
     "TAKEN",
     "TRACED",
     "Cut",
     "Moved",
     "Shards",
     "Taken",
+    "keep_specs",
+    "keeps_specs",
     "note_alike",
+    "note_inside",
     "note_layout",
     "note_move",
     "note_shards",

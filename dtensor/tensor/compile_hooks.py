@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..mesh import environment
+from ..mesh.provenance import keeps_specs
 from ..torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
@@ -47,10 +48,13 @@ class PlainPasses(CustomInferenceAwareGraphPass):
             options = importlib.import_module("dtensor.compile").Options.of_environment()
             run = importlib.import_module(INDUCTOR).STAGES[self.stage](options)
             run(graph, is_inference)
+        elif keeps_specs() and self.stage == STAGES[1]:
+            tap = importlib.import_module(INDUCTOR)
+            tap.insert_taps(graph, tap.direction(graph, is_inference))
 
     def uuid(self) -> Any:
         """The cache key; None disables the cache, so that every graph is available for a dump or a replay."""
-        if environment.text("dump") or environment.text("verify") == "1":
+        if environment.text("dump") or environment.text("verify") == "1" or keeps_specs():
             return None
         return self.stage, environment.fingerprint(), importlib.import_module(INDUCTOR).trace_key()
 

@@ -55,7 +55,7 @@ def from_torch(x: Any) -> DTensor:
         placements = as_placements(x.placements, x.device_mesh.ndim, x.dim())
         local = x.to_local(grad_placements=_torch_placements(_without_partial(placements), x.device_mesh))
         return DTensor.from_local(local, x.device_mesh, placements, shape=tuple(x.shape), stride=tuple(x.stride()))
-    return _FromTorch.apply(x, _layout_of(x))
+    return _FromTorch.apply(x, layout_of(x))
 
 
 def to_torch(x: DTensor) -> Any:
@@ -77,7 +77,12 @@ def to_torch(x: DTensor) -> Any:
     )
 
 
-def _layout_of(x: Any) -> Layout:
+def layout_of(x: Any) -> Layout:
+    """The layout of torch's DTensor `x`.
+
+    Raises:
+        PlacementError: one of its placements is private to torch and has no equivalent.
+    """
     order = shard_order(x)
     if order is None:
         raise _unknown(x)
@@ -150,4 +155,4 @@ def as_torchs(x: Any) -> Any:
     return to_torch(x) if isinstance(x, DTensor) else x
 
 
-__all__ = ["TORCH", "as_ours", "as_torchs", "from_torch", "is_torch_dtensor", "to_torch"]
+__all__ = ["TORCH", "as_ours", "as_torchs", "from_torch", "is_torch_dtensor", "layout_of", "to_torch"]

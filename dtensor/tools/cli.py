@@ -30,6 +30,7 @@ from .calibration import Outcome as Constants
 from .checkpoint_commands import checkpoint
 from .demo import BACKENDS, BATCH, HEADS, SEQ, Options, Outcome, Run, default_text, demonstrate, under_torchrun
 from .demo_plans import PLANS
+from .run_commands import COMMANDS as RUNS
 
 if TYPE_CHECKING:
     pass
@@ -63,7 +64,7 @@ def main() -> None:
     """A distributed tensor made for torch.compile."""
 
 
-for _command in (*COMMANDS, checkpoint):
+for _command in (*COMMANDS, *RUNS, checkpoint):
     main.add_command(_command)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from torch import nn
 
 SUPPORTED = ((2, 13), (2, 16))
 """The supported torch releases: at least the first, below the second."""
@@ -91,6 +92,15 @@ UnknownValue: tuple[type[Exception], ...] = (DataDependentOutputException, Dynam
 """What fake tensors raise if a result depends on values."""
 
 disable_dynamo: Any = torch._disable_dynamo
+
+autograd_sequence_number: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateUsage]
+"""() -> the sequence number that the next node of autograd gets."""
+
+current_autograd_node: Any = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
+"""() -> the node of autograd whose backward runs in this thread, or None."""
+
+MODULE_CALL = nn.Module._call_impl.__code__
+"""The code that runs when a module is called."""
 
 
 @contextlib.contextmanager
@@ -463,11 +473,18 @@ def graph_node(x: torch.Tensor) -> torch.fx.Node | None:
     return None if slot is None else slot.proxy.node
 
 
+def last_traced_node() -> torch.fx.Node | None:
+    """The node that was added last to the graph that is being traced; None if there is no graph."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer.graph._root.prev
+
+
 assert_async: Any = torch._assert_async
 """(condition, message): raises once the condition is known, without waiting for a GPU. Traced, and never removed."""
 
 
 __all__ = [
+    "MODULE_CALL",
     "OWN_KEYSET",
     "DebugOpCall",
     "FakeTensor",
@@ -479,6 +496,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnknownValue",
     "assert_async",
+    "autograd_sequence_number",
     "backend_of",
     "below_autograd",
     "break_connections",
@@ -487,6 +505,7 @@ __all__ = [
     "check_version",
     "cloned_store",
     "conjugates_resolved",
+    "current_autograd_node",
     "current_device_mesh",
     "decompositions",
     "default_group_timeout",
@@ -511,6 +530,7 @@ __all__ = [
     "is_in_formula",
     "is_in_graph",
     "is_registered",
+    "last_traced_node",
     "make_fx",
     "make_wrapper_subclass",
     "meets_only_autograd",

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from dtensor.comm.collectives import ops
-from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, TRACED
+from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, SPEC, TRACED
 from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
 from dtensor.torch_private.symbolic_sizes import without_guards
 
@@ -119,6 +119,7 @@ _OWN_META = frozenset(
         LAYOUT,
         SHARDS,
         SIZE,
+        SPEC,
     )
 )
 
@@ -365,6 +366,8 @@ def replace(node: fx.Node, new: fx.Node) -> fx.Node:
         if permuted:
             back = [order.index(dim) for dim in range(len(order))]
             new = insert(node, aten.permute.default, (new, back), like=node)
+    if SPEC in node.meta:
+        new.meta.setdefault(SPEC, node.meta[SPEC])
     node.replace_all_uses_with(new)
     node.graph.erase_node(node)
     return new

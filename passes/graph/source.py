@@ -8,15 +8,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import fx
+
+from dtensor.mesh.source_lines import is_users
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n?(?P<code>[^\n]*)')
 MODULE = re.compile(r"^L\['\w+'\]\.?|_modules\['(\w+)'\]\.?")
-
-_LIBRARY = Path(__file__).parent.parent.parent
-_NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{_LIBRARY}/", "<")
-_STILL_USERS = (str(_LIBRARY / "testing"), str(_LIBRARY / "demo.py"))
 
 
 @dataclass(frozen=True)
@@ -42,12 +39,6 @@ def source(node: fx.Node) -> Source | None:
     return Source(m["file"], int(m["line"]), m["code"].strip())
 
 
-def is_users(file: str) -> bool:
-    """Whether a file belongs to neither torch nor this library. The library's demo and test models count as the
-    user's."""
-    return file.startswith(_STILL_USERS) or not file.startswith(_NOT_USERS)
-
-
 def module(node: fx.Node) -> str:
     """Return the path of the innermost module that computed the node, such as `layers.0.attention.wo`; "" if
     unknown."""
@@ -56,4 +47,4 @@ def module(node: fx.Node) -> str:
     return MODULE.sub(lambda m: f"{m[1]}." if m[1] else "", paths[-1]).strip(".") if paths else ""
 
 
-__all__ = ["Source", "is_users", "module", "source"]
+__all__ = ["Source", "module", "source"]

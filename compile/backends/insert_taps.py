@@ -1,0 +1,158 @@
+"""Inserts taps into a compiled graph while something is recorded: operators that hand its values to the recorder.
+
+This is the last step on a graph: the passes see the same graph with and without taps, and the order of collectives is
+fixed before. Tapped are the values that an eager run records: of a graph with DTensors every value that was the local
+tensor of one, with its spec, and otherwise the results of the operators that the program called, of which AOTAutograd
+may have made several nodes.
+"""
+
+import operator
+
+import torch
+from torch import fx
+
+from dtensor.mesh.provenance import INSIDE, MOVE, SPEC
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.source import module, source
+from dtensor.runs import taps
+from dtensor.runs.aligning import UNNUMBERED
+from dtensor.runs.recorder import short
+from dtensor.torch_private.core import OpOverload
+
+from ..recording.frames import current_frame, tell_modules
+
+COLLECTIVES = ("dtensor", "_c10d_functional")
+"""The namespaces of what redistributes."""
+
+
+def insert_taps(graph: fx.Graph, direction: str) -> None:
+    """Insert taps into `graph`, in place.
+
+    Args:
+        graph: a graph that no pass changes any more.
+        direction: "forward", "backward" or "inference".
+    """
+    tell_modules(graph)
+    wanted = _values(graph)
+    nodes = [node for node in graph.nodes if node.op != "placeholder"]
+    start, end = nodes[0], nodes[-1]
+    with graph.inserting_before(start):
+        token = _call(graph, torch.ops.aten.empty.memory_format, ([1],))
+        token.meta["val"] = _value_of_token(graph)
+        _call(graph, torch.ops.dtensor.record_begin.default, (token, taps.graph(current_frame(), direction)))
+    sites: dict[fx.Node, int] = {}
+    phase = "backward" if direction == "backward" else "forward"
+    inputs = [n for n in graph.find_nodes(op="placeholder") if isinstance(ir.value(n), torch.Tensor) and n.users]
+    for k, node in enumerate(inputs):
+        with graph.inserting_before(start):
+            sites[node] = _tap(graph, node, token, taps.Site(phase, "", "", "input", k, "input", _spec(node), ()))
+    for node in wanted:
+        with graph.inserting_before(_after(node, end)):
+            sites[node] = _tap(graph, node, token, _site(node, phase, sites))
+    with graph.inserting_before(end):
+        _call(graph, torch.ops.dtensor.record_end.default, (token,))
+
+
+def _value_of_token(graph: fx.Graph) -> torch.Tensor:
+    like = next(x for node in graph.nodes for x in ir.tensors(node))
+    return like.new_empty([1], dtype=torch.float32)
+
+
+def _call(graph: fx.Graph, target: OpOverload, args: tuple[object, ...]) -> fx.Node:
+    node = graph.call_function(target, args)  # pyright: ignore[reportArgumentType]
+    node.meta["val"] = None
+    return node
+
+
+def _tap(graph: fx.Graph, node: fx.Node, token: fx.Node, site: taps.Site) -> int:
+    number = taps.site(site)
+    _call(graph, torch.ops.dtensor.record.default, (node, token, number))
+    return number
+
+
+def _after(node: fx.Node, end: fx.Node) -> fx.Node:
+    """Where to insert what comes after `node`: behind all results, if it is one of several."""
+    return end if node.next.op == "root" else node.next
+
+
+def _values(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes to tap, in order."""
+    computed = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]
+    computed = [n for n in computed if n.target is operator.getitem or not ir.aliases(n) or _is_move(n)]
+    distributed = {_group(n) for n in computed if SPEC in n.meta}
+    results: dict[object, fx.Node] = {n: n for n in computed if SPEC in n.meta}
+    for node in computed:
+        plain = INSIDE not in node.meta and getattr(node.target, "namespace", "") not in COLLECTIVES
+        if plain and _group(node) not in distributed and _is_result(node):
+            results[_group(node), tuple(node.meta["val"].shape), node if _is_whole(node) else None] = node
+    wanted = set(results.values())
+    return [n for n in computed if n in wanted]
+
+
+def _group(node: fx.Node) -> object:
+    return _operator(node), node.meta.get("seq_nr")
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a node is the operator that the program called, and not one of those it was decomposed into."""
+    call = node.args[0] if node.target is operator.getitem else node
+    return isinstance(call, fx.Node) and str(call.target) == str(call.meta.get("original_aten", call.target))
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether a node is used by others than those that its operator was decomposed into."""
+    return any(_group(user) != _group(node) for user in node.users)
+
+
+def _operator(node: fx.Node) -> str:
+    found = node.meta.get("original_aten") or node.target
+    return found._schema.name if isinstance(found, OpOverload) else str(found)
+
+
+def _spec(node: fx.Node) -> object:
+    spec = node.meta.get(SPEC)
+    return spec if spec is not None and spec.static else None
+
+
+def _site(node: fx.Node, phase: str, sites: dict[fx.Node, int]) -> taps.Site:
+    is_move = _is_move(node)
+    op = f"redistribute {node.meta[MOVE]}" if is_move else short(_operator(node))
+    line = source(node)
+    spec = _spec(node)
+    return taps.Site(
+        phase, module(node), str(line or ""), op, _number(node), "move" if is_move else "op", spec, _inputs(node, sites)
+    )  # pyright: ignore[reportArgumentType]
+
+
+def _is_move(node: fx.Node) -> bool:
+    """Whether the value is the result of a step of a redistribution."""
+    if MOVE not in node.meta or SPEC not in node.meta:
+        return False
+    return getattr(node.target, "namespace", "") in COLLECTIVES or ir.ARRIVAL in node.meta
+
+
+def _number(node: fx.Node) -> int:
+    """Which of several results a node is; `UNNUMBERED` if the operator was decomposed."""
+    if node.target is operator.getitem:
+        return node.args[1] if isinstance(node.args[1], int) else 0
+    return 0 if SPEC in node.meta or _is_whole(node) else UNNUMBERED
+
+
+def _inputs(node: fx.Node, sites: dict[fx.Node, int]) -> tuple[int, ...]:
+    """The nearest values before the node that have taps."""
+    found: dict[int, None] = {}
+    seen: set[fx.Node] = set()
+    queue = list(node.all_input_nodes)
+    while queue:
+        each = queue.pop(0)
+        if each in seen:
+            continue
+        seen.add(each)
+        if each in sites:
+            found[sites[each]] = None
+        else:
+            queue += each.all_input_nodes
+    return tuple(found)
+
+
+__all__ = ["insert_taps"]

@@ -1,0 +1,47 @@
+"""Aligning: which value of one run is which value of the other.
+
+First by key: same step, phase, module, operator, result and dtype, as often in one run as in the other. What is left,
+such as the results of an operator that a compiler took apart, is aligned in its order among the values of the same
+shape that are left in both; where their numbers differ, it is uncertain which is which.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from .values import Key, Run, Value
+
+UNNUMBERED = -1
+"""The number of a result if it is unknown which of several it is."""
+
+
+def aligned(a: Run, b: Run) -> tuple[dict[Key, Key], set[Key]]:
+    """Align the values of two runs.
+
+    Returns:
+        Keys of `b`, in the order of execution, with those of `a` that they are; and the keys of `b` of which that is
+        uncertain.
+    """
+    often_a, often_b = (Counter([key[:-1] for key in run.values]) for run in (a, b))
+    found = {key: key for key in b.values if key in a.values and often_a[key[:-1]] == often_b[key[:-1]]}
+    taken = set(found.values())
+    left_a = _by_name({k: v for k, v in a.values.items() if k not in taken})
+    left_b = _by_name({k: v for k, v in b.values.items() if k not in found})
+    uncertain: set[Key] = set()
+    for name, keys in left_b.items():
+        others = left_a.get(name, [])
+        found |= dict(zip(keys, others))
+        if len(keys) != len(others):
+            uncertain |= set(keys)
+    return {key: found[key] for key in b.values if key in found}, uncertain
+
+
+def _by_name(values: Mapping[Key, Value]) -> dict[tuple[object, ...], list[Key]]:
+    found = defaultdict(list)
+    for key, value in values.items():
+        if value.kind != "move":
+            shape = tuple(value.copies[0].shape) if value.copies else ()
+            found[(value.step, value.phase, value.module, value.op, value.dtype, shape)].append(key)
+    return found
+
+
+__all__ = ["UNNUMBERED", "aligned"]

@@ -1,0 +1,142 @@
+"""Where in the program an operator is called: the path of the module, the line of the user's code, and the phase.
+
+All three are read off Python's stack, so nothing has to be installed in the modules, and Dynamo traces what it would
+trace without. In a backward the stack does not show them; there an operator belongs to the forward operator whose
+gradient it computes, which has the same sequence number.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from ..mesh.source_lines import is_users
+from ..torch_private.core import MODULE_CALL, autograd_sequence_number, current_autograd_node
+
+FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+
+_OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim") + os.sep
+_OTHER, _USERS, _CALL, _OPTIMIZER = range(4)
+_kinds: dict[CodeType, int] = {MODULE_CALL: _CALL}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an operator is called.
+
+    Attributes:
+        phase: "forward", "backward", "recompute" (a forward repeated in a backward) or "optimizer".
+        module: path of the innermost module, such as "layers.0.mlp"; "" for the model itself, or outside of modules.
+        line: file and number of the innermost line of the user's code; "" if there is none.
+    """
+
+    phase: str
+    module: str
+    line: str
+
+
+NOWHERE = Place(FORWARD, "", "")
+
+
+@dataclass
+class Names:
+    """The paths of modules and the names of parameters and buffers, learned as models are called."""
+
+    modules: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary)
+    tensors: dict[int, str] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
+    roots: int = 0
+
+    def learn(self, root: nn.Module) -> None:
+        """Name everything in `root`; with the class in front unless it is the first model."""
+        prefix = "" if self.roots == 0 else type(root).__name__
+        self.roots += 1
+        for path, module in root.named_modules():
+            self.modules.setdefault(module, _joined(prefix, path))
+        for path, tensor in [*root.named_parameters(), *root.named_buffers()]:
+            name = _joined(prefix, path)
+            self.kept.append(tensor)
+            self.tensors.setdefault(id(tensor), name)
+            local = getattr(tensor, "_local_tensor", None)
+            if local is not None:
+                self.tensors.setdefault(id(local), name)
+
+    def path(self, module: nn.Module, outermost: FrameType) -> str:
+        """The path of a module, whose call is inside the call of `outermost`."""
+        found = self.modules.get(module)
+        if found is None:
+            self.learn(outermost.f_locals["self"])
+            found = self.modules.setdefault(module, type(module).__name__)
+        return found
+
+
+def _joined(prefix: str, path: str) -> str:
+    path = ".".join([part for part in path.split(".") if part != "_orig_mod"])
+    return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+def _kind(code: CodeType) -> int:
+    file = code.co_filename
+    found = _OPTIMIZER if file.startswith(_OPTIMIZERS) else _USERS if is_users(file) else _OTHER
+    _kinds[code] = found
+    return found
+
+
+class Places:
+    """Tells the place of the operator that is called now."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+        self.forward: dict[int, Place] = {}
+
+    def here(self) -> Place:
+        """The place of the operator whose call is on the stack."""
+        node = current_autograd_node()
+        line, module, outermost, phase = _stack(sys._getframe(1))
+        if node is not None and module is None:
+            made = self.forward.get(node._sequence_nr(), NOWHERE)
+            return Place(BACKWARD, made.module, made.line)
+        path = "" if module is None or outermost is None else self.names.path(module, outermost)
+        place = Place(phase if node is None else RECOMPUTE, path, line)
+        if torch.is_grad_enabled() or node is None:
+            self.forward.setdefault(autograd_sequence_number() - 1, place)
+        return place
+
+    def in_module(self) -> bool:
+        """Whether the call of a module is on the stack."""
+        return _stack(sys._getframe(1))[1] is not None
+
+    def module(self) -> str:
+        """The path of the innermost module whose call is on the stack."""
+        _, module, outermost, _ = _stack(sys._getframe(1))
+        return "" if module is None or outermost is None else self.names.path(module, outermost)
+
+
+def _stack(frame: FrameType | None) -> tuple[str, nn.Module | None, FrameType | None, str]:
+    """The innermost line of the user's code, the innermost module, the frame of the outermost one, and the phase."""
+    line, module, outermost, phase = "", None, None, FORWARD
+    while frame is not None:
+        code = frame.f_code
+        kind = _kinds.get(code)
+        if kind is None:
+            kind = _kind(code)
+        if kind == _USERS:
+            line = line or f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        elif kind == _CALL:
+            called = frame.f_locals["self"]
+            if not isinstance(called, GraphModule):
+                module = called if module is None else module
+                outermost = frame
+        elif kind == _OPTIMIZER:
+            phase = OPTIMIZER
+        frame = frame.f_back
+    return line, module, outermost, phase
+
+
+__all__ = ["BACKWARD", "FORWARD", "NOWHERE", "OPTIMIZER", "RECOMPUTE", "Names", "Place", "Places"]

@@ -1,0 +1,587 @@
+"""The recorder: a dispatch mode that writes a fingerprint of everything that operators compute on this rank.
+
+    operator on global tensors -> run it -> fingerprints of its results, with their inputs and its place -> file
+
+It sees the operators that the program calls: on DTensors the global operator, not the local ones it is carried out by,
+but the redistributions that operands need (`comm.redistribute` reports them). Compiled graphs are recorded by `taps`.
+Nothing is communicated and nothing is gathered; what a fingerprint costs is about what reading the tensor a few times
+costs.
+
+Which value an operator reads is known from a mark on the local tensor, and, where autograd made a new Python object for
+the same memory, from that memory.
+"""
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..comm.pending_tensor import Pending
+from ..comm.redistribute import watchers
+from ..layout.layout import Layout
+from ..mesh import environment, provenance
+from ..mesh.mesh import mesh_shape
+from ..mesh.tensor_spec import Spec
+from ..tensor.tensor import DTensor
+from ..tensor.torch_dtensor import is_torch_dtensor, layout_of
+from ..torch_private.compiling import forget_compiled
+from ..torch_private.core import OpOverload, TorchDispatchMode, tree_leaves
+from . import fingerprint as fp
+from .places import OPTIMIZER, Names, Place, Places
+from .storage import Writer, packed
+
+MARK = "_dtensor_recorded"
+"""The attribute of a local tensor that names the value it holds."""
+PENDING = 512
+"""The number of values after which fingerprints are written."""
+
+PLAIN = (torch.Tensor, nn.Parameter)
+NOT_RECORDED = frozenset(
+    f"aten::{name}"
+    for name in (
+        "empty",
+        "empty_like",
+        "new_empty",
+        "empty_strided",
+        "new_empty_strided",
+        "set_",
+        "resize_",
+        "is_pinned",
+    )
+) | {"dtensor::record_begin", "dtensor::record", "dtensor::record_end", "dtensor::agree"}
+"""Operators whose results hold no values yet."""
+SAME_VALUE = frozenset(
+    f"aten::{name}" for name in ("_unsafe_view", "lift_fresh", "detach", "alias", "view_as", "_reshape_alias")
+)
+"""Operators that return the value they were given, though they do not declare to be views."""
+REDISTRIBUTE = "dtensor::redistribute"
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a local tensor holds.
+
+    Attributes:
+        token: which recorder knows it.
+        index: the number of the value.
+        spec: its spec; None for a plain tensor.
+        owner: the parameter that an optimizer computed it for; "" outside of optimizers.
+    """
+
+    token: object
+    index: int
+    spec: Spec | None
+    owner: str = ""
+
+
+class Recorder(TorchDispatchMode):
+    """Records what this thread runs, as a context. See `dtensor.record`."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, steps: int | None = None, values: str = "", waits: bool = False
+    ) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.values = values
+        self.steps = steps
+        self.waits = waits
+        self.names = Names()
+        self.places = Places(self.names)
+        self.sites: dict[int, int] = {}
+        self.inside = False
+        self.prefix = ""
+        self.prefixes: dict[int, list[str]] = {}
+        self.open = False
+        self.token = object()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let Dynamo compile while the mode is active."""
+        return True
+
+    def __enter__(self) -> "Recorder":
+        if self.open:
+            raise RuntimeError("this recorder is in use; make another one with dtensor.record(folder)")
+        self.index = self.step_number = self._last = 0
+        self._specs: dict[Any, int] = {}
+        self._meshes: dict[int, Any] = {}
+        self._memory: dict[tuple[Any, ...], tuple[StorageWeakRef, Known]] = {}
+        self._pending: list[tuple[dict[str, Any], torch.Tensor]] = []
+        self._writer: Writer | None = None
+        self.thread = threading.get_ident()
+        _begin(self)
+        self.open = True
+        forget_compiled()
+        return super().__enter__()
+
+    def __exit__(self, *given: Any) -> None:
+        super().__exit__(*given)
+        _end(self)
+        self.close()
+        self._memory.clear()
+        forget_compiled()
+
+    @property
+    def writer(self) -> Writer:
+        """The file of this rank, begun when the first value is known, by when the program knows its rank."""
+        if self._writer is None:
+            rank, world = _rank_and_world()
+            self._rank = rank
+            header = {"rank": rank, "world": world, "torch": torch.__version__, "program": sys.argv}
+            self._writer = Writer(self.folder, rank, header)
+        return self._writer
+
+    @property
+    def is_on(self) -> bool:
+        """Whether values are recorded now."""
+        return self.open and not self.inside and not (self._writer is not None and self._writer.broken)
+
+    def step(self) -> None:
+        """Begin the next step. The end of an optimizer's step does so, too."""
+        if self.waits:
+            return
+        self.step_number += 1
+        self.inside = False
+        self.prefixes.clear()
+        self.flush()
+        if self.steps is not None and self.step_number >= self.steps:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is left and the end of the file. What runs afterwards is not recorded."""
+        if self.open:
+            self.flush()
+            self.writer.close({"steps": self._last + 1, "values": self.index})
+            self.open = False
+
+    def flush(self) -> None:
+        """Write the fingerprints that are still on their device."""
+        if not self._pending:
+            return
+        with disabled_recording(self):
+            on_host = torch.cat([f.cpu() for _, f in self._pending]).numpy()
+        cuts = np.cumsum([f.numel() for _, f in self._pending])[:-1]
+        lines = [line for line, _ in self._pending]
+        for line, vector in zip(lines, np.split(on_host, cuts)):
+            line["f"] = packed(vector)
+        self._pending.clear()
+        self.writer.write(*lines)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._records(func, args, kwargs):
+            return func(*args, **kwargs)
+        place = self.places.here()
+        name = func._schema.name
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        inputs = [self.known(x, place, name, k) for k, x in enumerate(given)]
+        out = func(*args, **kwargs)
+        self._computed(func, name, place, given, inputs, out, args, kwargs)
+        return out
+
+    def _records(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if not self.is_on or not isinstance(func, OpOverload):
+            return False
+        if self.waits and not self.places.in_module():
+            return False
+        self.waits = False
+        return func._schema.name not in NOT_RECORDED and not any(
+            not _is_real(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        )
+
+    def _computed(
+        self,
+        func: OpOverload,
+        name: str,
+        place: Place,
+        given: Sequence[torch.Tensor],
+        inputs: Sequence[int],
+        out: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)] or _written(func, args, kwargs)
+        if made and (func.is_view or name in SAME_VALUE):
+            for x in made:
+                self._mark(x, inputs[0] if inputs else -1)
+            return
+        if name == REDISTRIBUTE:  # `redistributed` was called
+            for x in made:
+                found = self._lookup(x)
+                self._mark(x, inputs[0] if found is None else found.index)
+            return
+        with torch.no_grad():
+            lists = place.phase == OPTIMIZER and len(made) > 1 and len(inputs) % len(made) == 0
+            for k, x in enumerate(made):
+                if _is_real(x):
+                    each = inputs[k :: len(made)] if lists else inputs
+                    owner = (
+                        self._owner(x, given[k :: len(made)] if lists else given) if place.phase == OPTIMIZER else ""
+                    )
+                    number = 0 if lists else k
+                    self.value(
+                        x, place.phase, owner or place.module, place.line, short(name), number,
+                        list(dict.fromkeys(each)), owner=owner,
+                    )  # fmt: skip
+
+    def _owner(self, x: torch.Tensor, given: Sequence[torch.Tensor]) -> str:
+        """The name of the parameter that an optimizer works on: that of the first tensor that has one."""
+        for tensor in (x, *given):
+            found = self._lookup(tensor)
+            owner = self._name(tensor) or (found.owner if found is not None else "")
+            if owner:
+                return owner
+        return ""
+
+    def known(self, x: torch.Tensor, place: Place, reader: str, k: int) -> int:
+        """The number of the value that `x` holds. One that no recorded operator made is recorded now, as an input."""
+        found = self._lookup(x)
+        _, spec = _opened(x)
+        if found is not None and _is_same(found.spec, spec):
+            return found.index
+        if found is not None:
+            return self.value(x, place.phase, place.module, place.line, "from_local", 0, [found.index], kind="from")
+        name = self._name(x)
+        if name:
+            return self.value(x, "parameter", name, "", "parameter", 0, [], kind="parameter")
+        return self.value(x, place.phase, place.module, place.line, f"input of {short(reader)}", k, [], kind="input")
+
+    def value(
+        self,
+        x: torch.Tensor,
+        phase: str,
+        module: str,
+        line: str,
+        op: str,
+        k: int,
+        inputs: Sequence[int],
+        *,
+        kind: str = "op",
+        owner: str = "",
+        more: dict[str, Any] | None = None,
+    ) -> int:
+        """Record a value: a fingerprint of this rank's part, and what is known of it. Returns its number."""
+        local, spec = _opened(x)
+        shape, offsets, written = tuple(local.shape), (0,) * local.dim(), None
+        if spec is not None and spec.coordinate is not None:
+            box = spec.layout.local_box(spec.shape, mesh_shape(spec.mesh), spec.coordinate)
+            if tuple([b - a for a, b in box]) == shape:
+                shape, offsets, written = tuple(spec.shape), tuple([a for a, _ in box]), self._spec(spec)
+        index = self.index
+        self.index, self._last = index + 1, self.step_number
+        described = {
+            "i": index,
+            "s": self.step_number,
+            "p": phase,
+            "m": module,
+            "l": line,
+            "o": op,
+            "n": k,
+            "in": [i for i in inputs if i >= 0],
+            "d": str(local.dtype).removeprefix("torch."),
+            "g": shape,
+            "b": written,
+            "k": kind,
+            **(more or {}),
+        }
+        if not local.is_floating_point() and not local.is_complex():
+            described["e"] = 1
+        if self.values and fnmatch(f"{phase}/{module}/{op}", self.values):
+            described["v"] = self._keep(local, index)
+        self._pending.append((described, fp.fingerprint(local, shape, offsets)))
+        self._mark(x, index, owner)
+        if len(self._pending) >= PENDING:
+            self.flush()
+        return index
+
+    def at(self, phase: str, module: str, line: str) -> Place:
+        """The place of a value of the compiled graph that runs now."""
+        return Place(phase, ".".join([part for part in (self.prefix, module) if part]), line)
+
+    def wrapped(self, local: torch.Tensor, spec: Spec) -> Any:
+        """A local tensor with its spec, to be recorded."""
+        return _Local(local, spec)
+
+    def _keep(self, local: torch.Tensor, index: int) -> str:
+        name = f"rank{self._rank:05d}.{index}.npy"
+        kept = local.detach()
+        kept = kept.to(torch.float32) if kept.dtype in (torch.bfloat16, torch.float16) else kept
+        try:
+            np.save(self.folder / name, kept.cpu().resolve_conj().resolve_neg().numpy())
+        except OSError:
+            return ""
+        return name
+
+    def _mark(self, x: torch.Tensor, index: int, owner: str = "") -> None:
+        local, spec = _opened(x)
+        known = Known(self.token, index, spec, owner)
+        setattr(local, MARK, known)
+        self._memory[_memory_of(local)] = StorageWeakRef(local.untyped_storage()), known
+
+    def _lookup(self, x: torch.Tensor) -> Known | None:
+        local, _ = _opened(x)
+        found = getattr(local, MARK, None)
+        if found is None or found.token is not self.token:
+            storage, found = self._memory.get(_memory_of(local), (None, None))
+            if storage is None or storage.expired():
+                return None
+        return found if found is not None and found.index >= 0 else None
+
+    def _name(self, x: torch.Tensor) -> str:
+        return self.names.tensors.get(id(x), "") or self.names.tensors.get(id(_opened(x)[0]), "")
+
+    def _spec(self, spec: Spec) -> int:
+        """The number of a spec in the file, where it is written the first time."""
+        key = (id(spec.mesh), spec.layout, tuple(spec.shape))
+        found = self._specs.get(key)
+        if found is None:
+            found = self._specs[key] = len(self._specs)
+            if id(spec.mesh) not in self._meshes:
+                self._meshes[id(spec.mesh)] = spec.mesh  # kept, so that no other mesh gets its id
+                names = list(spec.mesh.mesh_dim_names or [f"axis{a}" for a in range(spec.mesh.ndim)])
+                described = {"mesh": id(spec.mesh), "names": names, "ranks": spec.mesh.mesh.tolist()}
+                self.writer.write(described)
+            layout: Layout = spec.layout
+            self.writer.write(
+                {
+                    "spec": found,
+                    "on": id(spec.mesh),
+                    "dims": layout.dims,
+                    "partial": layout.partial,
+                    "text": layout.text,
+                    "shape": list(spec.shape),
+                }
+            )
+        return found
+
+    def redistributed(self, local: torch.Tensor, spec: Spec, dst: Layout, result: Any) -> None:
+        """Record a redistribution that `redistribute_local` carried out."""
+        if not self.is_on or self.waits or type(local) not in PLAIN:
+            return
+        if type(result) is Pending:
+            result = result.wait()
+        if result is local:
+            return
+        with torch.no_grad():
+            place = self.places.here()
+            before = _Local(local, spec)
+            known = self.known(before, place, "redistribute", 0)
+            after = _Local(result, spec.with_layout(dst))
+            op = f"redistribute {spec.layout.text}->{dst.text}"
+            self.value(after, place.phase, place.module, place.line, op, 0, [known], kind="move")
+
+    @torch.no_grad()
+    def each_parameter(self, optimizer: Any, what: str) -> None:
+        """Record the gradients of an optimizer's parameters ("gradient"), or the parameters ("updated")."""
+        if not self.is_on or self.waits:
+            return
+        with disabled_recording(self):
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    x = p.grad if what == "gradient" else p
+                    if x is None or not _is_real(x):
+                        continue
+                    found = self._lookup(x)
+                    inputs = [found.index] if found is not None else []
+                    name = self._name(p)
+                    self.value(x, what, name, "", what, 0, inputs, kind=what, owner=name)
+
+
+@contextmanager
+def disabled_recording(recorder: Recorder) -> Iterator[None]:
+    """A context in which operators are not recorded."""
+    before, recorder.inside = recorder.inside, True
+    try:
+        yield
+    finally:
+        recorder.inside = before
+
+
+class _Local:
+    """A local tensor with its spec, where no DTensor is at hand."""
+
+    def __init__(self, local: torch.Tensor, spec: Spec) -> None:
+        self._local_tensor, self._spec = local, spec
+
+
+def _opened(x: Any) -> tuple[torch.Tensor, Spec | None]:
+    """The local tensor of `x` and its spec; None for a plain tensor."""
+    if type(x) in PLAIN:
+        return x, None
+    if isinstance(x, (DTensor, _Local)):
+        local = x._local_tensor
+        return (local.wait() if type(local) is Pending else local), x._spec
+    if is_torch_dtensor(x):
+        spec = Spec.make(x.device_mesh, layout_of(x), x.shape, x.stride(), x.dtype)
+        local = x._local_tensor
+        return local, spec
+    return x, None
+
+
+def _is_same(a: Spec | None, b: Spec | None) -> bool:
+    """Whether two specs distribute alike; strides do not matter."""
+    return a is b or (
+        a is not None and b is not None and a.layout is b.layout and a.mesh is b.mesh and a.shape == b.shape
+    )
+
+
+def _is_real(x: Any) -> bool:
+    """Whether `x` has values that can be read: it is no fake tensor, and neither sparse nor quantized."""
+    local, spec = _opened(x)
+    if spec is not None and spec.coordinate is None:
+        return False
+    return (
+        type(local) in PLAIN
+        and local.layout is torch.strided
+        and local.device.type != "meta"
+        and not local.is_quantized
+    )
+
+
+def _memory_of(local: torch.Tensor) -> tuple[Any, ...]:
+    return local.data_ptr(), tuple(local.shape), local.dtype
+
+
+def _written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an operator without results writes to."""
+    found: list[torch.Tensor] = []
+    for k, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[k] if k < len(args) else kwargs.get(argument.name)
+            found += [x for x in tree_leaves(given) if isinstance(x, torch.Tensor)]
+    return found
+
+
+def short(name: str) -> str:
+    """The name by which operators of two runs are matched: without namespace, `_foreach`, and the mark of in-place."""
+    return name.removeprefix("aten::").removeprefix("_foreach_").rstrip("_")
+
+
+def record(folder: str | os.PathLike[str], *, steps: int | None = None, values: str = "") -> Recorder:
+    """Record what every operator computes, as a context; compare two records with `dtensor compare A B`.
+
+    Every rank writes a file: for each operator of forward, backward and optimizer, eager or compiled, its place in the
+    program, the global shape, dtype and placements of its results, and a fingerprint of their values that does not
+    depend on how they are sharded. Nothing is communicated. Works for models without DTensors, too, and for those of
+    torch.distributed.tensor. What is compiled is compiled again for the record, with operators that hand out values.
+
+        with dtensor.record("runs/tp"):
+            loss = model(batch)
+            loss.backward()
+            optimizer.step()
+
+    Args:
+        folder: where the files go; the same one on all ranks. Files of an earlier record are overwritten.
+        steps: end the record after so many steps of an optimizer; None for all in the context.
+        values: keep whole values, too, of the operators that match this pattern of "phase/module/operator", such as
+            "forward/layers.0.*/mm".
+
+    Returns:
+        The recorder, a context. Its `step()` begins the next step where no optimizer does.
+
+    Raises:
+        TypeError: `folder` is no path, or `steps` no number.
+        ValueError: `steps` is less than 1.
+    """
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise TypeError(f"folder is the path of a folder, got {folder!r}; write dtensor.record('runs/tp')")
+    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int)):
+        raise TypeError(f"steps is a number of optimizer steps or None, got {steps!r}")
+    if steps is not None and steps < 1:
+        raise ValueError(f"steps is {steps}; write 1 or more, or None for all steps in the context")
+    return Recorder(folder, steps=steps, values=values)
+
+
+def record_from_now_on(folder: str | os.PathLike[str], *, steps: int = 1, values: str = "") -> None:
+    """Record the first steps of this program, from the first call of a model on."""
+    here = Recorder(folder, steps=steps, values=values, waits=True)
+    here.__enter__()
+    atexit.register(here.close)
+
+
+def record_if_asked() -> None:
+    """Record this program if DTENSOR_RECORD names a folder."""
+    folder = environment.setting("DTENSOR_RECORD")
+    if folder:
+        steps = environment.setting("DTENSOR_RECORD_STEPS") or "1"
+        if not steps.isdecimal() or not int(steps):
+            raise ValueError(f"the environment variable DTENSOR_RECORD_STEPS is {steps!r}; write a number of steps")
+        record_from_now_on(folder, steps=int(steps), values=environment.setting("DTENSOR_RECORD_VALUES"))
+
+
+def _rank_and_world() -> tuple[int, int]:
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+_recorders: dict[int, Recorder] = {}
+_lock = threading.Lock()
+_hooked: list[Any] = []
+
+
+def recorder() -> Recorder | None:
+    """The recorder of this thread; in a thread of autograd, that of the process."""
+    found = _recorders.get(threading.get_ident())
+    if found is None and len(_recorders) == 1 and threading.current_thread() is not threading.main_thread():
+        (found,) = _recorders.values()
+    return found
+
+
+def _begin(new: Recorder) -> None:
+    with _lock:
+        if not _hooked:
+            # Left in place: recorders of other threads iterate over them.
+            _hooked.append(register_optimizer_step_pre_hook(_before_optimizer))
+            _hooked.append(register_optimizer_step_post_hook(_after_optimizer))
+        if not _recorders:
+            watchers.append(_redistributed)
+            provenance.keep_specs(True)
+        _recorders[new.thread] = new
+
+
+def _end(old: Recorder) -> None:
+    with _lock:
+        _recorders.pop(old.thread, None)
+        if not _recorders:
+            watchers.remove(_redistributed)
+            provenance.keep_specs(False)
+
+
+def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if (here := recorder()) is not None:
+        here.each_parameter(optimizer, "gradient")
+
+
+def _after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if (here := recorder()) is not None:
+        here.each_parameter(optimizer, "updated")
+        here.step()
+
+
+def _redistributed(local: torch.Tensor, spec: Spec, dst: Layout, result: Any) -> None:
+    if (here := recorder()) is not None:
+        here.redistributed(local, spec, dst, result)
+
+
+def is_recording() -> bool:
+    """Whether something is recorded in this process."""
+    return bool(_recorders)
+
+
+__all__ = ["Known", "Recorder", "is_recording", "record", "record_from_now_on", "record_if_asked", "recorder", "short"]

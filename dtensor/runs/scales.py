@@ -1,0 +1,71 @@
+"""Scales: how large the result of an operator would be if its terms did not cancel.
+
+Rounding is relative to the terms, not to their sum: the difference of two nearly equal tensors has few correct digits,
+and the differences of its inputs weigh the more. The scale of a result is at least its norm; for the operators below it
+is estimated from the norms of the inputs, as for tensors of random elements.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from .values import Value
+
+Norms = Sequence[float]
+
+
+def scale(result: Value, inputs: Sequence[Value]) -> float:
+    """The scale of a result, a Frobenius norm."""
+    estimate = FAMILIES.get(result.op)
+    norms = [x.norm for x in inputs]
+    found = estimate(result, inputs, norms) if estimate is not None and inputs else 0.0
+    return max(result.norm, found)
+
+
+def _count(x: Value) -> int:
+    return max(math.prod(x.first["g"]), 1)
+
+
+def _sum(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+    return sum(norms)
+
+
+def _product(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+    """Products of elements that have nothing to do with each other."""
+    if len(norms) < 2:
+        return 0.0
+    rms = [n / math.sqrt(_count(x)) for n, x in zip(norms, inputs)]
+    return math.prod(sorted(rms)[-2:]) * math.sqrt(_count(result))
+
+
+def _contraction(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+    """Sums of products over the inner dim, of sqrt(inner) times the size of a product."""
+    if len(norms) < 2:
+        return 0.0
+    *rest, a, b = inputs if len(inputs) > 2 else (inputs[0], inputs[1])
+    inner = math.sqrt(max(_count(a) * _count(b) / _count(result), 1.0))  # the inner dim, twice the batch left out
+    found = a.norm * b.norm / math.sqrt(max(inner, 1.0))
+    return found + sum([x.norm for x in rest])
+
+
+def _reduction(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+    return max(norms)
+
+
+def _mean(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+    return max(norms) * _count(result) / max(map(_count, inputs))
+
+
+Family = Callable[[Value, Sequence[Value], Norms], float]
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(["add", "sub", "rsub", "cat", "stack", "lerp", "addcmul", "addcdiv", "index_add"], _sum),
+    **dict.fromkeys(
+        ["mul", "native_dropout_backward", "gelu_backward", "silu_backward", "threshold_backward"], _product
+    ),
+    **dict.fromkeys(["_softmax_backward_data", "sigmoid_backward", "tanh_backward"], _product),
+    **dict.fromkeys(["mm", "bmm", "addmm", "baddbmm", "convolution", "dot", "mv"], _contraction),
+    **dict.fromkeys(["sum", "embedding_dense_backward", "scatter_add", "index_put", "cumsum", "norm"], _reduction),
+    **dict.fromkeys(["mean"], _mean),
+}
+"""Operator -> the estimate for its results."""
+
+__all__ = ["FAMILIES", "scale"]
