@@ -7,11 +7,13 @@ may have made several nodes.
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
 
 from dtensor.mesh.provenance import INSIDE, MOVE, SPEC
+from dtensor.mesh.tensor_spec import Spec
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.source import module, source
 from dtensor.runs import taps
@@ -109,8 +111,8 @@ def _operator(node: fx.Node) -> str:
     return found._schema.name if isinstance(found, OpOverload) else str(found)
 
 
-def _spec(node: fx.Node) -> object:
-    spec = node.meta.get(SPEC)
+def _spec(node: fx.Node) -> Spec | None:
+    spec: Any = node.meta.get(SPEC)
     return spec if spec is not None and spec.static else None
 
 

@@ -18,7 +18,7 @@ copies must hold the same.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -290,9 +290,8 @@ def _nearest(value: Value, run: Run, pairs: Mapping[Key, Pair]) -> tuple[list[Ke
     return list(found), list(passed)
 
 
-def _differing(pairs: "Mapping[Key, Pair] | Iterator[Pair] | Sequence[Pair]") -> Iterator[Finding]:
+def _differing(pairs: Iterable[Pair]) -> Iterator[Finding]:
     for pair in pairs:
-        assert isinstance(pair, Pair)
         if not pair.is_suspect:
             continue
         copy, vector, _ = max(pair.differences, key=lambda d: d[2])

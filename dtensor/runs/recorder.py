@@ -248,7 +248,7 @@ class Recorder(TorchDispatchMode):
                 return owner
         return ""
 
-    def known(self, x: torch.Tensor, place: Place, reader: str, k: int) -> int:
+    def known(self, x: Any, place: Place, reader: str, k: int) -> int:
         """The number of the value that `x` holds. One that no recorded operator made is recorded now, as an input."""
         found = self._lookup(x)
         _, spec = _opened(x)
@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):
 
     def value(
         self,
-        x: torch.Tensor,
+        x: Any,
         phase: str,
         module: str,
         line: str,

@@ -63,7 +63,8 @@ def _agree(c: Comparison) -> str:
     if not judged:
         return "The runs agree."
     largest = max(judged, key=lambda p: p.relative)
-    return f"The runs agree. The largest difference is {largest.relative:.1e} of its norm, of {largest.b}; rounding explains it."
+    most = f"{largest.relative:.1e} of its norm, of {largest.b}"
+    return f"The runs agree. The largest difference is {most}; rounding explains it."
 
 
 def _first(c: Comparison, f: Finding) -> list[str]:

@@ -3,9 +3,9 @@
     folder -> lines of each rank -> values that all ranks recorded, by key -> `Run`
 
 A value is known by its key: step, phase, module, operator, which result, shape, and how often that came before. Ranks
-record the same keys. Where a value is a DTensor, its spec says which shards add up to the global tensor, and which ranks
-hold copies. A plain tensor of one rank of many may be anything: a copy, a rank's part of the batch, a term of a sum;
-what it is follows from what it is compared with (`comparison`).
+record the same keys. Where a value is a DTensor, its spec says which shards add up to the global tensor, and which
+ranks hold copies. A plain tensor of one rank of many may be anything: a copy, a rank's part of the batch, a term of a
+sum; what it is follows from what it is compared with (`readings`).
 """
 
 from collections import Counter
@@ -309,7 +309,7 @@ def _read_rank(rank: int, lines: Sequence[dict[str, Any]], found: dict[Key, Any]
             meshes[line["mesh"]] = line
         elif "spec" in line:
             mesh = meshes[line["on"]]
-            partial = {axis: op for axis, op in line["partial"]}
+            partial = dict(line["partial"])
             dims = tuple([tuple(axes) for axes in line["dims"]])
             ranks, names = np.array(mesh["ranks"]), tuple(mesh["names"])
             specs[line["spec"]] = Spec(ranks, names, dims, partial, line["text"], tuple(line["shape"]))

@@ -1,4 +1,4 @@
-"""Whole values: puts the shards that ranks kept (`dtensor.record(values=...)`) together, and finds the worst element."""
+"""Whole values: puts the shards that ranks kept (`dtensor.record(values=...)`) together, to find the worst element."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,8 @@ class Worst:
         at = ", ".join(map(str, self.index))
         around = [", ".join(f"{x:.6g}" for x in values) for values in self.around]
         return (
-            f"element [{at}] is {self.a:.9g} in A and {self.b:.9g} in B; {self.count:,} of {self.size:,} elements differ\n"
+            f"element [{at}] is {self.a:.9g} in A and {self.b:.9g} in B; "
+            f"{self.count:,} of {self.size:,} elements differ\n"
             f"around it    A: {around[0]}\n             B: {around[1]}"
         )
 
