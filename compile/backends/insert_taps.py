@@ -18,7 +18,7 @@ from dtensor.passes.graph import ir
 from dtensor.passes.graph.source import module, source
 from dtensor.runs import taps
 from dtensor.runs.aligning import UNNUMBERED
-from dtensor.runs.recorder import short
+from dtensor.runs.recorder import same_value, short
 from dtensor.torch_private.core import OpOverload
 
 from ..recording.frames import current_frame, tell_modules
@@ -81,6 +81,7 @@ def _values(graph: fx.Graph) -> list[fx.Node]:
     """The nodes to tap, in order."""
     computed = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]
     computed = [n for n in computed if n.target is operator.getitem or not ir.aliases(n) or _is_move(n)]
+    computed = [n for n in computed if not same_value(_operator(n))]
     distributed = {_group(n) for n in computed if SPEC in n.meta}
     results: dict[object, fx.Node] = {n: n for n in computed if SPEC in n.meta}
     for node in computed:

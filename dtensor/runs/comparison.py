@@ -18,16 +18,19 @@ copies must hold the same.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+
 from . import fingerprint as fp
 from .aligning import aligned
 from .fingerprint import Vector
-from .locating import Region, holders, region, said
+from .locating import Region, holders, looks_like, region
 from .readings import Reading, is_known, readings
-from .scales import scale
+from .scales import EXPONENTIAL, count, scale
 from .values import Copy, Key, Run, Value
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -36,14 +39,18 @@ EPS |= {"complex128": EPS["float64"], "complex64": EPS["float32"], "complex32": 
 
 ROUNDING = 8.0
 """How many times `eps` a result may differ by rounding alone, relative to its scale."""
-GAIN = 8.0
+GAIN = 10.0
 """How much an operator may enlarge the relative differences of its inputs."""
 PASSED = 2.0
 """How much every operator that only one run has may enlarge them further."""
+NORMALISING = ("addcdiv", "updated")
+"""Results of optimizers that divide by the size of the gradient."""
 NEAR = 0.05
 """Values of the same name whose relative difference is below this are taken for each other."""
 MOST = 16
 """The most values of the same name that are tried in another order."""
+FLOOR = 1e-12
+"""What is below this, relative to the norm, is the rounding of the fingerprints themselves."""
 LEAST = 1e-30
 """Norms below this count as zero."""
 
@@ -157,14 +164,17 @@ def compare(a: Run, b: Run) -> Comparison:
     keys, uncertain = aligned(a, b)
     pairs = {key: _pair(a.values[other], b.values[key], a, b) for key, other in keys.items()}
     _reordered(pairs, a, b)
+    _read_as_usual(pairs, a, b)
     by_a = {pair.a.key: pair for pair in pairs.values()}
     for key, pair in pairs.items():
         _bound(pair, a, b, by_a, pairs)
         pair.certain = key not in uncertain
-    findings = [*_differing(pairs.values()), *_of_itself(b)]
+    findings = list(_differing(pairs.values()))
+    seen = {f.value.key for f in findings}
+    findings += [f for f in _of_itself(b) if f.value.key not in seen]
     if a.world > 1:
         findings += _of_itself(a, "A")
-    findings.sort(key=lambda f: (f.value.order, f.what))
+    findings.sort(key=lambda f: (f.value.order, f.run))
     only_a = [v for k, v in a.values.items() if k not in by_a and v.kind == "op"]
     only_b = [v for k, v in b.values.items() if k not in pairs and v.kind == "op"]
     return Comparison(a, b, list(pairs.values()), findings, only_a, only_b)
@@ -176,7 +186,7 @@ def _reordered(pairs: dict[Key, Pair], a: Run, b: Run) -> None:
     families: dict[Key, list[Key]] = {}
     for key, pair in pairs.items():
         if pair.relative > NEAR:
-            families.setdefault((*key[:4], key[6], pair.b.first["g"] and len(pair.b.first["g"])), []).append(key)
+            families.setdefault((*key[:4], *key[5:7]), []).append(key)
     for keys in families.values():
         if 1 < len(keys) <= MOST:
             _permuted(keys, pairs, a, b)
@@ -198,18 +208,40 @@ def _permuted(keys: Sequence[Key], pairs: dict[Key, Pair], a: Run, b: Run) -> No
     pairs |= found
 
 
-def _pair(a: Value, b: Value, run_a: Run, run_b: Run) -> Pair:
-    """Compare a value of two runs, in the reading of plain tensors that makes the difference smallest."""
+def _pair(a: Value, b: Value, run_a: Run, run_b: Run, usual: Mapping[str, int] | None = None) -> Pair:
+    """Compare a value of two runs, in the reading of plain tensors that makes the difference smallest.
+
+    Args:
+        a, b: the value in each run.
+        run_a, run_b: the runs.
+        usual: how often each reading fits elsewhere. If it is given and no reading fits here, the most usual counts.
+    """
     if not is_known(a) and not is_known(b) and _alike(a, b):
         return _rank_by_rank(a, b)
-    best: Pair | None = None
+    found: list[Pair] = []
     for shape in dict.fromkeys([c.shape for v in (a, b) if is_known(v) for c in v.copies]):
         for x in readings(a, shape, run_a.mesh):
             for y in readings(b, shape, run_b.mesh):
-                found = _read(a, b, x, y)
-                if found is not None and (best is None or found.difference < best.difference):
-                    best = found
-    return best or Pair(a, b, (), "", a.norm)
+                pair = _read(a, b, x, y)
+                if pair is not None:
+                    found.append(pair)
+    if not found:
+        return Pair(a, b, (), "", a.norm)
+    best = min(found, key=lambda p: p.difference)
+    if best.relative > NEAR and usual is not None:
+        return max(found, key=lambda p: usual.get(p.reading, 0))
+    return best
+
+
+def _read_as_usual(pairs: dict[Key, Pair], a: Run, b: Run) -> None:
+    """Where no reading of plain tensors fits, take the one that fits most values of the same phase."""
+    usual: dict[str, Counter[str]] = defaultdict(Counter)
+    for pair in pairs.values():
+        if pair.reading and pair.relative <= NEAR and pair.difference > 0:
+            usual[pair.b.phase][pair.reading] += 1
+    for key, pair in pairs.items():
+        if pair.reading and pair.relative > NEAR:
+            pairs[key] = _pair(pair.a, pair.b, a, b, usual[pair.b.phase])
 
 
 def _read(a: Value, b: Value, x: Reading, y: Reading) -> Pair | None:
@@ -241,6 +273,8 @@ def _difference(copy: Copy, vector: Vector, a: Value, b: Value) -> tuple[Copy, V
     norm = fp.norm(vector, b.seen if len(vector) == fp.length(b.seen) else _seen(copy, vector))
     if a.nonfinite != b.nonfinite and vector[fp.NONFINITE]:
         norm = math.inf
+    if norm <= FLOOR * max(a.terms, b.terms):
+        norm = 0.0
     return copy, vector, norm
 
 
@@ -261,15 +295,48 @@ def _bound(pair: Pair, a: Run, b: Run, by_a: Mapping[Key, Pair], by_b: Mapping[K
             pair.allowed = 0.0
         return
     passed = sum([b.values[k].kind == "op" for k in near_b[1]]) + sum([a.values[k].kind == "op" for k in near_a[1]])
-    relative = sum([p.relative for p in known if not p.b.exact])
+    relative = sum([_passed_on(p, pair) for p in known if not p.b.exact])
     if any(p.b.exact and p.difference > 0 for p in known):
         relative = math.inf
     eps = max(EPS.get(v.dtype, 0.0) for v in (pair.a, pair.b))
     values = [a.values[k] for k in near_a[0]]
     size = max(scale(pair.a, values), pair.norm)
+    if pair.b.op in NORMALISING:
+        relative += _by_element(known, pair)
     pair.allowed = size * (ROUNDING * eps + GAIN * relative) * PASSED ** min(passed, 8) if pair.inputs else 0.0
     if len(known) < len(pair.inputs) and not known:
         pair.allowed = math.inf
+
+
+def _by_element(given: Sequence[Pair], result: Pair) -> float:
+    """What an optimizer that divides a mean gradient by its own size adds to the relative difference of a parameter.
+
+    Elements whose gradients are all rounding, such as those of a bias before a softmax, then differ as a whole, however
+    small they are; a range of them is enough. They differ by no more than the step of the parameter.
+    """
+    ratios = []
+    for pair in given:
+        reference = pair.a.copies[0].vector
+        for copy, vector, difference in pair.differences:
+            if difference and reference is not None and len(reference) == len(vector):
+                seen = _seen(copy, vector)
+                apart, whole = fp.sizes(vector, seen)[0], fp.sizes(reference, seen)[0]
+                ratios.append(float(np.nanmax(apart / np.maximum(whole, LEAST), initial=0.0)))
+    step = result.a.copies[0].vector
+    before = next(
+        (p.a.copies[0].vector for p in given if p.a.module == result.a.module and p.a.seen == result.a.seen), None
+    )
+    if step is None or before is None or len(step) != len(before):
+        return 0.0
+    moved = fp.norm(step - before, result.a.seen) / max(result.norm, LEAST)
+    return moved * min(max(ratios, default=0.0), 1.0)
+
+
+def _passed_on(given: Pair, result: Pair) -> float:
+    """The relative difference that an input brings into a result. An exponential makes an absolute one of it."""
+    if result.b.op not in EXPONENTIAL:
+        return given.relative
+    return max(given.relative, given.difference / math.sqrt(count(given.a)))
 
 
 def _nearest(value: Value, run: Run, pairs: Mapping[Key, Pair]) -> tuple[list[Key], list[Key]]:
@@ -297,17 +364,11 @@ def _differing(pairs: Iterable[Pair]) -> Iterator[Finding]:
         copy, vector, _ = max(pair.differences, key=lambda d: d[2])
         where = region(vector, _seen(copy, vector))
         wrong = [c for c, _, d in pair.differences if d > pair.allowed]
-        yield Finding(
-            "value",
-            pair.b,
-            pair.a,
-            holders(wrong, where),
-            where,
-            pair.relative,
-            pair.allowed / max(pair.norm, LEAST),
-            said(pair.a, copy, vector, pair.b),
-            pair.between,
-        )
+        terms = pair.b if copy.spec is not None and copy.spec.partial else None
+        said, blamed = looks_like(pair.a.copies[0], copy, vector, terms)
+        relative, allowed = pair.relative, pair.allowed / max(pair.norm, LEAST)
+        ranks = blamed or holders(wrong, where)
+        yield Finding("value", pair.b, pair.a, ranks, where, relative, allowed, said, pair.between)
 
 
 def _of_itself(run: Run, name: str = "B") -> Iterator[Finding]:
@@ -321,7 +382,7 @@ def _of_itself(run: Run, name: str = "B") -> Iterator[Finding]:
 
 
 def _tolerance(value: Value, norm: float) -> float:
-    return 0.0 if value.exact else ROUNDING * EPS.get(value.dtype, 0.0) * norm
+    return FLOOR * value.terms if value.exact else ROUNDING * EPS.get(value.dtype, 0.0) * norm
 
 
 def _changed(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Iterator[Finding]:
@@ -331,7 +392,7 @@ def _changed(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Itera
         return
     reference = before[0].vector
     assert reference is not None
-    norm = max(source.norm, _terms(source))
+    norm = max(source.norm, source.terms)
     found = [(c, c.vector - reference) for c in copies if c.vector is not None and len(c.vector) == len(reference)]
     sized = [(c, v, fp.norm(v, _seen(c, v))) for c, v in found]
     allowed = _tolerance(value, norm)
@@ -341,15 +402,18 @@ def _changed(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Itera
     copy, vector, difference = max(wrong, key=lambda s: s[2])
     where = region(vector, _seen(copy, vector))
     norm = max(source.norm, LEAST)
-    yield Finding(
-        "collective", value, source, holders([c for c, _, _ in wrong], where), where, difference / norm, allowed / norm,
-        said(source, copy, vector, value), run=name,
-    )  # fmt: skip
+    said, blamed = looks_like(before[0], copy, vector, source)
+    if len(wrong) == len(copies) > 1 and all(_is_own_term(c, source) for c, _, _ in wrong):
+        said, blamed = "each rank has its own term: nothing was reduced", tuple(sorted(source.parts))
+    ranks = blamed or holders([c for c, _, _ in wrong], where)
+    yield Finding("collective", value, source, ranks, where, difference / norm, allowed / norm, said, run=name)
 
 
-def _terms(value: Value) -> float:
-    """The norm of the terms that a partial tensor consists of."""
-    return math.sqrt(sum([max(float(p.vector[fp.SQUARES]), 0.0) for p in value.parts.values()]))
+def _is_own_term(copy: Copy, source: Value) -> bool:
+    """Whether a reduced tensor is the term of one of the ranks that hold it."""
+    terms = [source.parts[r].vector for r in copy.ranks if r in source.parts]
+    known = [t for t in terms if copy.vector is not None and len(t) == len(copy.vector)]
+    return any(np.allclose(t, copy.vector, rtol=1e-9, atol=FLOOR * source.terms) for t in known)
 
 
 def _differ(copies: Sequence[Copy], value: Value) -> bool:

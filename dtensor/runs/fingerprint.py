@@ -1,22 +1,27 @@
 """Fingerprints: a few numbers of a tensor that are the same however the tensor is sharded.
 
-    shard, its place in the global tensor -> [nonfinite, squares, total, sums along dim 0, sums along dim 1, ...]
+    shard, its place in the global tensor -> nonfinite, squares, total, sums along dim 0, sums along dim 1, ...
 
 All of them are sums over the elements, in float64, so the fingerprint of a global tensor is the sum of those of its
 shards, and that of a sum of partial tensors is the sum of theirs (but for the squares). `nonfinite` counts NaN and
 infinities, which count as zeros below; `squares` is the sum of squares. For each dim, the indices are cut into at most
-`BUCKETS` ranges, and the elements of each range are added, each times a random sign for every *other* dim, a function
-of that dim and of the index. `total` adds up all elements with the signs of all dims.
+`BUCKETS` ranges, and the elements of each range are added (`KINDS`):
 
-Differences of fingerprints are fingerprints of differences. The expectation of the sum of the squares of one dim's sums
-is the sum of the squares of the elements (the estimator of Alon, Matias and Szegedy, 1996), so `norm` estimates the
-Frobenius norm of a difference, and ranges whose sums differ show where in the tensor it lies.
+    signed    each element times a random sign for every other dim, a function of that dim and of the index
+    cosine    of dim 0: as above, times the cosine of the index; it tells elements of one range apart
+    sine      of dim 0: with the sine. With both, the sums of a part that begins elsewhere are those, rotated
+    rows      of other dims: as "signed", without the signs of dim 0. So they add up over parts of a batch
+
+`total` adds up all elements with the signs of all dims.
+
+Differences of fingerprints are fingerprints of differences. The expectation of the sum of the squares of one dim's
+signed sums is the sum of the squares of the elements (the estimator of Alon, Matias and Szegedy, 1996), so `norm`
+estimates the Frobenius norm of a difference, and ranges whose sums differ show where in the tensor it lies.
 """
 
 import functools
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +32,8 @@ BUCKETS = 32
 STATISTICS = 3
 """The numbers in front of the sums: nonfinite, squares, total."""
 NONFINITE, SQUARES, TOTAL = range(STATISTICS)
+ANGLE = math.pi * (3.0 - math.sqrt(5.0))
+"""By how much the angle grows from one index of dim 0 to the next, in radians: the golden angle."""
 
 Vector = npt.NDArray[np.float64]
 
@@ -38,7 +45,12 @@ def parts(shape: Sequence[int]) -> tuple[int, ...]:
 
 def length(shape: Sequence[int]) -> int:
     """The length of the fingerprint of a tensor of that global shape."""
-    return STATISTICS + sum(parts(shape))
+    return STATISTICS + sum([len(kinds(dim)) * n for dim, n in enumerate(parts(shape))])
+
+
+def kinds(dim: int) -> tuple[str, ...]:
+    """The kinds of sums along a dim, in order."""
+    return ("signed", "cosine", "sine") if dim == 0 else ("signed", "rows")
 
 
 def seen_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
@@ -73,18 +85,36 @@ def fingerprint(local: torch.Tensor, shape: Sequence[int], offsets: Sequence[int
         bad = rest.numel() - finite.sum(dtype=torch.float64)
         rest = torch.where(finite, rest, 0.0)
         squares = torch.dot(rest, rest)
-    sums = []
+    sums: list[torch.Tensor] = []
     for dim in reversed(range(len(sizes))):
         rows = rest.reshape(-1, sizes[dim])
-        along = rows[0] if rows.shape[0] == 1 else _signs_before(sizes, at, dim, rows.device) @ rows
+        if dim:
+            by_row = _middle(rows, sizes, at, dim)
+            along = torch.stack([_signs(0, at[0], sizes[0], rows.device) @ by_row, by_row.sum(0)])
+        else:
+            along = rows * _turns(at[0], sizes[0], rows.device)
         ranges = _ranges(shape[dim], at[dim], sizes[dim], rows.device)
-        sums.append(along if ranges is None else _spread(min(shape[dim], BUCKETS), ranges, along))
+        sums.append((along if ranges is None else _spread(min(shape[dim], BUCKETS), ranges, along)).reshape(-1))
         rest = rows @ _signs(dim, at[dim], sizes[dim], rows.device)
     return torch.cat([torch.stack([bad, squares, rest[0]]), *reversed(sums)])
 
 
+def _middle(rows: torch.Tensor, sizes: tuple[int, ...], at: tuple[int, ...], dim: int) -> torch.Tensor:
+    """Sums over the dims between dim 0 and `dim`, with their signs: (first dim, this dim)."""
+    if dim == 1:
+        return rows
+    return _signs_between(sizes, at, dim, rows.device) @ rows.view(sizes[0], -1, sizes[dim])
+
+
 def _spread(count: int, ranges: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.float64, device=along.device).index_add_(0, ranges, along)
+    return along.new_zeros(along.shape[0], count).index_add_(1, ranges, along)
+
+
+@functools.lru_cache(maxsize=4096)
+def _turns(offset: int, size: int, device: torch.device) -> torch.Tensor:
+    """Ones, and the cosines and sines of `size` indices from `offset` on."""
+    angle = ANGLE * np.arange(offset, offset + size)
+    return torch.from_numpy(np.stack([np.ones(size), np.cos(angle), np.sin(angle)])).to(device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,10 +123,10 @@ def _signs(dim: int, offset: int, size: int, device: torch.device) -> torch.Tens
 
 
 @functools.lru_cache(maxsize=1024)
-def _signs_before(sizes: tuple[int, ...], at: tuple[int, ...], dim: int, device: torch.device) -> torch.Tensor:
-    """The products of the signs of all dims before `dim`, flattened."""
+def _signs_between(sizes: tuple[int, ...], at: tuple[int, ...], dim: int, device: torch.device) -> torch.Tensor:
+    """The products of the signs of all dims from 1 on before `dim`, flattened."""
     found = torch.ones(1, dtype=torch.float64, device=device)
-    for d in range(dim):
+    for d in range(1, dim):
         found = torch.outer(found, _signs(d, at[d], sizes[d], device)).reshape(-1)
     return found
 
@@ -129,18 +159,49 @@ def bounds(length: int, k: int) -> tuple[int, int]:
     return -(-k * length // count), -(-(k + 1) * length // count)
 
 
-def sums(vector: Vector, shape: Sequence[int]) -> list[Vector]:
-    """The sums of each dim in a fingerprint."""
-    cuts = np.cumsum([STATISTICS, *parts(shape)])
-    return [vector[a:b] for a, b in pairwise(cuts)]
+def sums(vector: Vector, shape: Sequence[int]) -> list[dict[str, Vector]]:
+    """The sums along each dim in a fingerprint, by kind. Those of it that are not known are NaN."""
+    found, at = [], STATISTICS
+    for dim, n in enumerate(parts(shape)):
+        found.append({})
+        for kind in kinds(dim):
+            found[-1][kind] = vector[at : at + n]
+            at += n
+    return found
 
 
 def norm(vector: Vector, shape: Sequence[int]) -> float:
-    """Estimate the Frobenius norm from the sums: the largest estimate of a dim. Sums that are NaN are not known. Use
-    it for differences, whose squares are not known."""
-    estimates = [float(np.sqrt(np.dot(s, s))) for s in sums(vector, shape)]
-    return max([0.0, *[n for n in estimates if not np.isnan(n)]])
+    """Estimate the Frobenius norm from the sums: the largest estimate that is known. Use it for differences, whose
+    squares are not known."""
+    by_dim = sums(vector, shape)
+    found = [float(np.sqrt(np.dot(s["signed"], s["signed"]))) for s in by_dim]
+    turned = by_dim[0]["cosine"] ** 2 + by_dim[0]["sine"] ** 2
+    found = [n for n in [*found, float(np.sqrt(turned.sum()))] if not math.isnan(n)]
+    if not found:
+        found = [float(np.sqrt(np.dot(s["rows"], s["rows"]))) for s in by_dim[1:]]
+    return max([n for n in found if not math.isnan(n)], default=math.nan)
 
 
-__all__ = ["BUCKETS", "NONFINITE", "SQUARES", "STATISTICS", "TOTAL", "bounds", "fingerprint", "length", "norm", "parts"]
-__all__ += ["ranges", "seen_shape", "signs", "sums"]
+def sizes(vector: Vector, shape: Sequence[int]) -> list[Vector]:
+    """How large the sums of each range are along each dim, over all kinds that are known; NaN where none is."""
+    found = []
+    for by_kind in sums(vector, shape):
+        known = [s**2 for s in by_kind.values() if not np.isnan(s).any()]
+        found.append(np.sqrt(np.sum(known, axis=0)) if known else np.full(len(by_kind["signed"]), np.nan))
+    return found
+
+
+__all__ = [
+    "ANGLE",
+    "BUCKETS",
+    "NONFINITE",
+    "SQUARES",
+    "STATISTICS",
+    "TOTAL",
+    "bounds",
+    "fingerprint",
+    "length",
+    "norm",
+    "parts",
+]
+__all__ += ["kinds", "ranges", "seen_shape", "signs", "sizes", "sums"]

@@ -41,12 +41,11 @@ class Region:
 def region(vector: Vector, shape: Sequence[int]) -> Region:
     """The smallest box around the ranges that differ. Dims of which nothing is known count whole."""
     found = []
-    for along, length in zip(fp.sums(vector, shape), shape):
-        sizes = np.abs(along)
-        if np.isnan(sizes).any() or not sizes.max(initial=0.0):
+    for along, length in zip(fp.sizes(vector, shape), shape):
+        if np.isnan(along).any() or not along.max(initial=0.0):
             found.append((0, length))
             continue
-        (where,) = np.nonzero(sizes >= SHARE * sizes.max())
+        (where,) = np.nonzero(along >= SHARE * along.max())
         found.append((fp.bounds(length, int(where[0]))[0], fp.bounds(length, int(where[-1]))[1]))
     return Region(tuple(found), tuple(shape))
 
@@ -55,43 +54,57 @@ def holders(copies: Sequence[Copy], where: Region) -> tuple[int, ...]:
     """The ranks that hold some of a region in the copies that are wrong."""
     found: set[int] = set()
     for copy in copies:
-        if copy.spec is None:
-            found |= set(_of_parts(copy, where))
-        else:
-            found |= {r for r in copy.ranks if where.meets(copy.spec.box(r))}
+        found |= set(_holders(copy, where))
     return tuple(sorted(found))
 
 
-def _of_parts(copy: Copy, where: Region) -> list[int]:
-    """Of ranks that each hold an equal part along the one dim whose sums are known: those that meet the region."""
-    count = len(copy.ranks)
-    cut = [d for d, (b, n) in enumerate(zip(where.bounds, where.shape)) if b != (0, n) and n % count == 0]
-    if count == 1 or len(cut) != 1:
+def _holders(copy: Copy, where: Region) -> list[int]:
+    if copy.spec is not None:
+        return [r for r in copy.ranks if where.meets(copy.spec.box(r))]
+    if not copy.parts:
         return list(copy.ranks)
+    cut = [d for d, (n, m) in enumerate(zip(copy.parts[0].shape, copy.shape)) if n != m]
     (dim,) = cut
-    part = where.shape[dim] // count
+    found, size = [], copy.parts[0].shape[dim]
     a, b = where.bounds[dim]
-    return [r for k, r in enumerate(copy.ranks) if max(a, k * part) < min(b, (k + 1) * part)]
+    for k, part in enumerate(copy.parts):
+        begin = max(a - k * size, 0), min(b - k * size, size)
+        if begin[0] < begin[1]:
+            bounds = (*where.bounds[:dim], begin, *where.bounds[dim + 1 :])
+            found += _holders(part, Region(bounds, part.shape))
+    return found
 
 
-def said(reference: Value, copy: Copy, difference: Vector, value: Value) -> str:
-    """What a difference looks like: a multiple of the tensor itself, or of one rank's term of it."""
+def looks_like(reference: Copy, copy: Copy, difference: Vector, terms: Value | None) -> tuple[str, tuple[int, ...]]:
+    """What a difference looks like: a multiple of the tensor itself, or of one rank's term of the sum that it is.
+
+    Args:
+        reference: the right tensor.
+        copy: the wrong one.
+        difference: the fingerprint of the difference.
+        terms: a partial value whose sum the tensor is.
+
+    Returns:
+        A text, "" if it looks like nothing known, and the ranks that it blames, if any.
+    """
     if difference[fp.NONFINITE]:
-        return f"{int(abs(difference[fp.NONFINITE]))} elements are NaN or infinite"
-    whole = _sums(reference.copies[0].vector)
-    mine = _sums(difference)
-    if whole is not None and mine is not None and len(whole) == len(mine):
-        factor = _factor(mine, whole)
-        if factor is not None:
-            return f"{_number(1 + factor)} times as large" if abs(1 + factor) > RATIO else "all zeros"
-    if copy.spec is not None and copy.spec.partial and mine is not None:
-        for part in value.parts.values():
-            term = _sums(part.vector)
-            factor = None if term is None or len(term) != len(mine) else _factor(mine, term)
-            if factor is not None:
-                right = 1 - factor
-                return f"as if the term of rank {part.rank} counted {_number(1 / right) if right else 'less'} times"
-    return ""
+        return f"{int(abs(difference[fp.NONFINITE]))} more elements that are NaN or infinite", ()
+    mine, whole = difference[fp.STATISTICS :], _sums(reference.vector)
+    factor = None if whole is None or len(whole) != len(mine) else _factor(mine, whole)
+    for part in terms.parts.values() if terms is not None and terms.spec is not None else ():
+        term = _sums(part.vector)
+        blamed = None if term is None or len(term) != len(mine) else _factor(mine, term)
+        if blamed is not None and factor is None:
+            as_is = terms is not None and copy.spec is not None and bool(copy.spec.partial)
+            counted = 1 / (1 - blamed) if as_is and blamed != 1 else 1 + blamed
+            return f"as if the term of rank {part.rank} counted {_times(counted)}", (part.rank,)
+    if factor is None:
+        return "", ()
+    return f"{1 + factor:.6g} times as large" if abs(1 + factor) > RATIO else "all zeros", ()
+
+
+def _times(x: float) -> str:
+    return "not at all" if abs(x) < RATIO else "twice" if abs(x - 2) < RATIO else f"{x:.3g} times"
 
 
 def _sums(vector: Vector | None) -> Vector | None:
@@ -110,8 +123,4 @@ def _factor(a: Vector, b: Vector) -> float | None:
     return factor if np.dot(rest, rest) <= RATIO**2 * np.dot(a, a) else None
 
 
-def _number(x: float) -> str:
-    return f"{x:.3g}"
-
-
-__all__ = ["Region", "holders", "region", "said"]
+__all__ = ["Region", "holders", "looks_like", "region"]

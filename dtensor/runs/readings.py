@@ -6,7 +6,7 @@ lists what fits the shape of the tensor they are compared with; the one with the
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
@@ -121,10 +121,10 @@ def _times(copy: Copy, factor: float) -> Copy:
 
 
 def _joined(copies: Sequence[Copy], shape: tuple[int, ...]) -> Copy | None:
-    """The tensor whose parts along one dim are `copies`, in their order, if there is such a dim.
+    """The tensor whose equal parts along one dim are `copies`, in their order, if there is such a dim.
 
-    The ranks did not know where their parts lie, so they began to count indices at 0: only what depends on neither the
-    offset nor the signs of that dim is known, and the rest is NaN.
+    The ranks did not know where their parts lie, so they began to count indices at 0: what depends on the signs of that
+    dim is not known, and NaN.
     """
     local = copies[0].shape
     if len(local) != len(shape) or any(c.shape != local for c in copies):
@@ -134,16 +134,29 @@ def _joined(copies: Sequence[Copy], shape: tuple[int, ...]) -> Copy | None:
         return None
     (dim,) = cut
     seen = _seen(copies[0])
-    whole = (*shape[:dim], shape[dim], *shape[dim + 1 :], *seen[len(shape) :])
-    vector = np.full(fp.length(whole), np.nan)
+    whole = (*shape, *seen[len(shape) :])
     vectors: list[Vector] = [c.vector for c in copies if c.vector is not None]
+    vector = np.full(fp.length(whole), np.nan)
     vector[fp.NONFINITE], vector[fp.SQUARES] = (sum([v[k] for v in vectors]) for k in (fp.NONFINITE, fp.SQUARES))
-    along = _merged(np.concatenate([fp.sums(v, seen)[dim] for v in vectors]), local[dim], shape[dim])
-    if along is None:
-        return None
-    begin = fp.STATISTICS + sum(fp.parts(whole[:dim]))
-    vector[begin : begin + len(along)] = along
-    return Copy(tuple([r for c in copies for r in c.ranks]), vector, None, shape)
+    known, given = fp.sums(vector, whole), [fp.sums(v, seen) for v in vectors]
+    if dim == 0:
+        turned = [_turned(s[0], k * local[0]) for k, s in enumerate(given)]
+        for kind in fp.kinds(0):
+            known[0][kind][:] = _merged(np.concatenate([s[kind] for s in turned]), local[0], shape[0])
+        for d in range(1, len(whole)):
+            known[d]["rows"][:] = np.sum([s[d]["rows"] for s in given], axis=0)
+    else:
+        kinds = fp.kinds(dim)
+        for kind in kinds:
+            known[dim][kind][:] = _merged(np.concatenate([s[dim][kind] for s in given]), local[dim], shape[dim])
+    return Copy(tuple([r for c in copies for r in c.ranks]), vector, None, shape, tuple(copies))
+
+
+def _turned(sums: Mapping[str, Vector], offset: int) -> dict[str, Vector]:
+    """The sums along dim 0 of a part that begins at `offset`."""
+    c, s = math.cos(fp.ANGLE * offset), math.sin(fp.ANGLE * offset)
+    cosine = c * sums["cosine"] - s * sums["sine"]
+    return {"signed": sums["signed"], "cosine": cosine, "sine": s * sums["cosine"] + c * sums["sine"]}
 
 
 def _seen(copy: Copy) -> tuple[int, ...]:
@@ -153,15 +166,15 @@ def _seen(copy: Copy) -> tuple[int, ...]:
     return shape if fp.length(shape) == len(copy.vector) else (*shape, 2)
 
 
-def _merged(along: Vector, local: int, length: int) -> Vector | None:
-    """The sums of ranges of a whole dim from those of its parts; None if the ranges do not fit."""
+def _merged(along: Vector, local: int, length: int) -> Vector:
+    """The sums of ranges of a whole dim from those of its parts; NaN if the ranges do not fit."""
     count = min(length, fp.BUCKETS)
     if local <= fp.BUCKETS:
         found = np.zeros(count)
         np.add.at(found, fp.ranges(length, 0, length), along)
         return found
     if local % fp.BUCKETS or len(along) % count:
-        return None
+        return np.full(count, np.nan)
     return along.reshape(count, -1).sum(1)
 
 

@@ -64,10 +64,12 @@ NOT_RECORDED = frozenset(
 ) | {"dtensor::record_begin", "dtensor::record", "dtensor::record_end", "dtensor::agree"}
 """Operators whose results hold no values yet."""
 SAME_VALUE = frozenset(
-    f"aten::{name}" for name in ("_unsafe_view", "lift_fresh", "detach", "alias", "view_as", "_reshape_alias")
+    f"aten::{name}" for name in ("_unsafe_view", "lift_fresh", "detach", "alias", "view_as", "_reshape_alias", "clone")
 )
-"""Operators that return the value they were given, though they do not declare to be views."""
+"""Operators that return the value they were given. Which copies are made depends on the order in memory."""
 REDISTRIBUTE = "dtensor::redistribute"
+OTHER_ORDER = (-1,)
+"""In place of the shape that a value was recorded with, for a view that may have its elements in another order."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,14 @@ class Known:
         token: which recorder knows it.
         index: the number of the value.
         spec: its spec; None for a plain tensor.
+        shape: the global shape that it was recorded with; `OTHER_ORDER` if it is a view.
         owner: the parameter that an optimizer computed it for; "" outside of optimizers.
     """
 
     token: object
     index: int
     spec: Spec | None
+    shape: tuple[int, ...]
     owner: str = ""
 
 
@@ -218,12 +222,15 @@ class Recorder(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)] or _written(func, args, kwargs)
         if made and (func.is_view or name in SAME_VALUE):
             for x in made:
-                self._mark(x, inputs[0] if inputs else -1)
+                self._viewed(x, given[0] if given else x, inputs[0] if inputs else -1, name in SAME_VALUE)
             return
         if name == REDISTRIBUTE:  # `redistributed` was called
             for x in made:
                 found = self._lookup(x)
-                self._mark(x, inputs[0] if found is None else found.index)
+                if found is None:
+                    self._viewed(x, given[0], inputs[0], True)
+                else:
+                    self._mark(x, found.index, found.owner, found.shape)
             return
         with torch.no_grad():
             lists = place.phase == OPTIMIZER and len(made) > 1 and len(inputs) % len(made) == 0
@@ -327,13 +334,21 @@ class Recorder(TorchDispatchMode):
             return ""
         return name
 
-    def _mark(self, x: torch.Tensor, index: int, owner: str = "") -> None:
+    def _viewed(self, x: torch.Tensor, base: torch.Tensor, index: int, same: bool) -> None:
+        """A view holds the value of its base, in the same order of elements or another."""
+        found = self._lookup(base)
+        shape = tuple(base.shape) if found is None else found.shape
+        self._mark(x, index, "" if found is None else found.owner, shape if same else OTHER_ORDER)
+
+    def _mark(self, x: torch.Tensor, index: int, owner: str = "", shape: tuple[int, ...] | None = None) -> None:
         local, spec = _opened(x)
-        known = Known(self.token, index, spec, owner)
+        if shape is None:
+            shape = tuple(local.shape if spec is None else spec.shape)
+        known = Known(self.token, index, spec, shape, owner)
         setattr(local, MARK, known)
         self._memory[_memory_of(local)] = StorageWeakRef(local.untyped_storage()), known
 
-    def _lookup(self, x: torch.Tensor) -> Known | None:
+    def _lookup(self, x: Any) -> Known | None:
         local, _ = _opened(x)
         found = getattr(local, MARK, None)
         if found is None or found.token is not self.token:
@@ -381,6 +396,9 @@ class Recorder(TorchDispatchMode):
             place = self.places.here()
             before = _Local(local, spec)
             known = self.known(before, place, "redistribute", 0)
+            found = self._lookup(before)
+            if found is not None and found.shape != tuple(spec.shape):
+                known = self.value(before, place.phase, place.module, place.line, "view", 0, [known], kind="view")
             after = _Local(result, spec.with_layout(dst))
             op = f"redistribute {spec.layout.text}->{dst.text}"
             self.value(after, place.phase, place.module, place.line, op, 0, [known], kind="move")
@@ -530,6 +548,11 @@ def _rank_and_world() -> tuple[int, int]:
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
+def same_value(name: str) -> bool:
+    """Whether an operator of that name returns what it is given, so that its result is not recorded."""
+    return name in SAME_VALUE
+
+
 _recorders: dict[int, Recorder] = {}
 _lock = threading.Lock()
 _hooked: list[Any] = []
@@ -584,4 +607,14 @@ def is_recording() -> bool:
     return bool(_recorders)
 
 
-__all__ = ["Known", "Recorder", "is_recording", "record", "record_from_now_on", "record_if_asked", "recorder", "short"]
+__all__ = [
+    "Known",
+    "Recorder",
+    "is_recording",
+    "record",
+    "record_from_now_on",
+    "record_if_asked",
+    "recorder",
+    "same_value",
+    "short",
+]

@@ -12,6 +12,13 @@ from .values import Value
 
 Norms = Sequence[float]
 
+ATTENTION = tuple(
+    [
+        f"_scaled_dot_product_{kind}"
+        for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    ]
+)
+
 
 def scale(result: Value, inputs: Sequence[Value]) -> float:
     """The scale of a result, a Frobenius norm."""
@@ -21,7 +28,8 @@ def scale(result: Value, inputs: Sequence[Value]) -> float:
     return max(result.norm, found)
 
 
-def _count(x: Value) -> int:
+def count(x: Value) -> int:
+    """The number of its elements on one rank; at least 1."""
     return max(math.prod(x.first["g"]), 1)
 
 
@@ -33,8 +41,8 @@ def _product(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
     """Products of elements that have nothing to do with each other."""
     if len(norms) < 2:
         return 0.0
-    rms = [n / math.sqrt(_count(x)) for n, x in zip(norms, inputs)]
-    return math.prod(sorted(rms)[-2:]) * math.sqrt(_count(result))
+    rms = [n / math.sqrt(count(x)) for n, x in zip(norms, inputs)]
+    return math.prod(sorted(rms)[-2:]) * math.sqrt(count(result))
 
 
 def _contraction(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
@@ -42,7 +50,7 @@ def _contraction(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
     if len(norms) < 2:
         return 0.0
     *rest, a, b = inputs if len(inputs) > 2 else (inputs[0], inputs[1])
-    inner = math.sqrt(max(_count(a) * _count(b) / _count(result), 1.0))  # the inner dim, twice the batch left out
+    inner = math.sqrt(max(count(a) * count(b) / count(result), 1.0))  # the inner dim, twice the batch left out
     found = a.norm * b.norm / math.sqrt(max(inner, 1.0))
     return found + sum([x.norm for x in rest])
 
@@ -52,7 +60,19 @@ def _reduction(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
 
 
 def _mean(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
-    return max(norms) * _count(result) / max(map(_count, inputs))
+    return max(norms) * count(result) / max(map(count, inputs))
+
+
+def _statistic(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+    """A mean of elements that nearly cancel, which norms return beside their result."""
+    if result.first["n"] != 1:
+        return 0.0
+    return max([n / math.sqrt(count(x)) for n, x in zip(norms, inputs)]) * math.sqrt(count(result))
+
+
+def _through_softmax(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+    """In the gradient of a softmax most of what is added cancels; how much, the operator does not show."""
+    return 4.0 * result.norm
 
 
 Family = Callable[[Value, Sequence[Value], Norms], float]
@@ -65,7 +85,15 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(["mm", "bmm", "addmm", "baddbmm", "convolution", "dot", "mv"], _contraction),
     **dict.fromkeys(["sum", "embedding_dense_backward", "scatter_add", "index_put", "cumsum", "norm"], _reduction),
     **dict.fromkeys(["mean"], _mean),
+    **dict.fromkeys(["native_layer_norm", "native_group_norm", "native_batch_norm", "var_mean"], _statistic),
+    **dict.fromkeys([f"{attention}_backward" for attention in ATTENTION], _through_softmax),
 }
 """Operator -> the estimate for its results."""
 
-__all__ = ["FAMILIES", "scale"]
+EXPONENTIAL = frozenset(
+    ["exp", "_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "_safe_softmax", "logsumexp"]
+    + [*ATTENTION, *[f"{attention}_backward" for attention in ATTENTION]]
+)
+"""Operators whose results are exponentials of inputs, relative to which an absolute difference counts."""
+
+__all__ = ["EXPONENTIAL", "FAMILIES", "count", "scale"]

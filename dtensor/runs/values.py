@@ -8,6 +8,7 @@ ranks hold copies. A plain tensor of one rank of many may be anything: a copy, a
 sum; what it is follows from what it is compared with (`readings`).
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,12 +103,14 @@ class Copy:
         vector: the fingerprint; None if reductions other than sums and means stand between.
         spec: the spec; None for a plain tensor.
         shape: its global shape.
+        parts: what it was joined from, in order along one dim, if no spec says so.
     """
 
     ranks: tuple[int, ...]
     vector: Vector | None
     spec: Spec | None
     shape: tuple[int, ...]
+    parts: "tuple[Copy, ...]" = ()
 
 
 @dataclass
@@ -204,6 +207,11 @@ class Value:
     def norm(self) -> float:
         """The Frobenius norm, estimated where the tensor is partial."""
         return max([_norm(copy, self.seen) for copy in self.copies], default=0.0)
+
+    @cached_property
+    def terms(self) -> float:
+        """The norm of what all ranks hold together: of a partial tensor that of its terms."""
+        return math.sqrt(sum([max(float(part.vector[fp.SQUARES]), 0.0) for part in self.parts.values()]))
 
     @property
     def nonfinite(self) -> float:

@@ -1,0 +1,42 @@
+"""Between clean runs nothing is reported: one device against every plan, in float32 and bfloat16."""
+
+import pytest
+import torch
+
+from . import programs
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """Folder of the record on one device, by dtype and seed."""
+    made = {}
+
+    def of(dtype, seed):
+        if (dtype, seed) not in made:
+            folder = made[dtype, seed] = tmp_path_factory.mktemp("one")
+            programs.on_one_device(programs.transformer(seed, dtype), programs.batch(seed), folder)
+        return made[dtype, seed]
+
+    return of
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("plan", programs.PLANS)
+def test_nothing_is_reported(plan, dtype, reference, tmp_path):
+    check(plan, dtype, 0, reference, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(1, 20))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("plan", programs.PLANS)
+def test_nothing_is_reported_for_other_seeds(plan, dtype, seed, reference, tmp_path):
+    check(plan, dtype, seed, reference, tmp_path)
+
+
+def check(plan, dtype, seed, reference, tmp_path):
+    programs.sharded(plan, programs.transformer(seed, dtype), programs.batch(seed), tmp_path)
+    found = programs.compared(reference(dtype, seed), tmp_path)
+    assert [str(f) for f in found.findings] == []
+    assert len(found.pairs) > 900
+    assert sum([not p.differences for p in found.pairs]) < 30
