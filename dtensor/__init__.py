@@ -21,6 +21,7 @@ from .errors import (
     OperatorError,
     PassError,
     PlacementError,
+    ReplicaError,
     ShardingError,
     StrictError,
 )
@@ -32,6 +33,7 @@ from .parallel.training import grad_scaler as grad_scaler  # registers the gradi
 from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
 from .rules.notation import Rule
+from .runs.watch import Watch, watch
 from .state import safetensors as safetensors
 from .state.checkpoints import Checkpoints
 from .state.torch_checkpoints import load_torch_checkpoint
@@ -68,11 +70,13 @@ __all__ = [
     "PassError",
     "Placement",
     "PlacementError",
+    "ReplicaError",
     "Replicate",
     "Rule",
     "Shard",
     "ShardingError",
     "StrictError",
+    "Watch",
     "distribute_model",
     "distribute_module",
     "distribute_tensor",
@@ -93,5 +97,6 @@ __all__ = [
     "randn",
     "register_sharding",
     "strict",
+    "watch",
     "zeros",
 ]

@@ -22,7 +22,7 @@ ROOMS = {
         ["dispatch"],
         ["tensor"],
         ["parallel"],
-        ["state", "interop"],
+        ["state", "interop", "runs"],
         ["testing"],
         ["tools"],
         ["__main__"],
