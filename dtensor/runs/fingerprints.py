@@ -1,8 +1,10 @@
 """Fingerprints: exact checksums of the memory of many tensors, with few kernels and no temporary larger than a block.
 
-Memory is read as 64-bit words, and sums are taken modulo 2**64: one with an odd weight for each position, one with an
-odd weight for each block. So a change of one word, and with it of one bit, always changes both sums, and words that
-changed places change the first. Signed zeros and NaNs are bits like any other. Weights are the same on all ranks.
+Memory is read as 64-bit words, and sums are taken modulo 2**64, with an odd weight for each position and each block:
+one of the words, and one of their upper halves. So a change of one word, and with it of one bit, always changes the
+first sum, and several changes would have to cancel out in both. The higher a bit is in a word, the fewer bits of its
+weight count: in the first sum alone a change of two signs would go unnoticed, in the second 33 bits are left for them.
+Signed zeros and NaNs are bits like any other. Weights are the same on all ranks.
 
 Tensors of one dtype are read one after the other as if they were one tensor: what is small shares a block, and what is
 large is read in blocks without a copy.
@@ -21,6 +23,9 @@ WORDS = {"cpu": 1 << 16}
 
 WORDS_OF_OTHERS = 1 << 21
 """Words in a block on other devices, where the number of kernels counts."""
+
+HALF = 32
+"""Bits of half a word."""
 
 MASK = (1 << 64) - 1
 STREAM = 1 << 40
@@ -102,7 +107,8 @@ def _sums(tensors: list[torch.Tensor], first: int) -> torch.Tensor:
     found = []
     for block in _blocks(tensors):
         words = _as_words(block)
-        found.append(torch.stack([_dot(words, weights[: words.numel()]), words.sum()]))
+        mine = weights[: words.numel()]
+        found.append(torch.stack([_dot(words, mine), _dot(words >> HALF, mine)]))
     if not found:
         return torch.zeros(2, dtype=torch.int64, device=device)
     factors = [[_mixed(2 * (first + i)), _mixed(2 * (first + i) + 1)] for i in range(len(found))]
