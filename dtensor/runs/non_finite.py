@@ -152,8 +152,8 @@ class Origins(TorchDispatchMode):
         return out
 
     def _remember(self) -> None:
-        """Keep the place of an operator of the forward under the number of the node that autograd made for it."""
-        if torch.is_grad_enabled() and not is_in_backward():
+        """Keep the place of an operator under the number of the node that autograd made for it, if it made one."""
+        if torch.is_grad_enabled():
             if len(self._places) >= KEPT:
                 self._places.clear()
             self._places[next_sequence_number() - 1] = self._place()
@@ -180,8 +180,11 @@ class Origins(TorchDispatchMode):
         return FloatingPointError(said)
 
     def _where(self) -> str:
-        """The place of the running operator; in a backward, that of the operator whose gradient it computes."""
-        if not is_in_backward():
+        """The place of the running operator; in a backward, that of the operator whose gradient it computes.
+
+        A module that runs in a backward computes its forward again.
+        """
+        if not is_in_backward() or self._modules:
             return f"in {self._place()}"
         node = autograd_node()
         if node is None:

@@ -210,7 +210,9 @@ class Holdings:
         self._parameters: dict[int, tuple[torch.Tensor, Holding | None]] = {}
         found = [*self._of_model(), *self._of_optimizers()]
         device = next((h.value.device for h in found if h.value.device.type != "cpu"), torch.device("cpu"))
-        return [*found, *self._gradients(), *self._generators(device)]
+        found += [*self._gradients(), *self._generators(device)]
+        self._parameters = {}  # parameters that are replaced meanwhile need not be kept
+        return found
 
     def check_patterns(self) -> None:
         """Check what is to be left out.
