@@ -17,7 +17,7 @@ from ..errors import ReplicaError
 from ..mesh.mesh import mesh_shape
 from ..tensor.tensor import DTensor
 from .fingerprints import as_reals, checksum, has_infinities, is_spoilt
-from .replicas import GENERATOR, GRADIENT, OPTIONS, Holding, Scope, digest
+from .replicas import GENERATOR, GRADIENT, OPTIONS, Holding, Place, Scope, digest
 
 PART = 1 << 22
 """Elements of a tensor that are sent at once."""
@@ -70,6 +70,7 @@ class Finding:
         theirs: The value there on the rank that sent.
         mine: The value there on this rank.
         bits: Numbers of the bits that differ there, 0 for the lowest.
+        axes: Names of the mesh axes along which neighbours differ.
         ulps: The largest difference in units of the last place of the largest element; infinite for integers.
     """
 
@@ -79,6 +80,7 @@ class Finding:
     theirs: str
     mine: str
     bits: tuple[int, ...]
+    axes: tuple[str, ...]
     ulps: float
 
 
@@ -175,7 +177,7 @@ class Search:
         local = as_reals(h.local)
         is_mine = self.scope.rank in (*sides.usual, *sides.others)
         (size,) = {n for n in self.scope.objects(local.numel() if self.scope.rank == source else None) if n is not None}
-        comparison = _Comparison(h, sides.is_majority)
+        comparison = _Comparison(h)
         flat = local.reshape(-1)
         for begin in range(0, size, PART):
             sent = torch.empty(min(PART, size - begin), dtype=local.dtype, device=self.device)
@@ -185,11 +187,14 @@ class Search:
             self.scope.broadcast(sent.view(torch.uint8), source)
             if is_mine:
                 comparison.add(begin, sent, mine)
-        return comparison.finding() if self.scope.rank in sides.others else None
+        return comparison.finding(_axes(h.place, sides)) if self.scope.rank in sides.others else None
 
     def _message(self, h: Holding, sides: Sides, rank: int, found: Finding, more: Sequence[Holding]) -> str:
         between = _between(sides)
-        along = "" if not h.place.axes else f" along mesh axis {' and '.join(map(repr, h.place.axes))}"
+        along = ""
+        if found.axes:
+            word = "axis" if len(found.axes) == 1 else "axes"
+            along = f", along mesh {word} {' and '.join(map(repr, found.axes))}"
         if h.role == GENERATOR:
             what = f"{self.when}, {h.name} is in different states on {between}{along}"
         else:
@@ -215,7 +220,7 @@ class Search:
             return CAUSES["start"]
         if h.role == "buffer":
             return CAUSES["statistics"]
-        return CAUSES["plain" if h.place.axes is None else "placed"]
+        return CAUSES["plain" if h.place.mesh is None else "placed"]
 
 
 def _at(held: Sequence[str], at: int) -> str:
@@ -225,7 +230,7 @@ def _at(held: Sequence[str], at: int) -> str:
 class _Comparison:
     """The comparison of this rank's copy of a tensor with another rank's, part by part."""
 
-    def __init__(self, of: Holding, by_bits: bool) -> None:
+    def __init__(self, of: Holding) -> None:
         self.of = of
         self.count, self.most, self.largest = 0, -1.0, 0.0
         self.at, self.values, self.bits = 0, ("", ""), 0
@@ -250,15 +255,15 @@ class _Comparison:
             a, b = (int(x.view(whole)[i].item()) for x in (theirs, mine))
             self.bits = (a ^ b) & ((1 << 8 * mine.element_size()) - 1)
 
-    def finding(self) -> Finding:
-        """What was found."""
+    def finding(self, axes: tuple[str, ...]) -> Finding:
+        """What was found, along these axes of the mesh."""
         local, theirs, mine = as_reals(self.of.local), *self.values
         is_float = has_infinities(local)
         unit = torch.finfo(local.dtype).eps * self.largest if is_float else 0.0
         bits = tuple([i for i in range(64) if self.bits >> i & 1])
         index = _global_index(self.of, self.at)
         ulps = self.most / unit if unit else float("inf")
-        return Finding(self.count, local.numel(), index, theirs, mine, bits, ulps)
+        return Finding(self.count, local.numel(), index, theirs, mine, bits, axes, ulps)
 
 
 def _global_index(h: Holding, at: int) -> tuple[int, ...]:
@@ -275,10 +280,23 @@ def _global_index(h: Holding, at: int) -> tuple[int, ...]:
     return tuple(index)
 
 
+def _axes(place: Place, sides: Sides) -> tuple[str, ...]:
+    """Names of the mesh axes along which there is a rank of one side next to one of the other."""
+    if place.mesh is None:
+        return ()
+    names = tuple(place.mesh.mesh_dim_names or map(str, range(place.mesh.ndim)))
+    found = []
+    for name in place.axes:
+        lines = place.mesh.mesh.movedim(names.index(name), -1).reshape(-1, place.mesh.size(names.index(name))).tolist()
+        if any(set(line) & set(sides.usual) and set(line) & set(sides.others) for line in lines):
+            found.append(name)
+    return tuple(found)
+
+
 def _between(sides: Sides) -> str:
-    if not sides.is_majority:
-        return f"ranks {_list(sorted((*sides.usual, *sides.others)))}, without a majority"
-    return f"{_ranks(sides.others)} and {_ranks(sides.usual)}"
+    if sides.is_majority:
+        return f"{_ranks(sides.others)} and {_ranks(sides.usual)}"
+    return f"{_ranks(sides.usual)} and {_ranks(sides.others)}, neither a majority"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

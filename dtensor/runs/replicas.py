@@ -53,13 +53,15 @@ class Place(NamedTuple):
         ranks: These ranks, ascending, this one included.
         kind: Equal for tensors with the same ranks on every rank.
         text: The placements, for a message; "" for a plain tensor.
-        axes: Names of the mesh axes over which the tensor is replicated; None if it is plain.
+        mesh: The mesh that has these ranks; None for a plain tensor.
+        axes: Names of the axes of `mesh` over which the tensor is replicated.
     """
 
     ranks: tuple[int, ...]
     kind: Hashable
     text: str = ""
-    axes: tuple[str, ...] | None = None
+    mesh: Any = None
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -179,10 +181,10 @@ class Scope:
             axes = tuple([name for name in names if name not in other])
         at = mesh.get_coordinate()
         if at is None:
-            return Place((self.rank,), (mesh, axes), axes=axes)
+            return Place((self.rank,), (mesh, axes), mesh=mesh, axes=axes)
         index = tuple([slice(None) if name in axes else at[axis] for axis, name in enumerate(names)])
         found = mesh.mesh[index].reshape(-1).tolist()
-        return Place(tuple(sorted(set(found) & set(self.ranks))), (mesh, axes), axes=axes)
+        return Place(tuple(sorted(set(found) & set(self.ranks))), (mesh, axes), mesh=mesh, axes=axes)
 
 
 def _is_part(mesh: Any, whole: Any) -> bool:

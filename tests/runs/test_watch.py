@@ -95,7 +95,7 @@ def test_of_two_ranks_both_are_named(rank):
     values: list[Any] = [None, None]
     dist.all_gather_object(values, model[2].bias[1].item())
     text = said(ReplicaError, watched.check)
-    assert "differs between ranks 0, 1, without a majority: 2 of 5 elements, most at [1], which is " in text
+    assert "differs between rank 0 and rank 1, neither a majority: 2 of 5 elements, most at [1], which is " in text
     assert f"{values[0]} on rank 0 and 2.5 on rank 1" in text
 
 
@@ -165,7 +165,7 @@ def test_a_replica_of_hybrid_sharding_that_differs(rank):
             model[2].weight.detach().to_local()[1, 4] += 1
         text = said(ReplicaError, lambda: train(model, optimizer, 1, rank))
     # Of five rows, rank 3 has the last two.
-    assert "2.weight (parameter, float32 [5, 8] RS(0)) differs between ranks 1, 3" in text
+    assert "2.weight (parameter, float32 [5, 8] RS(0)) differs between rank 1 and rank 3" in text
     assert "along mesh axis 'replica': 1 of 16 elements of its part, that at [4, 4]" in text
 
 
@@ -179,6 +179,22 @@ def test_shards_have_nothing_to_be_compared_with(rank):
     watched.check()
 
 
+@with_threads(4)
+def test_the_axis_along_which_replicas_differ_is_named(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for bad, sides, axes in (
+        ((1, 3), "ranks 0, 2 and ranks 1, 3, neither a majority, along mesh axis 'tp'", "tp"),
+        ((2, 3), "ranks 0, 1 and ranks 2, 3, neither a majority, along mesh axis 'dp'", "dp"),
+        ((2,), "rank 2 and ranks 0, 1, 3, along mesh axes 'dp' and 'tp'", "both"),
+    ):
+        model = nn.Linear(2, 2, bias=False)
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [dtensor.Replicate()] * 2))
+        watched = dtensor.watch(model)
+        if rank in bad:
+            model.weight.detach().to_local()[0, 1] = 2.0
+        assert f"differs between {sides}: 1 of 4 elements" in said(ReplicaError, watched.check), axes
+
+
 def tensor_parallel(rank) -> Any:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     return parallelize_module(made(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -186,7 +202,7 @@ def tensor_parallel(rank) -> Any:
 
 def both(rank) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(made(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model: Any = parallelize_module(made(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return fully_shard(model, mesh["dp"])
 
 
@@ -223,12 +239,12 @@ def test_a_transformer_is_left_alone(rank):
 
 @with_threads(4)
 def test_both_plans_compare_along_each_axis(rank):
-    model = both(rank)
+    model: Any = both(rank)
     watched = dtensor.watch(model)
     assert model[2].bias.placements == (Shard(0), dtensor.Replicate())
     if rank == 1:
         model[2].bias.detach().to_local()[0] += 1
-    assert "2.bias (parameter, float32 [5] S(0)R) differs between ranks 0, 1" in (
+    assert "2.bias (parameter, float32 [5] S(0)R) differs between rank 0 and rank 1" in (
         text := said(ReplicaError, watched.check)
     )
     assert "along mesh axis 'tp'" in text
@@ -238,13 +254,13 @@ def test_both_plans_compare_along_each_axis(rank):
 def test_a_mesh_says_where_slices_are_replicated(rank):
     """Tensor parallelism on a slice, and data parallelism by hand: only the mesh shows that."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(made(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model: Any = parallelize_module(made(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     alone, along = dtensor.watch(model), dtensor.watch(model, mesh=mesh)
     if rank == 3:
         model[0].weight.detach().to_local()[2, 1] += 1
     alone.check()
     text = said(ReplicaError, along.check)
-    assert "0.weight (parameter, float32 [8, 6] S(0)) differs between ranks 1, 3" in text
+    assert "0.weight (parameter, float32 [8, 6] S(0)) differs between rank 1 and rank 3" in text
     assert "at [6, 1]" in text
 
 
@@ -260,7 +276,7 @@ def test_stages_of_a_pipeline_give_their_mesh(rank):
     if rank // 2:
         with torch.no_grad():
             model.bias[0] = rank
-        with pytest.raises(ReplicaError, match=r"bias .* between ranks 2, 3"):
+        with pytest.raises(ReplicaError, match=r"bias .* between rank 2 and rank 3"):
             watched.check()
     else:
         watched.check()
@@ -309,7 +325,7 @@ def test_names_that_are_skipped_may_differ(rank):
 
 @with_threads(2)
 def test_buffers_are_compared_but_statistics_of_batches(rank):
-    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
+    model: Any = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 2))
     model.register_buffer("table", torch.arange(4.0))
     with torch.no_grad():
         model[1].weight.fill_(1.0), model[1].bias.fill_(0.0)
@@ -449,7 +465,7 @@ def test_generators_that_differ(rank):
             p.fill_(1.0)
     dtensor.watch(plain)
     text = said(ReplicaError, lambda: dtensor.watch(model))
-    assert "before the first step, the generator of the CPU is in different states on ranks 0, 1" in text
+    assert "before the first step, the generator of the CPU is in different states on rank 0 and rank 1" in text
     assert "along mesh axis 'tp'" in text
     assert "dtensor.random.manual_seed(seed, mesh)" in text
     assert "the generator of the CPU" in said(ReplicaError, lambda: dtensor.watch(plain, rng=True))
@@ -463,7 +479,7 @@ def test_generators_that_differ(rank):
 @with_ranks(2)
 def test_compiled_models_and_steps(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = parallelize_module(made(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model: Any = parallelize_module(made(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     compiled = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}, fullgraph=True)
     step = torch.compile(optimizer.step, backend="aot_eager")
