@@ -1,8 +1,9 @@
 """watch: what `dtensor.watch` costs a training step, compared with a step that nobody watches.
 
 Two ranks on this machine train two copies of a model with AdamW, of which one is watched. "step" is the mean time of as
-many steps as there are from one comparison to the next, one comparison included, in interleaved rounds. "comparison" is
-a comparison alone, and its peer all these steps: it shows a share that is lost in the noise of the former.
+many steps as there are from one comparison to the next, one comparison included, in rounds in which both take a turn.
+"comparison" is one alone at the end of each round, and its peer all these steps: a share that is lost in the noise of
+the former.
 """
 
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ class Amount:
 SMALL, REAL = Sizes(dim=128, seq=64, batch=8), Sizes(dim=256, seq=128, batch=8)
 AMOUNTS = {
     "tiny": Amount(("ddp",), "mlp", Sizes(dim=16, seq=4, batch=2), 2, 2, True),
-    "quick": Amount(("ddp", "tp", "fsdp"), "transformer-2", SMALL, 100, 3),
+    "quick": Amount(("ddp", "tp", "fsdp"), "transformer-2", SMALL, 100, 5),
     "full": Amount(("ddp", "tp", "fsdp"), "transformer-8", REAL, 100, 7),
 }
 
@@ -77,8 +78,11 @@ def on_rank(rank: int, model: Model, plan: str, amount: Amount, end: Any) -> Tim
         side.step(*given)
     watched = dtensor.watch(sides[OURS].model, sides[OURS].optimizer, every=amount.every)
     runs = {name: lambda side=side: side.step(*given) for name, side in sides.items()}
-    found = interleaved(runs, amount.rounds, amount.every, before=dist.barrier)
-    found["comparison"] = [seconds(watched.check) for _ in range(amount.rounds)]
+    found: Times = {name: [] for name in (*runs, "comparison")}
+    for _ in range(amount.rounds):
+        for name, times in interleaved(runs, 1, amount.every, before=dist.barrier).items():
+            found[name] += times
+        found["comparison"].append(seconds(watched.check))
     return found
 
 

@@ -116,6 +116,7 @@ class Scope:
     def __init__(self, mesh: Any = None) -> None:
         self.mesh: Any = None if mesh is None else mesh_of(mesh)
         self.group: str | None = None
+        self._places: dict[Any, Place] = {}
         self.rank: int = 0
         self.ranks: tuple[int, ...] = (0,)
         self.has_generators: bool = dist.is_initialized() and dist.get_backend() not in WITHOUT_RANKS
@@ -173,6 +174,12 @@ class Scope:
 
     def over(self, mesh: Any, replicated: tuple[int, ...], within: Any = None) -> Place:
         """The place of what is the same along the given axes of a mesh, and along those that only `within` has."""
+        key = (mesh, replicated, within)
+        if key not in self._places:
+            self._places[key] = self._found(mesh, replicated, within)
+        return self._places[key]
+
+    def _found(self, mesh: Any, replicated: tuple[int, ...], within: Any) -> Place:
         names = tuple(mesh.mesh_dim_names or map(str, range(mesh.ndim)))
         axes = tuple([names[axis] for axis in replicated])
         other = tuple([name for name in names if name not in axes])
