@@ -17,7 +17,7 @@ from ..errors import ReplicaError
 from ..mesh.mesh import mesh_shape
 from ..tensor.tensor import DTensor
 from .fingerprints import as_reals, checksum, has_infinities, is_spoilt
-from .replicas import GENERATOR, GRADIENT, OPTIONS, Holding, Place, Scope, digest
+from .replicas import BUFFER, GENERATOR, GRADIENT, OPTIONS, PARAMETER, STATE, Holding, Place, Scope, digest
 
 PART = 1 << 22
 """Elements of a tensor that are sent at once."""
@@ -105,13 +105,16 @@ class Search:
     Attributes:
         scope: The ranks.
         held: What this rank holds, without gradients.
+        counted: What NaNs and infinities are counted of.
         device: The device of what is exchanged.
         when: When it was compared, such as "after step 100".
         is_start: Whether no step has been taken yet.
     """
 
     def __init__(self, scope: Scope, held: Sequence[Holding], device: torch.device, steps: int) -> None:
-        self.scope, self.device, self.is_start = scope, device, steps == 0
+        self.scope: Scope = scope
+        self.device: torch.device = device
+        self.is_start: bool = steps == 0
         self.held: list[Holding] = [h for h in held if h.role != GRADIENT]
         self.counted: list[Holding] = [h for h in held if h.is_counted]
         self.when: str = f"after step {steps}" if steps else "before the first step"
@@ -210,7 +213,7 @@ class Search:
         if h.role in CAUSES:
             return CAUSES[h.role]
         is_alone = all(other.name == h.name for other in more)
-        if found.count == 1 and is_alone:
+        if found.count == 1 and is_alone and (found.size > 1 or len(found.bits) == 1):
             return CAUSES["element"].format(f"rank {rank}" if sides.is_majority else "one of them")
         if found.count < FEW * found.size and is_alone:
             return CAUSES["part"]
@@ -218,7 +221,7 @@ class Search:
             return CAUSES["rounding"]
         if self.is_start:
             return CAUSES["start"]
-        if h.role == "buffer":
+        if h.role == BUFFER:
             return CAUSES["statistics"]
         return CAUSES["plain" if h.place.mesh is None else "placed"]
 
@@ -309,14 +312,14 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _short(h: Holding) -> str:
-    return h.name if h.role in ("parameter", "buffer", OPTIONS, GENERATOR) else f"{h.role} of {h.name}"
+    what = {STATE: h.key, GRADIENT: GRADIENT}.get(h.role)
+    return f"{what} of {h.name}" if what else h.name
 
 
 def _described(h: Holding) -> str:
     if h.role == OPTIONS:
         return f"{h.name} of the optimizer"
-    role = h.role if h.role in ("parameter", "buffer") else "optimizer state"
-    return f"{_short(h)} ({role}, {h.shown})"
+    return f"{_short(h)} ({h.role}, {h.shown})"
 
 
 def _largest(h: Holding, sides: Sides, rank: int, found: Finding) -> str:
@@ -388,7 +391,7 @@ def _spoilt(h: Holding) -> Spoilt:
     x = x.float() if x.element_size() == 1 else x
     bad = (~torch.isfinite(x)).reshape(-1)
     at = int(bad.to(torch.uint8).argmax())
-    what = _short(h) if h.role != "parameter" else f"parameter {h.name}"
+    what = _short(h) if h.role != PARAMETER else f"parameter {h.name}"
     return Spoilt(what, int(x.isnan().sum()), int(x.isinf().sum()), x.numel(), _global_index(h, at))
 
 

@@ -56,7 +56,7 @@ KEPT = 1 << 17
 """Operators of a forward whose lines are kept for its backward."""
 
 
-class Place(NamedTuple):
+class Line(NamedTuple):
     """Where in the user's program an operator was called.
 
     Attributes:
@@ -89,7 +89,7 @@ class Origins(TorchDispatchMode):
         self._hooks: list[Any] = []
         self._modules: list[str] = []
         self._outer: list[tuple[OpOverload, Any]] = []
-        self._places: dict[int, Place] = {}
+        self._lines: dict[int, Line] = {}
         self._is_on = False
 
     def begin(self) -> None:
@@ -111,7 +111,7 @@ class Origins(TorchDispatchMode):
 
     def forget(self) -> None:
         """Forget the lines of a forward, after its backward."""
-        self._places.clear()
+        self._lines.clear()
         self._modules.clear()
 
     def __torch_dispatch__(
@@ -152,17 +152,17 @@ class Origins(TorchDispatchMode):
         return out
 
     def _remember(self) -> None:
-        """Keep the place of an operator under the number of the node that autograd made for it, if it made one."""
+        """Keep the line of an operator under the number of the node that autograd made for it, if it made one."""
         if torch.is_grad_enabled():
-            if len(self._places) >= KEPT:
-                self._places.clear()
-            self._places[next_sequence_number() - 1] = self._place()
+            if len(self._lines) >= KEPT:
+                self._lines.clear()
+            self._lines[next_sequence_number() - 1] = self._line()
 
-    def _place(self) -> Place:
+    def _line(self) -> Line:
         frame: Any = sys._getframe(1)
         while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
             frame = frame.f_back
-        return Place(frame.f_code.co_filename, frame.f_lineno, self._modules[-1] if self._modules else None)
+        return Line(frame.f_code.co_filename, frame.f_lineno, self._modules[-1] if self._modules else None)
 
     def _error(self, func: OpOverload, kind: str, given: Any) -> FloatingPointError:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -180,17 +180,17 @@ class Origins(TorchDispatchMode):
         return FloatingPointError(said)
 
     def _where(self) -> str:
-        """The place of the running operator; in a backward, that of the operator whose gradient it computes.
+        """The line of the running operator; in a backward, that of the operator whose gradient it computes.
 
         A module that runs in a backward computes its forward again.
         """
         if not is_in_backward() or self._modules:
-            return f"in {self._place()}"
+            return f"in {self._line()}"
         node = autograd_node()
         if node is None:
-            return f"in a backward called in {self._place()}"
-        place = self._places.get(node.sequence_number, "an operator whose line is not known")
-        return f"in the backward of {place}, node {node.name}"
+            return f"in a backward called in {self._line()}"
+        line = self._lines.get(node.sequence_number, "an operator whose line is not known")
+        return f"in the backward of {line}, node {node.name}"
 
 
 def _following(module: nn.Module, name: str, running: list[str]) -> list[Any]:

@@ -39,8 +39,8 @@ BY_BATCH = ("running_mean", "running_var")
 
 SYNCHRONIZED = (nn.SyncBatchNorm,)
 FSDP1 = "FullyShardedDataParallel"
+PARAMETER, BUFFER, STATE = "parameter", "buffer", "optimizer state"
 GRADIENT, GENERATOR, OPTIONS = "gradient", "generator", "options"
-"""Roles of what is no parameter, buffer or state."""
 
 WRAPPED = "_orig_mod."
 """What torch.compile puts into the names of parameters."""
@@ -70,11 +70,12 @@ class Holding:
 
     Attributes:
         name: The name of the parameter or buffer, or of what stands in for one.
-        role: "parameter", "buffer", "gradient", "generator", "options", or the key of a state of an optimizer.
+        role: What it is: one of the names above.
         value: The tensor, a DTensor or plain.
         place: Which ranks hold the same.
         shown: Description of the tensor that is the same on all ranks.
         is_counted: Whether its NaNs and infinities are counted.
+        key: The key of a state of an optimizer.
         labels: Names of the elements, if they have any.
     """
 
@@ -84,12 +85,14 @@ class Holding:
     place: Place
     shown: str
     is_counted: bool
+    key: str = ""
     labels: Sequence[str] = ()
 
     @property
     def text(self) -> str:
         """What the ranks have in common."""
-        return f"{self.role} {self.name}: {self.shown}"
+        of = f"{self.key} of {self.name}" if self.key else self.name
+        return f"{self.role} {of}: {self.shown}"
 
     @property
     def is_compared(self) -> bool:
@@ -205,6 +208,9 @@ class Holdings:
     """Lists what this rank holds of a model, its optimizers and its generators.
 
     Attributes:
+        model: The model.
+        optimizers: Its optimizers.
+        scope: The ranks that compare.
         skip: Patterns of names that are left out.
         rng: Whether generators are compared; None for those that DTensors draw from.
     """
@@ -212,7 +218,11 @@ class Holdings:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[Optimizer], scope: Scope, skip: Sequence[str], rng: bool | None
     ) -> None:
-        self.model, self.optimizers, self.scope, self.skip, self.rng = model, optimizers, scope, skip, rng
+        self.model: nn.Module = model
+        self.optimizers: Sequence[Optimizer] = optimizers
+        self.scope: Scope = scope
+        self.skip: Sequence[str] = skip
+        self.rng: bool | None = rng
 
     def all(self) -> list[Holding]:
         """Everything, in an order that is the same on all ranks."""
@@ -251,16 +261,22 @@ class Holdings:
             prefix, _, last = name.rpartition(".")
             is_own = last in BY_BATCH and f"{prefix}." not in synchronized and not isinstance(x, DTensor)
             if not is_own:
-                yield from self._made(name, "buffer", x, is_counted=False)
+                yield from self._made(name, BUFFER, x, is_counted=False)
 
     def _parameter(self, name: str, p: torch.Tensor, is_own: bool = False) -> Iterator[Holding]:
         if id(p) not in self._parameters:
-            made = list(self._made(name, "parameter", p, self.scope.alone() if is_own else None))
+            made = list(self._made(name, PARAMETER, p, self.scope.alone() if is_own else None))
             self._parameters[id(p)] = p, made[0] if made else None
             yield from made
 
     def _made(
-        self, name: str, role: str, x: torch.Tensor, place: Place | None = None, is_counted: bool = True
+        self,
+        name: str,
+        role: str,
+        x: torch.Tensor,
+        place: Place | None = None,
+        is_counted: bool = True,
+        key: str = "",
     ) -> Iterator[Holding]:
         """The holding of a tensor, unless it is left out or has no memory that could be read."""
         name = name.replace(WRAPPED, "")
@@ -270,7 +286,7 @@ class Holdings:
         place = self.scope.place(x) if place is None else place
         kind = str(x.dtype).removeprefix("torch.")
         sizes = list(x.shape) if isinstance(x, DTensor) or place.kind == "everywhere" else "[...]"
-        yield Holding(name, role, x, place, f"{kind} {sizes} {place.text}".rstrip(), is_counted)
+        yield Holding(name, role, x, place, f"{kind} {sizes} {place.text}".rstrip(), is_counted, key)
 
     def _is_skipped(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.skip)
@@ -297,7 +313,7 @@ class Holdings:
                     numbers.append(float(part))  # pyright: ignore[reportArgumentType]
         values = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         place = self.scope.everywhere()
-        yield Holding(name, OPTIONS, values, place, ", ".join(labels), False, labels)
+        yield Holding(name, OPTIONS, values, place, ", ".join(labels), False, labels=labels)
 
     def _state(self, p: torch.Tensor, state: Any) -> Iterator[Holding]:
         _, of = self._parameters[id(p)]
@@ -310,7 +326,7 @@ class Holdings:
                 # A plain tensor beside a sharded parameter is about this rank's shard, unless it is a single number.
                 is_own = x.dim() > 0 and not isinstance(x, DTensor) and not is_torch_dtensor(x)
                 place = of.place._replace(text="") if is_own else None
-                yield from self._made(of.name, str(key), x, place)
+                yield from self._made(of.name, STATE, x, place, key=str(key))
 
     def _gradients(self) -> Iterator[Holding]:
         """Gradients of the last step, of which only NaNs and infinities are of interest.
@@ -385,4 +401,17 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
-__all__ = ["GENERATOR", "GRADIENT", "OPTIONS", "Holding", "Holdings", "Place", "Scope", "digest"]
+__all__ = [
+    "BUFFER",
+    "GENERATOR",
+    "GRADIENT",
+    "OPTIONS",
+    "PARAMETER",
+    "STATE",
+    "WRAPPED",
+    "Holding",
+    "Holdings",
+    "Place",
+    "Scope",
+    "digest",
+]

@@ -138,6 +138,9 @@ def test_optimizer_state_and_options_are_compared(rank):
     optimizer.state[model[2].weight]["exp_avg"][1, 3] -= rank
     optimizer.state[model[2].weight]["step"] += rank
     assert "step of 2.weight" in said(ReplicaError, watched.check)
+    optimizer.state[model[2].weight]["step"] -= rank
+    optimizer.state[model[0].bias]["gradient"] = torch.full((8,), float(rank))  # a key that is a role, too
+    assert "gradient of 0.bias (optimizer state, float32 [8])" in said(ReplicaError, watched.check)
 
 
 @with_threads(2)
