@@ -96,7 +96,7 @@ class Trainer:
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], around: Callable[[], Any]):
         self.model, self._loss, self.around = model, loss, around
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         with self.around():

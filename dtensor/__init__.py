@@ -22,6 +22,7 @@ from .errors import (
     PassError,
     PlacementError,
     RecordError,
+    ReplicaError,
     ShardingError,
     StrictError,
 )
@@ -33,8 +34,9 @@ from .parallel.training import grad_scaler as grad_scaler  # registers the gradi
 from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
 from .rules.notation import Rule
-from .runs import taps as taps  # registers the operators by which compiled graphs are recorded
-from .runs.recorder import record, record_if_asked
+from .runs.records import taps as taps  # registers the operators by which compiled graphs are recorded
+from .runs.records.recorder import record, record_if_asked
+from .runs.watching.watch import Watch, watch
 from .state import safetensors as safetensors
 from .state.checkpoints import Checkpoints
 from .state.torch_checkpoints import load_torch_checkpoint
@@ -73,11 +75,13 @@ __all__ = [
     "Placement",
     "PlacementError",
     "RecordError",
+    "ReplicaError",
     "Replicate",
     "Rule",
     "Shard",
     "ShardingError",
     "StrictError",
+    "Watch",
     "distribute_model",
     "distribute_module",
     "distribute_tensor",
@@ -99,5 +103,6 @@ __all__ = [
     "record",
     "register_sharding",
     "strict",
+    "watch",
     "zeros",
 ]

@@ -2,8 +2,8 @@
 
 Each message states what was given, why it does not work, and what to write instead. It is written where the error is
 raised: of `MixedTensorError` in `dtensor.dispatch.plain_operands`, of `PlacementError` in `dtensor.layout.placements`,
-of `MisfitError` in `dtensor.parallel.checks.size_misfit`, of `AgreementError` in `dtensor.comm.agreement`, and of
-`CheckpointError` in `dtensor.state`.
+of `MisfitError` in `dtensor.parallel.checks.size_misfit`, of `AgreementError` in `dtensor.comm.agreement`, of
+`CheckpointError` in `dtensor.state`, and of `ReplicaError` in `dtensor.runs.watching.differences`.
 """
 
 
@@ -82,6 +82,13 @@ class CheckpointError(ShardingError):
     """A checkpoint is missing or damaged, or does not contain what was requested."""
 
 
+class ReplicaError(ShardingError):
+    """Ranks that should hold the same parameters, optimizer state or random generators do not.
+
+    Every rank that compares raises it, with the same text.
+    """
+
+
 __all__ = [
     "AgreementError",
     "CheckpointError",
@@ -93,6 +100,7 @@ __all__ = [
     "PassError",
     "PlacementError",
     "RecordError",
+    "ReplicaError",
     "ShardingError",
     "StrictError",
     "StrictReason",

@@ -28,15 +28,7 @@ ROOMS = {
         ["__main__"],
     ],
     "dtensor.parallel": [["modules"], ["checks"], ["fsdp"], ["styles", "whole_model", "training"]],
-    "dtensor.runs": [
-        ["fingerprint", "places"],
-        ["storage"],
-        ["recorder"],
-        ["values", "taps"],
-        ["readings", "scales", "locating", "aligning", "whole_values"],
-        ["comparison"],
-        ["report"],
-    ],
+    "dtensor.runs": [["records"], ["comparing", "watching"]],
     "dtensor.rules": [
         ["rule"],
         ["call"],

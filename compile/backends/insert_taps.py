@@ -16,9 +16,8 @@ from dtensor.mesh.provenance import INSIDE, MOVE, SPEC
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.source import module, source
-from dtensor.runs import taps
-from dtensor.runs.aligning import UNNUMBERED
-from dtensor.runs.recorder import same_value, short
+from dtensor.runs.records import taps
+from dtensor.runs.records.recorder import same_value, short
 from dtensor.torch_private.core import OpOverload
 
 from ..recording.frames import current_frame, tell_modules
@@ -135,10 +134,10 @@ def _is_move(node: fx.Node) -> bool:
 
 
 def _number(node: fx.Node) -> int:
-    """Which of several results a node is; `UNNUMBERED` if the operator was decomposed."""
+    """Which of several results a node is; `taps.UNNUMBERED` if the operator was decomposed."""
     if node.target is operator.getitem:
         return node.args[1] if isinstance(node.args[1], int) else 0
-    return 0 if SPEC in node.meta or _is_whole(node) else UNNUMBERED
+    return 0 if SPEC in node.meta or _is_whole(node) else taps.UNNUMBERED
 
 
 def _inputs(node: fx.Node, sites: dict[fx.Node, int]) -> tuple[int, ...]:

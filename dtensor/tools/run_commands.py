@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from ..errors import RecordError
-from ..runs.comparison import compare as compared
-from ..runs.report import report
-from ..runs.values import load
+from ..runs.comparing.comparison import compare as compared
+from ..runs.comparing.report import report
+from ..runs.comparing.values import load
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -25,7 +25,7 @@ def record(steps: int, values: str, folder: Path, script: str, args: tuple[str, 
     Recording begins with the first call of a model. Under torchrun each rank writes a file of its own:
     torchrun --nproc-per-node 2 -m dtensor record FOLDER script.py
     """
-    from ..runs.recorder import record_from_now_on
+    from ..runs.records.recorder import record_from_now_on
 
     record_from_now_on(folder, steps=steps, values=values)
     sys.argv = [script, *args]

@@ -10,7 +10,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -77,6 +77,7 @@ from torch.utils._debug_mode._utils import _tensor_debug_string as tensor_debug_
 from torch.utils._foreach_utils import _foreach_supported_types as utils_foreach_types
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 c10d: Any = torch.ops._c10d_functional
@@ -92,12 +93,6 @@ UnknownValue: tuple[type[Exception], ...] = (DataDependentOutputException, Dynam
 """What fake tensors raise if a result depends on values."""
 
 disable_dynamo: Any = torch._disable_dynamo
-
-autograd_sequence_number: Any = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateUsage]
-"""() -> the sequence number that the next node of autograd gets."""
-
-current_autograd_node: Any = torch._C._current_autograd_node  # pyright: ignore[reportAttributeAccessIssue]
-"""() -> the node of autograd whose backward runs in this thread, or None."""
 
 MODULE_CALL = nn.Module._call_impl.__code__
 """The code that runs when a module is called."""
@@ -456,6 +451,24 @@ def is_in_formula() -> bool:
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+class AutogradNode(NamedTuple):
+    """A node of autograd: its name, and the number that was current when it was made."""
+
+    name: str
+    sequence_number: int
+
+
+def autograd_node() -> AutogradNode | None:
+    """The node whose backward runs on this thread."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else AutogradNode(node.name(), node._sequence_nr())
+
+
+def next_sequence_number() -> int:
+    """The number that autograd gives to the next node that it makes on this thread."""
+    return torch.autograd._get_sequence_nr()
+
+
 def is_in_graph() -> bool:
     """Whether operators on this thread are recorded in a graph."""
     return get_proxy_mode() is not None
@@ -486,6 +499,7 @@ assert_async: Any = torch._assert_async
 __all__ = [
     "MODULE_CALL",
     "OWN_KEYSET",
+    "AutogradNode",
     "DebugOpCall",
     "FakeTensor",
     "FakeTensorMode",
@@ -496,7 +510,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnknownValue",
     "assert_async",
-    "autograd_sequence_number",
+    "autograd_node",
     "backend_of",
     "below_autograd",
     "break_connections",
@@ -505,8 +519,8 @@ __all__ = [
     "check_version",
     "cloned_store",
     "conjugates_resolved",
-    "current_autograd_node",
     "current_device_mesh",
+    "current_dispatch_mode",
     "decompositions",
     "default_group_timeout",
     "default_store",
@@ -536,6 +550,7 @@ __all__ = [
     "meets_only_autograd",
     "mesh_resources",
     "never_traced",
+    "next_sequence_number",
     "operator_database",
     "operator_samples",
     "optim_foreach_types",

@@ -21,6 +21,7 @@ FIGURES = {
     "operators": "not local",
     "wire": "step: bytes",
     "save": "save",
+    "watch": "comparison",
 }
 """A figure that each case has."""
 

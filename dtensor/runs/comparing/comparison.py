@@ -25,9 +25,9 @@ from functools import cached_property
 
 import numpy as np
 
-from . import fingerprint as fp
+from ..records import fingerprint as fp
+from ..records.fingerprint import Vector
 from .aligning import aligned
-from .fingerprint import Vector
 from .locating import Region, holders, looks_like, region
 from .readings import Reading, is_known, readings
 from .scales import EXPONENTIAL, count, scale
@@ -323,9 +323,8 @@ def _by_element(given: Sequence[Pair], result: Pair) -> float:
                 apart, whole = fp.sizes(vector, seen)[0], fp.sizes(reference, seen)[0]
                 ratios.append(float(np.nanmax(apart / np.maximum(whole, LEAST), initial=0.0)))
     step = result.a.copies[0].vector
-    before = next(
-        (p.a.copies[0].vector for p in given if p.a.module == result.a.module and p.a.seen == result.a.seen), None
-    )
+    same = [p.a for p in given if p.a.module == result.a.module and p.a.seen == result.a.seen]
+    before = same[0].copies[0].vector if same else None
     if step is None or before is None or len(step) != len(before):
         return 0.0
     moved = fp.norm(step - before, result.a.seen) / max(result.norm, LEAST)
@@ -411,9 +410,12 @@ def _changed(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Itera
 
 def _is_own_term(copy: Copy, source: Value) -> bool:
     """Whether a reduced tensor is the term of one of the ranks that hold it."""
+    whole = copy.vector
+    if whole is None:
+        return False
     terms = [source.parts[r].vector for r in copy.ranks if r in source.parts]
-    known = [t for t in terms if copy.vector is not None and len(t) == len(copy.vector)]
-    return any(np.allclose(t, copy.vector, rtol=1e-9, atol=FLOOR * source.terms) for t in known)
+    known = [t for t in terms if len(t) == len(whole)]
+    return any(np.allclose(t, whole, rtol=1e-9, atol=FLOOR * source.terms) for t in known)
 
 
 def _differ(copies: Sequence[Copy], value: Value) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import fingerprint as fp
-from .fingerprint import Vector
+from ..records import fingerprint as fp
+from ..records.fingerprint import Vector
 from .values import Copy, Value
 
 SHARE = 0.05

@@ -29,16 +29,16 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..comm.pending_tensor import Pending
-from ..comm.redistribute import watchers
-from ..layout.layout import Layout
-from ..mesh import environment, provenance
-from ..mesh.mesh import mesh_shape
-from ..mesh.tensor_spec import Spec
-from ..tensor.tensor import DTensor
-from ..tensor.torch_dtensor import is_torch_dtensor, layout_of
-from ..torch_private.compiling import forget_compiled
-from ..torch_private.core import OpOverload, TorchDispatchMode, tree_leaves
+from ...comm.pending_tensor import Pending
+from ...comm.redistribute import watchers
+from ...layout.layout import Layout
+from ...mesh import environment, provenance
+from ...mesh.mesh import mesh_shape
+from ...mesh.tensor_spec import Spec
+from ...tensor.tensor import DTensor
+from ...tensor.torch_dtensor import is_torch_dtensor, layout_of
+from ...torch_private.compiling import forget_compiled
+from ...torch_private.core import OpOverload, TorchDispatchMode, tree_leaves
 from . import fingerprint as fp
 from .places import OPTIMIZER, Names, Place, Places
 from .storage import Writer, packed

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..comm.start_collectives import ANY_ORDER
-from ..mesh.operator_library import library
-from ..mesh.tensor_spec import Spec
+from ...comm.start_collectives import ANY_ORDER
+from ...mesh.operator_library import library
+from ...mesh.tensor_spec import Spec
 from .recorder import Recorder, recorder
 
 
@@ -52,6 +52,9 @@ class Graph:
     frame: object
     direction: str
 
+
+UNNUMBERED = -1
+"""The number of a result if it is unknown which of several it is."""
 
 SITES: list[Site] = []
 """All sites of this process, by number."""
@@ -119,4 +122,4 @@ for _name, _run in (("record_begin", _begin), ("record", _record), ("record_end"
     library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"dtensor::{_name}", lambda *given: None, lib=library)
 
-__all__ = ["GRAPHS", "SITES", "Graph", "Site", "graph", "site"]
+__all__ = ["GRAPHS", "SITES", "UNNUMBERED", "Graph", "Site", "graph", "site"]

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from ..mesh.source_lines import is_users
-from ..torch_private.core import MODULE_CALL, autograd_sequence_number, current_autograd_node
+from ...mesh.source_lines import is_users
+from ...torch_private.core import MODULE_CALL, autograd_node, next_sequence_number
 
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
 
@@ -97,15 +97,15 @@ class Places:
 
     def here(self) -> Place:
         """The place of the operator whose call is on the stack."""
-        node = current_autograd_node()
+        node = autograd_node()
         line, module, outermost, phase = _stack(sys._getframe(1))
         if node is not None and module is None:
-            made = self.forward.get(node._sequence_nr(), NOWHERE)
+            made = self.forward.get(node.sequence_number, NOWHERE)
             return Place(BACKWARD, made.module, made.line)
         path = "" if module is None or outermost is None else self.names.path(module, outermost)
         place = Place(phase if node is None else RECOMPUTE, path, line)
         if torch.is_grad_enabled() or node is None:
-            self.forward.setdefault(autograd_sequence_number() - 1, place)
+            self.forward.setdefault(next_sequence_number() - 1, place)
         return place
 
     def in_module(self) -> bool:

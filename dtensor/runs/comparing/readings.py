@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from . import fingerprint as fp
-from .fingerprint import Vector
+from ..records import fingerprint as fp
+from ..records.fingerprint import Vector
 from .values import Copy, Value
 
 Mesh = np.ndarray[Any, Any]

@@ -90,10 +90,10 @@ FAMILIES: dict[str, Family] = {
 }
 """Operator -> the estimate for its results."""
 
-EXPONENTIAL = frozenset(
-    ["exp", "_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "_safe_softmax", "logsumexp"]
-    + [*ATTENTION, *[f"{attention}_backward" for attention in ATTENTION]]
-)
+EXPONENTIAL = {
+    *("exp", "_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "_safe_softmax", "logsumexp"),
+    *(*ATTENTION, *[f"{attention}_backward" for attention in ATTENTION]),
+}
 """Operators whose results are exponentials of inputs, relative to which an absolute difference counts."""
 
 __all__ = ["EXPONENTIAL", "FAMILIES", "count", "scale"]

@@ -14,8 +14,8 @@ from torch import nn
 import dtensor
 from dtensor import errors, init_device_mesh
 from dtensor.parallel import fully_shard
-from dtensor.runs.comparison import Comparison, compare
-from dtensor.runs.values import load
+from dtensor.runs.comparing.comparison import Comparison, compare
+from dtensor.runs.comparing.values import load
 from dtensor.testing import run_threads
 from dtensor.testing.models import ModelArgs, Transformer
 
@@ -51,7 +51,7 @@ def sp(model: nn.Module, given: Batch, rank: int) -> tuple[nn.Module, Batch]:
     return tp(model, given, rank, sequence=True)
 
 
-def _fully_sharded(model: nn.Module, mesh: Any) -> nn.Module:
+def _fully_sharded(model: Any, mesh: Any) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from ..errors import RecordError
+from ...errors import RecordError
 from .fingerprint import Vector
 
 FORMAT = 1

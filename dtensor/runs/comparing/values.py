@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import RecordError
-from . import fingerprint as fp
-from .fingerprint import Vector
-from .storage import read, unpacked
+from ...errors import RecordError
+from ..records import fingerprint as fp
+from ..records.fingerprint import Vector
+from ..records.storage import read, unpacked
 
 Key = tuple[Any, ...]
 

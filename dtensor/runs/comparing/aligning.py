@@ -10,9 +10,6 @@ from collections.abc import Mapping
 
 from .values import Key, Run, Value
 
-UNNUMBERED = -1
-"""The number of a result if it is unknown which of several it is."""
-
 
 def aligned(a: Run, b: Run) -> tuple[dict[Key, Key], set[Key]]:
     """Align the values of two runs.
@@ -44,4 +41,4 @@ def _by_name(values: Mapping[Key, Value]) -> dict[tuple[object, ...], list[Key]]
     return found
 
 
-__all__ = ["UNNUMBERED", "aligned"]
+__all__ = ["aligned"]

@@ -1,0 +1,1 @@
+"""Comparing: two records, value by value, to the first difference that nothing explains."""

@@ -1,0 +1,1 @@
+"""Records: what a run writes of every value, eager or compiled."""

@@ -1,0 +1,1 @@
+"""Watching: replicas compared, and NaN found, while a program trains."""
