@@ -208,13 +208,13 @@ def _made_small(found: Finding, seconds: float) -> Finding:
     if not seconds or found.problem.kind == "endless":
         return replace(found, why_not_small="rounds that do not end are not made small" if seconds else "no time given")
     try:
-        program = Program.of(found.before)
+        program = Program.of(found.before).pruned()
     except NotRebuilt as reason:
         return replace(found, why_not_small=str(reason))
     small = shrink(found.suspect, program, found.problem, found.node or None, seconds)
     if small is None:
         return replace(found, why_not_small="with numbers for sizes, on CPUs, nothing goes wrong")
-    names = [s.origin for s in small.before.steps if s.target is not None and s.origin]
+    names = [s.origin for s in small.before.steps if s.origin]
     return replace(found, small=small, origins=tuple(dict.fromkeys([*found.origins, *names])))
 
 

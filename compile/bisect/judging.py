@@ -1,5 +1,6 @@
 """Whether a pass did right by a graph: the graph is valid after it, and gives the same values on simulated ranks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,7 +86,8 @@ def _described(found: Sequence[Difference], world: int) -> str:
     worst = max(found, key=lambda d: d.amount)
     on = f"all {world} simulated ranks" if len(ranks) == world else f"simulated ranks {_listed(ranks)} of {world}"
     which = f"output{'s' if len(outputs) > 1 else ''} {_listed(outputs)} of the graph" if outputs else "outputs"
-    return f"other values of {which} on {on}; the largest difference, on rank {worst.rank}: {worst.what}"
+    much = f" (by up to {worst.amount:.2g} of the largest)" if math.isfinite(worst.amount) else ""
+    return f"other values of {which} on {on}; the largest difference, on rank {worst.rank}: {worst.what}{much}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

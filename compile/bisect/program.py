@@ -4,7 +4,8 @@
     program.build()    the graph again, with fake tensors of its own
 
 Only what the passes read of a node's notes is kept. What cannot be rebuilt elsewhere (an operator of the program's own,
-a branch, a constant of the module) becomes an input of the same kind.
+a branch, a constant of the module) becomes an input of the same kind. Outputs that are no tensors, such as meshes, are
+left out.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -100,7 +101,7 @@ class Program:
 
     @staticmethod
     def of(graph: fx.Graph) -> "Program":
-        """Return the program of a graph.
+        """Return the program of a graph, with all its inputs in their order.
 
         Raises:
             NotRebuilt: an input is no tensor, or a call that cannot be rebuilt returns something else than tensors.
@@ -236,7 +237,8 @@ class _Reader:
     def read(self, graph: fx.Graph) -> Program:
         for node in graph.nodes:
             if node.op == "output":
-                return Program(tuple(self.steps), tuple(_flat(self.argument(node.args[0])))).pruned()
+                outputs = [x for x in _flat(node.args[0]) if not isinstance(self.known.get(x), _Opaque)]
+                return Program(tuple(self.steps), self.argument(tuple(outputs)))
             self.known[node] = self.step(node)
         raise NotRebuilt("the graph returns nothing")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from dtensor.errors import PassError
 from dtensor.passes.graph.verify import Seen, verify
+from dtensor.torch_private.core import quiet_fakes
 
 from .judging import Problem, Suspect, Trial
 from .program import Kind, Program, Ref, refs
@@ -88,9 +89,10 @@ class _Search:
             return False
         self.tries += 1
         try:
-            before = program.build()
-            verify(before, "input", Seen.of(before, traced=True))
-            trial = self.suspect.tried(before)
+            with quiet_fakes():
+                before = program.build()
+                verify(before, "input", Seen.of(before, traced=True))
+                trial = self.suspect.tried(before)
             if not self.is_same(trial.problem):
                 return False
             self.best = Program.of(before)
