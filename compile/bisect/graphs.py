@@ -129,7 +129,7 @@ def examine(
         ValueError: a name belongs to no pass.
     """
     with disable_current_modes():
-        verify(graph, "input", Seen.of(graph, traced=True))
+        verify(graph, "input", Seen.of(graph))
         judge(graph, graph, False, simulation)
         found = _found(copy_graph(graph), simulation, passes.select(chosen), tuple(meshes), where)
         if found is None:

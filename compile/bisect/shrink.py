@@ -62,7 +62,13 @@ def shrink(
     size = -1
     while size != search.size() and not search.is_over():
         size = search.size()
-        for reduce in (search.fewer_outputs, search.fewer_calls, search.shorter_chains, search.smaller_sizes):
+        for reduce in (
+            search.to_prefix,
+            search.fewer_outputs,
+            search.fewer_calls,
+            search.shorter_chains,
+            search.smaller_sizes,
+        ):
             reduce()
     assert search.trial is not None
     return Small(search.best, search.trial, search.tries)
@@ -111,24 +117,17 @@ class _Search:
     def to_window(self, near: str | None) -> None:
         """Keep only what is around the wrong step, if that suffices."""
         names = [s.name for s in self.best.steps if s.target is not None]
-        if near not in names:
-            self.to_prefix()
-            return
-        for above, below in WINDOWS:
-            if self.accepts(_window(self.best, near, above, below)):
+        for above, below in WINDOWS if near in names else ():
+            if self.accepts(_window(self.best, str(near), above, below)):
                 return
-        self.to_prefix()
 
     def to_prefix(self) -> None:
         """Return what is alive as early in the program as possible."""
-        low, high = 0, len(self.best)
         program = self.best
-        while low < high and not self.is_over():
+        low, high = 0, len(program)
+        while high - low > 1 and not self.is_over():
             middle = (low + high) // 2
-            if self.accepts(_until(program, middle)):
-                high = middle
-            else:
-                low = middle + 1
+            low, high = (low, middle) if self.accepts(_until(program, middle)) else (middle, high)
 
     def fewer_outputs(self) -> None:
         self.by_parts(lambda: list(range(len(self.best.outputs))), self.returning_others)

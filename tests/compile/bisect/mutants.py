@@ -1,4 +1,4 @@
-"""Faulty passes: each is a pass of which one line of source says something else, and a program on which that matters."""
+"""Faulty passes: each has one line of source that says something else, and a program on which that matters."""
 
 import importlib
 import inspect

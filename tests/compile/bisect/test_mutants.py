@@ -119,7 +119,8 @@ def test_finds_the_step_among_right_ones(bench):
     mutant = Mutant(
         *("add_before_reduce", "adds one term to itself where there are six rows"),
         "total = ir.insert(node, node.target, (a.x, b.x), node.kwargs, like=node)",
-        'total = ir.insert(node, node.target, (a.x, (a if a.x.meta["val"].shape[0] == 6 else b).x), node.kwargs, like=node)',
+        "six = ir.value(a.x).shape[0] == 6\n    "
+        "total = ir.insert(node, node.target, (a.x, (a if six else b).x), node.kwargs, like=node)",
         *(many_sums, ((4, 4), (4, 4), (6, 4), (6, 4)), "add"),
     )
     p = mutant.faulty()

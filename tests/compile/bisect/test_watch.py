@@ -1,0 +1,44 @@
+"""The graphs of a program are examined as they are compiled."""
+
+import pytest
+import torch
+
+from dtensor import Partial, Replicate, Shard, distribute_tensor
+from dtensor.compile.backends import run_passes
+from dtensor.compile.bisect.watch import _Watch
+from dtensor.passes import AddBeforeReduce
+from tests.compile.bisect.mutants import MUTANTS
+
+FAULTY = MUTANTS[0]
+R, S0 = Replicate(), Shard(0)
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_passes, "WATCHERS", [_Watch(tmp_path)])
+    return tmp_path / "rank0"
+
+
+def both(x, y):
+    return (x.redistribute(placements=[R]) + y.redistribute(placements=[R])).relu().sum()
+
+
+def test_graphs_of_a_program(fake_mesh, watched, monkeypatch):
+    mesh = fake_mesh(2, names=("tp",))
+    monkeypatch.setattr(AddBeforeReduce, "__call__", type(FAULTY.faulty()).__call__)
+    x, y = (distribute_tensor(torch.ones(4, 4), mesh, [Partial()]).requires_grad_() for _ in range(2))
+    for dynamic in (False, True):
+        torch.compiler.reset()
+        torch.compile(both, backend="dtensor", options={"inner": "aot_eager"}, dynamic=dynamic)(x, y).backward()
+    assert [p.name for p in watched.iterdir()] == ["000_joint_add_before_reduce"]
+    report = (watched / "000_joint_add_before_reduce" / "report.txt").read_text()
+    assert "From test_watch.py:" in report
+    assert "'sum', tp)" in report
+
+
+def test_graphs_that_cannot_be_examined_are_listed(fake_mesh, watched):
+    mesh = fake_mesh(2, names=("tp",))
+    x = distribute_tensor(torch.ones(5, 4), mesh, [S0])
+    torch.compile(lambda x: x.redistribute(placements=[R]) + 1, backend="dtensor", options={"inner": "aot_eager"})(x)
+    assert "inference: %all_gather" in (watched / "not_examined.txt").read_text()
+    assert "uneven shards" in (watched / "not_examined.txt").read_text()
