@@ -14,6 +14,7 @@ class Blame:
         rewrite: name of the pass, if it is one; else "".
         what: what differs, in words; "" if nothing does.
         runs: what was run, in order: the name of the run, and what differed from the eager run, or None.
+        graphs: the graphs that were examined on simulated ranks, and what was found on each.
         report: the report on a graph on which the pass goes wrong; "" if none was found.
         folder: the folder with a graph that shows it and runs alone; None if there is none.
     """
@@ -22,6 +23,7 @@ class Blame:
     rewrite: str = ""
     what: str = ""
     runs: tuple[tuple[str, str | None], ...] = ()
+    graphs: tuple[str, ...] = ()
     report: str = ""
     folder: Path | None = None
 
@@ -31,6 +33,8 @@ class Blame:
             lines.append(f"What differs from the eager run: {self.what}")
         if self.runs:
             lines += ["", "What was run:", *[f"  {name}: {what or 'as the eager run'}" for name, what in self.runs]]
+        if self.graphs:
+            lines += ["", "Graphs that were examined:", *[f"  {line}" for line in self.graphs]]
         if self.report:
             lines += ["", self.report]
         if self.folder is not None:

@@ -1,6 +1,6 @@
 """Bisects one graph: the first pass after which it is wrong, the step of that pass, and a small graph that shows it."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from difflib import unified_diff
 
@@ -13,7 +13,7 @@ from dtensor.passes.graph.verify import Seen, verify
 from dtensor.passes.pipeline import copy_graph
 from dtensor.torch_private.core import disable_current_modes
 
-from .judging import Problem, Suspect, first_wrong_step, judge, raised
+from .judging import Problem, Reference, Suspect, first_wrong_step, raised
 from .program import NotRebuilt, Program, origin_of
 from .shrink import Small, shrink
 
@@ -106,6 +106,7 @@ def examine(
     where: str = "given",
     labels: dict[str, str] | None = None,
     seconds: float = SECONDS,
+    known: Container[str] = (),
 ) -> Finding | None:
     """Run passes on a copy of `graph`, one after the other, and find the first that goes wrong.
 
@@ -120,6 +121,7 @@ def examine(
         where: what to call the graph in the report.
         labels: name of a process group -> what to print for it.
         seconds: how long the graph is made smaller at most; 0 leaves it as it is.
+        known: names of passes of which only the name is wanted; of others the step and a small graph are looked for.
 
     Returns:
         The finding; None if all passes do right.
@@ -130,11 +132,13 @@ def examine(
     """
     with disable_current_modes():
         verify(graph, "input", Seen.of(graph))
-        judge(graph, graph, False, simulation)
+        Reference(graph, simulation).judge(graph, exact=False)
         found = _found(copy_graph(graph), simulation, passes.select(chosen), tuple(meshes), where)
         if found is None:
             return None
         found = replace(found, labels=labels)
+        if found.name in known:
+            return replace(found, why_not_small="the pass is known")
         return _made_small(_with_step(found), seconds)
 
 
@@ -147,14 +151,14 @@ class _Wrong(Exception):
 class _Watched:
     """A pass that is watched: it raises `_Wrong` if it goes wrong."""
 
-    def __init__(self, suspect: Suspect, where: str, seen: Seen) -> None:
-        self.suspect, self.where, self.seen = suspect, where, seen
+    def __init__(self, suspect: Suspect, where: str, seen: Seen, reference: list[Reference]) -> None:
+        self.suspect, self.where, self.seen, self.reference = suspect, where, seen, reference
         self.name, self.exactness = suspect.rewrite.name, suspect.rewrite.exactness
         self.runs = 0
         self.last: Finding | None = None
 
     def __call__(self, graph: fx.Graph) -> int:
-        before, self.runs = copy_graph(graph), self.runs + 1
+        before, self.runs = self.before(graph), self.runs + 1
         rewrites = 0
         try:
             rewrites = self.suspect.rewrite(graph)
@@ -162,25 +166,34 @@ class _Watched:
         except Exception as error:  # whatever a faulty pass raises
             problem = raised(error)
         if rewrites or problem is not None:
+            self.reference[:] = [Reference(copy_graph(graph), self.suspect.simulation)]
             nothing = problem or Problem("endless", "it changes the graph in every round")
-            self.last = Finding(self.where, self.suspect, self.runs - 1, nothing, before, copy_graph(graph))
+            after = self.reference[0].graph
+            self.last = Finding(self.where, self.suspect, self.runs - 1, nothing, before.graph, after)
         if problem is not None and self.last is not None:
             raise _Wrong(self.last)
         return rewrites
 
-    def judged(self, before: fx.Graph, graph: fx.Graph) -> Problem | None:
+    def before(self, graph: fx.Graph) -> Reference:
+        """The graph as the last pass left it."""
+        if not self.reference:
+            self.reference.append(Reference(copy_graph(graph), self.suspect.simulation))
+        return self.reference[0]
+
+    def judged(self, before: Reference, graph: fx.Graph) -> Problem | None:
         try:
             verify(graph, self.name, self.seen)
         except PassError as error:
             return Problem("invalid", str(error))
-        return judge(before, graph, self.suspect.exact, self.suspect.simulation)
+        return before.judge(graph, self.suspect.exact)
 
 
 def _found(
     graph: fx.Graph, simulation: Simulation, chosen: Sequence[Pass], meshes: tuple[MeshGroups, ...], where: str
 ) -> Finding | None:
     seen = Seen.of(graph, traced=True)
-    watched = [_Watched(Suspect(p, simulation, meshes), where, seen) for p in chosen]
+    reference: list[Reference] = []  # shared: the graph as the last pass left it
+    watched = [_Watched(Suspect(p, simulation, meshes), where, seen, reference) for p in chosen]
     try:
         passes.run(graph, passes=watched, verify=False, meshes=meshes)
     except _Wrong as wrong:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -46,38 +47,60 @@ class Problem:
         return max([d.amount for d in self.found], default=0.0)
 
 
-def judge(before: fx.Graph, after: fx.Graph, exact: bool, simulation: Simulation) -> Problem | None:
-    """Compare what two valid graphs give on simulated ranks.
+class Reference:
+    """A valid graph whose values are right, and these values on simulated ranks.
 
     Args:
-        before: the graph whose values are right.
-        after: the graph to compare with it.
-        exact: whether values must be equal to the bit; else they may differ as `dtensor.passes.equivalent` says.
+        graph: the graph.
         simulation: the simulated ranks.
-
-    Returns:
-        What is wrong with `after`; None if nothing is.
-
-    Raises:
-        PassError: `before` does not run.
     """
-    first = _compared(before, after, exact, simulation, simulation.seed)
-    if first is None or first.kind != "values":
-        return first
-    others = [_compared(before, after, exact, simulation, simulation.seed + k + 1) for k in range(CONFIRMED)]
-    return first if any(others) else None
 
+    def __init__(self, graph: fx.Graph, simulation: Simulation) -> None:
+        self.graph = graph
+        self.simulation = simulation
+        self._known: dict[int, tuple[Any, Any]] = {}
 
-def _compared(before: fx.Graph, after: fx.Graph, exact: bool, simulation: Simulation, seed: int) -> Problem | None:
-    with disable_current_modes(), torch.no_grad():
-        inputs = random_inputs(before, simulation.groups, simulation.world, seed)
-        want = simulate(before, inputs, simulation.groups)
-        try:
-            got = simulate(after, inputs, simulation.groups)
-        except PassError as error:
-            return Problem("fails", f"the graph does not run: {error}")
-        found = differences(want, got, exact)
-    return Problem("values", _described(found, simulation.world), tuple(found), simulation.world) if found else None
+    def judge(self, after: fx.Graph, exact: bool, confirm: bool = True) -> Problem | None:
+        """Compare a valid graph with this one.
+
+        Args:
+            after: the graph.
+            exact: whether values must be equal to the bit; else they may differ as `dtensor.passes.equivalent` says.
+            confirm: whether values that differ must differ with other random inputs, too (`CONFIRMED`).
+
+        Returns:
+            What is wrong with `after`; None if nothing is.
+
+        Raises:
+            PassError: the graph of this reference does not run.
+        """
+        seed = self.simulation.seed
+        first = self._compared(after, exact, seed)
+        if first is None or first.kind != "values" or not confirm:
+            return first
+        return first if any(self._compared(after, exact, seed + k + 1) for k in range(CONFIRMED)) else None
+
+    def run(self, seed: int) -> tuple[Any, Any]:
+        """Return the inputs of each rank, and the results.
+
+        Raises:
+            PassError: the graph does not run.
+        """
+        if seed not in self._known:
+            inputs = random_inputs(self.graph, self.simulation.groups, self.simulation.world, seed)
+            self._known[seed] = inputs, simulate(self.graph, inputs, self.simulation.groups)
+        return self._known[seed]
+
+    def _compared(self, after: fx.Graph, exact: bool, seed: int) -> Problem | None:
+        with disable_current_modes(), torch.no_grad():
+            inputs, want = self.run(seed)
+            try:
+                got = simulate(after, inputs, self.simulation.groups)
+            except PassError as error:
+                return Problem("fails", f"the graph does not run: {error}")
+            found = tuple(differences(want, got, exact))
+        world = self.simulation.world
+        return Problem("values", _described(found, world), found, world) if found else None
 
 
 def _described(found: Sequence[Difference], world: int) -> str:
@@ -129,17 +152,18 @@ class Suspect:
         """Whether the pass promises to keep every bit."""
         return self.rewrite.exactness == "bitwise"
 
-    def tried(self, before: fx.Graph, most: int | None = None) -> Trial:
+    def tried(self, before: fx.Graph | Reference, most: int | None = None) -> Trial:
         """Run the pass, or only its first `most` steps, on a copy of a graph, and judge the result.
 
         Raises:
             PassError: `before` itself does not run.
         """
-        after = copy_graph(before)
+        reference = before if isinstance(before, Reference) else Reference(before, self.simulation)
+        after = copy_graph(reference.graph)
         with groups.known(self.meshes), limited(most) as steps:
             problem = self._run(after)
         if problem is None:
-            problem = self._judged(before, after, steps)
+            problem = self._judged(reference, after, steps)
         return Trial(after, tuple(steps.taken), problem)
 
     def _run(self, graph: fx.Graph) -> Problem | None:
@@ -151,7 +175,7 @@ class Suspect:
             return raised(error)
         return None
 
-    def _judged(self, before: fx.Graph, after: fx.Graph, steps: Steps) -> Problem | None:
+    def _judged(self, before: Reference, after: fx.Graph, steps: Steps) -> Problem | None:
         if steps.most is not None:
             remove_unused(after)
             sort(after, {})
@@ -159,7 +183,7 @@ class Suspect:
             verify(after, self.rewrite.name, Seen.of(after))
         except PassError as error:
             return Problem("invalid", str(error))
-        return judge(before, after, self.exact, self.simulation)
+        return before.judge(after, self.exact, confirm=steps.most is None)
 
 
 def raised(error: Exception) -> Problem:
@@ -184,17 +208,18 @@ def first_wrong_step(suspect: Suspect, before: fx.Graph) -> tuple[int, tuple[str
     Raises:
         PassError: `before` itself does not run.
     """
-    whole = suspect.tried(before)
+    reference = Reference(before, suspect.simulation)
+    whole = suspect.tried(reference)
     total = len(whole.steps)
     if whole.problem is not None and whole.problem.kind == "raises":
         return total, whole.steps
     low, high = 0, total
     while high - low > 1:
         middle = (low + high) // 2
-        good = next((k for k in (middle, middle + 1) if k < high and suspect.tried(before, k).problem is None), None)
+        good = next((k for k in (middle, middle + 1) if k < high and suspect.tried(reference, k).problem is None), None)
         low, high = (low, middle) if good is None else (good, high)
-    wrong = total > 0 and suspect.tried(before, high).problem is not None
+    wrong = total > 0 and suspect.tried(reference, high).problem is not None
     return (high if wrong else 0), whole.steps
 
 
-__all__ = ["Problem", "Suspect", "Trial", "first_wrong_step", "judge", "raised", "remove_unused"]
+__all__ = ["Problem", "Reference", "Suspect", "Trial", "first_wrong_step", "raised", "remove_unused"]

@@ -15,7 +15,7 @@ from dtensor.layout.cost import Link, Network
 from dtensor.passes import PIPELINE, MeshGroups, Pass, Simulation, SplitBatch, text, verify
 from dtensor.testing import fake_ranks
 
-from .judging import Problem, Suspect, judge
+from .judging import Problem, Reference, Suspect
 from .rebuild import Builder
 
 Build = Callable[[Builder], fx.Graph]
@@ -137,7 +137,7 @@ def _recorded(before: fx.Graph, after: fx.Graph, case: Case, found: World) -> Pr
         verify(after, case.rewrite)
     except PassError as error:
         return Problem("invalid", str(error))
-    return judge(before, after, case.exactness == "bitwise", found.simulation)
+    return Reference(before, found.simulation).judge(after, case.exactness == "bitwise")
 
 
 def _said(problem: Problem | None) -> str:

@@ -13,6 +13,7 @@ the program stays as it is.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -20,9 +21,10 @@ from dtensor.mesh import environment
 from dtensor.passes import PIPELINE
 
 from .blame import Blame
+from .watch import GRAPHS
 
 FINDINGS = "findings"
-"""The folder of findings below the folder that is given."""
+"""The folder of findings below the folder that is given; of a second bisection into the same folder `findings_1`."""
 
 
 class RunFailed(Exception):
@@ -69,23 +71,22 @@ class _Bisection:
     def __init__(self, script: Path, arguments: Sequence[str], out: Path, run: Run, differs: Comparison) -> None:
         self.script, self.arguments, self.out, self.run, self.differs = script, arguments, out, run, differs
         self.runs: list[tuple[str, str | None]] = []
+        self.findings = _new_folder(out)
         self.reference = run(script, arguments, _level("eager"))
 
     def found(self) -> Blame:
-        findings = self.out / FINDINGS
-        findings.mkdir(parents=True, exist_ok=True)
-        known = set(_reports(findings))
-        what = self.compared("as written, each graph examined", {environment.FINDINGS: str(findings)})
-        new = [path for path in _reports(findings) if path not in known]
-        if new:
-            return self.found_in(new[0], what)
+        what = self.compared("as written, each graph examined", {environment.FINDINGS: str(self.findings)})
+        reports = sorted(self.findings.glob("rank*/*/report.txt"))
+        if reports:
+            return self.found_in(reports[0], what)
         return self.blamed("nobody") if what is None else self.by_level(what)
 
     def found_in(self, report: Path, what: str | None) -> Blame:
         """The blame that an examined graph gives."""
         folder = report.parent
         runs_alone = folder if (folder / "replay.py").exists() else None
-        return Blame("pass", pass_of(folder), what or "", tuple(self.runs), report.read_text("utf-8"), runs_alone)
+        said = report.read_text("utf-8").rstrip()
+        return Blame("pass", pass_of(folder), what or "", tuple(self.runs), self.graphs(), said, runs_alone)
 
     def by_level(self, what: str) -> Blame:
         """The blame of the first level that differs."""
@@ -116,7 +117,12 @@ class _Bisection:
         return found
 
     def blamed(self, who: str, what: str = "", rewrite: str = "") -> Blame:
-        return Blame(who, rewrite, what, tuple(self.runs))
+        return Blame(who, rewrite, what, tuple(self.runs), self.graphs())
+
+    def graphs(self) -> tuple[str, ...]:
+        """What was found on each graph of the first rank that has any."""
+        files = sorted(self.findings.glob(f"rank*/{GRAPHS}"))
+        return tuple(files[0].read_text("utf-8").splitlines()) if files else ()
 
 
 LEVELS = (
@@ -138,8 +144,12 @@ def _level(level: str, passes: Sequence[str] | None = None) -> dict[str, str]:
     return variables
 
 
-def _reports(findings: Path) -> list[Path]:
-    return sorted(findings.glob("rank*/*/report.txt"))
+def _new_folder(out: Path) -> Path:
+    """Make a folder for findings beside those of earlier bisections."""
+    names = (FINDINGS if k == 0 else f"{FINDINGS}_{k}" for k in count())
+    folder = next(out / name for name in names if not (out / name).exists())
+    folder.mkdir(parents=True)
+    return folder
 
 
 def pass_of(folder: Path) -> str:

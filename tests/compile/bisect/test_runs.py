@@ -97,7 +97,9 @@ def test_findings_of_an_earlier_bisection_do_not_count(tmp_path):
     earlier = tmp_path / "out" / "findings" / "rank0" / "000_joint_dead_code"
     earlier.mkdir(parents=True)
     (earlier / "report.txt").write_text("old")
-    assert Told(tmp_path, lambda variables: 0).blame().who == "nobody"
+    told = Told(tmp_path, lambda variables: 0)
+    assert told.blame().who == "nobody"
+    assert told.given[1] == {"DTENSOR_FINDINGS": str(tmp_path / "out" / "findings_1")}
 
 
 def test_what_the_level_says_of_options(monkeypatch):
@@ -184,10 +186,12 @@ def test_a_program_with_a_faulty_pass(tmp_path):
     assert (blame.who, blame.rewrite, processes.count) == ("pass", "add_before_reduce", 2)
     assert blame.what == "off by 2.0"
     assert "program.py:" in blame.report
+    assert blame.graphs[0].endswith("the pass 'add_before_reduce' goes wrong")
     assert blame.folder == tmp_path / "out" / "findings" / "rank0" / "000_inference_add_before_reduce"
     assert sorted(p.name for p in blame.folder.iterdir()) == [
         *("README.md", "after.txt", "before.txt", "graph.py", "replay.py", "report.txt")
     ]
+    assert blame.folder is not None
     assert f"To see it again: python {blame.folder / 'replay.py'}" in str(blame)
 
 

@@ -30,7 +30,12 @@ def test_graphs_of_a_program(fake_mesh, watched, monkeypatch):
     for dynamic in (False, True):
         torch.compiler.reset()
         torch.compile(both, backend="dtensor", options={"inner": "aot_eager"}, dynamic=dynamic)(x, y).backward()
-    assert [p.name for p in watched.iterdir()] == ["000_joint_add_before_reduce"]
+    assert sorted(p.name for p in watched.iterdir()) == ["000_joint_add_before_reduce", "graphs.txt"]
+    lines = (watched / "graphs.txt").read_text().splitlines()
+    assert [line.split(" graph")[0] for line in lines] == ["joint", "forward"] * 2
+    assert [line.split(": ")[1] for line in lines] == [
+        *("the pass 'add_before_reduce' goes wrong", "nothing is wrong on 2 simulated ranks") * 2
+    ]
     report = (watched / "000_joint_add_before_reduce" / "report.txt").read_text()
     assert "From test_watch.py:" in report
     assert "'sum', tp)" in report
@@ -40,5 +45,6 @@ def test_graphs_that_cannot_be_examined_are_listed(fake_mesh, watched):
     mesh = fake_mesh(2, names=("tp",))
     x = distribute_tensor(torch.ones(5, 4), mesh, [S0])
     torch.compile(lambda x: x.redistribute(placements=[R]) + 1, backend="dtensor", options={"inner": "aot_eager"})(x)
-    assert "inference: %all_gather" in (watched / "not_examined.txt").read_text()
-    assert "uneven shards" in (watched / "not_examined.txt").read_text()
+    said = (watched / "graphs.txt").read_text()
+    assert ": not examined: %all_gather" in said
+    assert "uneven shards" in said
