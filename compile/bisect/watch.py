@@ -25,8 +25,8 @@ def watch(folder: Path | str) -> None:
     """Examine every graph that this process compiles from now on, before passes run on it, and write findings to a
     folder below `folder` for this rank: `rank0/000_joint_dead_code` is the first, on a joint graph, of that pass.
 
-    Only the first finding on each pass is written. `graphs.txt` lists all graphs, and those that cannot run on simulated
-    ranks with the reason. Nothing that fails here stops the program.
+    Only the first finding on each pass is written. `graphs.txt` lists all graphs, and those that cannot run on
+    simulated ranks with the reason. Nothing that fails here stops the program.
     """
     WATCHERS.append(_Watch(Path(folder)))
 
