@@ -56,6 +56,8 @@ class _Watch:
             )
         except (NotReplayed, PassError) as reason:
             return f"not examined: {reason}"
+        except Exception as error:  # a fault of the search itself, or of an operator that only this graph has
+            return f"not examined: the search fails: {type(error).__name__}: {error}"
         if found is None:
             return f"nothing is wrong on {ranks.world} simulated ranks"
         if found.name not in self.found:

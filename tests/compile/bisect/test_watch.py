@@ -48,3 +48,13 @@ def test_graphs_that_cannot_be_examined_are_listed(fake_mesh, watched):
     said = (watched / "graphs.txt").read_text()
     assert ": not examined: %all_gather" in said
     assert "uneven shards" in said
+
+
+def test_a_search_that_fails_stops_nothing(fake_mesh, watched, monkeypatch):
+    def fails(*args, **options):
+        raise KeyError("what")
+
+    monkeypatch.setattr("dtensor.compile.bisect.watch.examine", fails)
+    x = distribute_tensor(torch.ones(4, 4), fake_mesh(2), [S0])
+    torch.compile(lambda x: x.redistribute(placements=[R]) + 1, backend="dtensor", options={"inner": "aot_eager"})(x)
+    assert ": not examined: the search fails: KeyError: 'what'" in (watched / "graphs.txt").read_text()
