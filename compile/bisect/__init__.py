@@ -7,6 +7,6 @@ A graph is bisected on simulated ranks (`graphs`), made small (`shrink`) and lef
 from .blame import Blame
 from .graphs import Finding, examine
 from .runs import Comparison, Run, RunFailed, bisect
-from .watch import watch
+from .watching import watch
 
 __all__ = ["Blame", "Comparison", "Finding", "Run", "RunFailed", "bisect", "examine", "watch"]

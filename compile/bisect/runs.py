@@ -21,7 +21,7 @@ from dtensor.mesh import environment
 from dtensor.passes import PIPELINE
 
 from .blame import Blame
-from .watch import GRAPHS
+from .watching import GRAPHS
 
 FINDINGS = "findings"
 """The folder of findings below the folder that is given; of a second bisection into the same folder `findings_1`."""

@@ -5,7 +5,7 @@ import torch
 
 from dtensor import Partial, Replicate, Shard, distribute_tensor
 from dtensor.compile.backends import run_passes
-from dtensor.compile.bisect.watch import _Watch
+from dtensor.compile.bisect.watching import _Watch
 from dtensor.passes import AddBeforeReduce
 from tests.compile.bisect.mutants import MUTANTS
 
@@ -54,7 +54,7 @@ def test_a_search_that_fails_stops_nothing(fake_mesh, watched, monkeypatch):
     def fails(*args, **options):
         raise KeyError("what")
 
-    monkeypatch.setattr("dtensor.compile.bisect.watch.examine", fails)
+    monkeypatch.setattr("dtensor.compile.bisect.watching.examine", fails)
     x = distribute_tensor(torch.ones(4, 4), fake_mesh(2), [S0])
     torch.compile(lambda x: x.redistribute(placements=[R]) + 1, backend="dtensor", options={"inner": "aot_eager"})(x)
     assert ": not examined: the search fails: KeyError: 'what'" in (watched / "graphs.txt").read_text()
