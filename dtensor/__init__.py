@@ -57,6 +57,8 @@ for _types in (optim_foreach_types, utils_foreach_types):
         _types.append(DTensor)
 
 hooks.dump_from_now_on()
+hooks.examine_from_now_on()
+hooks.limit_from_now_on()
 record_if_asked()
 
 __all__ = [

@@ -60,9 +60,22 @@ def backend(
         StrictTraceError: with the option `strict`, an operator would communicate implicitly.
         PassError: a pass left an invalid graph or, with the option `verify`, changed what it computes.
     """
-    chosen = Options.of(options)
+    chosen = Options.of(options).at_level()
     if mode is not None:
         raise ValueError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
+    return _entered(gm, example_inputs, chosen)
+
+
+def leveled(gm: fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
+    """Compile a Dynamo graph as far as the environment says, in place of another backend.
+
+    Raises:
+        ValueError: an environment variable holds an invalid value.
+    """
+    return _entered(gm, example_inputs, Options.of_environment().at_level())
+
+
+def _entered(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
     if chosen.strict and chosen.inner == "eager":
         return strict()(gm.forward)
     with ExitStack() as stack:
@@ -186,4 +199,4 @@ def _is_computed(x: DTensor) -> bool:
     return type(x.grad_fn).__name__ == "CompiledFunctionBackward"
 
 
-__all__ = ["backend"]
+__all__ = ["backend", "leveled"]

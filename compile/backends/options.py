@@ -5,7 +5,7 @@ Plain `torch.compile` reads them from environment variables, one for each option
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -13,6 +13,8 @@ from dtensor.mesh import environment
 from dtensor.passes import PIPELINE, Raise
 
 INNER = ("inductor", "aot_eager", "eager")
+INNER_AT = {"inductor": "inductor", "aot_eager": "aot_eager", "dynamo": "eager", "eager": "eager"}
+"""How far to compile -> the inner compiler that goes as far."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,28 @@ class Options:
 
     @property
     def cacheable(self) -> bool:
-        """Whether compiled code may come from a cache: to be verified or dumped, a graph must be compiled anew."""
-        return self.dump is None and not self.verify
+        """Whether compiled code may come from a cache: to be verified, examined or dumped, a graph must be compiled
+        anew."""
+        return self.dump is None and not self.verify and not environment.findings()
+
+    def at_level(self) -> "Options":
+        """Return these options with what the environment says instead, if it says how far to compile: `inner` goes no
+        further, the passes are those that it names, and those that it leaves out are left out, too.
+
+        Raises:
+            ValueError: a variable holds an invalid value.
+        """
+        level = environment.level()
+        if level is None:
+            return self
+        given = environment.options()
+        passes = () if environment.passes_are_off() else given.get("passes", self.passes)
+        changed = {"passes": passes, "disable": (*self.disable, *given.get("disable", ()))}
+        for name in changed:
+            changed[name] = CHECKS[name](f"the environment variable {environment.VARIABLES[name]}", changed[name])
+        inner = INNER_AT.get(level, self.inner)
+        further = INNER.index(self.inner) < INNER.index(inner)
+        return replace(self, inner=inner if further else self.inner, **changed)
 
     @staticmethod
     def of(given: Mapping[str, Any] | None) -> "Options":

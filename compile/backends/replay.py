@@ -42,11 +42,20 @@ def simulation(graph: fx.Graph, where: str) -> Simulation | None:
     """Return the simulated ranks for the `where` graph (such as "forward"); None, with a warning, if it cannot be run
     on them."""
     try:
-        with disable_current_modes():
-            return _simulation(graph)
+        return simulated(graph)
     except NotReplayed as reason:
         warnings.warn(f"verify=True, but the {where} graph is not replayed on simulated ranks: {reason}", stacklevel=2)
         return None
+
+
+def simulated(graph: fx.Graph) -> Simulation:
+    """Return the simulated ranks for a graph.
+
+    Raises:
+        NotReplayed: it cannot be run on simulated ranks.
+    """
+    with disable_current_modes():
+        return _simulation(graph)
 
 
 def _simulation(graph: fx.Graph) -> Simulation:
@@ -172,4 +181,4 @@ def _bytes(x: torch.Tensor) -> int:
     return count
 
 
-__all__ = ["MAX_BYTES", "MAX_RANKS", "simulation"]
+__all__ = ["MAX_BYTES", "MAX_RANKS", "NotReplayed", "simulated", "simulation"]

@@ -7,7 +7,7 @@ remain.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +33,12 @@ from .written_inputs import copy_first
 
 # Merging a forward node with an equal backward node would undo the recomputation of activation checkpointing.
 NOT_JOINT = (CommonSubexpressions.name,)
+
+Watcher = Callable[[fx.Graph, Sequence[Pass | str], str], None]
+
+WATCHERS: list[Watcher] = []
+"""What sees each graph before passes run on it: they are called with the graph, which they must leave as it is, the
+passes and the kind of the graph, such as "joint"."""
 
 
 def simplify_joint(graph: fx.Graph, options: Options, *, within: bool = False) -> None:
@@ -123,6 +129,8 @@ def _run(
     `within`: nothing is recorded, since it is unknown how often the graph will run."""
     binary_products(graph)
     traced = passes.collectives(graph)
+    for watcher in WATCHERS:
+        watcher(graph, chosen, where)
     simulate = simulation(graph, where) if options.verify else None
     frame = current_frame()
     if options.dump and Path(options.dump) not in frame.roots:
@@ -168,4 +176,4 @@ def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
     return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 
 
-__all__ = ["branches", "concerns", "direction", "optimise", "prepare_partition", "simplify_joint"]
+__all__ = ["WATCHERS", "branches", "concerns", "direction", "optimise", "prepare_partition", "simplify_joint"]

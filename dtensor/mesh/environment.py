@@ -11,6 +11,13 @@ unset or empty has no effect. Switches are 0 or 1; lists are separated by commas
     DTENSOR_MEMORY_BUDGET=1000000    bytes of gathered tensors that may be saved for the backward
     DTENSOR_SPLIT_BATCH=2            split a batch into this many microbatches; one computes while another communicates
     DTENSOR_AGREEMENT=0              run graphs without comparing their collectives with those of the other ranks
+
+Two more are for finding out who is to blame (`dtensor.compile.bisect`). They are read at import, and hold for all that
+is compiled, by backend="dtensor" too:
+
+    DTENSOR_COMPILE_LEVEL=aot_eager  compile no further than this: eager (not at all), dynamo, aot_eager or inductor;
+                                     DTENSOR_PASSES and DTENSOR_DISABLE then also hold for backend="dtensor"
+    DTENSOR_FINDINGS=folder          examine each graph on simulated ranks; write what passes do wrong to this folder
 """
 
 import os
@@ -29,6 +36,12 @@ VARIABLES = {
 }
 """Option of `dtensor.compile.Options` -> its variable. (`inner` has none: with plain `torch.compile`, the backend is
 given.)"""
+
+LEVEL, FINDINGS = "DTENSOR_COMPILE_LEVEL", "DTENSOR_FINDINGS"
+"""The variables for finding out who is to blame."""
+
+LEVELS = ("eager", "dynamo", "aot_eager", "inductor")
+"""How far a program is compiled, from not at all to the most."""
 
 OFF = "0"
 SWITCH = {"0": False, "1": True}
@@ -72,9 +85,26 @@ def setting(variable: str) -> str:
     return os.environ.get(variable, "").strip()
 
 
+def level() -> str | None:
+    """How far to compile at most, one of `LEVELS`; None if the environment does not say.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    given = os.environ.get(LEVEL, "").strip()
+    if given and given not in LEVELS:
+        raise ValueError(f"the environment variable {LEVEL} is {given!r}; write one of {', '.join(LEVELS)}")
+    return given or None
+
+
+def findings() -> str:
+    """The folder to which findings are written; "" if graphs are not examined."""
+    return os.environ.get(FINDINGS, "").strip()
+
+
 def fingerprint() -> tuple[str, ...]:
     """The raw text of all variables, for cache keys of compiled code. Checks nothing."""
-    return tuple([text(option) for option in VARIABLES])
+    return (*[text(option) for option in VARIABLES], os.environ.get(LEVEL, "").strip(), findings())
 
 
 def _is_given(option: str) -> bool:
@@ -109,4 +139,18 @@ KINDS: dict[str, Callable[[str], Any]] = {
 }
 """Option -> the function that reads its variable."""
 
-__all__ = ["VARIABLES", "fingerprint", "options", "passes_are_off", "setting", "switched", "text"]
+__all__ = [
+    "FINDINGS",
+    "LEVEL",
+    "LEVELS",
+    "OFF",
+    "VARIABLES",
+    "findings",
+    "fingerprint",
+    "level",
+    "options",
+    "passes_are_off",
+    "setting",
+    "switched",
+    "text",
+]

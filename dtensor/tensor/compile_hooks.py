@@ -14,6 +14,8 @@ from ..mesh.provenance import keeps_specs
 from ..torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
+    compile_nothing,
+    compile_with,
     inductor_config,
     min_cut_partition,
     register_backend,
@@ -29,6 +31,9 @@ INDUCTOR = "dtensor.compile.backends.inductor"
 PARTITIONER = "custom_partitioner_fn"
 """The Inductor option that holds the custom partitioner. It holds only one."""
 
+
+OURS = "dtensor"
+"""The name of the backend."""
 
 _forever = ExitStack()
 
@@ -54,7 +59,7 @@ class PlainPasses(CustomInferenceAwareGraphPass):
 
     def uuid(self) -> Any:
         """The cache key; None disables the cache, so that every graph is available for a dump or a replay."""
-        if environment.text("dump") or environment.text("verify") == "1" or keeps_specs():
+        if environment.text("dump") or environment.text("verify") == "1" or environment.findings() or keeps_specs():
             return None
         return self.stage, environment.fingerprint(), importlib.import_module(INDUCTOR).trace_key()
 
@@ -110,6 +115,30 @@ def dump_from_now_on() -> None:
         _forever.enter_context(importlib.import_module("dtensor.compile").dump(folder))
 
 
+def examine_from_now_on() -> None:
+    """Examine every graph that this process compiles, if the environment names a folder for what is found."""
+    folder = environment.findings()
+    if folder:
+        importlib.import_module("dtensor.compile.bisect").watch(folder)
+
+
+def limit_from_now_on() -> None:
+    """Compile no further than the environment says, whatever backend the program names.
+
+    Raises:
+        ValueError: it says something else than a level.
+    """
+    level = environment.level()
+    if level == "eager":
+        compile_nothing()
+    elif level in ("dynamo", "aot_eager"):
+        compile_with(_leveled, unless=(OURS, "eager", *([level] if level == "aot_eager" else [])))
+
+
+def _leveled(gm: Any, example_inputs: Any) -> Any:
+    return importlib.import_module("dtensor.compile.backends.backend").leveled(gm, example_inputs)
+
+
 def uninstall() -> None:
     """Remove the passes from plain `torch.compile`."""
     for stage in STAGES:
@@ -122,7 +151,18 @@ def backend(gm: Any, example_inputs: Any, **kwargs: Any) -> Any:
     return importlib.import_module("dtensor.compile").backend(gm, example_inputs, **kwargs)
 
 
-register_backend(backend, "dtensor")
+register_backend(backend, OURS)
 install()
 
-__all__ = ["PARTITIONER", "STAGES", "PlainPasses", "backend", "chained", "dump_from_now_on", "install", "uninstall"]
+__all__ = [
+    "PARTITIONER",
+    "STAGES",
+    "PlainPasses",
+    "backend",
+    "chained",
+    "dump_from_now_on",
+    "examine_from_now_on",
+    "install",
+    "limit_from_now_on",
+    "uninstall",
+]

@@ -47,6 +47,29 @@ def register_backend(backend: Callable[..., Any], name: str) -> None:
         backend_registry.register_backend(backend, name)
 
 
+def compile_nothing() -> None:
+    """Let torch.compile return what it is given, from now on."""
+    from torch._dynamo import config
+
+    config.disable = True
+
+
+def compile_with(backend: Callable[[Any, Any], Any], unless: Sequence[str] = ()) -> None:
+    """Let torch.compile call `backend(gm, example_inputs)` in place of any backend whose name is not in `unless`, from
+    now on."""
+
+    def inductor(self: Any, model_: Any, inputs_: Any, **_: Any) -> Any:
+        return backend(model_, inputs_)
+
+    own = torch._TorchCompileWrapper.__call__
+
+    def named(self: Any, model_: Any, inputs_: Any) -> Any:
+        return own(self, model_, inputs_) if self.compiler_name in unless else backend(model_, inputs_)
+
+    torch._TorchCompileInductorWrapper.__call__ = inductor
+    torch._TorchCompileWrapper.__call__ = named
+
+
 @functools.cache
 def weigh_by(nbytes: Callable[[torch.fx.Node], int]) -> None:
     """Make torch's min-cut partitioner, whichever backend calls it, weigh nodes by `nbytes`.
@@ -597,6 +620,8 @@ __all__ = [
     "check_results",
     "check_settled",
     "compile_context",
+    "compile_nothing",
+    "compile_with",
     "compiler_settings",
     "dynamo_counters",
     "forget_compiled",

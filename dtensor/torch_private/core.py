@@ -7,6 +7,7 @@ modules. Importing this module checks the torch version and raises `ImportError`
 
 import contextlib
 import functools
+import logging
 import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -335,6 +336,17 @@ def backend_of(group: ProcessGroup, device_type: str) -> str:
     return next((name for device, _, name in pairs if device == device_type), "")
 
 
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Do not log, inside, that an operator failed on fake tensors; it still raises."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def is_gloo(group: ProcessGroup, device_type: str) -> bool:
     """Whether gloo sends tensors of the device type in the group.
 
@@ -556,6 +568,7 @@ __all__ = [
     "optim_foreach_types",
     "overloads_of",
     "process_groups",
+    "quiet_fakes",
     "real_object",
     "register_value_type",
     "register_work",

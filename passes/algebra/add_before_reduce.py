@@ -162,7 +162,7 @@ def _move(early: fx.Node, parent: fx.Node, late: fx.Node) -> fx.Node | None:
     if not sizes.is_even(rest) or not sizes.same_kind(rest, parent) or not ir.same_strides(x, out.stride()):
         return None
     total = ir.insert(late, PLAIN, (a.x, b.x), like=parent)
-    parent.replace_all_uses_with(rest)
+    ir.redirect(parent, rest)
     parent.graph.erase_node(parent)
     early.graph.erase_node(early)
     new = ir.emit(late, replace(b, x=total), like=late)

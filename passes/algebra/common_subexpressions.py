@@ -47,7 +47,7 @@ def _merge(first: fx.Node, node: fx.Node) -> bool:
     if ir.is_written(first) or ir.is_written(node):
         return False
     if not (ir.escapes(first) and ir.escapes(node)):
-        node.replace_all_uses_with(first)
+        ir.redirect(node, first)
         node.graph.erase_node(node)
         return True
     if not ir.is_collective(node):

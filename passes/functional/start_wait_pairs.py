@@ -87,7 +87,7 @@ def tell_sizes(pair: Pair) -> None:
             size = ir.insert(pair.start, glue.SIZE, (pair.x, ask.args[1]), like=ask)
             if ask.args[1] == 0 and rows is not None:
                 size = ir.insert(pair.start, rows, (size, pair.n), like=ask)
-            ask.replace_all_uses_with(size)
+            ir.redirect(ask, size)
             ask.graph.erase_node(ask)
 
 

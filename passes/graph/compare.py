@@ -1,6 +1,7 @@
 """Whether two graphs compute the same values: both are run on simulated ranks with the same random inputs."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,15 +109,58 @@ def equivalent(
     """
     graph = before.graph if isinstance(before, fx.GraphModule) else before
     inputs = random_inputs(graph, groups, world, seed)
-    want, got = simulate(before, inputs, groups), simulate(after, inputs, groups)
+    found = differences(simulate(before, inputs, groups), simulate(after, inputs, groups), exact)
+    if found:
+        d = found[0]
+        raise PassError(
+            f"computes other values: output {d.output} on rank {d.rank} of {world}, seed {seed}: {d.what}"
+            if d.output is not None
+            else d.what
+        )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An output that differs on one simulated rank.
+
+    Attributes:
+        output: index of the output, counted over the tensors and numbers of all results; None if one graph returns more
+            of them than the other.
+        rank: the simulated rank.
+        what: how it differs, as text.
+        amount: the largest difference of two elements, relative to the largest element of the output that is right, or
+            to 1 if that is less; infinite if dtypes, shapes or numbers of outputs differ, or if one element is not
+            finite.
+    """
+
+    output: int | None
+    rank: int
+    what: str
+    amount: float
+
+
+def differences(want: Sequence[Any], got: Sequence[Any], exact: bool) -> list[Difference]:
+    """Compare what two graphs returned on each rank, as `simulate` gives it.
+
+    Args:
+        want: the results that are right, one item for each rank.
+        got: the results to compare with them.
+        exact: as for `equivalent`.
+
+    Returns:
+        The outputs that differ, by rank and then by output.
+    """
+    found: list[Difference] = []
     for rank, (a, b) in enumerate(zip(want, got, strict=True)):
         left, right = _leaves(a), _leaves(b)
         if len(left) != len(right):
-            raise PassError(f"returns {len(right)} outputs instead of {len(left)}")
+            found.append(Difference(None, rank, f"returns {len(right)} outputs instead of {len(left)}", math.inf))
+            continue
         for k, (x, y) in enumerate(zip(left, right)):
             what = _difference(x, y, exact)
             if what is not None:
-                raise PassError(f"computes other values: output {k} on rank {rank} of {world}, seed {seed}: {what}")
+                found.append(Difference(k, rank, what, _amount(x, y)))
+    return found
 
 
 def _leaves(out: Any) -> list[Any]:
@@ -135,13 +179,31 @@ def _difference(x: Any, y: Any, exact: bool) -> str | None:
     if exact or not inexact:
         close = torch.isclose(x, y, rtol=0, atol=0, equal_nan=True)
         return None if bool(close.all()) else f"{int((~close).sum())} of {x.numel()} elements differ"
-    wide = torch.complex128 if x.dtype.is_complex else torch.float64
-    p, q = x.to(wide), y.to(wide)
-    finite = p.isfinite()
-    scale = max(1.0, float(p[finite].abs().max())) if bool(finite.any()) else 1.0
-    limit = 64 * torch.finfo(x.dtype).eps * scale
+    p, q = _wide(x), _wide(y)
+    limit = 64 * torch.finfo(x.dtype).eps * _scale(p)
     close = torch.isclose(q, p, rtol=0, atol=limit, equal_nan=True)
     return None if bool(close.all()) else f"off by {float((p - q).abs().max()):.3g}, where {limit:.3g} is allowed"
+
+
+def _amount(x: Any, y: Any) -> float:
+    """The `amount` of a `Difference`."""
+    if not isinstance(x, torch.Tensor) or not isinstance(y, torch.Tensor):
+        return math.inf
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return math.inf
+    p, q = _wide(x), _wide(y)
+    apart = float(torch.where(torch.isclose(p, q, rtol=0, atol=0, equal_nan=True), 0, (p - q).abs()).max())
+    return apart / _scale(p) if math.isfinite(apart) else math.inf
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.complex128 if x.dtype.is_complex else torch.float64)
+
+
+def _scale(x: torch.Tensor) -> float:
+    """The largest finite element, or 1 if that is less."""
+    finite = x.isfinite()
+    return max(1.0, float(x[finite].abs().max())) if bool(finite.any()) else 1.0
 
 
 @dataclass(frozen=True)
@@ -164,4 +226,4 @@ class Simulation:
             equivalent(before, after, self.groups, self.world, exact, self.seed)
 
 
-__all__ = ["Simulation", "equivalent", "random_inputs", "replication"]
+__all__ = ["Difference", "Simulation", "differences", "equivalent", "random_inputs", "replication"]

@@ -22,6 +22,8 @@ from dtensor.mesh.provenance import LAYOUT, OPERATOR, SHARDS, SPEC, TRACED
 from dtensor.torch_private.core import FakeTensor, FakeTensorMode, OpOverload, c10d, schema, tree_leaves, wait_tensors
 from dtensor.torch_private.symbolic_sizes import without_guards
 
+from . import steps
+
 aten: Any = torch.ops.aten
 
 REDUCE_OPS = frozenset(("sum", "avg", "max", "min", "product"))
@@ -368,9 +370,16 @@ def replace(node: fx.Node, new: fx.Node) -> fx.Node:
             new = insert(node, aten.permute.default, (new, back), like=node)
     if SPEC in node.meta:
         new.meta.setdefault(SPEC, node.meta[SPEC])
-    node.replace_all_uses_with(new)
+    redirect(node, new)
     node.graph.erase_node(node)
     return new
+
+
+def redirect(node: fx.Node, new: fx.Node) -> None:
+    """Let all users of `node` read `new` instead. Passes change what a graph computes in this way only, one step at a
+    time (`steps`)."""
+    steps.take(node)
+    node.replace_all_uses_with(new)
 
 
 def copy(before: fx.Node, x: fx.Node) -> fx.Node:

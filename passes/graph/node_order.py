@@ -13,7 +13,7 @@ from torch import fx
 
 from dtensor.torch_private.core import OpOverload
 
-from . import ir
+from . import ir, steps
 
 aten: Any = ir.aten
 
@@ -71,8 +71,13 @@ def rearrange(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
     """Put all nodes of `graph` in the given order."""
     nodes = list(order)
     assert len(nodes) == len(graph.nodes), "an order contains each node once"
+    place = next(iter(graph.nodes), None)
     for node in nodes:
-        nodes[-1].prepend(node) if node is not nodes[-1] else None
+        if node is place:
+            place = node.next
+        elif place is not None:
+            steps.take(node)
+            place.prepend(node)
 
 
 def sort(graph: fx.Graph, before: Before) -> None:
