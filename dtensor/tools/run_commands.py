@@ -2,15 +2,25 @@
 
 import os
 import runpy
+import subprocess
 import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 
 import click
+
+from dtensor.compile.bisect import RunFailed, bisect
 
 from ..errors import RecordError
 from ..runs.comparing.comparison import compare as compared
 from ..runs.comparing.report import report
 from ..runs.comparing.values import load
+from ..runs.records.recorder import record_from_now_on
+
+SHOWN = 25
+"""Lines of a failed run's output that are shown."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -25,30 +35,88 @@ def record(steps: int, values: str, folder: Path, script: str, args: tuple[str, 
     Recording begins with the first call of a model. Under torchrun each rank writes a file of its own:
     torchrun --nproc-per-node 2 -m dtensor record FOLDER script.py
     """
-    from ..runs.records.recorder import record_from_now_on
-
     record_from_now_on(folder, steps=steps, values=values)
     sys.argv = [script, *args]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
 
 
-@click.command()
-@click.argument("a", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.argument("b", type=click.Path(exists=True, file_okay=False, path_type=Path))
-def compare(a: Path, b: Path) -> None:
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--bisect", "bisects", is_flag=True, help="Find out which pass makes a compiled run differ.")
+@click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks to bisect on.")
+@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to bisect.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="bisect", help="What it leaves.")
+@click.argument("given", nargs=-1, type=click.UNPROCESSED, metavar="A B | --bisect SCRIPT [ARGS]")
+def compare(bisects: bool, nproc: int, steps: int, out: Path, given: tuple[str, ...]) -> None:
     """Compare two records, and name the first operator whose difference rounding does not explain.
 
     A is the reference, such as the run on one device. The exit code is 0 if the runs agree, 1 if they do not, and 2 if
     a record cannot be read.
+
+    With --bisect, run SCRIPT again and again by itself, on --nproc ranks: eager, then with more and more of it compiled
+    and with passes left out. The first pass that makes a difference is named, or AOTAutograd, or Inductor; a graph that
+    shows it and runs alone is left in the folder --out.
     """
+    if bisects:
+        _bisect(given, nproc, steps, out)
+        return
+    if len(given) != 2:
+        raise click.UsageError(
+            f"compare takes the folders of two records, got {len(given)} names; write dtensor compare A B, or "
+            "dtensor compare --bisect script.py"
+        )
     try:
-        found = compared(load(a), load(b))
+        found = compared(*[load(folder) for folder in given])
     except RecordError as error:
         raise click.UsageError(str(error)) from error
     click.echo(report(found))
     if found.findings:
         raise SystemExit(1)
+
+
+def _bisect(given: Sequence[str], nproc: int, steps: int, out: Path) -> None:
+    if not given or not Path(given[0]).is_file():
+        raise click.UsageError(f"--bisect takes a script, got {given[0] if given else 'nothing'}; write its path")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="runs_", dir=out) as folder:
+        runs = _Runs(nproc, steps, Path(folder).absolute())
+        try:
+            blame = bisect(Path(given[0]), given[1:], out, run=runs.run, differs=runs.differs)
+        except RunFailed as error:
+            raise click.ClickException(f"the eager run fails, so there is nothing to compare with: {error}") from error
+    click.echo(str(blame))
+    if blame.who != "nobody":
+        raise SystemExit(1)
+
+
+class _Runs:
+    """Runs a script in processes of its own and compares the records. Each run is told to the terminal."""
+
+    def __init__(self, nproc: int, steps: int, folder: Path) -> None:
+        self.nproc, self.steps, self.folder, self.numbers = nproc, steps, folder, count()
+
+    def run(self, script: Path, arguments: Sequence[str], variables: Mapping[str, str]) -> Path:
+        """As `dtensor.compile.bisect.Run`."""
+        record_to = self.folder / f"run{next(self.numbers)}"
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.nproc)]
+        command = [*(launcher if self.nproc > 1 else []), "-m", "dtensor", "record", "--steps", str(self.steps)]
+        said = ", ".join([f"{name}={value}" for name, value in variables.items()])
+        click.echo(f"running with {said}", err=True)
+        done = subprocess.run(
+            [sys.executable, *command, str(record_to), str(script), *arguments],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise RunFailed("\n".join((done.stdout + done.stderr).splitlines()[-SHOWN:]))
+        return record_to
+
+    def differs(self, reference: Path, run: Path) -> str | None:
+        """As `dtensor.compile.bisect.Comparison`."""
+        found = compared(load(reference), load(run))
+        return report(found) if found.findings else None
 
 
 COMMANDS = (record, compare)

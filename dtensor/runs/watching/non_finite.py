@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...mesh.job import job
+from ...mesh.source_lines import is_users
 from ...tensor.tensor import DTensor
 from ...torch_private.core import (
     FakeTensor,
@@ -38,10 +39,6 @@ from ...torch_private.core import (
 )
 from .checksums import has_infinities, is_spoilt
 from .replicas import WRAPPED
-
-LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
-OF_USERS = str(Path(__file__).parent.parent / "testing" / "models.py")
-"""A file of the library with models, whose lines are shown as those of users are."""
 
 COMMUNICATE = ("dtensor", "_c10d_functional", "c10d", "c10d_functional")
 """Namespaces of operators that deliver what other ranks have made."""
@@ -160,7 +157,7 @@ class Origins(TorchDispatchMode):
 
     def _line(self) -> Line:
         frame: Any = sys._getframe(1)
-        while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
+        while frame.f_back is not None and not is_users(frame.f_code.co_filename):
             frame = frame.f_back
         return Line(frame.f_code.co_filename, frame.f_lineno, self._modules[-1] if self._modules else None)
 
@@ -204,10 +201,6 @@ def _following(module: nn.Module, name: str, running: list[str]) -> list[Any]:
             running.pop()
 
     return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
-
-
-def _is_of_library(file: str) -> bool:
-    return file.startswith(LIBRARIES) and file != OF_USERS
 
 
 def _name(func: OpOverload) -> str:

@@ -1,0 +1,42 @@
+"""Faults put into a training step one at a time: the comparison with one device names operator, line and rank."""
+
+import re
+
+import pytest
+
+from . import faults, programs
+
+NAMED_BY_RANK = 48
+"""The least number of faults that the table must hold and that must be named."""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    programs.on_one_device(programs.transformer(), programs.batch(), folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def overridable():
+    with faults.overridable():
+        yield
+
+
+@pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda f: f.name)
+def test_a_fault_is_named(fault, reference, tmp_path):
+    programs.sharded(fault.plan, programs.transformer(), programs.batch(), tmp_path, fault.inject)
+    found = programs.compared(reference, tmp_path).first
+    assert found is not None, "nothing was reported"
+    everyone = tuple(range(programs.PLANS[fault.plan][1]))
+    assert found.value.op.startswith(fault.op)
+    assert not fault.module or found.value.module == fault.module
+    assert found.value.phase in ((fault.phase,) if fault.phase else ("forward", "parameter"))
+    assert found.ranks == (fault.ranks or found.ranks)
+    assert set(found.ranks) <= set(everyone)
+    if found.value.phase in ("forward", "backward"):
+        assert re.fullmatch(r"\w+\.py:\d+", found.value.line)
+
+
+def test_the_table_is_long_enough():
+    assert len({f.name for f in faults.FAULTS}) == len(faults.FAULTS) >= NAMED_BY_RANK
