@@ -80,6 +80,7 @@ def _values(graph: fx.Graph) -> list[fx.Node]:
     """The nodes to tap, in order."""
     computed = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.Tensor)]
     computed = [n for n in computed if n.target is operator.getitem or not ir.aliases(n) or _is_move(n)]
+    sources = {source for n in computed if _is_move(n) and (source := _sent(n)) is not None}
     computed = [n for n in computed if not same_value(_operator(n))]
     distributed = {_group(n) for n in computed if SPEC in n.meta}
     results: dict[object, fx.Node] = {n: n for n in computed if SPEC in n.meta}
@@ -87,8 +88,8 @@ def _values(graph: fx.Graph) -> list[fx.Node]:
         plain = INSIDE not in node.meta and getattr(node.target, "namespace", "") not in COLLECTIVES
         if plain and _group(node) not in distributed and _is_result(node):
             results[_group(node), tuple(node.meta["val"].shape), node if _is_whole(node) else None] = node
-    wanted = set(results.values())
-    return [n for n in computed if n in wanted]
+    wanted = set(results.values()) | sources
+    return [n for n in graph.nodes if n in wanted]
 
 
 def _group(node: fx.Node) -> object:
@@ -117,20 +118,32 @@ def _spec(node: fx.Node) -> Spec | None:
 
 
 def _site(node: fx.Node, phase: str, sites: dict[fx.Node, int]) -> taps.Site:
-    is_move = _is_move(node)
-    op = f"redistribute {node.meta[MOVE]}" if is_move else short(_operator(node))
-    line = source(node)
-    spec = _spec(node)
-    return taps.Site(
-        phase, module(node), str(line or ""), op, _number(node), "move" if is_move else "op", spec, _inputs(node, sites)
-    )  # pyright: ignore[reportArgumentType]
+    path, line, spec = module(node), str(source(node) or ""), _spec(node)
+    if _is_move(node):
+        sent = sites.get(_sent(node) or node)
+        given = () if sent is None else (sent,)
+        return taps.Site(phase, path, line, f"redistribute {node.meta[MOVE]}", 0, "move", spec, given)
+    given = _inputs(node, sites)
+    if ir.aliases(node) and node.target is not operator.getitem:
+        return taps.Site(phase, path, line, "view", 0, "view", spec, given)
+    return taps.Site(phase, path, line, short(_operator(node)), _number(node), "op", spec, given)
 
 
 def _is_move(node: fx.Node) -> bool:
     """Whether the value is the result of a step of a redistribution."""
-    if MOVE not in node.meta or SPEC not in node.meta:
-        return False
-    return getattr(node.target, "namespace", "") in COLLECTIVES or ir.ARRIVAL in node.meta
+    return SPEC in node.meta and _is_of_collective(node)
+
+
+def _sent(move: fx.Node) -> fx.Node | None:
+    """The local tensor that a step of a redistribution starts from; None if a pass has put something in between."""
+    given: Any = move
+    while isinstance(given, fx.Node) and (given is move or _is_of_collective(given)):
+        given = given.args[0]
+    return given if isinstance(given, fx.Node) and _spec(given) is not None else None
+
+
+def _is_of_collective(node: fx.Node) -> bool:
+    return MOVE in node.meta and (getattr(node.target, "namespace", "") in COLLECTIVES or ir.ARRIVAL in node.meta)
 
 
 def _number(node: fx.Node) -> int:

@@ -15,7 +15,7 @@ from dtensor.compile.bisect import RunFailed, bisect
 
 from ..errors import RecordError
 from ..runs.comparing.comparison import compare as compared
-from ..runs.comparing.report import report
+from ..runs.comparing.report import first, report
 from ..runs.comparing.values import load
 from ..runs.records.recorder import record_from_now_on
 
@@ -116,7 +116,7 @@ class _Runs:
     def differs(self, reference: Path, run: Path) -> str | None:
         """As `dtensor.compile.bisect.Comparison`."""
         found = compared(load(reference), load(run))
-        return report(found) if found.findings else None
+        return first(found) if found.findings else None
 
 
 COMMANDS = (record, compare)

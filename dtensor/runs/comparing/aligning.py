@@ -10,6 +10,9 @@ from collections.abc import Mapping
 
 from .values import Key, Run, Value
 
+OWN = ("view", "from")
+"""Kinds of values that belong to one run: the same tensor as another value, in the layout that is used next."""
+
 
 def aligned(a: Run, b: Run) -> tuple[dict[Key, Key], set[Key]]:
     """Align the values of two runs.
@@ -18,11 +21,12 @@ def aligned(a: Run, b: Run) -> tuple[dict[Key, Key], set[Key]]:
         Keys of `b`, in the order of execution, with those of `a` that they are; and the keys of `b` of which that is
         uncertain.
     """
-    often_a, often_b = (Counter([key[:-1] for key in run.values]) for run in (a, b))
-    found = {key: key for key in b.values if key in a.values and often_a[key[:-1]] == often_b[key[:-1]]}
+    in_a, in_b = ({k: v for k, v in run.values.items() if v.kind not in OWN} for run in (a, b))
+    often_a, often_b = (Counter([key[:-1] for key in values]) for values in (in_a, in_b))
+    found = {key: key for key in in_b if key in in_a and often_a[key[:-1]] == often_b[key[:-1]]}
     taken = set(found.values())
-    left_a = _by_name({k: v for k, v in a.values.items() if k not in taken})
-    left_b = _by_name({k: v for k, v in b.values.items() if k not in found})
+    left_a = _by_name({k: v for k, v in in_a.items() if k not in taken})
+    left_b = _by_name({k: v for k, v in in_b.items() if k not in found})
     uncertain: set[Key] = set()
     for name, keys in left_b.items():
         others = left_a.get(name, [])

@@ -65,7 +65,13 @@ def readings(value: Value, shape: Sequence[int], mesh: Mesh | None = None) -> It
         for factor in factors:
             said = ", ".join([role for role in dict.fromkeys(roles) if role]) + (f", x {factor}" if factor > 1 else "")
             yield Reading(said, tuple([_times(c, 1 / factor) for c in found]))
+            if value.op in FLATTENED and any(c.parts for c in found):
+                yield Reading(f"{said}, interleaved", tuple([_interleaved(_times(c, 1 / factor)) for c in found]))
 
+
+FLATTENED = ("bmm", "baddbmm")
+"""Operators whose dim 0 is often several dims in one, such as batch and heads. Parts along the second of them are not
+consecutive."""
 
 ROLES = ("copies", "terms", "parts")
 """What the tensors along a mesh axis may be: copies, terms of a sum, or parts along a dim."""
@@ -150,6 +156,16 @@ def _joined(copies: Sequence[Copy], shape: tuple[int, ...]) -> Copy | None:
         for kind in kinds:
             known[dim][kind][:] = _merged(np.concatenate([s[dim][kind] for s in given]), local[dim], shape[dim])
     return Copy(tuple([r for c in copies for r in c.ranks]), vector, None, shape, tuple(copies))
+
+
+def _interleaved(copy: Copy) -> Copy:
+    """A joined tensor without what depends on the order of the indices of dim 0."""
+    if copy.vector is None or not copy.parts or copy.parts[0].shape[0] == copy.shape[0]:
+        return copy
+    vector = copy.vector.copy()
+    for sums in fp.sums(vector, _seen(copy))[0].values():
+        sums[:] = np.nan
+    return replace(copy, vector=vector, parts=())
 
 
 def _turned(sums: Mapping[str, Vector], offset: int) -> dict[str, Vector]:

@@ -4,7 +4,9 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 
-from .comparison import Comparison, Finding, Pair
+from .comparison import Comparison
+from .findings import Finding
+from .pairs import Pair
 from .readings import is_known
 from .values import Run, Value
 from .whole_values import worst
@@ -33,6 +35,11 @@ def report(c: Comparison) -> str:
         lines += [f"  {_line(f)}" for f in others[:MOST]]
         lines += [f"  ... and {len(others) - MOST} more"] if len(others) > MOST else []
     return "\n".join(lines)
+
+
+def first(c: Comparison) -> str:
+    """The first finding in one line; "" if there is none."""
+    return _line(c.first) if c.first is not None else ""
 
 
 def _run(name: str, run: Run) -> str:
@@ -142,4 +149,4 @@ def _next(c: Comparison, f: Finding, has_values: bool) -> list[str]:
     ]
 
 
-__all__ = ["report"]
+__all__ = ["first", "report"]

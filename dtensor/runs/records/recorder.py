@@ -67,6 +67,22 @@ SAME_VALUE = frozenset(
     f"aten::{name}" for name in ("_unsafe_view", "lift_fresh", "detach", "alias", "view_as", "_reshape_alias", "clone")
 )
 """Operators that return the value they were given. Which copies are made depends on the order in memory."""
+OVERWRITE = frozenset(
+    [
+        "bernoulli",
+        "uniform",
+        "normal",
+        "random",
+        "exponential",
+        "geometric",
+        "log_normal",
+        "cauchy",
+        "fill",
+        "zero",
+        "copy",
+    ]
+)
+"""In-place operators, without the underscore, that do not read what they write to."""
 REDISTRIBUTE = "dtensor::redistribute"
 OTHER_ORDER = (-1,)
 """In place of the shape that a value was recorded with, for a view that may have its elements in another order."""
@@ -193,7 +209,8 @@ class Recorder(TorchDispatchMode):
         place = self.places.here()
         name = func._schema.name
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        inputs = [self.known(x, place, name, k) for k, x in enumerate(given)]
+        overwritten = _overwritten(func, args, kwargs)
+        inputs = [-1 if id(x) in overwritten else self.known(x, place, name, k) for k, x in enumerate(given)]
         out = func(*args, **kwargs)
         self._computed(func, name, place, given, inputs, out, args, kwargs)
         return out
@@ -473,6 +490,13 @@ def _is_real(x: Any) -> bool:
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...]:
     return local.data_ptr(), tuple(local.shape), local.dtype
+
+
+def _overwritten(func: OpOverload, args: Any, kwargs: Any) -> set[int]:
+    """The tensors that an operator writes to without reading them, by identity."""
+    if short(func._schema.name) in OVERWRITE or "out" in func._overloadname:
+        return {id(x) for x in _written(func, args, kwargs)}
+    return set()
 
 
 def _written(func: OpOverload, args: Any, kwargs: Any) -> list[torch.Tensor]:

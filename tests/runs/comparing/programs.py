@@ -90,9 +90,23 @@ def healthy(model: nn.Module, optimizer: Any, rank: int) -> AbstractContextManag
     return nullcontext()
 
 
+def suspected(model: nn.Module, optimizer: Any, rank: int) -> AbstractContextManager[Any]:
+    """No fault is put in, but a check of the library may find one."""
+    return nullcontext()
+
+
 def step(
-    model: nn.Module, given: Batch, folder: Path, fault: Fault = healthy, rank: int = 0, steps: int = 2, **values: Any
+    model: nn.Module,
+    given: Batch,
+    folder: Path,
+    fault: Fault = healthy,
+    rank: int = 0,
+    *,
+    steps: int = 2,
+    run: Any = None,
+    **values: Any,
 ) -> None:
+    """Record steps of `model`, or of `run`, which is what was compiled of it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     # A check of the library may see what is wrong, too, after the step; the record ends there.
     with (
@@ -101,7 +115,7 @@ def step(
         dtensor.record(folder, **values),
     ):
         for _ in range(steps):
-            out = model(given.tokens)
+            out = (model if run is None else run)(given.tokens)
             out = out.full_tensor() if isinstance(out, dtensor.DTensor) else out
             loss = F.cross_entropy(out.float().flatten(0, 1), given.targets.flatten())
             loss.backward()

@@ -1,0 +1,103 @@
+"""Consistency: what is wrong within one run, whatever it is compared with.
+
+A redistribution must not change the global tensor, and ranks that hold copies must hold the same. The inputs must have
+been right: what is passed on is not reported again.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from ..records import fingerprint as fp
+from .bounds import EPS, ROUNDING
+from .findings import Finding
+from .locating import holders, looks_like, region
+from .pairs import FLOOR, LEAST, seen_of
+from .readings import is_known
+from .values import Copy, Run, Value
+
+
+def inconsistencies(run: Run, name: str = "B") -> Iterator[Finding]:
+    """What is wrong within one run: redistributions that change the tensor, and replicas that differ."""
+    for value in run.values.values():
+        copies = [c for c in value.copies if c.vector is not None]
+        if value.kind == "move":
+            yield from _changed(run, value, copies, name)
+        elif len(copies) > 1 and is_known(value):
+            yield from _replicas(run, value, copies, name)
+
+
+def _tolerance(value: Value, norm: float) -> float:
+    return FLOOR * value.terms if value.exact else ROUNDING * EPS.get(value.dtype, 0.0) * norm
+
+
+def _changed(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Iterator[Finding]:
+    source = run.values.get(value.inputs[0]) if value.inputs else None
+    before = [] if source is None or not is_known(source) else [c for c in source.copies if c.vector is not None]
+    if source is None or not before or not copies or before[0].shape != copies[0].shape:
+        return
+    reference = before[0].vector
+    assert reference is not None
+    norm = max(source.norm, source.terms)
+    found = [(c, c.vector - reference) for c in copies if c.vector is not None and len(c.vector) == len(reference)]
+    sized = [(c, v, fp.norm(v, seen_of(c, v))) for c, v in found]
+    allowed = _tolerance(value, norm)
+    wrong = [s for s in sized if s[2] > allowed]
+    if not wrong or _differ(before, source):
+        return
+    copy, vector, difference = max(wrong, key=lambda s: s[2])
+    where = region(vector, seen_of(copy, vector))
+    norm = max(source.norm, LEAST)
+    said, blamed = looks_like(before[0], copy, vector, source)
+    if len(wrong) == len(copies) > 1 and all(_is_own_term(c, source) for c, _, _ in wrong):
+        said, blamed = "each rank has its own term: nothing was reduced", tuple(sorted(source.parts))
+    ranks = blamed or holders([c for c, _, _ in wrong], where)
+    yield Finding("collective", value, source, ranks, where, difference / norm, allowed / norm, said, run=name)
+
+
+def _is_own_term(copy: Copy, source: Value) -> bool:
+    """Whether a reduced tensor is the term of one of the ranks that hold it."""
+    whole = copy.vector
+    if whole is None:
+        return False
+    terms = [source.parts[r].vector for r in copy.ranks if r in source.parts]
+    known = [t for t in terms if len(t) == len(whole)]
+    return any(np.allclose(t, whole, rtol=1e-9, atol=FLOOR * source.terms) for t in known)
+
+
+def _differ(copies: Sequence[Copy], value: Value) -> bool:
+    return any(_apart(c, copies[0]) > _tolerance(value, value.norm) for c in copies[1:])
+
+
+def _apart(a: Copy, b: Copy) -> float:
+    if a.vector is None or b.vector is None or len(a.vector) != len(b.vector):
+        return 0.0
+    return fp.norm(a.vector - b.vector, seen_of(a, a.vector))
+
+
+def _replicas(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Iterator[Finding]:
+    """Copies that differ, if those of the inputs do not."""
+    if not _differ(copies, value):
+        return
+    inputs = [run.values[k] for k in value.inputs if k in run.values]
+    for x in inputs:
+        theirs = [c for c in x.copies if c.vector is not None]
+        if len(theirs) > 1 and _differ(theirs, x):
+            return
+    agreeing = [[c for c in copies if _apart(c, one) <= _tolerance(value, value.norm)] for one in copies]
+    most = max(agreeing, key=len)
+    wrong = [c for c in copies if c not in most] if len(most) > 1 else list(copies)
+    reference = most[0].vector
+    copy = wrong[0] if wrong[0] is not most[0] else wrong[-1]
+    assert reference is not None
+    assert copy.vector is not None
+    vector = copy.vector - reference
+    where = region(vector, seen_of(copy, vector))
+    norm = max(value.norm, LEAST)
+    yield Finding(
+        "replicas", value, None, tuple(sorted({r for c in wrong for r in c.ranks})), where,
+        fp.norm(vector, seen_of(copy, vector)) / norm, _tolerance(value, norm) / norm, run=name,
+    )  # fmt: skip
+
+
+__all__ = ["inconsistencies"]

@@ -1,0 +1,105 @@
+"""Compiled runs on two real ranks: nothing is reported between clean ones, and what is wrong in one is named."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dtensor
+from dtensor.passes.functional.lower import Lower
+from dtensor.passes.graph import ir
+from dtensor.runs.comparing.report import report
+from dtensor.testing import with_ranks
+from dtensor.testing.models import ModelArgs, Transformer
+
+from . import programs
+
+
+@pytest.fixture
+def on_one_device(tmp_path):
+    """Make records on one device, in this process, before the ranks run."""
+    for dtype in (torch.float32, torch.bfloat16):
+        folder = tmp_path / f"one {str(dtype).removeprefix('torch.')}"
+        programs.on_one_device(programs.transformer(0, dtype), programs.batch(), folder)
+    programs.step(dropping(7), programs.batch(), tmp_path / "one dropping", steps=1)
+    return tmp_path
+
+
+def record(name, folder, dtype=torch.float32, compiled=None):
+    """Record two steps of a plan; `compiled` are the options of the backend."""
+    model, given = programs.PLANS[name][0](programs.transformer(0, dtype), programs.batch(), dist.get_rank())
+    run = model if compiled is None else torch.compile(model, backend="dtensor", options=compiled)
+    programs.step(model, given, folder, run=run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("plan", ["sp", "fsdp"])
+@with_ranks(2, timeout=300)
+def test_eager_and_compiled_agree(rank, plan, dtype, on_one_device):
+    tmp_path = on_one_device
+    one = f"one {str(dtype).removeprefix('torch.')}"
+    record(plan, tmp_path / "eager", dtype)
+    record(plan, tmp_path / "inductor", dtype, {})
+    dist.barrier()
+    for a, b in ((one, "eager"), (one, "inductor"), ("eager", "inductor")):
+        found = programs.compared(tmp_path / a, tmp_path / b)
+        assert not found.findings, report(found)
+        assert len(found.pairs) > 800, (a, b)
+
+
+@with_ranks(2, timeout=300)
+def test_passes_on_and_off_agree(rank, tmp_path):
+    record("sp", tmp_path / "off", compiled={"inner": "aot_eager", "passes": []})
+    record("sp", tmp_path / "on", compiled={"inner": "aot_eager"})
+    dist.barrier()
+    found = programs.compared(tmp_path / "off", tmp_path / "on")
+    assert not found.findings, report(found)
+    assert len(found.pairs) > 900
+
+
+@with_ranks(2, timeout=300)
+def test_a_pass_that_averages(rank, tmp_path):
+    """Of a graph in which a reduction is wrong, the gradient that it belongs to is named."""
+    record("sp", tmp_path / "eager")
+    run = Lower.__call__
+
+    def wrong(self, graph):
+        reductions = [n for n in graph.nodes if ir.is_collective(n, "all_reduce") and n.args[1] == "sum"]
+        for node in reductions[:1]:
+            node.args = (node.args[0], "avg", *node.args[2:])
+        return run(self, graph)
+
+    with mock.patch.object(Lower, "__call__", wrong):
+        record("sp", tmp_path / "wrong", compiled={"inner": "aot_eager"})
+    dist.barrier()
+    compared = programs.compared(tmp_path / "eager", tmp_path / "wrong")
+    assert compared.first.said == "0.5 times as large", report(compared)
+    assert compared.first.value.module.startswith("norm")
+
+
+def dropping(seed_of_rank):
+    torch.manual_seed(0)
+    args = ModelArgs(n_layers=1, vocab_size=64, max_seq_len=16, dim=32, n_heads=4, dropout_p=0.25)
+    model = Transformer(args)
+    torch.manual_seed(seed_of_rank)
+    return model
+
+
+@pytest.mark.parametrize("seeds", [(7, 7), (7, 8)], ids=["same", "other"])
+@with_ranks(2, timeout=120)
+def test_another_seed_of_dropout(rank, seeds, on_one_device):
+    """Ranks draw what one device draws; one that has another seed is named."""
+    given, tmp_path = programs.batch(), on_one_device
+    mesh = dtensor.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model = Transformer.parallelize(dropping(seeds[rank]), mesh, use_seq_parallel=False)
+    torch.manual_seed(seeds[rank])
+    programs.step(model, given, tmp_path / "tp", programs.suspected, steps=1)
+    dist.barrier()
+    compared = programs.compared(tmp_path / "one dropping", tmp_path / "tp")
+    found = compared.first
+    if seeds[0] == seeds[1]:
+        assert found is None, report(compared)
+    else:
+        assert found.value.module == "dropout"
+        assert found.ranks == (1,)
