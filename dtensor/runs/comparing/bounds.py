@@ -93,6 +93,7 @@ def _is_made_up_for(pair: Pair, users: Sequence[Pair]) -> bool:
 
     Then the runs compute the same in another way, such as scaling one factor of a product instead of the other.
     """
+    users = [user for user in users if not math.isnan(user.difference)]
     if not pair.passed or not users:
         return False
     others = [[p for p in user.inputs if p is not pair] for user in users]
