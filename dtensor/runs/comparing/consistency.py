@@ -23,8 +23,8 @@ def inconsistencies(run: Run, name: str = "B") -> Iterator[Finding]:
         copies = [c for c in value.copies if c.vector is not None]
         if value.kind == "move":
             yield from _changed(run, value, copies, name)
-        elif len(copies) > 1 and is_known(value):
-            yield from _replicas(run, value, copies, name)
+        else:
+            yield from _replicas(run, value, name)
 
 
 def _tolerance(value: Value, norm: float) -> float:
@@ -75,29 +75,39 @@ def _apart(a: Copy, b: Copy) -> float:
     return fp.norm(a.vector - b.vector, seen_of(a, a.vector))
 
 
-def _replicas(run: Run, value: Value, copies: Sequence[Copy], name: str) -> Iterator[Finding]:
-    """Copies that differ, if those of the inputs do not."""
-    if not _differ(copies, value):
+def _replicas(run: Run, value: Value, name: str) -> Iterator[Finding]:
+    """Copies on one mesh that differ, if those of the inputs do not."""
+    differing = [group for group in _copies(value) if _differ(group, value)]
+    if not differing:
         return
     inputs = [run.values[k] for k in value.inputs if k in run.values]
-    for x in inputs:
-        theirs = [c for c in x.copies if c.vector is not None]
-        if len(theirs) > 1 and _differ(theirs, x):
-            return
-    agreeing = [[c for c in copies if _apart(c, one) <= _tolerance(value, value.norm)] for one in copies]
-    most = max(agreeing, key=len)
-    wrong = [c for c in copies if c not in most] if len(most) > 1 else list(copies)
-    reference = most[0].vector
-    copy = wrong[0] if wrong[0] is not most[0] else wrong[-1]
-    assert reference is not None
+    if any(_differ(group, x) for x in inputs for group in _copies(x)):
+        return
+    ranks: set[int] = set()
+    for group in differing:
+        ranks |= {r for copy in _minority(group, value) for r in copy.ranks}
+    group = differing[0]
+    reference, copy = group[0], max(group[1:], key=lambda c: _apart(c, group[0]))
+    assert reference.vector is not None
     assert copy.vector is not None
-    vector = copy.vector - reference
-    where = region(vector, seen_of(copy, vector))
+    vector = copy.vector - reference.vector
     norm = max(value.norm, LEAST)
-    yield Finding(
-        "replicas", value, None, tuple(sorted({r for c in wrong for r in c.ranks})), where,
-        fp.norm(vector, seen_of(copy, vector)) / norm, _tolerance(value, norm) / norm, run=name,
-    )  # fmt: skip
+    apart, allowed = _apart(copy, reference) / norm, _tolerance(value, norm) / norm
+    where = region(vector, seen_of(copy, vector))
+    yield Finding("replicas", value, None, tuple(sorted(ranks)), where, apart, allowed, run=name)
+
+
+def _copies(value: Value) -> list[list[Copy]]:
+    """The tensors that a spec says are the same, mesh by mesh."""
+    groups = [[c for c in group if c.vector is not None and c.spec is not None] for group in value.groups]
+    return [group for group in groups if len(group) > 1]
+
+
+def _minority(group: Sequence[Copy], value: Value) -> list[Copy]:
+    """The copies that the fewest agree with; all of them if no two agree."""
+    agreeing = [[c for c in group if _apart(c, one) <= _tolerance(value, value.norm)] for one in group]
+    most = max(agreeing, key=len)
+    return [c for c in group if c not in most] if len(most) > 1 else list(group)
 
 
 __all__ = ["inconsistencies"]

@@ -283,7 +283,7 @@ class Recorder(TorchDispatchMode):
         name = self._name(x)
         if name:
             return self.value(x, "parameter", name, "", "parameter", 0, [], kind="parameter")
-        return self.value(x, place.phase, place.module, place.line, f"input of {short(reader)}", k, [], kind="input")
+        return self.value(x, place.phase, place.module, place.line, "input", 0, [], kind="input")
 
     def value(
         self,

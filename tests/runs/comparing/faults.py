@@ -204,6 +204,11 @@ def gradient(name: str, change: Change, ranks: Sequence[int] | None = None) -> A
     return inject
 
 
+def suspected(model: Any, optimizer: Any, rank: int) -> Any:
+    """Nothing more than the plan is wrong."""
+    return ExitStack()
+
+
 def bit_flip(x: torch.Tensor) -> torch.Tensor:
     x.view(-1).view(torch.int32)[x.numel() // 3] ^= 1 << 27
     return x
@@ -636,4 +641,38 @@ FAULTS: tuple[Fault, ...] = (
     Fault("another weight decay", "tp", option("weight_decay", 0.5), "", "mul", None, "optimizer"),
     Fault("another beta on one rank", "sp", option("betas", (0.9, 0.9), (0,)), "", "", (0,), "optimizer"),
     Fault("another epsilon", "2d", option("eps", 1e-5), "", "", None, "optimizer"),
+    # A model of the zoo, in a global view; and a mesh whose axes are taken for each other.
+    Fault(
+        "a stale buffer on one rank",
+        "qwen3",
+        weight("model.rotary_emb.inv_freq", twice, (1,)),
+        "model.rotary_emb.inv_freq",
+        "parameter",
+        (1,),
+    ),
+    Fault(
+        "a head's norm with the wrong epsilon",
+        "qwen3",
+        attribute("model.layers.1.self_attn.k_norm", "variance_epsilon", 1e-2),
+        "model.layers.1.self_attn.k_norm",
+        "add",
+    ),
+    Fault(
+        "a gate with a flipped sign on one rank",
+        "qwen3",
+        operator("silu", 1, negative, (1,)),
+        "model.layers.1.mlp.act_fn",
+        "silu",
+        (1,),
+    ),
+    Fault(
+        "a gradient of a gate that is zero on one rank",
+        "qwen3",
+        operator("silu_backward", 0, zero, (0,), True),
+        "model.layers.1.mlp.act_fn",
+        "silu_backward",
+        (0,),
+        "backward",
+    ),
+    Fault("the axes of a 2-D mesh swapped", "2d, swapped", suspected, "tok_embeddings", "from_local"),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,6 +19,8 @@ from dtensor.runs.comparing.comparison import Comparison, compare
 from dtensor.runs.comparing.values import load
 from dtensor.testing import run_threads
 from dtensor.testing.models import ModelArgs, Transformer
+
+from ...zoo.models import EXAMPLES
 
 VOCABULARY, LENGTH, BATCH = 64, 16, 4
 
@@ -35,6 +38,13 @@ def transformer(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(seed)
     args = ModelArgs(n_layers=2, vocab_size=VOCABULARY, max_seq_len=LENGTH, dim=32, n_heads=4, dropout_p=0.0)
     return Transformer(args).to(dtype)
+
+
+def qwen3(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Qwen3 of transformers, with two layers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    return EXAMPLES["qwen3"].model(transformers).to(dtype)
 
 
 def batch(seed: int = 0) -> Batch:
@@ -73,6 +83,18 @@ def two_axes(model: nn.Module, given: Batch, rank: int) -> tuple[nn.Module, Batc
     return _fully_sharded(model, mesh["dp"]), given.part(2, rank // 2)
 
 
+def swapped_axes(model: nn.Module, given: Batch, rank: int) -> tuple[nn.Module, Batch]:
+    """As `two_axes`, but the ranks take their parts of the batch along the wrong mesh axis."""
+    sharded, _ = two_axes(model, given, rank)
+    return sharded, given.part(2, rank % 2)
+
+
+def by_patterns(model: nn.Module, given: Batch, rank: int) -> tuple[nn.Module, Batch]:
+    """A model of the zoo, as it is."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    return dtensor.distribute_model(model, mesh, EXAMPLES["qwen3"].plan, outputs={}), given
+
+
 Plan = Callable[[nn.Module, Batch, int], tuple[nn.Module, Batch]]
 PLANS: dict[str, tuple[Plan, int]] = {
     "tp": (tp, 2),
@@ -80,7 +102,17 @@ PLANS: dict[str, tuple[Plan, int]] = {
     "fsdp": (fsdp, 2),
     "hsdp": (hsdp, 4),
     "2d": (two_axes, 4),
+    "qwen3": (by_patterns, 2),
 }
+WRONG_PLANS: dict[str, tuple[Plan, int]] = {"2d, swapped": (swapped_axes, 4)}
+ALL = PLANS | WRONG_PLANS
+MODELS: dict[str, Callable[..., nn.Module]] = {"qwen3": qwen3}
+"""The models of plans that are not for `transformer`."""
+
+
+def model_for(plan: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return MODELS.get(plan, transformer)(seed, dtype)
+
 
 Fault = Callable[[nn.Module, Any, int], AbstractContextManager[Any]]
 """(model, optimizer, rank) -> a context in which something is wrong."""
@@ -116,6 +148,7 @@ def step(
     ):
         for _ in range(steps):
             out = (model if run is None else run)(given.tokens)
+            out = getattr(out, "logits", out)
             out = out.full_tensor() if isinstance(out, dtensor.DTensor) else out
             loss = F.cross_entropy(out.float().flatten(0, 1), given.targets.flatten())
             loss.backward()
@@ -128,7 +161,7 @@ def on_one_device(model: nn.Module, given: Batch, folder: Path, **more: Any) -> 
 
 
 def sharded(name: str, model: nn.Module, given: Batch, folder: Path, fault: Fault = healthy, **more: Any) -> None:
-    plan, ranks = PLANS[name]
+    plan, ranks = ALL[name]
 
     def run(rank: int) -> None:
         mine, part = plan(copy.deepcopy(model), given, rank)

@@ -3,19 +3,22 @@
 import pytest
 import torch
 
+from dtensor.runs.comparing.report import report
+
 from . import programs
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Folder of the record on one device, by dtype and seed."""
+    """Folder of the record on one device, by plan, dtype and seed."""
     made = {}
 
-    def of(dtype, seed):
-        if (dtype, seed) not in made:
-            folder = made[dtype, seed] = tmp_path_factory.mktemp("one")
-            programs.on_one_device(programs.transformer(seed, dtype), programs.batch(seed), folder)
-        return made[dtype, seed]
+    def of(plan, dtype, seed):
+        make = programs.MODELS.get(plan, programs.transformer)
+        if (make, dtype, seed) not in made:
+            folder = made[make, dtype, seed] = tmp_path_factory.mktemp("one")
+            programs.on_one_device(make(seed, dtype), programs.batch(seed), folder)
+        return made[make, dtype, seed]
 
     return of
 
@@ -35,8 +38,8 @@ def test_nothing_is_reported_for_other_seeds(plan, dtype, seed, reference, tmp_p
 
 
 def check(plan, dtype, seed, reference, tmp_path):
-    programs.sharded(plan, programs.transformer(seed, dtype), programs.batch(seed), tmp_path)
-    found = programs.compared(reference(dtype, seed), tmp_path)
-    assert [str(f) for f in found.findings] == []
+    programs.sharded(plan, programs.model_for(plan, seed, dtype), programs.batch(seed), tmp_path)
+    found = programs.compared(reference(plan, dtype, seed), tmp_path)
+    assert not found.findings, report(found)
     assert len(found.pairs) > 900
     assert sum([not p.differences for p in found.pairs]) < 30

@@ -12,9 +12,17 @@ NAMED_BY_RANK = 48
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one")
-    programs.on_one_device(programs.transformer(), programs.batch(), folder)
-    return folder
+    """Folder of the record on one device, by plan."""
+    made = {}
+
+    def of(plan):
+        make = programs.MODELS.get(plan, programs.transformer)
+        if make not in made:
+            made[make] = tmp_path_factory.mktemp("one")
+            programs.on_one_device(make(), programs.batch(), made[make])
+        return made[make]
+
+    return of
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +33,10 @@ def overridable():
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda f: f.name)
 def test_a_fault_is_named(fault, reference, tmp_path):
-    programs.sharded(fault.plan, programs.transformer(), programs.batch(), tmp_path, fault.inject)
-    found = programs.compared(reference, tmp_path).first
+    programs.sharded(fault.plan, programs.model_for(fault.plan), programs.batch(), tmp_path, fault.inject)
+    found = programs.compared(reference(fault.plan), tmp_path).first
     assert found is not None, "nothing was reported"
-    everyone = tuple(range(programs.PLANS[fault.plan][1]))
+    everyone = tuple(range(programs.ALL[fault.plan][1]))
     assert found.value.op.startswith(fault.op)
     assert not fault.module or found.value.module == fault.module
     assert found.value.phase in ((fault.phase,) if fault.phase else ("forward", "parameter"))
