@@ -105,7 +105,8 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if type(made) is Tensor:
                 return out
     mark_local(out, func, args, kwargs)
-    note_inside(before)
+    if before is not None:
+        note_inside(before)
     return out
 
 

@@ -195,9 +195,9 @@ def _sizes() -> Any:
     return importlib.import_module("dtensor.passes.graph.sizes")
 
 
-def note_inside(last: torch.fx.Node | None) -> None:
+def note_inside(last: torch.fx.Node) -> None:
     """Note that every node of the graph after `last` carries out one operator on DTensors."""
-    while last is not None and (last := last.next).op != "root":
+    while (last := last.next).op != "root":
         last.meta[INSIDE] = True
 
 

@@ -14,8 +14,9 @@ import click
 from dtensor.compile.bisect import RunFailed, bisect
 
 from ..errors import RecordError
+from ..runs.comparing.comparison import check
 from ..runs.comparing.comparison import compare as compared
-from ..runs.comparing.report import first, report
+from ..runs.comparing.report import first, report, report_of_one
 from ..runs.comparing.values import load
 from ..runs.records.recorder import record_from_now_on
 
@@ -46,12 +47,13 @@ def record(steps: int, values: str, folder: Path, script: str, args: tuple[str, 
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks to bisect on.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to bisect.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="bisect", help="What it leaves.")
-@click.argument("given", nargs=-1, type=click.UNPROCESSED, metavar="A B | --bisect SCRIPT [ARGS]")
+@click.argument("given", nargs=-1, type=click.UNPROCESSED, metavar="A [B] | --bisect SCRIPT [ARGS]")
 def compare(bisects: bool, nproc: int, steps: int, out: Path, given: tuple[str, ...]) -> None:
     """Compare two records, and name the first operator whose difference rounding does not explain.
 
-    A is the reference, such as the run on one device. The exit code is 0 if the runs agree, 1 if they do not, and 2 if
-    a record cannot be read.
+    A is the reference, such as the run on one device. Of one record alone, name the first redistribution that changed a
+    tensor, ranks that should hold the same and do not, and the first operator that made a NaN. The exit code is 0 if
+    nothing was found, 1 if something was, and 2 if a record cannot be read.
 
     With --bisect, run SCRIPT again and again by itself, on --nproc ranks: eager, then with more and more of it compiled
     and with passes left out. The first pass that makes a difference is named, or AOTAutograd, or Inductor; a graph that
@@ -60,16 +62,17 @@ def compare(bisects: bool, nproc: int, steps: int, out: Path, given: tuple[str, 
     if bisects:
         _bisect(given, nproc, steps, out)
         return
-    if len(given) != 2:
+    if len(given) not in (1, 2):
         raise click.UsageError(
-            f"compare takes the folders of two records, got {len(given)} names; write dtensor compare A B, or "
-            "dtensor compare --bisect script.py"
+            f"compare takes the folders of two records, or of one, and got {len(given)} names; write dtensor compare A "
+            "B, or dtensor compare --bisect script.py"
         )
     try:
-        found = compared(*[load(folder) for folder in given])
+        runs = [load(folder) for folder in given]
     except RecordError as error:
         raise click.UsageError(str(error)) from error
-    click.echo(report(found))
+    found = check(*runs) if len(runs) == 1 else compared(*runs)
+    click.echo(report_of_one(found) if len(runs) == 1 else report(found))
     if found.findings:
         raise SystemExit(1)
 

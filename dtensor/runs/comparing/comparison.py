@@ -63,6 +63,11 @@ def compare(a: Run, b: Run) -> Comparison:
     return Comparison(a, b, list(pairs.values()), findings, only_a, only_b)
 
 
+def check(run: Run) -> Comparison:
+    """What is wrong within one run: its redistributions, its replicas, NaN and infinities."""
+    return Comparison(run, run, [], list(inconsistencies(run)))
+
+
 def _differing(pairs: Iterable[Pair]) -> Iterator[Finding]:
     for pair in pairs:
         if not pair.is_suspect:
@@ -77,4 +82,4 @@ def _differing(pairs: Iterable[Pair]) -> Iterator[Finding]:
         yield Finding("value", pair.b, pair.a, ranks, where, relative, allowed, said, pair.between)
 
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["Comparison", "check", "compare"]

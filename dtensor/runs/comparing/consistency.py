@@ -16,15 +16,32 @@ from .pairs import FLOOR, LEAST, seen_of
 from .readings import is_known
 from .values import Copy, Run, Value
 
+MAKE_INFINITIES = frozenset(
+    ["masked_fill", "full", "full_like", "new_full", "fill", "where", "scalar_tensor", "log", "log2", "log10", "log1p"]
+)
+"""Operators that are often meant to return infinities."""
+
 
 def inconsistencies(run: Run, name: str = "B") -> Iterator[Finding]:
-    """What is wrong within one run: redistributions that change the tensor, and replicas that differ."""
+    """What is wrong within one run: redistributions that change the tensor, replicas that differ, and operators that
+    make NaN or infinities out of finite inputs."""
     for value in run.values.values():
+        if value.nonfinite and value.op not in MAKE_INFINITIES:
+            yield from _nonfinite(run, value, name)
         copies = [c for c in value.copies if c.vector is not None]
         if value.kind == "move":
             yield from _changed(run, value, copies, name)
         else:
             yield from _replicas(run, value, name)
+
+
+def _nonfinite(run: Run, value: Value, name: str) -> Iterator[Finding]:
+    inputs = [run.values[k] for k in value.inputs if k in run.values]
+    if value.kind != "op" or not inputs or any(x.nonfinite for x in inputs):
+        return
+    ranks = tuple([r for r, part in sorted(value.parts.items()) if part.vector[fp.NONFINITE]])
+    elements = f"{int(value.nonfinite):,} elements that are NaN or infinite, out of finite inputs"
+    yield Finding("nonfinite", value, None, ranks, None, np.inf, 0.0, elements, run=name)
 
 
 def _tolerance(value: Value, norm: float) -> float:

@@ -37,6 +37,18 @@ def report(c: Comparison) -> str:
     return "\n".join(lines)
 
 
+def report_of_one(c: Comparison) -> str:
+    """The report of `check`, of one run."""
+    lines = [_run("B", c.b).removeprefix("B").strip(), f"{len(c.b.values):,} values"]
+    if c.first is None:
+        said = "Redistributions keep the tensor, replicas agree, and no operator makes NaN out of finite inputs."
+        return "\n".join([*lines, "", said])
+    more = [f"  {_line(f)}" for f in c.findings[1 : MOST + 1]]
+    if more:
+        more = ["", "More, in the order of execution:", *more]
+    return "\n".join([*lines, "", *_first(c, c.first), *more])
+
+
 def first(c: Comparison) -> str:
     """The first finding in one line; "" if there is none."""
     return _line(c.first) if c.first is not None else ""
@@ -107,6 +119,8 @@ def _first(c: Comparison, f: Finding) -> list[str]:
 def _difference(f: Finding, pair: Pair | None) -> str:
     if f.value.exact:
         return f"{f.relative:.1e} of its norm; {f.value.dtype} is not rounded, and its inputs are the same"
+    if f.what == "nonfinite":
+        return "its inputs are finite"
     if f.what == "replicas":
         return f"{f.relative:.1e} of its norm, where the inputs agree"
     return f"{f.relative:.1e} of its norm; {f.value.dtype} rounding and the inputs explain up to {f.allowed:.1e}"
@@ -149,4 +163,4 @@ def _next(c: Comparison, f: Finding, has_values: bool) -> list[str]:
     ]
 
 
-__all__ = ["first", "report"]
+__all__ = ["first", "report", "report_of_one"]
