@@ -74,16 +74,16 @@ def _first(c: Comparison, f: Finding) -> list[str]:
         f"{TITLES[f.what]}: {f.value}, step {f.value.step}{' of A' if f.run == 'A' else ''}",
         *where,
         f"difference {_difference(f, pair)}",
-        f"where      {_where(f)}",
+        f"where      {where_of(f)}",
     ]
     if f.said:
         found.append(f"looks like {f.said}")
     if f.what == "value" and f.other is not None:
-        found += [f"in A       {_placed(f.other)}", f"in B       {_placed(f.value, pair)}"]
+        found += [f"in A       {placed(f.other)}", f"in B       {placed(f.value, pair)}"]
     elif f.other is not None:
-        found += [f"before     {_placed(f.other)}", f"after      {_placed(f.value)}"]
+        found += [f"before     {placed(f.other)}", f"after      {placed(f.value)}"]
     else:
-        found.append(f"placed     {_placed(f.value)}")
+        found.append(f"placed     {placed(f.value)}")
     if pair is not None and pair.inputs:
         found += [f"inputs     {_inputs(pair)[0]}", *[f"           {line}" for line in _inputs(pair)[1:]]]
     if f.between:
@@ -105,13 +105,15 @@ def _difference(f: Finding, pair: Pair | None) -> str:
     return f"{f.relative:.1e} of its norm; {f.value.dtype} rounding and the inputs explain up to {f.allowed:.1e}"
 
 
-def _where(f: Finding) -> str:
+def where_of(f: Finding) -> str:
+    """The region of the tensor and the ranks that a finding is about."""
     ranks = f"rank {f.ranks[0]}" if len(f.ranks) == 1 else f"ranks {', '.join(map(str, f.ranks))}"
     region = "everywhere" if f.region is None else str(f.region)
     return f"{region}, on {ranks}" if f.ranks else region
 
 
-def _placed(value: Value, pair: Pair | None = None) -> str:
+def placed(value: Value, pair: Pair | None = None) -> str:
+    """The type of a value, and how it is distributed."""
     spec = value.spec
     if spec is not None:
         return f"{value.dtype}{list(spec.shape)} on {spec}"
@@ -128,7 +130,7 @@ def _inputs(pair: Pair) -> Sequence[str]:
 def _line(f: Finding) -> str:
     said = f", {f.said}" if f.said else ""
     step = f"step {f.value.step} " if f.value.step else ""
-    return f"{step}{f.value}{' ' + f.value.line if f.value.line else ''}: {f.relative:.1e}, {_where(f)}{said}"
+    return f"{step}{f.value}{' ' + f.value.line if f.value.line else ''}: {f.relative:.1e}, {where_of(f)}{said}"
 
 
 def _next(c: Comparison, f: Finding, has_values: bool) -> list[str]:
@@ -142,4 +144,4 @@ def _next(c: Comparison, f: Finding, has_values: bool) -> list[str]:
     ]
 
 
-__all__ = ["report"]
+__all__ = ["TITLES", "placed", "report", "where_of"]

@@ -40,7 +40,7 @@ from ...tensor.torch_dtensor import is_torch_dtensor, layout_of
 from ...torch_private.compiling import forget_compiled
 from ...torch_private.core import OpOverload, TorchDispatchMode, tree_leaves
 from . import fingerprint as fp
-from .places import OPTIMIZER, Names, Place, Places
+from .places import CHECK, OPTIMIZER, Names, Place, Places
 from .storage import Writer, packed
 
 MARK = "_dtensor_recorded"
@@ -191,6 +191,8 @@ class Recorder(TorchDispatchMode):
         if not self._records(func, args, kwargs):
             return func(*args, **kwargs)
         place = self.places.here()
+        if place.phase == CHECK:
+            return func(*args, **kwargs)
         name = func._schema.name
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         inputs = [self.known(x, place, name, k) for k, x in enumerate(given)]
@@ -394,6 +396,8 @@ class Recorder(TorchDispatchMode):
             return
         with torch.no_grad():
             place = self.places.here()
+            if place.phase == CHECK:
+                return
             before = _Local(local, spec)
             known = self.known(before, place, "redistribute", 0)
             found = self._lookup(before)
