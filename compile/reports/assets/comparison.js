@@ -18,12 +18,21 @@ function short(x) {
 
 // The drawing: relative differences on a logarithmic scale, above lanes for zeros and for what was not judged.
 const TOP = 30, LANE = 16, LEFT = 46;
-const finite = points.flatMap((p) => [p.difference, p.allowed]).filter((x) => x > 0 && x < Infinity).map(Math.log10);
-const low = Math.floor(Math.min(-8, ...rest(finite))), high = Math.ceil(Math.max(0, ...rest(finite)));
+const logs = (of) => points.map(of).filter((x) => x > 0 && x < Infinity).map(Math.log10);
+const low = Math.floor(least([-8, ...extremes(logs((p) => p.difference)), ...extremes(logs((p) => p.allowed))]));
+const high = Math.ceil(most([0, ...extremes(logs((p) => p.difference))])) + 1; // bounds above it say nothing
 let from = 0, to = 1, chosen = -1;
 
-function rest(values) { // the extremes of many values, which a call could not take as arguments
-  return values.length ? [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))] : [];
+function least(values) {
+  return values.reduce((a, b) => Math.min(a, b));
+}
+
+function most(values) {
+  return values.reduce((a, b) => Math.max(a, b));
+}
+
+function extremes(values) { // of many values, which a call could not take as arguments
+  return values.length ? [least(values), most(values)] : [];
 }
 
 function places() {
@@ -85,7 +94,7 @@ function draw() {
   const seen = points.filter((p) => at.x(p.k) >= LEFT - 4 && at.x(p.k) <= width + 4);
   pen.fillStyle = color("bound");
   const tick = Math.max(2, Math.min(at.wide, 14));
-  for (const p of seen) if (p.allowed > 0 && p.allowed < Infinity) pen.fillRect(at.x(p.k) - tick / 2, at.y(p.allowed) - 0.75, tick, 1.5);
+  for (const p of seen) if (p.allowed > 0 && p.allowed < 10 ** high) pen.fillRect(at.x(p.k) - tick / 2, at.y(p.allowed) - 0.75, tick, 1.5);
   for (const p of seen) if (!found(p)) dot(pen, at, p);
   for (const p of seen) if (found(p)) dot(pen, at, p);
   if (points[chosen]) {

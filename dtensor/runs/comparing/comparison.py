@@ -169,7 +169,7 @@ def compare(a: Run, b: Run) -> Comparison:
     for key, pair in pairs.items():
         _bound(pair, a, b, by_a, pairs)
         pair.certain = key not in uncertain
-    findings = list(_differing(pairs.values()))
+    findings = list(_differing(pairs.values(), a, b))
     seen = {f.value.key for f in findings}
     findings += [f for f in _of_itself(b) if f.value.key not in seen]
     if a.world > 1:
@@ -208,20 +208,23 @@ def _permuted(keys: Sequence[Key], pairs: dict[Key, Pair], a: Run, b: Run) -> No
     pairs |= found
 
 
-def _pair(a: Value, b: Value, run_a: Run, run_b: Run, usual: Mapping[str, int] | None = None) -> Pair:
+def _pair(
+    a: Value, b: Value, run_a: Run, run_b: Run, usual: Mapping[str, int] | None = None, strict: bool = True
+) -> Pair:
     """Compare a value of two runs, in the reading of plain tensors that makes the difference smallest.
 
     Args:
         a, b: the value in each run.
         run_a, run_b: the runs.
         usual: how often each reading fits elsewhere. If it is given and no reading fits here, the most usual counts.
+        strict: whether to leave out readings that an optimizer cannot work on.
     """
     if not is_known(a) and not is_known(b) and _alike(a, b):
         return _rank_by_rank(a, b)
     found: list[Pair] = []
     for shape in dict.fromkeys([c.shape for v in (a, b) if is_known(v) for c in v.copies]):
-        for x in readings(a, shape, run_a.mesh):
-            for y in readings(b, shape, run_b.mesh):
+        for x in readings(a, shape, run_a.mesh, strict):
+            for y in readings(b, shape, run_b.mesh, strict):
                 pair = _read(a, b, x, y)
                 if pair is not None:
                     found.append(pair)
@@ -356,7 +359,18 @@ def _nearest(value: Value, run: Run, pairs: Mapping[Key, Pair]) -> tuple[list[Ke
     return list(found), list(passed)
 
 
-def _differing(pairs: Iterable[Pair]) -> Iterator[Finding]:
+def _otherwise(pair: Pair, a: Run, b: Run) -> str:
+    """What the ranks have instead, if that explains the difference."""
+    if is_known(pair.b):
+        return ""
+    read = _pair(pair.a, pair.b, a, b, strict=False)
+    if not read.difference <= pair.allowed:
+        return ""
+    each = "each rank has its own term of the sum, and nobody added them up"
+    return each if read.reading == "terms" else f"right if read as {read.reading}"
+
+
+def _differing(pairs: Iterable[Pair], a: Run, b: Run) -> Iterator[Finding]:
     for pair in pairs:
         if not pair.is_suspect:
             continue
@@ -365,6 +379,7 @@ def _differing(pairs: Iterable[Pair]) -> Iterator[Finding]:
         wrong = [c for c, _, d in pair.differences if d > pair.allowed]
         terms = pair.b if copy.spec is not None and copy.spec.partial else None
         said, blamed = looks_like(pair.a.copies[0], copy, vector, terms)
+        said = said or _otherwise(pair, a, b)
         relative, allowed = pair.relative, pair.allowed / max(pair.norm, LEAST)
         ranks = blamed or holders(wrong, where)
         yield Finding("value", pair.b, pair.a, ranks, where, relative, allowed, said, pair.between)

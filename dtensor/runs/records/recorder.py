@@ -134,7 +134,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *given: Any) -> None:
         super().__exit__(*given)
         _end(self)
-        self.close()
+        self.close(given[1] if len(given) > 1 else None)
         self._memory.clear()
         forget_compiled()
 
@@ -143,7 +143,6 @@ class Recorder(TorchDispatchMode):
         """The file of this rank, begun when the first value is known, by when the program knows its rank."""
         if self._writer is None:
             rank, world = _rank_and_world()
-            self._rank = rank
             header = {"rank": rank, "world": world, "torch": torch.__version__, "program": sys.argv}
             self._writer = Writer(self.folder, rank, header)
         return self._writer
@@ -164,11 +163,13 @@ class Recorder(TorchDispatchMode):
         if self.steps is not None and self.step_number >= self.steps:
             self.close()
 
-    def close(self) -> None:
-        """Write what is left and the end of the file. What runs afterwards is not recorded."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what is left and the end of the file, with the error that ended the program, if any. What runs
+        afterwards is not recorded."""
         if self.open:
             self.flush()
-            self.writer.close({"steps": self._last + 1, "values": self.index})
+            failed = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+            self.writer.close({"steps": self._last + 1, "values": self.index, "failed": failed})
             self.open = False
 
     def flush(self) -> None:
@@ -327,7 +328,7 @@ class Recorder(TorchDispatchMode):
         return _Local(local, spec)
 
     def _keep(self, local: torch.Tensor, index: int) -> str:
-        name = f"rank{self._rank:05d}.{index}.npy"
+        name = f"{self.writer.path.stem}.{index}.npy"
         kept = local.detach()
         kept = kept.to(torch.float32) if kept.dtype in (torch.bfloat16, torch.float16) else kept
         try:
@@ -533,7 +534,7 @@ def record_from_now_on(folder: str | os.PathLike[str], *, steps: int = 1, values
     """Record the first steps of this program, from the first call of a model on."""
     here = Recorder(folder, steps=steps, values=values, waits=True)
     here.__enter__()
-    atexit.register(here.close)
+    atexit.register(lambda: here.close(getattr(sys, "last_value", None)))
 
 
 def record_if_asked() -> None:
