@@ -8,25 +8,21 @@
     ranks           where other ranks differ from the first
     compilation     graph breaks, recompilations
 
-Jinja fills the template `page.html`, with escaping, and inlines `page.css` and `page.js`. Everything that comes from
-the program is embedded as JSON and shown as text, never as markup. Of long graphs, only the visible lines are in the
-page's DOM.
+Everything that comes from the program is shown as text, never as markup (`rendering`). Of long graphs, only the visible
+lines are in the page's DOM.
 """
 
 import difflib
-import json
 import re
 from pathlib import Path
 from typing import Any
-
-import jinja2
-from markupsafe import Markup
 
 from dtensor.passes.graph.text import REMARK
 
 from ..recording.folder import write_whole
 from .differences import collective_line
 from .reading import Dumped, read
+from .rendering import rendered
 from .summary import MOST, changed, most_exposed, seconds, what, who
 
 LINE = re.compile(r"%(?P<name>\S+): (?P<kind>\S+) = (?P<call>[^(]+)")
@@ -59,12 +55,9 @@ def page(root: Path) -> str:
     first = min([f.rank for f in frames], default=0)
     mine = [f for f in frames if f.rank == first and f.manifest]
     found = [c for f in mine if f.manifest for c in f.manifest["collectives"]]
-    here = Path(__file__)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(here.with_name("page.html").read_text(encoding="utf-8")).render(
-        style=_inlined(here.with_name("page.css")),
-        script=_inlined(here.with_name("page.js")),
-        data=_as_json({"frames": [_frame(f) for f in mine]}),
+    return rendered(
+        "dump",
+        {"frames": [_frame(f) for f in mine]},
         root=root.resolve().name,
         ranks=sorted({f.rank for f in frames}),
         graphs=[_graph_row(f, d) for f in mine if f.manifest for d in f.manifest["graphs"]],
@@ -77,18 +70,6 @@ def page(root: Path) -> str:
 
 def _matters(p: dict[str, Any]) -> bool:
     return bool(p["removed"] or p["bytes_saved"])
-
-
-def _inlined(path: Path) -> Any:
-    return Markup(path.read_text(encoding="utf-8"))
-
-
-def _as_json(data: Any) -> Any:
-    """JSON that is safe inside a script element: no markup can end it."""
-    text = json.dumps(data, separators=(",", ":"))
-    for sign in "<>&\u2028\u2029":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return Markup(text)
 
 
 def _graph_row(f: Dumped, direction: str) -> dict[str, Any]:

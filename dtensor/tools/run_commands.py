@@ -12,6 +12,7 @@ from pathlib import Path
 import click
 
 from dtensor.compile.bisect import RunFailed, bisect
+from dtensor.compile.reports.comparison_page import write_comparison
 
 from ..errors import RecordError
 from ..runs.comparing.comparison import check
@@ -47,19 +48,23 @@ def record(steps: int, values: str, folder: Path, script: str, args: tuple[str, 
 @click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True, help="Ranks to bisect on.")
 @click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps to bisect.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default="bisect", help="What it leaves.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of the comparison there.")
 @click.argument("given", nargs=-1, type=click.UNPROCESSED, metavar="A [B] | --bisect SCRIPT [ARGS]")
-def compare(bisects: bool, nproc: int, steps: int, out: Path, given: tuple[str, ...]) -> None:
+def compare(bisects: bool, nproc: int, steps: int, out: Path, html: Path | None, given: tuple[str, ...]) -> None:
     """Compare two records, and name the first operator whose difference rounding does not explain.
 
     A is the reference, such as the run on one device. Of one record alone, name the first redistribution that changed a
     tensor, ranks that should hold the same and do not, and the first operator that made a NaN. The exit code is 0 if
-    nothing was found, 1 if something was, and 2 if a record cannot be read.
+    nothing was found, 1 if something was, and 2 if a record cannot be read. With --html, all values of two records,
+    their differences and bounds are in one file for a browser.
 
     With --bisect, run SCRIPT again and again by itself, on --nproc ranks: eager, then with more and more of it compiled
     and with passes left out. The first pass that makes a difference is named, or AOTAutograd, or Inductor; a graph that
     shows it and runs alone is left in the folder --out.
     """
     if bisects:
+        if html is not None:
+            raise click.UsageError("--html shows two records; write dtensor compare A B --html FILE")
         _bisect(given, nproc, steps, out)
         return
     if len(given) not in (1, 2):
@@ -73,6 +78,11 @@ def compare(bisects: bool, nproc: int, steps: int, out: Path, given: tuple[str, 
         raise click.UsageError(str(error)) from error
     found = check(*runs) if len(runs) == 1 else compared(*runs)
     click.echo(report_of_one(found) if len(runs) == 1 else report(found))
+    if html is not None and len(runs) == 2:
+        try:
+            write_comparison(html, found)
+        except OSError as error:
+            raise click.BadParameter(f"{html} cannot be written: {error.strerror}", param_hint="--html") from error
     if found.findings:
         raise SystemExit(1)
 

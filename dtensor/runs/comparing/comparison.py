@@ -11,7 +11,8 @@ from .bounds import bound
 from .consistency import inconsistencies
 from .findings import Finding
 from .locating import holders, looks_like, region
-from .pairs import LEAST, Pair, pairs_of, seen_of
+from .pairs import LEAST, Pair, pair_of, pairs_of, seen_of
+from .readings import is_known
 from .values import Run, Value
 
 
@@ -51,7 +52,7 @@ def compare(a: Run, b: Run) -> Comparison:
     """
     pairs = pairs_of(a, b)
     bound(pairs, a, b)
-    findings = list(_differing(pairs.values()))
+    findings = list(_differing(pairs.values(), a, b))
     seen = {f.value.key for f in findings}
     findings += [f for f in inconsistencies(b) if f.value.key not in seen]
     if a.world > 1:
@@ -68,7 +69,18 @@ def check(run: Run) -> Comparison:
     return Comparison(run, run, [], list(inconsistencies(run)))
 
 
-def _differing(pairs: Iterable[Pair]) -> Iterator[Finding]:
+def _otherwise(pair: Pair, a: Run, b: Run) -> str:
+    """What the ranks have instead, if that explains the difference."""
+    if is_known(pair.b):
+        return ""
+    read = pair_of(pair.a, pair.b, a, b, strict=False)
+    if not read.difference <= pair.allowed:
+        return ""
+    each = "each rank has its own term of the sum, and nobody added them up"
+    return each if read.reading == "terms" else f"right if read as {read.reading}"
+
+
+def _differing(pairs: Iterable[Pair], a: Run, b: Run) -> Iterator[Finding]:
     for pair in pairs:
         if not pair.is_suspect:
             continue
@@ -77,6 +89,7 @@ def _differing(pairs: Iterable[Pair]) -> Iterator[Finding]:
         wrong = [c for c, _, d in pair.differences if d > pair.allowed]
         terms = pair.b if copy.spec is not None and copy.spec.partial else None
         said, blamed = looks_like(pair.a.copies[0], copy, vector, terms)
+        said = said or _otherwise(pair, a, b)
         relative, allowed = pair.relative, pair.allowed / max(pair.norm, LEAST)
         ranks = blamed or holders(wrong, where)
         yield Finding("value", pair.b, pair.a, ranks, where, relative, allowed, said, pair.between)

@@ -72,7 +72,7 @@ class Pair:
 def pairs_of(a: Run, b: Run) -> dict[Key, Pair]:
     """The pairs of two runs by the key of `b`, in its order of execution."""
     keys, uncertain = aligned(a, b)
-    pairs = {key: _pair(a.values[other], b.values[key], a, b) for key, other in keys.items()}
+    pairs = {key: pair_of(a.values[other], b.values[key], a, b) for key, other in keys.items()}
     _reordered(pairs, a, b)
     _read_as_usual(pairs, a, b)
     for key, pair in pairs.items():
@@ -96,7 +96,7 @@ def _permuted(keys: Sequence[Key], pairs: dict[Key, Pair], a: Run, b: Run) -> No
     left = [pairs[key].a for key in keys]
     found: dict[Key, Pair] = {}
     for key in keys:
-        tried = [_pair(value, pairs[key].b, a, b) for value in left]
+        tried = [pair_of(value, pairs[key].b, a, b) for value in left]
         tried = [pair for pair in tried if pair.differences]
         if not tried:
             return
@@ -108,20 +108,23 @@ def _permuted(keys: Sequence[Key], pairs: dict[Key, Pair], a: Run, b: Run) -> No
     pairs |= found
 
 
-def _pair(a: Value, b: Value, run_a: Run, run_b: Run, usual: Mapping[str, int] | None = None) -> Pair:
+def pair_of(
+    a: Value, b: Value, run_a: Run, run_b: Run, usual: Mapping[str, int] | None = None, strict: bool = True
+) -> Pair:
     """Compare a value of two runs, in the reading of plain tensors that makes the difference smallest.
 
     Args:
         a, b: the value in each run.
         run_a, run_b: the runs.
         usual: how often each reading fits elsewhere. If it is given and no reading fits here, the most usual counts.
+        strict: whether to leave out readings that an optimizer cannot work on.
     """
     if not is_known(a) and not is_known(b) and _alike(a, b):
         return _rank_by_rank(a, b)
     found: list[Pair] = []
     for shape in dict.fromkeys([c.shape for v in (a, b) if is_known(v) for c in v.copies]):
-        for x in readings(a, shape, run_a.mesh):
-            for y in readings(b, shape, run_b.mesh):
+        for x in readings(a, shape, run_a.mesh, strict):
+            for y in readings(b, shape, run_b.mesh, strict):
                 pair = _read(a, b, x, y)
                 if pair is not None:
                     found.append(pair)
@@ -141,7 +144,7 @@ def _read_as_usual(pairs: dict[Key, Pair], a: Run, b: Run) -> None:
             usual[pair.b.phase][pair.reading] += 1
     for key, pair in pairs.items():
         if pair.reading and pair.relative > NEAR:
-            pairs[key] = _pair(pair.a, pair.b, a, b, usual[pair.b.phase])
+            pairs[key] = pair_of(pair.a, pair.b, a, b, usual[pair.b.phase])
 
 
 def _read(a: Value, b: Value, x: Reading, y: Reading) -> Pair | None:
@@ -184,4 +187,4 @@ def seen_of(copy: Copy, vector: Vector) -> tuple[int, ...]:
     return shape if fp.length(shape) == len(vector) else (*shape, 2)
 
 
-__all__ = ["FLOOR", "LEAST", "NEAR", "Pair", "pairs_of", "seen_of"]
+__all__ = ["FLOOR", "LEAST", "NEAR", "Pair", "pair_of", "pairs_of", "seen_of"]

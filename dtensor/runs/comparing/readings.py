@@ -3,6 +3,9 @@
 A plain tensor of one rank of many may be a copy of the global tensor, the rank's part of it along one dim, or a term of
 a sum; in data parallelism gradients of a rank's own mean loss are as many times as large as there are ranks. `readings`
 lists what fits the shape of the tensor they are compared with; the one with the smallest difference counts.
+
+From the optimizer on there is less choice: it works on the elements that each rank has, so what it is given must be the
+gradient, or a part of it. A term of a sum there is one that nobody added up.
 """
 
 import math
@@ -41,13 +44,14 @@ def is_known(value: Value) -> bool:
     return None not in meshes and len(meshes) == 1
 
 
-def readings(value: Value, shape: Sequence[int], mesh: Mesh | None = None) -> Iterator[Reading]:
+def readings(value: Value, shape: Sequence[int], mesh: Mesh | None = None, strict: bool = True) -> Iterator[Reading]:
     """What `value` may be, compared with a tensor of that shape.
 
     Args:
         value: the value.
         shape: the shape of the global tensor that it is compared with.
         mesh: the ranks of the whole job by mesh axes, if they are known: tensors may be copies over some of the axes.
+        strict: whether to leave out what an optimizer cannot work on.
     """
     shape = tuple(shape)
     groups = [[c for c in group if c.vector is not None] for group in value.groups]
@@ -57,8 +61,13 @@ def readings(value: Value, shape: Sequence[int], mesh: Mesh | None = None) -> It
         yield Reading("", tuple([c for group in groups for c in group]))
         return
     tensors = _arranged(groups, mesh)
-    factors = sorted({math.prod(s) for k in range(tensors.ndim + 1) for s in combinations(tensors.shape, k)})
-    for roles in product(ROLES, repeat=tensors.ndim):
+    is_final = strict and value.phase in FINAL
+    factors = (
+        [1]
+        if is_final
+        else sorted({math.prod(s) for k in range(tensors.ndim + 1) for s in combinations(tensors.shape, k)})
+    )
+    for roles in product(("copies", "parts") if is_final else ROLES, repeat=tensors.ndim):
         found = _by_roles(tensors, roles, shape)
         if found is None:
             continue
@@ -75,6 +84,8 @@ consecutive."""
 
 ROLES = ("copies", "terms", "parts")
 """What the tensors along a mesh axis may be: copies, terms of a sum, or parts along a dim."""
+FINAL = ("gradient", "optimizer", "updated")
+"""The phases of what an optimizer is given and computes."""
 
 
 def _arranged(groups: Sequence[Sequence[Copy]], mesh: Mesh | None) -> np.ndarray[Any, Any]:

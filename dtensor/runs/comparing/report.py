@@ -24,7 +24,7 @@ TITLES = {
 
 def report(c: Comparison) -> str:
     """The report as text."""
-    lines = [_run("A", c.a), _run("B", c.b), _counts(c)]
+    lines = [_run("A", c.a), _run("B", c.b), _counts(c), *_failed("A", c.a), *_failed("B", c.b)]
     if c.first is None:
         lines += ["", _agree(c)]
         return "\n".join(lines)
@@ -61,6 +61,12 @@ def _run(name: str, run: Run) -> str:
     return f"{name}  {run.folder}  {ranks}, {run.steps} step{'s' * (run.steps > 1)}, torch {first['torch']}, {program}"
 
 
+def _failed(name: str, run: Run) -> list[str]:
+    """What ended a run in the middle of its record, so that there is nothing of it to compare from there on."""
+    ranks = "" if run.world == 1 else f" on rank {min(run.failed, default=0)}"
+    return [f"{name} ended with an error{ranks}: {run.failed[min(run.failed)]}"] if run.failed else []
+
+
 def _counts(c: Comparison) -> str:
     text = f"{len(c.pairs):,} values compared"
     for name, only in (("A", c.only_a), ("B", c.only_b)):
@@ -78,6 +84,8 @@ def _counts(c: Comparison) -> str:
 def _agree(c: Comparison) -> str:
     if not c.pairs:
         return "Nothing could be compared: the runs have no operator in common. Record the same program twice."
+    if len(c.pairs) < max(len(c.only_a), len(c.only_b)):
+        return "What was compared agrees, but most values are of one run alone. Are these records of the same program?"
     judged = [p for p in c.pairs if p.differences and p.certain and not p.b.exact]
     if not judged:
         return "The runs agree."
@@ -93,27 +101,28 @@ def _first(c: Comparison, f: Finding) -> list[str]:
         f"{TITLES[f.what]}: {f.value}, step {f.value.step}{' of A' if f.run == 'A' else ''}",
         *where,
         f"difference {_difference(f, pair)}",
-        f"where      {_where(f)}",
+        f"where      {where_of(f)}",
     ]
     if f.said:
         found.append(f"looks like {f.said}")
     if f.what == "value" and f.other is not None:
-        found += [f"in A       {_placed(f.other)}", f"in B       {_placed(f.value, pair)}"]
+        found += [f"in A       {placed(f.other)}", f"in B       {placed(f.value, pair)}"]
     elif f.other is not None:
-        found += [f"before     {_placed(f.other)}", f"after      {_placed(f.value)}"]
+        found += [f"before     {placed(f.other)}", f"after      {placed(f.value)}"]
     else:
-        found.append(f"placed     {_placed(f.value)}")
+        found.append(f"placed     {placed(f.value)}")
     if pair is not None and pair.inputs:
         found += [f"inputs     {_inputs(pair)[0]}", *[f"           {line}" for line in _inputs(pair)[1:]]]
     if f.between:
         shown = [str(v) for v in reversed(f.between)][:4]
         found += [f"between    {shown[0]}", *[f"           {line}" for line in shown[1:]]]
-    element = None if f.other is None or f.what != "value" else worst(f.other, f.value, c.a, c.b)
+    element = None if f.other is None or f.what != "value" else worst(f.other, f.value, c.a, c.b, *f.ranks[:1])
     if element is not None:
         found += [
             f"worst      {line}" if i == 0 else f"           {line}" for i, line in enumerate(str(element).split("\n"))
         ]
-    return [*[line if i == 0 else f"  {line}" for i, line in enumerate(found)], "", *_next(c, f, element is not None)]
+    hint = [] if element is not None else ["", *_next(f)]
+    return [*[line if i == 0 else f"  {line}" for i, line in enumerate(found)], *hint]
 
 
 def _difference(f: Finding, pair: Pair | None) -> str:
@@ -126,13 +135,15 @@ def _difference(f: Finding, pair: Pair | None) -> str:
     return f"{f.relative:.1e} of its norm; {f.value.dtype} rounding and the inputs explain up to {f.allowed:.1e}"
 
 
-def _where(f: Finding) -> str:
+def where_of(f: Finding) -> str:
+    """The region of the tensor and the ranks that a finding is about."""
     ranks = f"rank {f.ranks[0]}" if len(f.ranks) == 1 else f"ranks {', '.join(map(str, f.ranks))}"
     region = "everywhere" if f.region is None else str(f.region)
     return f"{region}, on {ranks}" if f.ranks else region
 
 
-def _placed(value: Value, pair: Pair | None = None) -> str:
+def placed(value: Value, pair: Pair | None = None) -> str:
+    """The type of a value, and how it is distributed."""
     spec = value.spec
     if spec is not None:
         return f"{value.dtype}{list(spec.shape)} on {spec}"
@@ -143,19 +154,17 @@ def _placed(value: Value, pair: Pair | None = None) -> str:
 
 
 def _inputs(pair: Pair) -> Sequence[str]:
-    return [f"{p.b}: differs by {p.relative:.1e}" for p in pair.inputs[:4]]
+    return [f"{p.b}{' ' + p.b.line if p.b.line else ''}: differs by {p.relative:.1e}" for p in pair.inputs[:4]]
 
 
 def _line(f: Finding) -> str:
     said = f", {f.said}" if f.said else ""
     step = f"step {f.value.step} " if f.value.step else ""
-    return f"{step}{f.value}{' ' + f.value.line if f.value.line else ''}: {f.relative:.1e}, {_where(f)}{said}"
+    return f"{step}{f.value}{' ' + f.value.line if f.value.line else ''}: {f.relative:.1e}, {where_of(f)}{said}"
 
 
-def _next(c: Comparison, f: Finding, has_values: bool) -> list[str]:
+def _next(f: Finding) -> list[str]:
     """What to run next."""
-    if has_values:
-        return []
     pattern = f"{f.value.phase}/{f.value.module}/{f.value.op}"
     return [
         "To see the elements, record both again with whole values of this operator:",
@@ -163,4 +172,4 @@ def _next(c: Comparison, f: Finding, has_values: bool) -> list[str]:
     ]
 
 
-__all__ = ["first", "report", "report_of_one"]
+__all__ = ["TITLES", "first", "placed", "report", "report_of_one", "where_of"]

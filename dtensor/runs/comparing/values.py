@@ -11,7 +11,7 @@ sum; what it is follows from what it is compared with (`readings`).
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -252,12 +252,14 @@ class Run:
         headers: what each rank wrote first, by rank.
         values: key -> value, in the order of execution.
         steps: number of steps.
+        failed: rank -> the error that ended its program while it was recorded.
     """
 
     folder: Path
     headers: dict[int, dict[str, Any]]
     values: dict[Key, Value]
     steps: int = 1
+    failed: Mapping[int, str] = field(default_factory=dict)
 
     @cached_property
     def mesh(self) -> np.ndarray[Any, Any] | None:
@@ -285,13 +287,15 @@ def load(folder: str | Path) -> Run:
     paths = sorted(folder.glob("rank*.jsonl"))
     if not paths:
         raise RecordError(f"{folder} holds no record; name the folder that was given to dtensor.record")
-    headers, found, order = {}, {}, {}
+    headers, found, order, failed = {}, {}, {}, {}
     steps = 1
     for path in paths:
         header, lines, end = read(path)
         rank = header["rank"]
         headers[rank] = header
         steps = max(steps, end["steps"])
+        if end.get("failed"):
+            failed[rank] = end["failed"]
         _read_rank(rank, lines, found, order)
     world = next(iter(headers.values()))["world"]
     absent = sorted(set(range(world)) - set(headers))
@@ -301,7 +305,7 @@ def load(folder: str | Path) -> Run:
             "record the run again"
         )
     values = [Value(key, order[key], parts) for key, parts in found.items()]
-    run = Run(folder, headers, {value.key: value for value in sorted(values, key=lambda v: v.order)}, steps)
+    run = Run(folder, headers, {value.key: value for value in sorted(values, key=lambda v: v.order)}, steps, failed)
     for value in run.values.values():
         value.inputs = value.first["inputs"]
     return run

@@ -40,9 +40,15 @@ class Worst:
         )
 
 
-def worst(a: Value, b: Value, run_a: Run, run_b: Run) -> Worst | None:
-    """The worst element of a value that both runs kept whole; None if one of them did not, or is not known globally."""
-    x, y = whole(a, run_a.folder), whole(b, run_b.folder)
+def worst(a: Value, b: Value, run_a: Run, run_b: Run, rank: int = 0) -> Worst | None:
+    """The worst element of a value that both runs kept whole; None if one of them did not, or is not known globally.
+
+    Args:
+        a, b: the value in each run.
+        run_a, run_b: the runs.
+        rank: whose copy to look at where ranks hold plain tensors.
+    """
+    x, y = whole(a, run_a.folder, rank), whole(b, run_b.folder, rank)
     if x is None or y is None or x.shape != y.shape or not x.size:
         return None
     with np.errstate(invalid="ignore"):
@@ -58,8 +64,8 @@ def worst(a: Value, b: Value, run_a: Run, run_b: Run) -> Worst | None:
     return Worst(index, x[index].item(), y[index].item(), count, x.size, (around[0], around[1]))
 
 
-def whole(value: Value, folder: Path) -> Array | None:
-    """The global tensor; None if a rank did not keep its part."""
+def whole(value: Value, folder: Path, rank: int = 0) -> Array | None:
+    """The global tensor, of plain tensors that of `rank`; None if a rank did not keep its part."""
     found: Array | None = None
     for part in value.parts.values():
         name = part.line.get("v")
@@ -68,7 +74,9 @@ def whole(value: Value, folder: Path) -> Array | None:
         local = np.load(folder / name)
         spec = part.spec
         if spec is None:
-            return local if len(value.parts) == 1 else None
+            if len(value.parts) == 1 or part.rank == rank:
+                return local
+            continue
         if any(op not in ("sum", "avg") for op in spec.partial.values()):
             return None
         if any(spec.coordinate(part.rank)[a] for a in spec.replicated):

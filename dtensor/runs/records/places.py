@@ -8,6 +8,7 @@ gradient it computes, which has the same sequence number.
 import os
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,10 +20,22 @@ from torch.fx import GraphModule
 from ...mesh.source_lines import is_users
 from ...torch_private.core import MODULE_CALL, autograd_node, next_sequence_number
 
-FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER = "forward", "backward", "recompute", "optimizer"
+FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, CHECK = "forward", "backward", "recompute", "optimizer", "check"
 
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim") + os.sep
-_OTHER, _USERS, _CALL, _OPTIMIZER = range(4)
+_LIBRARY = Path(__file__).parent.parent.parent
+_CHECKS = {
+    str(_LIBRARY / file)
+    for file in (
+        "comm/replication_check.py",
+        "parallel/checks/input_check.py",
+        "parallel/checks/rank_variance.py",
+        "runs/watching/checksums.py",
+        "runs/watching/differences.py",
+    )
+}
+"""Files of this library whose operators only look at values of the program."""
+_OTHER, _USERS, _CALL, _OPTIMIZER, _CHECK = range(5)
 _kinds: dict[CodeType, int] = {MODULE_CALL: _CALL}
 
 
@@ -31,7 +44,8 @@ class Place:
     """Where an operator is called.
 
     Attributes:
-        phase: "forward", "backward", "recompute" (a forward repeated in a backward) or "optimizer".
+        phase: "forward", "backward", "recompute" (a forward repeated in a backward), "optimizer", or
+            "check": this library only looks at values.
         module: path of the innermost module, such as "layers.0.mlp"; "" for the model itself, or outside of modules.
         line: file and number of the innermost line of the user's code; "" if there is none.
     """
@@ -42,6 +56,7 @@ class Place:
 
 
 NOWHERE = Place(FORWARD, "", "")
+NO_PART = Place(CHECK, "", "")
 
 
 @dataclass
@@ -84,6 +99,7 @@ def _joined(prefix: str, path: str) -> str:
 def _kind(code: CodeType) -> int:
     file = code.co_filename
     found = _OPTIMIZER if file.startswith(_OPTIMIZERS) else _USERS if is_users(file) else _OTHER
+    found = _CHECK if file in _CHECKS else found
     _kinds[code] = found
     return found
 
@@ -99,6 +115,8 @@ class Places:
         """The place of the operator whose call is on the stack."""
         node = autograd_node()
         line, module, outermost, phase = _stack(sys._getframe(1))
+        if phase == CHECK:
+            return NO_PART
         if node is not None and module is None:
             made = self.forward.get(node.sequence_number, NOWHERE)
             return Place(BACKWARD, made.module, made.line)
@@ -134,9 +152,11 @@ def _stack(frame: FrameType | None) -> tuple[str, nn.Module | None, FrameType | 
                 module = called if module is None else module
                 outermost = frame
         elif kind == _OPTIMIZER:
-            phase = OPTIMIZER
+            phase = phase if phase == CHECK else OPTIMIZER
+        elif kind == _CHECK:
+            phase = CHECK
         frame = frame.f_back
     return line, module, outermost, phase
 
 
-__all__ = ["BACKWARD", "FORWARD", "NOWHERE", "OPTIMIZER", "RECOMPUTE", "Names", "Place", "Places"]
+__all__ = ["BACKWARD", "CHECK", "FORWARD", "NOWHERE", "OPTIMIZER", "RECOMPUTE", "Names", "Place", "Places"]

@@ -40,7 +40,7 @@ from ...tensor.torch_dtensor import is_torch_dtensor, layout_of
 from ...torch_private.compiling import forget_compiled
 from ...torch_private.core import OpOverload, TorchDispatchMode, tree_leaves
 from . import fingerprint as fp
-from .places import OPTIMIZER, Names, Place, Places
+from .places import CHECK, OPTIMIZER, Names, Place, Places
 from .storage import Writer, packed
 
 MARK = "_dtensor_recorded"
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
     def __exit__(self, *given: Any) -> None:
         super().__exit__(*given)
         _end(self)
-        self.close()
+        self.close(given[1] if len(given) > 1 else None)
         self._memory.clear()
         forget_compiled()
 
@@ -159,7 +159,6 @@ class Recorder(TorchDispatchMode):
         """The file of this rank, begun when the first value is known, by when the program knows its rank."""
         if self._writer is None:
             rank, world = _rank_and_world()
-            self._rank = rank
             header = {"rank": rank, "world": world, "torch": torch.__version__, "program": sys.argv}
             self._writer = Writer(self.folder, rank, header)
         return self._writer
@@ -180,11 +179,13 @@ class Recorder(TorchDispatchMode):
         if self.steps is not None and self.step_number >= self.steps:
             self.close()
 
-    def close(self) -> None:
-        """Write what is left and the end of the file. What runs afterwards is not recorded."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Write what is left and the end of the file, with the error that ended the program, if any. What runs
+        afterwards is not recorded."""
         if self.open:
             self.flush()
-            self.writer.close({"steps": self._last + 1, "values": self.index})
+            failed = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+            self.writer.close({"steps": self._last + 1, "values": self.index, "failed": failed})
             self.open = False
 
     def flush(self) -> None:
@@ -207,6 +208,8 @@ class Recorder(TorchDispatchMode):
         if not self._records(func, args, kwargs):
             return func(*args, **kwargs)
         place = self.places.here()
+        if place.phase == CHECK:
+            return func(*args, **kwargs)
         name = func._schema.name
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         overwritten = _overwritten(func, args, kwargs)
@@ -342,7 +345,7 @@ class Recorder(TorchDispatchMode):
         return _Local(local, spec)
 
     def _keep(self, local: torch.Tensor, index: int) -> str:
-        name = f"rank{self._rank:05d}.{index}.npy"
+        name = f"{self.writer.path.stem}.{index}.npy"
         kept = local.detach()
         kept = kept.to(torch.float32) if kept.dtype in (torch.bfloat16, torch.float16) else kept
         try:
@@ -411,6 +414,8 @@ class Recorder(TorchDispatchMode):
             return
         with torch.no_grad():
             place = self.places.here()
+            if place.phase == CHECK:
+                return
             before = _Local(local, spec)
             known = self.known(before, place, "redistribute", 0)
             found = self._lookup(before)
@@ -553,7 +558,7 @@ def record_from_now_on(folder: str | os.PathLike[str], *, steps: int = 1, values
     """Record the first steps of this program, from the first call of a model on."""
     here = Recorder(folder, steps=steps, values=values, waits=True)
     here.__enter__()
-    atexit.register(here.close)
+    atexit.register(lambda: here.close(getattr(sys, "last_value", None)))
 
 
 def record_if_asked() -> None:

@@ -3,18 +3,15 @@
 import html
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
 from dtensor.compile.recording.manifest import FORMAT, totals
 from dtensor.compile.reports import page as pages
+from tests.compile.reports.browser import in_browser, opened
 
 EVIL = "</script><img src=x onerror=document.title='broken'>"
 NODES = 10_000
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-in_browser = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine; write: apt-get install chromium")
 
 
 def collective(k, **changes):
@@ -126,7 +123,6 @@ def test_long_graphs_are_compared_without_their_order(monkeypatch):
 
 
 SCRIPT = """
-const said = {};
 const rows = () => document.querySelectorAll("#table tbody tr").length;
 const first = () => document.querySelector("#table tbody tr").textContent;
 const type = (id, value, kind) => { $(id).value = value; $(id).dispatchEvent(new Event(kind)); };
@@ -159,27 +155,12 @@ said.images = document.images.length;
 said.background = getComputedStyle(document.body).backgroundColor;
 said.ready = Number(document.documentElement.dataset.ready);
 said.took = performance.now();
-const out = document.createElement("output");
-out.id = "said";
-out.textContent = JSON.stringify(said);
-document.body.append(out);
 """
-
-
-def opened(folder, *options):
-    """What the page says of itself in a browser, after some clicks and keys."""
-    path = folder / "tried.html"
-    path.write_text(pages.page(folder).replace("</body>", f"<script>{{{SCRIPT}}}</script></body>"))
-    run = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", *options, path.as_uri()]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=580, check=True)
-    found = re.search(r'<output id="said">(.*?)</output>', done.stdout, re.DOTALL)
-    assert found, done.stdout[-2000:] + done.stderr[-2000:]
-    return json.loads(html.unescape(found[1]))
 
 
 @in_browser
 def test_in_a_browser(dump):
-    said = opened(dump)
+    said = opened(pages.page(dump), SCRIPT, dump)
     assert (said["rows"], said["filtered"]) == (30, 3)
     assert "layers.29" in said["first"]
     assert "129" in said["bytes"]
@@ -196,5 +177,8 @@ def test_in_a_browser(dump):
 
 @in_browser
 def test_light_and_dark(dump):
-    light, dark = (opened(dump, f"--blink-settings=preferredColorScheme={k}")["background"] for k in (1, 0))
+    light, dark = (
+        opened(pages.page(dump), SCRIPT, dump, f"--blink-settings=preferredColorScheme={k}")["background"]
+        for k in (1, 0)
+    )
     assert (light, dark) == ("rgb(255, 255, 255)", "rgb(18, 22, 27)")

@@ -1,24 +1,11 @@
-"use strict";
-// All text from the program is set through textContent, so that none of it is ever parsed as markup.
-const data = JSON.parse(document.getElementById("data").textContent);
-const $ = (id) => document.getElementById(id);
-const color = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
-
-function element(tag, text, name) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (name) made.className = name;
-  return made;
-}
-
 function time(s) {
   if (s >= 1) return s.toPrecision(3) + " s";
   return s >= 1e-3 ? (s * 1e3).toPrecision(3) + " ms" : (s * 1e6).toPrecision(3) + " µs";
 }
 
-// The table of collectives: click a header to sort, type words to filter. At most MOST rows are shown.
+// The table of collectives.
 const COLUMNS = [
-  ["Exposed", (c) => c.exposed, time, true], ["Operator", (c) => c.op + (c.reduce_op ? " " + c.reduce_op : "")],
+  ["Exposed", (c) => c.exposed, time, true, "heat"], ["Operator", (c) => c.op + (c.reduce_op ? " " + c.reduce_op : "")],
   ["Bytes", (c) => c.bytes, (n) => n.toLocaleString("en"), true], ["Move", (c) => c.move.replace("->", "→")],
   ["Module", (c) => c.module], ["Line", (c) => (c.file ? c.file.split("/").pop() + ":" + c.line : "")],
   ["Code", (c) => c.code], ["Graph", (c) => c.frame + " " + c.direction], ["Axis", (c) => c.axis],
@@ -28,53 +15,12 @@ const COLUMNS = [
   ["Bytes as a formula", (c) => (c.formula ? c.formula.bytes : "")],
 ];
 const rows = data.frames.flatMap((f) => f.collectives.map((c) => ({ ...c, frame: f.name })));
-let sortedBy = 0, falling = true;
-const MOST = 500;
-
-function fill() {
-  const words = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
-  const texts = (c) => COLUMNS.map((k) => String(k[1](c))).join(" ").toLowerCase();
-  const found = rows.filter((c) => { const t = texts(c); return words.every((w) => t.includes(w)); });
-  const key = COLUMNS[sortedBy][1];
-  found.sort((a, b) => (key(a) < key(b) ? -1 : key(a) > key(b) ? 1 : 0) * (falling ? -1 : 1));
-  const body = document.createDocumentFragment();
-  for (const c of found.slice(0, MOST)) {
-    const tr = element("tr", undefined, c.exposed > 0 ? "waits" : "");
-    for (const [, value, shown, number] of COLUMNS)
-      tr.append(element("td", shown ? shown(value(c)) : value(c), number ? "n" + (value === COLUMNS[0][1] ? " heat" : "") : ""));
-    body.append(tr);
-  }
-  document.querySelector("#table tbody").replaceChildren(body);
-  $("shown").textContent = `${found.length} of ${rows.length}` + (found.length > MOST ? `, the first ${MOST} are shown` : "");
-  document.querySelectorAll("#table th").forEach((th, k) =>
-    th.setAttribute("aria-sort", k !== sortedBy ? "none" : falling ? "descending" : "ascending"));
-}
-
-const head = element("tr");
-COLUMNS.forEach(([name, , , number], k) => {
-  const th = element("th", undefined, number ? "n" : ""), button = element("button", name);
-  button.type = "button";
-  button.addEventListener("click", () => { falling = k === sortedBy ? !falling : Boolean(number); sortedBy = k; fill(); });
-  th.append(button);
-  head.append(th);
-});
-document.querySelector("#table thead").append(head);
-$("filter").addEventListener("input", fill);
-fill();
+sortable("table", "filter", "shown", COLUMNS, rows, { rowClass: (c) => (c.exposed > 0 ? "waits" : "") });
 
 // The timeline: bars that share a pixel are drawn once, so that drawing does not slow down with the length of a graph.
 const graphs = data.frames.flatMap((f) => Object.entries(f.graphs).map(([d, g]) => ({ name: f.name + " " + d, f, d, ...g })));
 let graph = graphs[0], from = 0, to = 1, chosen = -1;
 graphs.forEach((g, k) => $("which").append(new Option(g.name, String(k))));
-
-function canvas(id) {
-  const c = $(id), ratio = window.devicePixelRatio || 1, box = c.getBoundingClientRect();
-  c.width = Math.max(1, Math.round(box.width * ratio));
-  c.height = Math.max(1, Math.round(box.height * ratio));
-  const pen = c.getContext("2d");
-  pen.scale(ratio, ratio);
-  return [pen, box.width, box.height];
-}
 
 const LANES = [["computation", 12, "compute"], ["communication", 78, "comm"]], TALL = 46;
 
