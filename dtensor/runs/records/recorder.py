@@ -175,6 +175,8 @@ class Recorder(TorchDispatchMode):
         self.step_number += 1
         self.inside = False
         self.prefixes.clear()
+        self.places.forward.clear()
+        self._memory = {where: held for where, held in self._memory.items() if not held[0].expired()}
         self.flush()
         if self.steps is not None and self.step_number >= self.steps:
             self.close()
@@ -182,6 +184,8 @@ class Recorder(TorchDispatchMode):
     def close(self, error: BaseException | None = None) -> None:
         """Write what is left and the end of the file, with the error that ended the program, if any. What runs
         afterwards is not recorded."""
+        if self.open and self.waits:
+            self.open = False  # nothing was recorded, and another process may be the one that does
         if self.open:
             self.flush()
             failed = "" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
@@ -613,6 +617,16 @@ def _end(old: Recorder) -> None:
         if not _recorders:
             watchers.remove(_redistributed)
             provenance.keep_specs(False)
+
+
+def _after_fork() -> None:
+    """A process that was forked, such as one that loads data, records nothing into the files of its parent."""
+    for each in _recorders.values():
+        each.open = False
+    _recorders.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _before_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
