@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from dtensor.mesh.provenance import INSIDE, MOVE, SPEC
+from dtensor.mesh.source_lines import is_users
 from dtensor.mesh.tensor_spec import Spec
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.source import module, source
@@ -118,7 +119,7 @@ def _spec(node: fx.Node) -> Spec | None:
 
 
 def _site(node: fx.Node, phase: str, sites: dict[fx.Node, int]) -> taps.Site:
-    path, line, spec = module(node), str(source(node) or ""), _spec(node)
+    path, line, spec = module(node), _line(node), _spec(node)
     if _is_move(node):
         sent = sites.get(_sent(node) or node)
         given = () if sent is None else (sent,)
@@ -127,6 +128,12 @@ def _site(node: fx.Node, phase: str, sites: dict[fx.Node, int]) -> taps.Site:
     if ir.aliases(node) and node.target is not operator.getitem:
         return taps.Site(phase, path, line, "view", 0, "view", spec, given)
     return taps.Site(phase, path, line, short(_operator(node)), _number(node), "op", spec, given)
+
+
+def _line(node: fx.Node) -> str:
+    """The line of the user's code; "" if only torch and this library were on the stack."""
+    found = source(node)
+    return str(found) if found is not None and is_users(found.file) else ""
 
 
 def _is_move(node: fx.Node) -> bool:

@@ -91,7 +91,7 @@ def test_what_is_compiled_has_places_and_placements(folder):
     values = load(folder / "compiled").values.values()
     gelu, after = [v for v in values if v.op == "gelu"]
     assert (gelu.module, gelu.step, after.step, str(gelu.spec)) == ("1", 0, 1, "tp: S(1)")
-    assert re.fullmatch(r"program\.py:\d+", gelu.line)
+    assert re.fullmatch(r"(program\.py:\d+)?", gelu.line)
 
 
 def test_whole_values_are_kept(folder):

@@ -123,5 +123,6 @@ def test_operators_that_only_look_are_not_recorded(tmp_path):
             optimizer.step()
             if watch is not None:
                 watch.close()
+        optimizer.zero_grad()
         ops.append([v.op for v in load(tmp_path / str(watched)).values.values() if v.kind == "op"])
     assert ops[0] == ops[1]
