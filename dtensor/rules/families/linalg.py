@@ -57,7 +57,7 @@ SUMMED_DISTANCES = {
 pattern_rules({**FACTORISATIONS, **VALUES, **SOLVERS})
 
 
-@rule_for(*DISTANCES)
+@rule_for(*DISTANCES, by_value=True)
 def distances(call: Call) -> Rule:
     """Distances of all pairs of points: the points of either operand may be sharded; in the 1-norm, coordinates too."""
     return bind((SUMMED_DISTANCES if call["p"] == 1 else DISTANCES)[call.name], call)

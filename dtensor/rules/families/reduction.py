@@ -179,7 +179,7 @@ WITHIN: dict[str, Callable[[LocalCall], Any]] = {
 """Operator whose results no collective can combine -> its `local` function, which does. Results are Replicate."""
 
 
-@rule_for("histc")
+@rule_for("histc", by_value=True)
 def histogram(call: Call) -> Rule:
     """Counts add up over the ranks, provided that the range is given and does not have to be found first."""
     shape = call.operands[0].shape
