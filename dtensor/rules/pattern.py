@@ -34,6 +34,7 @@ class Pattern:
     Attributes:
         text: the words.
         linear: sets of word indices (from 0) in which the operator is jointly linear.
+        rounds: whether the operator rounds integers, and so is linear only in other numbers.
         reduce: factor (`*` for all leading dims) that some output lacks -> reduce op.
         sizes: factor -> the argument that gives its size; a factor of size 1 is left out.
         blocked: factors that may not be sharded, `*` for all leading dims.
@@ -43,6 +44,7 @@ class Pattern:
 
     text: str
     linear: tuple[set[int], ...] = ()
+    rounds: bool = False
     reduce: Mapping[str, str] = field(default_factory=dict[str, str])
     sizes: Mapping[str, str] = field(default_factory=dict[str, str])
     blocked: str = ""
@@ -90,12 +92,14 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     clash = _sizes([*spread, *[d or () for d in made]], shapes, sizes)  # pyright: ignore[reportArgumentType]
     every = [f for f in sizes if f.startswith("*")]
     index = {word: i for i, word in enumerate(present)}
+    dtype = call.operands[0].dtype
+    linear = () if pattern.rounds and not (dtype.is_floating_point or dtype.is_complex) else pattern.linear
     return Rule(
         tuple(_thinned(d or (), o.shape, sizes) for d, o in zip(spread, call.operands)),
         tuple(None if o is None else _thinned(d or (), o.shape, sizes) for d, o in zip(made, outputs)),
         sizes,
         reduce={g: op for f, op in pattern.reduce.items() for g in (every if f == "*" else [f])},
-        linear=tuple(g for g in (frozenset(index[w] for w in s if w in index) for s in pattern.linear) if g),
+        linear=tuple(g for g in (frozenset(index[w] for w in s if w in index) for s in linear) if g),
         blocked=frozenset(clash) | frozenset(pattern.blocked) | frozenset(every if "*" in pattern.blocked else ()),
         addends=frozenset(index[w] for w in pattern.addends if w in index),
         unread=frozenset(index[w] for w in pattern.unread if w in index),

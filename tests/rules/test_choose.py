@@ -214,6 +214,10 @@ def test_what_is_not_read_is_not_moved_unless_its_shard_gives_a_shape(fake_mesh)
     assert chosen(filled, specs(mesh, "S(1)")) == "S(1) -> S(1)"
     (rows,) = weigh(filled, specs(mesh, "P"))
     assert [w.seconds == 0 for w in rows] == [True, False, False]
+    beside = Rule(SAME.inputs, SAME.outputs, SAME.sizes, unread=frozenset({1}))
+    for given, expected in (("S(0) R", "S(0) S(0)"), ("S(1) R", "S(1) S(1)"), ("S(0) S(1)", "S(0) S(0)")):
+        assert chosen(beside, specs(mesh, *given.split())) == f"{expected} -> {expected[:4]}"
+    assert chosen(beside, specs(mesh, "R", "P")) == "R P -> R"
     shapeless = Rule((((), ()), dims("ab")), (dims("ab"),), {"a": 64, "b": 64}, unread=frozenset({0}))
     assert chosen(shapeless, specs(mesh, "S(0)", "S(1)")) == "S(0) S(1) -> S(1)"
 

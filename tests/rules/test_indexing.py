@@ -10,7 +10,7 @@ from dtensor.testing.rules.candidates import booleans as mask
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
 from dtensor.testing.rules.candidates import integers as ints
-from dtensor.testing.rules.candidates import wrong_candidates
+from tests.rules.checking import check
 
 aten = torch.ops.aten
 
@@ -31,6 +31,15 @@ def part_cases():
     yield c(aten.as_strided.default, x, [4, 3], [1, 2], at_least=3)
     yield c(aten.unbind.int, x, 1, at_least=5)
     yield c(aten.unsafe_split_with_sizes.default, x, [2, 4], 1, at_least=5)
+    yield c(aten.unsafe_split.Tensor, x, 4, 1, at_least=5)
+    yield c(aten.chunk.default, x, 4, -2, at_least=5)
+    yield c(aten.tensor_split.sections, x, 4, 1, at_least=5)
+    yield c(aten.tensor_split.indices, x, [1, 4], 1, at_least=5)
+    yield c(aten._stack.default, [f(4, 6), f(4, 6)], 1, at_least=5)
+    yield c(aten.swapaxes.default, x, 0, -1, at_least=6)
+    yield c(aten.as_strided_scatter.default, x, f(4, 3), [4, 3], [1, 2], at_least=3)
+    yield c(aten._reshape_copy.default, x, [2, 2, 6, 5], at_least=6)
+    yield c(aten._reshape_alias.default, x, [2, 2, 6, 5], [60, 30, 5, 1], at_least=6)
 
 
 def copy_cases():
@@ -98,6 +107,16 @@ def writing_cases():
     yield c(aten.scatter_add.default, x, 1, ints(6, 5, 3, 4), f(5, 5, 4), at_least=5)
     yield c(aten.scatter.src, x, 1, torch.arange(3).expand(5, 4, 3).mT.contiguous(), f(5, 3, 4), at_least=5)
     yield c(aten.scatter_reduce.two, x, 1, ints(6, 5, 3, 4), f(5, 3, 4), "amax", at_least=3)
+    # Numbers in place of vectors of one, and no index at all.
+    one, none = torch.tensor([0]), torch.zeros(0, dtype=torch.int64)
+    yield c(aten.scatter.src, f(), 0, one, f(1), at_least=3)
+    yield c(aten.scatter_add.default, f(), 0, one, f(1), at_least=3)
+    yield c(aten.scatter_add.default, f(6), 0, torch.tensor(2), f(), at_least=3)
+    yield c(aten.scatter_add.default, x, 1, none, f(5, 3, 4), at_least=3)
+    yield c(aten.scatter.value, x, 1, none, 2.0)
+    yield c(aten.index_add.default, f(6), 0, torch.tensor(2), f(1), at_least=3)
+    yield c(aten.index_add.default, f(), 0, one, f(), at_least=3)
+    yield c(aten.index_fill.int_Scalar, f(), 0, one, 2.0)
     yield c(aten.put.default, x, ints(100, 3, 4), f(3, 4), True, at_least=5)
     yield c(aten.put.default, x, torch.randperm(100)[:3], f(3), at_least=3)
     yield c(aten.masked_scatter.default, x, mask(5, 6, 4), f(200), at_least=3)
@@ -106,9 +125,7 @@ def writing_cases():
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("group", [part_cases, copy_cases, reading_cases, writing_cases])
 def test_every_candidate_is_right(group, n):
-    torch.manual_seed(0)
-    wrong = wrong_candidates(list(group()), n)
-    assert not wrong, "\n".join(wrong)
+    check(group, n)
 
 
 @with_threads(2)

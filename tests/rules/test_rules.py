@@ -21,12 +21,12 @@ from dtensor.testing.rules.candidates import (
     is_right,
     mapped,
     tensors,
-    wrong_candidates,
 )
 from dtensor.testing.rules.candidates import booleans as mask
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
 from dtensor.testing.rules.candidates import integers as ints
+from tests.rules.checking import check
 
 aten = torch.ops.aten
 
@@ -241,9 +241,7 @@ GROUPS = [
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_candidate_is_right(group, n):
-    torch.manual_seed(0)
-    wrong = wrong_candidates(list(group()), n)
-    assert not wrong, "\n".join(wrong)
+    check(group, n)
 
 
 REFUSED = {

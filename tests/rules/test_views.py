@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dtensor import Shard, distribute_tensor, init_device_mesh
 from dtensor.rules.choose import _fits
-from dtensor.rules.families.views import _common, _minor, groups, view_factors
+from dtensor.rules.families.views import _common, groups, view_factors
 from dtensor.rules.rule import Rule, candidates
 from dtensor.testing import with_threads
 
@@ -44,7 +44,7 @@ def chunks(x, n, dim):
 def allowed(before, after, n) -> set[tuple[int, int]]:
     """(input dim, output dim) of each shard that the rule keeps on an axis of size `n`."""
     ins, outs, sizes = view_factors(before, after)
-    rule = Rule((ins,), (outs,), sizes, blocked=_minor(ins, outs))
+    rule = Rule((ins,), (outs,), sizes)
     found = [c for c in candidates(rule) if c.factor is not None and _fits(rule, c, n, {})]
     return {
         (c.inputs[0], c.outputs[0]) for c in found if isinstance(c.inputs[0], int) and isinstance(c.outputs[0], int)

@@ -181,11 +181,9 @@ def linearity(call: Call) -> tuple[frozenset[int], ...]:
     name = call.name
     overload = call.func._overloadname
     keyed = LINEAR.get(f"{name}.{IN_LISTS.get(overload, overload)}", LINEAR.get(name, ()))
-    if call.has("rounding_mode") and call["rounding_mode"] is not None:
-        return ()
     if name == "_to_copy" and _widens(call):
         return (frozenset({0}),)
-    if name == "masked_fill" and call.func._overloadname == "Scalar" and call["value"] == 0:
+    if name == "masked_fill" and call["value"] == 0:
         return (frozenset({0}),)
     groups = [call.operands_at(g) for g in keyed]
     return tuple([g for g in groups if g is not None])

@@ -7,7 +7,7 @@ index maps.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import torch
@@ -82,9 +82,9 @@ def _share_major(a: Any, b: Any, before: Any, after: Any, ins: Any, outs: Any, s
     small = _common(x, y)
     if same_size(small, 1):
         return
-    major, rest = f"d{a[0]}.0", f"d{a[0]}.1"
-    sizes[major], sizes[rest] = small, prod(before[i] for i in a) // small
-    ins[a[0]], outs[b[0]] = (major, rest), (major, rest)
+    major, of_in, of_out = (f"d{a[0]}.{k}" for k in range(3))
+    sizes.update({major: small, of_in: x // small, of_out: y // small})
+    ins[a[0]], outs[b[0]] = (major, of_in), (major, of_out)
 
 
 @rule_for("view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy", "_reshape_alias")
@@ -94,9 +94,7 @@ def view(call: Call) -> Rule:
     if call.has("dtype"):
         return _reinterpreted(call, out)
     ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
-    # The minor factor of a many-to-many group is not a dim of its own and is never a candidate.
-    blocked = frozenset(f for d in ins for f in d[1:])
-    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg=_size(call))
+    return Rule((ins,), (outs,), sizes, linear=LINEAR, shape_arg=_size(call))
 
 
 def _size(call: Call) -> str:
@@ -105,15 +103,8 @@ def _size(call: Call) -> str:
 
 def _reinterpreted(call: Call, out: Any) -> Rule:
     """`x.view(dtype)`: it is not linear, and the last dim changes its length if the element size changes."""
-    shape = call.operands[0].shape
-    rule = follow(call, list(range(out.ndim)))
     resized = out.dtype.itemsize != call.operands[0].dtype.itemsize
-    return replace(rule, linear=(), blocked=frozenset({f"d{len(shape) - 1}"}) if resized else frozenset())
-
-
-def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
-    leading = {d[0] for t in (ins, outs) for d in t if d}
-    return frozenset(f for t in (ins, outs) for d in t for f in d if f not in leading)
+    return replace(follow(call, [*range(out.ndim - 1), None] if resized else list(range(out.ndim))), linear=())
 
 
 def follow(

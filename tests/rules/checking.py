@@ -1,0 +1,42 @@
+"""Runs every candidate of the calls that the files of this folder list, also with other numbers than theirs."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from dtensor.testing.rules.candidates import Case, as_list, is_real, mapped, wrong_candidates
+
+NOT_WHOLE = ("loss", "addbmm")
+"""Parts of the names of operators that are not for integers: given some, a kernel ends the process, another one rounds
+what it divides by, and a third takes them unless it sums nothing."""
+
+
+def signed(x):
+    """Numbers of both signs, none close to zero."""
+    return ((torch.rand(x.shape, dtype=torch.float64) + 0.5) * (2 * torch.randint(2, x.shape) - 1)).to(x.dtype)
+
+
+def whole(x):
+    """Integers of both signs, none of them zero, which many may be divided by."""
+    return torch.randint(1, 4, x.shape) * (2 * torch.randint(2, x.shape) - 1)
+
+
+def redrawn(case: Case, draw: Callable) -> Case | None:
+    """The call with other numbers for its real ones; None if the operator takes none or gives what is not finite."""
+    if draw is whole and any(part in str(case.func) for part in NOT_WHOLE):
+        return None
+    args, kwargs = mapped((case.args, case.kwargs), lambda x: draw(x) if x.dtype.is_floating_point else x)
+    try:
+        out = as_list(case.func(*mapped(args, torch.clone), **mapped(kwargs, torch.clone)))
+    except (RuntimeError, IndexError, ValueError):
+        return None
+    finite = all(x.to(torch.complex128).isfinite().all() for x in out if x is not None and is_real(x))
+    return Case(case.func, args, case.at_least if draw is signed else 1, kwargs) if finite else None
+
+
+def check(make: Callable[[], Iterable[Case]], n: int) -> None:
+    """Run every candidate on an axis of `n` ranks: of two with the numbers of the calls, else with both signs."""
+    torch.manual_seed(0)
+    cases = list(make())
+    wrong = wrong_candidates(cases if n == 2 else [redrawn(case, signed) or case for case in cases], n)
+    assert not wrong, "\n".join(wrong)
