@@ -12,7 +12,7 @@ from ..call import Call, LocalCall, rule_for
 from ..local_calls import empty_outputs
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
-from .embedding_and_gather import lookup
+from .embedding_and_gather import index_factors, lookup
 from .pointwise import broadcast
 from .row_lookup import bounds, own_rows, with_a_row
 
@@ -22,7 +22,7 @@ MASKS = (torch.bool, torch.uint8)
 
 def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
     """Factors of the tensor, the index tensors and the indexed result; their sizes."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     indices = list(call["indices"])
     tensors = [i for i in indices if i is not None]
     at = [d for d, i in enumerate(indices) if i is not None]
@@ -68,7 +68,7 @@ def index(call: Call) -> Rule:
         return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),))
     dim = len(call["indices"]) - 1
     own = tuple(("v",) if d == dim else f for d, f in enumerate(own))
-    sizes["v"] = call.operands[0].shape[dim]
+    sizes["v"] = call["self"].shape[dim]
     return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),), local=_local_index, **lookup(call))
 
 
@@ -124,11 +124,10 @@ pattern_rules(FLAT)
 def put(call: Call) -> Rule:
     target, where, source = call.operands
     nothing: Dims = ((),) * target.ndim
-    names: Dims = tuple((f"i{k}",) for k in range(where.ndim))
+    names, sizes = index_factors(where.shape)
     linear = (frozenset({0, 2}),)
     if not call["accumulate"] or tuple(where.shape) != tuple(source.shape):
         return Rule((nothing, ((),) * where.ndim, ((),) * source.ndim), (nothing,), {}, linear=linear)
-    sizes = {d[0]: s for d, s in zip(names, where.shape)}
     reduce = dict.fromkeys(sizes, "sum")
     return Rule((nothing, names, names), (nothing,), sizes, reduce=reduce, linear=linear, addends=frozenset({0}))
 

@@ -82,7 +82,7 @@ pattern_rules(SEARCHED)
 @rule_for("renorm")
 def renorm(call: Call) -> Rule:
     """Each slice along `dim` is scaled by its own norm, so only that dim may be sharded."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     kept = call["dim"] % len(shape)
     dims: Dims = tuple((f"d{i}",) if i == kept else () for i in range(len(shape)))
     return Rule((dims,), (dims,), {f"d{kept}": shape[kept]})

@@ -73,7 +73,7 @@ def _of_channels(o: Any) -> Dims:
 
 @rule_for(*(name for name in TRAINING if not name.endswith("backward")))
 def batch_norm(call: Call) -> Rule:
-    full, sizes = _factors(call.operands[0].ndim, call.operands[0].shape)
+    full, sizes = _factors(call["input"].ndim, call["input"].shape)
     ins = (full, *(_of_channels(o) for o in call.operands[1:]))
     outs = (full, *(_of_channels(o) for o in call.outputs[1:] if o is not None))
     statistics = [i for i, name in enumerate(_tensors(call)) if name in ("running_mean", "running_var")]

@@ -17,7 +17,7 @@ from .pointwise import broadcast
 from .row_lookup import bounds, own_rows, with_a_row
 
 
-def _index(shape: tuple[Any, ...]) -> tuple[Dims, dict[str, Any]]:
+def index_factors(shape: tuple[Any, ...]) -> tuple[Dims, dict[str, Any]]:
     """Factors of an index tensor, one for each dim, and their sizes."""
     names = [f"i{k}" for k in range(len(shape))]
     return tuple((f,) for f in names), dict(zip(names, shape))
@@ -26,7 +26,7 @@ def _index(shape: tuple[Any, ...]) -> tuple[Dims, dict[str, Any]]:
 @rule_for("embedding")
 def embedding(call: Call) -> Rule:
     weight, indices = call.operands
-    where, sizes = _index(indices.shape)
+    where, sizes = index_factors(indices.shape)
     sizes = {"v": weight.shape[0], "d": weight.shape[1], **sizes}
     return Rule(
         ((("v",), ("d",)), where),
@@ -50,7 +50,7 @@ def _local_embedding(call: LocalCall) -> Any:
 @rule_for("embedding_dense_backward")
 def embedding_backward(call: Call) -> Rule:
     grad, indices = call.operands
-    where, found = _index(indices.shape)
+    where, found = index_factors(indices.shape)
     return Rule(
         ((*where, ("d",)), where),
         ((("v",), ("d",)),),
@@ -172,4 +172,4 @@ def index_write(call: Call) -> Rule:
     return Rule(ins, (one,), sizes, reduce={"i": "sum"}, linear=linear, addends=frozenset({0}))
 
 
-__all__ = ["lookup"]
+__all__ = ["index_factors", "lookup"]

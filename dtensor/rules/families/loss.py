@@ -36,10 +36,9 @@ def elementwise_loss(call: Call) -> Rule:
 
 def _full(call: Call) -> tuple[Any, ...]:
     """The shape that input, target and weights broadcast to."""
-    operands = [o for o in call.operands if o is not call.operands[0] or not call.has("grad_output")]
-    ndim = max(o.ndim for o in operands)
+    ndim = max(o.ndim for o in call.operands)
     full: list[Any] = [1] * ndim
-    for o in operands:
+    for o in call.operands:
         for i, s in enumerate(o.shape, ndim - o.ndim):
             full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
     return tuple(full)

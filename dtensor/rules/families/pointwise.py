@@ -237,7 +237,7 @@ def pointwise(call: Call) -> Rule:
 @rule_for("fake_quantize_per_channel_affine_cachemask")
 def per_channel(call: Call) -> Rule:
     """Pointwise, with a scale and a zero point for each index along `axis`."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     (full,), sizes = broadcast([shape], shape)
     channel = (full[call["axis"] % len(shape)],)
     return Rule((full, channel, channel), (full, full), sizes)
@@ -246,7 +246,8 @@ def per_channel(call: Call) -> Rule:
 @rule_for("zeros_like", "ones_like", "empty_like", "full_like")
 def like(call: Call) -> Rule:
     """Same layout as the operand, whose values are not read; for a partial operand the constant is replicated."""
-    ins, sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
+    shape = call["self"].shape
+    ins, sizes = broadcast([shape], shape)
     return Rule(ins, ins, sizes, unread=frozenset({0}))
 
 
@@ -255,7 +256,7 @@ def new(call: Call) -> Rule:
     """Same layout as the operand if it has the operand's shape, else replicated."""
     (out,) = call.outputs
     assert out is not None
-    source = call.operands[0]
+    source = call["self"]
     if out.ndim == source.ndim and all(map(same_size, out.shape, source.shape)):
         ins, sizes = broadcast([source.shape], source.shape)
         local = _new_strided if call.name == "new_empty_strided" else None
@@ -274,7 +275,7 @@ def _new_strided(call: LocalCall) -> Any:
 
 @rule_for("tril", "triu")
 def triangle(call: Call) -> Rule:
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     ins, sizes = broadcast([shape], shape)
     last = frozenset(f"d{i}" for i in range(len(shape) - 2, len(shape)))
     return Rule(ins, ins, sizes, linear=(frozenset({0}),), blocked=last)

@@ -182,7 +182,7 @@ WITHIN: dict[str, Callable[[LocalCall], Any]] = {
 @rule_for("histc", by_value=True)
 def histogram(call: Call) -> Rule:
     """Counts add up over the ranks, provided that the range is given and does not have to be found first."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     (ins,), sizes = broadcast([shape], shape)
     blocked: frozenset[str] = frozenset(sizes if call["min"] == call["max"] else ())
     return Rule((ins,), (((),),), sizes, reduce=dict.fromkeys(sizes, "sum"), blocked=blocked)
