@@ -238,11 +238,11 @@ class Job:
 
 def check_sizes(case: Case, call: Any, rule: Any) -> None:
     """Raise AssertionError unless each dim of the tensors is as long as its factors together."""
-    for tensors_, factors in ((call.operands, rule.inputs), (call.outputs, rule.outputs)):
-        for tensor, dims in zip(tensors_, factors):
-            for size, dim in zip(tensor.shape, dims or ()) if tensor is not None else ():
-                fits = not dim or prod(rule.sizes[f] for f in dim) == size
-                assert fits, f"{case.func}: a dim of length {size} has factors {dim}, whose sizes are {rule.sizes}"
+    pairs = [*zip(call.operands, rule.inputs), *zip(call.outputs, rule.outputs)]
+    for tensor, dims in [(tensor, dims) for tensor, dims in pairs if tensor is not None and dims is not None]:
+        for size, dim in zip(tensor.shape, dims):
+            fits = not dim or prod(rule.sizes[f] for f in dim) == size
+            assert fits, f"{case.func}: a dim of length {size} has factors {dim}, whose sizes are {rule.sizes}"
 
 
 def jobs_of(case: Case, n: int) -> list[Job]:
