@@ -100,6 +100,19 @@ def test_every_candidate_is_right(group, n):
     check(group, n)
 
 
+def of_transformers():
+    ends, x, w = torch.tensor([2, 2, 5]), f(5, 8), f(3, 8, 12)
+    ops = torch.ops.transformers
+    yield c(ops.grouped_mm_fallback.default, x, w, ends, at_least=7)
+    yield c(ops.grouped_mm_fallback_backward.default, x, w, ends, f(5, 12), at_least=5)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_products_of_groups_of_transformers(n):
+    pytest.importorskip("transformers.integrations.moe", reason="transformers is not installed")
+    check(of_transformers, n)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (2, 4, 8)])
 def test_rows_or_columns_start_at_multiples_of_16_bytes(shape, dtype):
