@@ -319,6 +319,8 @@ def test_what_cannot_be_a_rule(text, options, message):
 def test_options_of_another_type(option):
     with pytest.raises(TypeError, match=rf"{option} takes .*; got 3"):
         Rule("mk->m", **{option: 3})
+    with pytest.raises(TypeError, match=r"a rule is a string such as .*; got 3"):
+        Rule(3)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor import Partial, Replicate, Shard, distribute_tensor
+from dtensor import OperatorError, Partial, Replicate, Shard, distribute_tensor
 from dtensor.testing import with_threads
 from dtensor.testing.rules.candidates import booleans as mask
 from dtensor.testing.rules.candidates import case as c
@@ -82,6 +82,14 @@ def reading_cases():
     yield c(aten.gather.default, x, 1, ints(6, 5, 2, 4), at_least=7)
     yield c(aten.gather.default, ints(9, 5, 6), 1, ints(6, 5, 2), at_least=6)
     yield c(aten.gather.default, mask(5, 6), 1, ints(6, 5, 2), at_least=3)
+    # Rows of no elements are looked up all the same, and there may be none to look up.
+    yield c(aten.index.Tensor, f(6, 0), [j[0] % 6], at_least=3)
+    yield c(aten.index_select.default, f(6, 0), 0, ints(6, 2), at_least=3)
+    yield c(aten.gather.default, f(6, 0), 0, ints(6, 2, 0), at_least=3)
+    yield c(aten.embedding.default, f(6, 0), ints(6, 2), at_least=3)
+    yield c(aten.index_select.default, x, 1, ints(6, 0), at_least=3)
+    yield c(aten.gather.default, x, 1, ints(6, 5, 0, 4), at_least=3)
+    yield c(aten.index.Tensor, x, [None, ints(6, 0)], at_least=3)
     yield c(aten.take.default, x, ints(100, 3, 4), at_least=5)
     yield c(aten.embedding.default, f(7, 6), torch.tensor(5), at_least=5)
 
@@ -126,6 +134,17 @@ def writing_cases():
 @pytest.mark.parametrize("group", [part_cases, copy_cases, reading_cases, writing_cases])
 def test_every_candidate_is_right(group, n):
     check(group, n)
+
+
+@with_threads(2)
+def test_strides_of_a_shard_are_not_those_of_the_whole(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(12.0).reshape(4, 3)
+    turned = distribute_tensor(x, mesh, [Shard(1)]).t()
+    with pytest.raises(OperatorError, match=r"of a tensor of shape \[3, 4\] and strides \[1, 3\], sharded as S\(0\)"):
+        turned.as_strided((2, 3), (6, 2))
+    for placed in (distribute_tensor(x, mesh, [Replicate()]).t(), distribute_tensor(x, mesh, [Shard(0)])):
+        assert torch.equal(placed.as_strided((2, 3), (6, 2)).full_tensor(), x.as_strided((2, 3), (6, 2)))
 
 
 @with_threads(2)

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import Shard, distribute_tensor
+from dtensor.rules import SHAPES
 from dtensor.rules.families.matmul import _with_long_rows
 from dtensor.testing import with_threads
 from dtensor.testing.rules.candidates import case as c
@@ -98,6 +100,21 @@ def product_cases():
 @pytest.mark.parametrize("group", [factorisation_cases, solver_cases, product_cases])
 def test_every_candidate_is_right(group, n):
     check(group, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("x", "y"), [((8, 8), (3, 8, 16)), ((3, 8, 8), (8, 8)), ((4, 8), (8, 16)), ((3, 4, 8), (3, 8, 16))]
+)
+def test_shapes_of_products_of_groups(x, y, dtype):
+    """On fake tensors torch tells them of one dtype only."""
+    x, y = (torch.zeros(shape, dtype=dtype) for shape in (x, y))
+    ends = None if x.dim() == y.dim() == 3 else torch.tensor([2, 5, 8], dtype=torch.int32)
+    expected = aten._grouped_mm.default(x, y, ends)
+    with FakeTensorMode() as mode:
+        fakes = [None if t is None else mode.from_tensor(t) for t in (x, y, ends)]
+        found = SHAPES["aten::_grouped_mm"](*fakes)
+    assert (found.shape, found.dtype) == (expected.shape, dtype)
 
 
 def of_transformers():

@@ -45,6 +45,12 @@ def test_a_factor_of_given_size_one_is_left_out():
     assert bound(case, Pattern("n(gk)_ -> n(kg)_", sizes={"g": "groups"})).inputs == ((("n",), ("k",), ()),)
 
 
+def test_factors_whose_sizes_nothing_tells_stay_whole():
+    rule = bound(c(aten.relu.default, f(6, 4)), Pattern("(ab)c -> (ab)c"))
+    assert rule.inputs == rule.outputs == (((), ("c",)),)
+    assert [x.factor for x in candidates(rule)] == [None, "c"]
+
+
 def test_arguments_that_are_none_are_passed_over():
     pattern = Pattern("nc, c, c -> nc, n_, n_", linear=({0, 2}, {1}), addends=(2,))
     case = c(aten.native_layer_norm.default, f(4, 3), [3], None, f(3), 1e-5)

@@ -197,6 +197,9 @@ def test_rrelu_draws_the_numbers_of_one_device(rank):
     assert found.placements == (Shard(0),)
     assert torch.equal(found.full_tensor(), expected)
     assert torch.equal(noise.full_tensor(), kept)
+    made = aten.rrelu_with_noise_functional.default(placed, noise, 0.1, 0.3, True, generator.manual_seed(3))
+    assert [t.placements for t in made] == [(Shard(0),)] * 2
+    assert all(torch.equal(t.full_tensor(), wanted) for t, wanted in zip(made, (expected, kept)))
     assert aten.rrelu_with_noise.default(placed, noise).redistribute(mesh, [Replicate()]).shape == (4, 3)
 
 

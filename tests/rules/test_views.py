@@ -86,6 +86,11 @@ def test_groups_have_equal_products(shapes):
     assert sum(len(a) for a, _ in groups(before, after)) == sum(s != 1 for s in before)
 
 
+def test_shapes_of_other_products_have_no_groups():
+    """As sizes may look that are symbols."""
+    assert groups((4, 3), (6,)) == groups((5,), (2, 3)) == []
+
+
 def test_named_cases():
     assert allowed((4, 6), (24,), 2) == {(0, 0)}
     assert allowed((24,), (4, 6), 4) == {(0, 0)}

@@ -109,12 +109,13 @@ def _local_dropout(call: LocalCall) -> Any:
     made = call.call.outputs[1]
     assert layout is not None
     assert made is not None
+    # For an empty tensor torch returns a mask of the input's dtype.
     if not any(layout.dims) or call["train"] is False:
         out, mask = call.run()
-        # For an empty tensor torch returns a mask of the input's dtype.
         return out, mask.to(made.dtype)
     whole = x.new_empty_strided(spec.shape, spec.stride).fill_(1)
-    mask = keep_shard(torch.ops.aten.native_dropout.default(whole, p, True)[1], layout, call.mesh)
+    mask = torch.ops.aten.native_dropout.default(whole, p, True)[1]
+    mask = keep_shard(mask.to(made.dtype), layout, call.mesh)
     # As in the kernel, the scale is rounded to the dtype first.
     return x * (mask.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), mask
 

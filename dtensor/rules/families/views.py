@@ -159,11 +159,8 @@ def squeeze(call: Call) -> Rule:
     gone = {d % len(shape) for d in given if same_size(shape[d], 1)} if shape else set()
 
     def local(call: LocalCall) -> Any:
-        # By dimension: a shard may have length 1 where the whole has not, and 0 where the whole has 1.
-        x = call.args[0]
-        if all(same_size(x.shape[d], 1) for d in gone):
-            return torch.ops.aten.squeeze.dims(x, sorted(gone))
-        return x.reshape([s for i, s in enumerate(x.shape) if i not in gone])
+        # By dimension: a shard may have length 1 where the whole has not.
+        return torch.ops.aten.squeeze.dims(call["self"], sorted(gone))
 
     return replace(follow(call, [i for i in range(len(shape)) if i not in gone]), local=local)
 
