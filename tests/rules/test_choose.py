@@ -107,6 +107,9 @@ def test_axes_keep_the_order_in_which_an_operand_is_cut(fake_mesh):
     # The operand that is cut by most of the axes says the order.
     found = choose(SAME, specs(mesh, "S(0)RR", three))
     assert found.axes == {"a": (2, 1, 0)}
+    # Of two that are cut by as many axes, the first one.
+    for given in ((other, "S(0)S(0)R"), ("S(0)S(0)R", other)):
+        assert chosen(SAME, specs(mesh, *given)) == f"{given[0]} {given[0]} -> {given[0]}"
     assert chosen(SAME, specs(mesh, other, "S(0)S(0)S(0)")) == " ".join(["S(0)S(0)S(0)"] * 2) + " -> S(0)S(0)S(0)"
 
 
