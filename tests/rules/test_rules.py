@@ -135,6 +135,8 @@ def norm_cases():
     backward = aten.native_layer_norm_backward.default
     yield c(backward, f(5, 4, 6), x, [6], mean, rstd, w, b, [True, True, True], at_least=5)
     yield c(backward, f(5, 4, 6), x, [6], mean, rstd, w, None, [True, True, False], at_least=5)
+    for wanted in ([True, False, True], [False, True, True], [True, False, False]):
+        yield c(backward, f(5, 4, 6), x, [6], mean, rstd, w, b, wanted, at_least=5)
 
 
 def view_cases():

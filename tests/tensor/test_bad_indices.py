@@ -150,6 +150,9 @@ def test_the_error_names_index_dim_and_size():
         index = distribute_tensor(torch.tensor([3, 70]), mesh, [Replicate()])
         with pytest.raises(IndexError, match=r"^index 70 is out of bounds for dimension 0 with size 64$"):
             x.index_select(0, index)
+        several = distribute_tensor(torch.tensor([3, 70, 80, -1]), mesh, [Replicate()])
+        with pytest.raises(IndexError, match=r"^index 70 is out of bounds for dimension 0 with size 64$"):
+            x.index_select(0, several)  # the first one that is wrong
         with pytest.raises(IndexError, match=r"^index -70 is out of bounds for dimension 0 with size 64$"):
             x[index * -1]
         scores = distribute_tensor(values(2, 6), mesh, [Shard(1)])
