@@ -92,8 +92,8 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     clash = _sizes([*spread, *[d or () for d in made]], shapes, sizes)  # pyright: ignore[reportArgumentType]
     every = [f for f in sizes if f.startswith("*")]
     index = {word: i for i, word in enumerate(present)}
-    dtype = call.operands[0].dtype
-    linear = () if pattern.rounds and not (dtype.is_floating_point or dtype.is_complex) else pattern.linear
+    real = all(o.dtype.is_floating_point or o.dtype.is_complex for o in call.operands)
+    linear = pattern.linear if real or not pattern.rounds else ()
     return Rule(
         tuple(_thinned(d or (), o.shape, sizes) for d, o in zip(spread, call.operands)),
         tuple(None if o is None else _thinned(d or (), o.shape, sizes) for d, o in zip(made, outputs)),

@@ -89,6 +89,7 @@ def test_groups_have_equal_products(shapes):
 def test_shapes_of_other_products_have_no_groups():
     """As sizes may look that are symbols."""
     assert groups((4, 3), (6,)) == groups((5,), (2, 3)) == []
+    assert groups((2,), (2, 3)) == groups((2, 3), (2,)) == [([0], [0])]
 
 
 def test_named_cases():

@@ -158,7 +158,7 @@ def index_write(call: Call) -> Rule:
     target, index = call.operands[:2]
     dim = call["dim"] % max(target.ndim, 1)
     one, sizes = _beside(dim, [target.shape])
-    adds = call.name == "index_add" and index.ndim == 1 and call.operands[2].ndim == target.ndim > 0
+    adds = call.name == "index_add" and index.ndim == 1 and target.ndim > 0
     read: Dims = tuple(("i",) if adds and k == dim else d for k, d in enumerate(one))
     ins = (
         one,

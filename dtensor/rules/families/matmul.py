@@ -52,13 +52,13 @@ def added_product(call: Call) -> Rule:
         reduce={f: "sum" for f in a + b if f not in out},
         linear=(frozenset({0, 1}), frozenset({0, 2})),
         addends=frozenset({0}),
-        local=_no_rows_is_empty if call.name == "addmv" and tuple(bias.shape) != tuple(full) else None,
+        local=_with_whole_input if call.name == "addmv" and tuple(bias.shape) != tuple(full) else None,
     )
 
 
-def _no_rows_is_empty(call: LocalCall) -> Any:
-    """Run the operator, except for a matrix without rows, where the kernel returns its input without broadcasting."""
-    return call.run() if call["mat"].shape[0] else empty_outputs(call)
+def _with_whole_input(call: LocalCall) -> Any:
+    """Run the operator on the input as it broadcasts: of an empty matrix the kernel returns it without doing so."""
+    return call.run(self=call["self"].expand(call["mat"].shape[0]))
 
 
 @rule_for("_scaled_mm")

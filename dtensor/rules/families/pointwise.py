@@ -218,8 +218,8 @@ def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
 
 def _widens(call: Call) -> bool:
     """Whether a cast keeps every value, so that it may be applied to partial sums."""
-    have = call.operands[0].dtype
-    to = call["dtype"] or have
+    (x,) = call.operands
+    have, to = x.dtype, call["dtype"] or x.dtype
     return have.is_floating_point and to.is_floating_point and to.itemsize >= have.itemsize
 
 

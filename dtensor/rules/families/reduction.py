@@ -48,7 +48,8 @@ LINEAR_REDUCTIONS = ("sum", "mean")
 
 def reduced_dims(call: Call) -> tuple[list[int], bool]:
     """The reduced dims, counted from the front, and whether they are kept with length 1."""
-    ndim = call.operands[0].ndim
+    (x,) = call.operands
+    ndim = x.ndim
     given = call["dim"] if call.has("dim") else None
     keep = bool(call["keepdim"]) if call.has("keepdim") else False
     if given is None or (isinstance(given, (list, tuple)) and not given):
@@ -59,24 +60,24 @@ def reduced_dims(call: Call) -> tuple[list[int], bool]:
 
 @rule_for(*REDUCTIONS)
 def reduction(call: Call) -> Rule:
-    name = call.name
-    shape = call.operands[0].shape
     if len(call.operands) == 2:
         return elementwise_extremum(call)
+    (x,), name = call.operands, call.name
+    shape = x.shape
     (ins,), sizes = broadcast([shape], shape)
     over, keep = reduced_dims(call)
     op = REDUCTIONS[name]
     factors = [f"d{i}" for i in over] if shape else []
     indices = name in ("max", "min") and len(call.outputs) == 2
     out: Dims = tuple(() if i in over else (f"d{i}",) for i in range(len(shape)) if keep or i not in over)
-    if name in WITHIN and not call.operands[0].dtype.is_complex:
+    if name in WITHIN and not x.dtype.is_complex:
         whole = frozenset(range(len(call.outputs)))
         local, across = WITHIN[name], frozenset(factors)
         refuses: frozenset[str] = across if local is _logsumexp else frozenset()
         return Rule(
             (ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across, refuses_empty=refuses
         )
-    if op is None or indices or (op != "sum" and call.operands[0].dtype == torch.bool):
+    if op is None or indices or (op != "sum" and x.dtype == torch.bool):
         return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
     linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()
     reduce = dict.fromkeys(factors, op)
@@ -95,10 +96,9 @@ def elementwise_extremum(call: Call) -> Rule:
 def _mean(call: LocalCall) -> Any:
     """The local sum divided by the global count, so that uneven shards are weighted correctly."""
     over, keep = reduced_dims(call.call)
-    shape = call.call.operands[0].shape
-    dtype = call.call["dtype"]
-    total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=dtype)
-    return total / prod(shape[i] for i in over)
+    (x,) = call.call.operands
+    total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=call["dtype"])
+    return total / prod(x.shape[i] for i in over)
 
 
 def _extremum(call: LocalCall) -> Any:
