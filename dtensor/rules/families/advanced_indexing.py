@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..local_calls import empty_outputs
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
 from .embedding_and_gather import index_factors, lookup
-from .pointwise import broadcast
+from .pointwise import broadcast, broadcast_shape
 from .row_lookup import bounds, own_rows, with_a_row
 
 MASKS = (torch.bool, torch.uint8)
@@ -26,9 +27,8 @@ def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
     indices = list(call["indices"])
     tensors = [i for i in indices if i is not None]
     at = [d for d, i in enumerate(indices) if i is not None]
-    ndim = max((i.ndim for i in tensors), default=0)
-    full = _broadcast_shape([i.shape for i in tensors], ndim)
-    factors, sizes = broadcast([i.shape for i in tensors], full)
+    shapes = [i.shape for i in tensors]
+    factors, sizes = broadcast(shapes, broadcast_shape(shapes))
     index = [tuple(tuple(f"i{f[1:]}" for f in d) for d in dims) for dims in factors]
     found: Dims = tuple((f"i{f[1:]}",) for f in sizes)
     sizes = {f"i{f[1:]}": s for f, s in sizes.items()}
@@ -39,15 +39,6 @@ def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
     before = [own[d] for d in kept if d < first]
     read = (*before, *found, *(own[d] for d in kept if d >= first))
     return own, tuple(index), read, {**sizes, **{f"d{d}": shape[d] for d in kept}}
-
-
-def _broadcast_shape(shapes: list[tuple[Any, ...]], ndim: int) -> tuple[Any, ...]:
-    """The shape that all `shapes` broadcast to."""
-    full: list[Any] = [1] * ndim
-    for shape in shapes:
-        for i, s in enumerate(shape, ndim - len(shape)):
-            full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
-    return tuple(full)
 
 
 def _has_mask(call: Call) -> bool:
@@ -92,8 +83,10 @@ def index_put(call: Call) -> Rule:
     own, indices, read, sizes = _indexed(call)
     shape = [sizes[d[0]] for d in read]
     missing = len(read) - values.ndim
-    ones = tuple(isinstance(s, int) and s == 1 for s in values.shape)
-    written = tuple(() if one and shape[missing + i] != 1 else read[missing + i] for i, one in enumerate(ones))
+    # A row of values may stand for all, and a single value for all of a row.
+    written = tuple(
+        () if same_size(s, 1) and not same_size(shape[i], 1) else read[i] for i, s in enumerate(values.shape, missing)
+    )
     last = len(call.operands) - 1
     linear = (frozenset({0, last}),)
     index_factors = [f for f in sizes if f.startswith("i")]

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for, shape_for
 from ..local_calls import empty_outputs, has_empty_shard
 from ..pattern import Pattern, bind
@@ -42,7 +43,7 @@ def added_product(call: Call) -> Rule:
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
     full = [sizes[f] for f in out]
     own = [
-        "1" if isinstance(s, int) and s == 1 and not (isinstance(o, int) and o == 1) else f
+        "1" if same_size(s, 1) and not same_size(o, 1) else f
         for f, s, o in zip(out[len(out) - bias.ndim :], bias.shape, full[len(out) - bias.ndim :])
     ]
     return Rule(

@@ -176,6 +176,15 @@ def broadcast(shapes: list[tuple[Any, ...]], out: tuple[Any, ...]) -> tuple[tupl
     return tuple([of(s) for s in shapes]), dict(zip(names, out))
 
 
+def broadcast_shape(shapes: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The shape that all `shapes` broadcast to."""
+    full: list[Any] = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for i, size in enumerate(shape, len(full) - len(shape)):
+            full[i] = size if same_size(full[i], 1) else full[i]
+    return tuple(full)
+
+
 def linearity(call: Call) -> tuple[frozenset[int], ...]:
     """The sets of operands in which this call is jointly linear."""
     name = call.name
@@ -281,4 +290,4 @@ def triangle(call: Call) -> Rule:
     return Rule(ins, ins, sizes, linear=(frozenset({0}),), blocked=last)
 
 
-__all__ = ["LINEAR", "POINTWISE", "broadcast", "kept", "linearity"]
+__all__ = ["LINEAR", "POINTWISE", "broadcast", "broadcast_shape", "kept", "linearity"]
