@@ -37,6 +37,21 @@ def batch_norm_cases():
         yield c(general, f(5, 4, 3), x, w, mean, var, saved, rstd, True, 1e-5, mask, nothing, at_least=6)
 
 
+def batch_norm_of_images_cases():
+    """Two dimensions of space, and none; parameters of which some are missing."""
+    w, b, mean, var = f(4), f(4), f(4), f(4)
+    for shape, kept in (((5, 4, 2, 3), 5), ((5, 4), 3), ((1, 4, 5), 4)):
+        x = f(*shape)
+        for training in (True, False):
+            for weight, bias in ((w, b), (w, None), (None, None)):
+                yield c(aten.native_batch_norm.default, x, weight, bias, mean, var, training, 0.1, 1e-5, at_least=kept)
+        _, saved, rstd = aten.native_batch_norm.default(x, w, b, None, None, True, 0.1, 1e-5)
+        backward = aten.native_batch_norm_backward.default
+        for weight in (w, None):
+            given = (mean, var, saved, rstd, True, 1e-5, [True, True, True])
+            yield c(backward, f(*shape), x, weight, *given, at_least=kept + 2)
+
+
 def group_norm_cases():
     for groups, channels, at_least in ((6, 12, 3), (1, 4, 2), (4, 4, 3)):
         x, w, b = f(5, channels, 3, 2), f(channels), f(channels)
@@ -50,7 +65,7 @@ def group_norm_cases():
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("group", [batch_norm_cases, group_norm_cases])
+@pytest.mark.parametrize("group", [batch_norm_cases, batch_norm_of_images_cases, group_norm_cases])
 def test_every_candidate_is_right(group, n):
     check(group, n)
 
