@@ -16,6 +16,7 @@ replicated.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 from ..torch_private.symbolic_sizes import same_size
@@ -83,7 +84,7 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     sizes = {f: call[a] for f, a in pattern.sizes.items() if not same_size(call[a], 1)}
     gone = set(pattern.sizes) - set(sizes)
     spread = [_spread(ins[i], o.ndim, gone) for i, o in zip(present, call.operands)]
-    made = [None if o is None else _spread(w, o.ndim, gone) for w, o in zip(_padded(outs, outputs), outputs)]
+    made = [None if o is None else _spread(w, o.ndim, gone) for w, o in zip(chain(outs, repeat(("~",))), outputs)]
     empty = {i for i, (d, o) in enumerate(zip(made, outputs)) if o is not None and d is None and o.shape == (0,)}
     made = [((),) if i in empty else d for i, d in enumerate(made)]
     if None in spread or any(d is None and o is not None for d, o in zip(made, outputs)):
@@ -107,10 +108,6 @@ def bind(pattern: Pattern, call: Call) -> Rule:
         local=pattern.local,
         shape_arg=pattern.shape_arg,
     )
-
-
-def _padded(outs: tuple[Word, ...], outputs: tuple[Any, ...]) -> tuple[Word, ...]:
-    return outs + (("~",),) * (len(outputs) - len(outs))
 
 
 def _spread(word: Word, ndim: int, gone: set[str]) -> Dims | None:

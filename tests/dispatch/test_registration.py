@@ -315,6 +315,13 @@ def test_what_cannot_be_a_rule(text, options, message):
     assert str(scale_rows._opoverload) not in RULES
 
 
+def test_a_rule_prints_as_it_was_written():
+    rule = Rule("mk,n->m", reduce="k", linear="x", blocked="n")
+    assert repr(rule) == "Rule(text='mk,n->m', reduce='k', linear='x', added=(), blocked='n')"
+    assert rule == Rule("mk,n->m", reduce="k", linear="x", blocked="n") != Rule("mk,n->m", reduce="k", linear="x")
+    assert len({rule, rule}) == 1
+
+
 @pytest.mark.parametrize("option", ["reduce", "linear", "added", "blocked"])
 def test_options_of_another_type(option):
     with pytest.raises(TypeError, match=rf"{option} takes .*; got 3"):

@@ -182,6 +182,10 @@ def further_cases():
     for b, left in ((f(3, 3), True), (f(3, 3, 2), True), (f(3, 2, 3), False), (f(3), True)):
         if b.shape != (3,):
             yield c(aten._linalg_solve_ex.default, a, b, left=left)
+    yield from [c(aten._linalg_solve_ex.default, a, f(3, n)) for n in (6, 12)]  # as vectors on two ranks, on four
+    for b in (f(3, 4), f(3, 2), f(1, 3, 2)):
+        yield c(aten._linalg_solve_ex.default, a[:2], b)
+    yield c(aten._linalg_solve_ex.default, a[:2], f(4, 3), left=False)
     yield c(aten._linalg_solve_ex.default, a[0], f(3))
     yield c(aten._linalg_solve_ex.default, a[0], f(3, 2))
 

@@ -55,7 +55,7 @@ def reduced_dims(call: Call) -> tuple[list[int], bool]:
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return list(range(ndim)), keep
     given = given if isinstance(given, (list, tuple)) else [given]
-    return [d % ndim if ndim else 0 for d in given], keep
+    return [d % ndim for d in given] if ndim else [], keep
 
 
 @rule_for(*REDUCTIONS)
@@ -67,7 +67,7 @@ def reduction(call: Call) -> Rule:
     (ins,), sizes = broadcast([shape], shape)
     over, keep = reduced_dims(call)
     op = REDUCTIONS[name]
-    factors = [f"d{i}" for i in over] if shape else []
+    factors = [f"d{i}" for i in over]
     indices = name in ("max", "min") and len(call.outputs) == 2
     out: Dims = tuple(() if i in over else (f"d{i}",) for i in range(len(shape)) if keep or i not in over)
     if name in WITHIN and not x.dtype.is_complex:
