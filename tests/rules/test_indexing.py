@@ -105,6 +105,8 @@ def writing_cases():
     yield c(aten.index_put_.default, x, [mask(5, 6)], f(), at_least=5)
     yield c(aten.index_put.default, x, [mask(5)], f(), at_least=5)
     yield c(aten.index_put.default, f(5, 6), [mask(5)], f(6), at_least=3)
+    for several in ([mask(5), torch.tensor(2)], [None, mask(6)], [mask(5), None, torch.tensor([1])]):
+        yield c(aten.index_put.default, x, several, f(), at_least=3)
     for op in (aten.index_add.default, aten.index_copy.default):
         adds = int(op is aten.index_add.default)
         yield c(op, x, 1, torch.randperm(6)[:3], f(5, 3, 4), at_least=5 + adds)

@@ -91,9 +91,8 @@ def index_put(call: Call) -> Rule:
     linear = (frozenset({0, last}),)
     index_factors = [f for f in sizes if f.startswith("i")]
     if _fills_by_mask(call):
-        own = tuple((f"d{d}",) for d in range(target.ndim))
-        mask = own[: call["indices"][0].ndim]
-        return Rule((own, mask, ()), (own,), {f"d{d}": n for d, n in enumerate(target.shape)}, linear=linear)
+        ((own,), sizes), (mask,) = broadcast([target.shape], target.shape), call["indices"]
+        return Rule((own, own[: mask.ndim], ()), (own,), sizes, linear=linear)
     if _has_mask(call) or missing < 0:
         nothing = tuple(((),) * o.ndim for o in call.operands)
         return Rule(nothing, (((),) * target.ndim,), {}, linear=linear)

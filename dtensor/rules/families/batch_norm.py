@@ -163,7 +163,7 @@ def batch_norm_backward(call: Call) -> Rule:
     full, sizes = _factors(call["input"].ndim, call["input"].shape)
     tensors = _tensors(call)
     ins = tuple(full if name in data else _of_channels(o) for name, o in zip(tensors, call.operands))
-    outs = tuple(None if o is None else full if i == 0 else _of_channels(o) for i, o in enumerate(call.wanted))
+    outs = tuple(None if o is None else _of_channels(o) if i else full for i, o in enumerate(call.wanted))
     linear = (frozenset(i for i, name in enumerate(tensors) if name in data[:2]),)
     ordered = {"c": sizes.pop("c"), **sizes}
     divisors = frozenset(ordered)  # the kernels divide by the number of elements
