@@ -6,6 +6,7 @@
 arguments and the operands' specs. Where all sizes are ints it is cached, so the hot path is one dictionary lookup.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from ..mesh import provenance
 from ..mesh.caches import cache
 from ..mesh.provenance import note_inside
 from ..mesh.tensor_spec import Spec
-from ..rules.call import is_in_place, replaced
+from ..rules.call import BY_VALUE, RULES, base_name, is_in_place, replaced
 from ..torch_private.core import OpOverload, disable_proxy_modes_tracing, last_traced_node
 from ..torch_private.symbolic_sizes import is_traced
 from . import strictness, view_copies
@@ -138,10 +139,22 @@ def _mesh_of(given: Any) -> Any:
 def forget() -> None:
     """Drop all cached decisions; called when the rule of an operator changes."""
     _cache.clear()
+    _reads_floats.cache_clear()
+
+
+@functools.cache
+def _reads_floats(func: OpOverload) -> bool:
+    """Whether a decision about `func` is for the very floats of its call.
+
+    So it is for operators that torch does not have, as the shape of their results may depend on floats, and for those
+    whose rule, or rule by a user, does.
+    """
+    return func.namespace not in ("aten", "prims") or str(func) in RULES or base_name(func) in BY_VALUE
 
 
 def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
-    """Append to `parts` the key parts of the arguments, and to `local` the arguments of the local operator.
+    """Append to `parts`, which begin with the operator, the key parts of the arguments, and to `local` the arguments of
+    the local operator.
 
     Returns:
         The bits of what was found: STAND_IN, SYMBOLIC, PLAIN.
@@ -167,8 +180,8 @@ def _walk(items: Iterable[Any], parts: list[Any], local: list[Any]) -> int:
             parts.append(a)
             local.append(a)
         elif kind is float:
-            # A decision depends only on whether a float is zero; optimizers pass a new value in every step.
-            parts += (kind, a == 0)
+            # Most decisions depend only on whether a float is zero; optimizers pass a new value in every step.
+            parts += (kind, a if _reads_floats(parts[0]) else a == 0)
             local.append(a)
         elif kind is list or isinstance(a, (list, tuple)):
             parts.append(kind)

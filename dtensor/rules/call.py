@@ -20,6 +20,10 @@ RULES: dict[str, RuleFunction] = {}
 """Operator name (`aten::add`, without overload and in-place underscore) -> its rule function. An entry for a single
 overload (`aten.add.Tensor`) takes precedence."""
 
+BY_VALUE: set[str] = set()
+"""Operators (as in `RULES`) whose rule depends on the value of a float. All others may only ask whether it is zero, as
+`dispatch` keeps one decision for all floats that are not, such as the learning rates of all steps."""
+
 SHAPES: dict[str, Callable[..., Any]] = {}
 """Operator name -> a function that computes its outputs on fake tensors, where torch's own refuses valid arguments."""
 
@@ -174,12 +178,19 @@ def replaced(
     return tuple(filled), keywords
 
 
-def rule_for(*names: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a rule function for the named operators; a name without namespace is an aten operator."""
+def rule_for(*names: str, by_value: bool = False) -> Callable[[RuleFunction], RuleFunction]:
+    """Register a rule function for the named operators; a name without namespace is an aten operator.
+
+    Args:
+        names: the operators.
+        by_value: whether the rule depends on the value of a float; see `BY_VALUE`.
+    """
 
     def register(function: RuleFunction) -> RuleFunction:
         for name in names:
-            RULES[name if "::" in name else f"aten::{name}"] = function
+            full = name if "::" in name else f"aten::{name}"
+            RULES[full] = function
+            BY_VALUE.update({full} if by_value else ())
         return function
 
     return register
@@ -196,6 +207,7 @@ def shape_for(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 __all__ = [
+    "BY_VALUE",
     "RULES",
     "SHAPES",
     "Call",

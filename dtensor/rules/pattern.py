@@ -16,6 +16,7 @@ replicated.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain, repeat
 from typing import Any
 
 from ..torch_private.symbolic_sizes import same_size
@@ -34,6 +35,7 @@ class Pattern:
     Attributes:
         text: the words.
         linear: sets of word indices (from 0) in which the operator is jointly linear.
+        rounds: whether the operator rounds integers, and so is linear only in other numbers.
         reduce: factor (`*` for all leading dims) that some output lacks -> reduce op.
         sizes: factor -> the argument that gives its size; a factor of size 1 is left out.
         blocked: factors that may not be sharded, `*` for all leading dims.
@@ -43,6 +45,7 @@ class Pattern:
 
     text: str
     linear: tuple[set[int], ...] = ()
+    rounds: bool = False
     reduce: Mapping[str, str] = field(default_factory=dict[str, str])
     sizes: Mapping[str, str] = field(default_factory=dict[str, str])
     blocked: str = ""
@@ -81,7 +84,7 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     sizes = {f: call[a] for f, a in pattern.sizes.items() if not same_size(call[a], 1)}
     gone = set(pattern.sizes) - set(sizes)
     spread = [_spread(ins[i], o.ndim, gone) for i, o in zip(present, call.operands)]
-    made = [None if o is None else _spread(w, o.ndim, gone) for w, o in zip(_padded(outs, outputs), outputs)]
+    made = [None if o is None else _spread(w, o.ndim, gone) for w, o in zip(chain(outs, repeat(("~",))), outputs)]
     empty = {i for i, (d, o) in enumerate(zip(made, outputs)) if o is not None and d is None and o.shape == (0,)}
     made = [((),) if i in empty else d for i, d in enumerate(made)]
     if None in spread or any(d is None and o is not None for d, o in zip(made, outputs)):
@@ -90,12 +93,14 @@ def bind(pattern: Pattern, call: Call) -> Rule:
     clash = _sizes([*spread, *[d or () for d in made]], shapes, sizes)  # pyright: ignore[reportArgumentType]
     every = [f for f in sizes if f.startswith("*")]
     index = {word: i for i, word in enumerate(present)}
+    real = all(o.dtype.is_floating_point or o.dtype.is_complex for o in call.operands)
+    linear = pattern.linear if real or not pattern.rounds else ()
     return Rule(
         tuple(_thinned(d or (), o.shape, sizes) for d, o in zip(spread, call.operands)),
         tuple(None if o is None else _thinned(d or (), o.shape, sizes) for d, o in zip(made, outputs)),
         sizes,
         reduce={g: op for f, op in pattern.reduce.items() for g in (every if f == "*" else [f])},
-        linear=tuple(g for g in (frozenset(index[w] for w in s if w in index) for s in pattern.linear) if g),
+        linear=tuple(g for g in (frozenset(index[w] for w in s if w in index) for s in linear) if g),
         blocked=frozenset(clash) | frozenset(pattern.blocked) | frozenset(every if "*" in pattern.blocked else ()),
         addends=frozenset(index[w] for w in pattern.addends if w in index),
         unread=frozenset(index[w] for w in pattern.unread if w in index),
@@ -103,10 +108,6 @@ def bind(pattern: Pattern, call: Call) -> Rule:
         local=pattern.local,
         shape_arg=pattern.shape_arg,
     )
-
-
-def _padded(outs: tuple[Word, ...], outputs: tuple[Any, ...]) -> tuple[Word, ...]:
-    return outs + (("~",),) * (len(outputs) - len(outs))
 
 
 def _spread(word: Word, ndim: int, gone: set[str]) -> Dims | None:

@@ -108,6 +108,28 @@ def test_equal_numbers_of_other_types_are_other_calls(mesh):
     assert pairs == [torch.int64, torch.float32]
 
 
+@with_threads(2)
+def test_a_decision_for_one_float_does_not_serve_another(rank):
+    """Where the rule depends on it: distances in the 1-norm are sums, and equal bounds of a histogram are none."""
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(24.0).reshape(4, 6).sin()
+    placed = distribute_tensor(x, mesh, [Shard(1)])
+    for p in (1.0, 2.0, 1.0, 3.0):
+        torch.testing.assert_close(torch.cdist(placed, placed, p).full_tensor(), torch.cdist(x, x, p))
+    for low, high in ((0.25, 0.75), (0.5, 0.5), (-0.25, 0.25)):
+        assert torch.equal(torch.histc(placed, 4, low, high).full_tensor(), torch.histc(x, 4, low, high))
+
+
+def test_decisions_are_kept_for_the_floats_of_all_steps(mesh):
+    x = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    clear_caches()
+    for rate in (0.1, 0.2, 0.3):
+        x.add_(x, alpha=rate)
+    assert len(dispatch._cache) == 1
+    x.add_(x, alpha=0.0)
+    assert len(dispatch._cache) == 2
+
+
 def test_lists_and_their_lengths_are_part_of_the_call(mesh):
     x = distribute_tensor(torch.arange(8.0).reshape(4, 2), mesh, [Shard(0)])
     assert [torch.cat([x] * n, 1).shape[1] for n in (1, 2, 3, 2)] == [2, 4, 6, 4]

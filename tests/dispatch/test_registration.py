@@ -255,6 +255,35 @@ def test_a_function_sees_the_arguments(mesh):
     assert total([x, x, x], 2.0).placements == (S1,)
 
 
+def test_floats_of_a_call_are_seen(mesh):
+    """By the rule of a user, and by the operator's own function of shapes: nothing is kept for another float."""
+    widened = define(
+        "widened(Tensor x, float by) -> Tensor",
+        lambda x, by: x.repeat(1, int(by)),
+        lambda x, by: x.new_empty(x.shape[0], int(by) * x.shape[1]),
+    )
+    x = distribute_tensor(f(4, 4), mesh, [S0])
+    for rule in (None, "m1->m1"):
+        if rule is not None:
+            dtensor.register_sharding(widened, rule)
+        with dtensor.implicit_replication(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert [widened(x, by).shape[1] for by in (2.0, 3.0, 2.0)] == [8, 12, 8]
+
+    @dtensor.register_sharding(total)
+    def _(xs, scale):
+        return "mk->mk" if scale == 2 else "1k->1k"
+
+    assert [total([x], scale).placements for scale in (2.0, 3.0, 2.0)] == [(S0,), (S1,), (S0,)]
+
+    @dtensor.register_sharding(torch.ops.aten.leaky_relu.default)
+    def _(x, slope):
+        return "mk->mk" if slope == 2 else "1k->1k"
+
+    found = [torch.ops.aten.leaky_relu.default(x, slope).placements for slope in (2.0, 3.0, 2.0)]
+    assert found == [(S0,), (S1,), (S0,)]
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
@@ -286,10 +315,19 @@ def test_what_cannot_be_a_rule(text, options, message):
     assert str(scale_rows._opoverload) not in RULES
 
 
+def test_a_rule_prints_as_it_was_written():
+    rule = Rule("mk,n->m", reduce="k", linear="x", blocked="n")
+    assert repr(rule) == "Rule(text='mk,n->m', reduce='k', linear='x', added=(), blocked='n')"
+    assert rule == Rule("mk,n->m", reduce="k", linear="x", blocked="n") != Rule("mk,n->m", reduce="k", linear="x")
+    assert len({rule, rule}) == 1
+
+
 @pytest.mark.parametrize("option", ["reduce", "linear", "added", "blocked"])
 def test_options_of_another_type(option):
     with pytest.raises(TypeError, match=rf"{option} takes .*; got 3"):
         Rule("mk->m", **{option: 3})
+    with pytest.raises(TypeError, match=r"a rule is a string such as .*; got 3"):
+        Rule(3)
 
 
 @pytest.mark.parametrize(

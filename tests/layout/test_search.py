@@ -403,3 +403,16 @@ def test_steps_that_lengths_share_are_those_of_each():
     for key, found in shared.items():
         transitions.forget()
         assert listed(*key) == found, key
+
+
+def test_lengths_that_divide_share_their_steps():
+    """Whichever they are: all searches over one network find what one of them has found."""
+
+    def known(*lengths):
+        return Space(lengths, Network.of((2, 2)), frozenset(), ())._edges
+
+    assert known(8, 16) is known(12, 4)
+    assert known(8, 9) is known(4, 9)
+    assert known(8, 9) is not known(8, 16)
+    assert known(8, 9) is not known(8, 10)
+    assert known(8, 0) is not known(8, 9)

@@ -1,8 +1,6 @@
 """What ranks know of each other: a failure is raised once by each, and one that all have is no news."""
 
-import os
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -86,9 +84,11 @@ def test_an_error_of_a_collective_is_explained_by_the_failure_behind_it(rank):
 def test_marks_end_with_their_group(rank):
     """Which graph ran last is no matter of groups that are made later, under the same names."""
     calls_on(dist.group.WORLD).mark = rank
+    # Of a name of its own: a file that was left by another process would be taken for this one's.
+    folder = [tempfile.mkdtemp(prefix="dtensor-")]
+    dist.broadcast_object_list(folder)
     dist.destroy_process_group()
-    file = Path(tempfile.gettempdir()) / f"dtensor-{os.getppid()}"
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder[0]}/group", rank=rank, world_size=2)
     x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
     assert x.redistribute(placements=[Replicate()]).to_local().tolist() == [1.0] * 4
 

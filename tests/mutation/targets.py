@@ -32,10 +32,16 @@ TARGETS = {
     "rules": Target(
         ("dtensor/rules/*.py", "dtensor/rules/families/*.py"),
         (
-            *("tests/rules", "tests/dispatch/test_dispatch.py", "tests/dispatch/test_strictness.py"),
-            *("tests/dispatch/test_registration.py", "tests/tensor/test_random.py"),
+            *("tests/rules", "tests/sweep", "tests/fuzz/test_eager.py", "tests/dispatch/test_dispatch.py"),
+            *("tests/dispatch/test_operators.py", "tests/dispatch/test_strictness.py"),
+            *("tests/dispatch/test_registration.py", "tests/tensor/test_random.py", "tests/tensor/test_bad_indices.py"),
+            *("tests/tensor/test_second_derivatives.py", "tests/parallel/training/test_loss.py"),
         ),
-        far={"random.py": ("tests/tensor/test_random.py",), "sampling.py": ("tests/tensor/test_random.py",)},
+        far={
+            "families/": ("tests/sweep/test_operators.py",),
+            "random.py": ("tests/tensor/test_random.py",),
+            "sampling.py": ("tests/tensor/test_random.py",),
+        },
     ),
     "algebra": Target(("passes/algebra/*.py",), ("tests/passes/algebra", "tests/passes/test_pipeline.py")),
     "agreement": Target(

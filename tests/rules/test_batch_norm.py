@@ -10,7 +10,7 @@ from dtensor import Partial, Replicate, Shard, distribute_module, distribute_ten
 from dtensor.testing import with_threads
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
-from dtensor.testing.rules.candidates import wrong_candidates
+from tests.rules.checking import check
 
 aten = torch.ops.aten
 
@@ -33,6 +33,23 @@ def batch_norm_cases():
     for mask in ([True, True, True], [True, False, False], [False, True, True]):
         yield c(backward, f(5, 4, 3), x, w, mean, var, saved, rstd, True, 1e-5, mask, at_least=6)
         yield c(backward, f(5, 4, 3), x, w, mean, var, f(0), f(0), False, 1e-5, mask, at_least=6)
+        general, nothing = aten.batch_norm_backward.default, torch.zeros(0, dtype=torch.uint8)
+        yield c(general, f(5, 4, 3), x, w, mean, var, saved, rstd, True, 1e-5, mask, nothing, at_least=6)
+
+
+def batch_norm_of_images_cases():
+    """Two dimensions of space, and none; parameters of which some are missing."""
+    w, b, mean, var = f(4), f(4), f(4), f(4)
+    for shape, kept in (((5, 4, 2, 3), 5), ((5, 4), 3), ((1, 4, 5), 4)):
+        x = f(*shape)
+        for training in (True, False):
+            for weight, bias in ((w, b), (w, None), (None, None)):
+                yield c(aten.native_batch_norm.default, x, weight, bias, mean, var, training, 0.1, 1e-5, at_least=kept)
+        _, saved, rstd = aten.native_batch_norm.default(x, w, b, None, None, True, 0.1, 1e-5)
+        backward = aten.native_batch_norm_backward.default
+        for weight in (w, None):
+            given = (mean, var, saved, rstd, True, 1e-5, [True, True, True])
+            yield c(backward, f(*shape), x, weight, *given, at_least=kept + 2)
 
 
 def group_norm_cases():
@@ -47,12 +64,10 @@ def group_norm_cases():
             yield c(backward, f(*x.shape), x, mean, rstd, w, *sizes, mask, at_least=at_least + 2)
 
 
-@pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("group", [batch_norm_cases, group_norm_cases])
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("group", [batch_norm_cases, batch_norm_of_images_cases, group_norm_cases])
 def test_every_candidate_is_right(group, n):
-    torch.manual_seed(0)
-    wrong = wrong_candidates(list(group()), n)
-    assert not wrong, "\n".join(wrong)
+    check(group, n)
 
 
 def batch():

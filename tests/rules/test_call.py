@@ -73,6 +73,8 @@ def test_changed_arguments():
     assert replaced(func, ("x", [0]), {}, [("keepdim", True)]) == (("x", [0], True), {})
     assert replaced(func, ("x", [0]), {}, [("dtype", 7)]) == (("x", [0]), {"dtype": 7})
     assert replaced(func, ("x",), {"dim": [0]}, [("dim", [2])]) == (("x",), {"dim": [2]})
+    assert replaced(func, ("x", [0]), {}, [("dtype", 7), ("dim", [1])]) == (("x", [1]), {"dtype": 7})
+    assert replaced(func, ("x",), {"dim": [0]}, [("dim", [2]), ("keepdim", True)]) == (("x", None, True), {"dim": [2]})
     # Filled up with defaults as far as needed.
     pool = (
         aten.max_pool2d_with_indices.default

@@ -9,17 +9,30 @@ import difflib
 import importlib
 import inspect
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
+from dtensor.rules import RULES, base_name
+from dtensor.rules.call import BY_VALUE
 from dtensor.rules.families.pointwise import FALLING, RISING
+from dtensor.rules.families.random import FILLS, LIKE
 from dtensor.rules.rule import candidates
-from dtensor.testing.rules.candidates import OneAxis, call_and_rule, layout_of, tensors, wrong_candidates
+from dtensor.testing.rules.candidates import (
+    Case,
+    OneAxis,
+    call_and_rule,
+    check_sizes,
+    layout_of,
+    tensors,
+    wrong_candidates,
+)
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
 from dtensor.testing.rules.candidates import integers as ints
+from tests.rules.checking import check, redrawn, whole
 
 HERE = Path(__file__).parent
 FILE = HERE / "candidates.txt"
@@ -44,6 +57,7 @@ def further_cases():
     yield c(aten.maximum.default, x, f())
     yield c(aten.minimum.default, x, y)
     yield c(aten.sub.Tensor, x, y, alpha=2)
+    yield c(aten.lift_fresh.default, x)
     yield from [c(op, x, 1, True) for op in (aten.argmin.default, aten.argsort.default)]
     yield c(aten.nanmedian.dim, x, 1)
     yield from [c(aten.linalg_vector_norm.default, x, p, dim) for p in (1, 2, float("inf"), 0) for dim in (None, [0])]
@@ -168,12 +182,71 @@ def further_cases():
     for b, left in ((f(3, 3), True), (f(3, 3, 2), True), (f(3, 2, 3), False), (f(3), True)):
         if b.shape != (3,):
             yield c(aten._linalg_solve_ex.default, a, b, left=left)
+    yield from [c(aten._linalg_solve_ex.default, a, f(3, n)) for n in (6, 12)]  # as vectors on two ranks, on four
+    for b in (f(3, 4), f(3, 2), f(1, 3, 2)):
+        yield c(aten._linalg_solve_ex.default, a[:2], b)
+    yield c(aten._linalg_solve_ex.default, a[:2], f(4, 3), left=False)
     yield c(aten._linalg_solve_ex.default, a[0], f(3))
     yield c(aten._linalg_solve_ex.default, a[0], f(3, 2))
 
 
+def drawn_cases():
+    """Random numbers: which ones it is the task of other tests to look at."""
+    x, noise = f(4, 6), f(4, 6)
+    numbers = {"bernoulli_": (0.3,), "geometric_": (0.3,)}
+    for name in FILLS:
+        yield c(getattr(getattr(aten, name), "float" if name == "bernoulli_" else "default"), x, *numbers.get(name, ()))
+    yield c(aten.bernoulli_.Tensor, x, f(6) / 2)
+    for name in LIKE:
+        yield c(getattr(aten, name).default, x, *([9] if name == "randint_like" else []))
+    yield from [c(op, x / 2, *p) for op, *p in ((aten.bernoulli.default,), (aten.bernoulli.p, 0.3))]
+    yield from [
+        c(aten.normal.float_Tensor, 1.0, x),
+        c(aten.normal.Tensor_float, x),
+        c(aten.normal.Tensor_Tensor, x, f(6)),
+    ]
+    yield from [c(aten.native_dropout.default, x, p, train) for p in (0.0, 0.5) for train in (True, False)]
+    for training in (True, False):
+        for op in (aten.rrelu_with_noise, aten.rrelu_with_noise_, aten.rrelu_with_noise_functional):
+            yield c(op.default, x, noise, 0.1, 0.3, training)
+
+
+def memory_cases():
+    """Whatever lay in memory."""
+    x = f(4, 6)
+    yield from [c(aten.empty_like.default, x), c(aten.new_empty.default, x, [4, 6]), c(aten.new_empty.default, x, [4])]
+    yield from [c(aten.new_empty_strided.default, x, *sizes) for sizes in (([4, 6], [1, 4]), ([6], [1]))]
+
+
+def of_gpus_cases():
+    """Kernels that a CPU does not have."""
+    q, k, v, bias, lse = *[f(4, 6, 3, 8).float() for _ in range(3)], f(4, 6, 3, 3).float(), f(4, 6, 3).float()
+    seed, ends = [ints(9) for _ in range(2)], [torch.zeros(0, dtype=torch.int32)] * 2
+    for dropout in (0.0, 0.5):
+        yield c(aten._scaled_dot_product_flash_attention.default, q, k, v, dropout)
+        for mask in (None, bias, bias[:1]):
+            yield c(aten._scaled_dot_product_efficient_attention.default, q, k, v, mask, True, dropout)
+            yield c(aten._scaled_dot_product_cudnn_attention.default, q, k, v, mask, True, dropout)
+    lengths = (*ends, 3, 3, 0.0, False)
+    yield c(aten._scaled_dot_product_flash_attention_backward.default, q, q, k, v, q, lse, *lengths, *seed)
+    efficient = aten._scaled_dot_product_efficient_attention_backward.default
+    yield c(efficient, q, q, k, v, bias, q, lse, *seed, 0.0, [True] * 4)
+    yield c(aten._scaled_dot_product_cudnn_attention_backward.default, q, q, k, v, q, lse, *seed, bias, *lengths)
+    x, w = f(4, 6, 5).float(), f(6).float()
+    for library in ("cudnn", "miopen"):
+        forward, backward = (getattr(aten, f"{library}_batch_norm{end}").default for end in ("", "_backward"))
+        yield from [c(forward, x, w, w, w, w, training, 0.1, 1e-5) for training in (True, False)]
+        yield c(backward, x, x, w, w, w, w, w, 1e-5, *([ends[0].byte()] if library == "cudnn" else []))
+    for mask in ([True, True], [False, True], [True, False]):
+        yield c(aten._fused_rms_norm_backward.default, f(4, 6), f(4, 6), [6], f(4, 1), f(6), mask)
+
+
 OTHERS = ("across", "written", "unread", "home", "refuses_empty", "shape_arg")
 """Attributes of a rule that its candidates do not tell."""
+
+
+NOT_RUN = (".drawn_cases", ".memory_cases", ".of_gpus_cases")
+"""Calls of which only what the rules offer is looked at."""
 
 
 def every_call():
@@ -207,6 +280,7 @@ def said(value):
 def offered(case):
     """The call, and below it a line for each candidate and one for what else the rule says."""
     call, rule = call_and_rule(case, OneAxis(2))
+    check_sizes(case, call, rule)
     given = [*map(said, case.args), *[f"{name}={said(x)}" for name, x in sorted(case.kwargs.items())]]
     lines = [f"{case.func} {' '.join(given)}"]
     ndims = [[x.dim() for x in tensors((case.args, case.kwargs))], [o.ndim if o else 0 for o in call.outputs]]
@@ -238,8 +312,59 @@ def test_what_rules_offer():
     assert old == new, "\n".join(difflib.unified_diff(old, new, "candidates.txt", "as it is", lineterm="", n=2))
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_further_candidates_are_right(n):
+ELSEWHERE = {
+    **dict.fromkeys(["_fused_adam", "_fused_adamw", "_fused_adagrad", "_fused_sgd"], "of lists: test_optimizer.py"),
+    **dict.fromkeys(["convolution_overrideable", "convolution_backward_overrideable"], "for devices outside of torch"),
+    "_pin_memory": "needs a GPU",
+}
+"""Operators of aten with a rule that no case of this folder calls, and why."""
+
+
+def test_every_rule_has_a_call():
+    called = {base_name(case.func) for _, case in every_call()}
+    names = {name.partition(".")[0].removeprefix("aten::") for name in RULES if name.startswith("aten::")}
+    there = {name for name in names if hasattr(aten, name) or hasattr(aten, f"{name}_")}
+    assert len(there) > 300
+    assert {name for name in there if f"aten::{name}" not in called} == set(ELSEWHERE)
+
+
+def with_floats(value, number):
+    """`value` with `number` for each float but zero in it, also in lists and dicts."""
+    match value:
+        case float():
+            return number if value else value
+        case dict():
+            return {k: with_floats(x, number) for k, x in value.items()}
+        case list() | tuple():
+            return type(value)(with_floats(x, number) for x in value)
+    return value
+
+
+def test_rules_do_not_look_at_floats():
+    """But for whether one is zero: a decision is kept for all others, unless the rule says that it reads them."""
+    changed = 0
+    for _, case in every_call():
+        args, kwargs = (with_floats(given, 0.5) for given in (case.args, case.kwargs))
+        if (args, kwargs) == (case.args, case.kwargs) or base_name(case.func) in BY_VALUE:
+            continue
+        changed += 1
+        other = Case(case.func, args, kwargs=kwargs)
+        assert offered(case).split("\n")[1:] == offered(other).split("\n")[1:], case.func
+    assert changed > 100
+
+
+def test_candidates_are_right_for_integers():
+    """Of which there is a largest one, and which some operators round."""
     torch.manual_seed(0)
-    wrong = wrong_candidates(list(further_cases()), n)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        safe = [case for maker, case in every_call() if not maker.endswith(NOT_RUN)]
+        cases = [case for case in [redrawn(case, whole) for case in safe] if case is not None]
+        assert len(cases) > 500
+        wrong = wrong_candidates(cases, 4)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_further_candidates_are_right(n):
+    check(further_cases, n)

@@ -1,16 +1,19 @@
 """Choosing: which candidate wins on each mesh axis, at what price, and what layouts that makes."""
 
 import contextlib
+import dataclasses
+import importlib
 import math
+import pkgutil
 
 import pytest
 import torch
 
-from dtensor import init_device_mesh
+from dtensor import init_device_mesh, rules
 from dtensor.layout.cost import DEFAULT, seconds
 from dtensor.layout.layout import Layout
 from dtensor.mesh.tensor_spec import Spec
-from dtensor.rules.call import LocalCall, Output
+from dtensor.rules.call import Call, LocalCall, Output
 from dtensor.rules.choose import Choice, Weighed, choose, weigh
 from dtensor.rules.pattern import Pattern
 from dtensor.rules.rule import Candidate, Rule, candidates, dims, position, shares_dim
@@ -107,6 +110,9 @@ def test_axes_keep_the_order_in_which_an_operand_is_cut(fake_mesh):
     # The operand that is cut by most of the axes says the order.
     found = choose(SAME, specs(mesh, "S(0)RR", three))
     assert found.axes == {"a": (2, 1, 0)}
+    # Of two that are cut by as many axes, the first one.
+    for given in ((other, "S(0)S(0)R"), ("S(0)S(0)R", other)):
+        assert chosen(SAME, specs(mesh, *given)) == f"{given[0]} {given[0]} -> {given[0]}"
     assert chosen(SAME, specs(mesh, other, "S(0)S(0)S(0)")) == " ".join(["S(0)S(0)S(0)"] * 2) + " -> S(0)S(0)S(0)"
 
 
@@ -214,6 +220,10 @@ def test_what_is_not_read_is_not_moved_unless_its_shard_gives_a_shape(fake_mesh)
     assert chosen(filled, specs(mesh, "S(1)")) == "S(1) -> S(1)"
     (rows,) = weigh(filled, specs(mesh, "P"))
     assert [w.seconds == 0 for w in rows] == [True, False, False]
+    beside = Rule(SAME.inputs, SAME.outputs, SAME.sizes, unread=frozenset({1}))
+    for given, expected in (("S(0) R", "S(0) S(0)"), ("S(1) R", "S(1) S(1)"), ("S(0) S(1)", "S(0) S(0)")):
+        assert chosen(beside, specs(mesh, *given.split())) == f"{expected} -> {expected[:4]}"
+    assert chosen(beside, specs(mesh, "R", "P")) == "R P -> R"
     shapeless = Rule((((), ()), dims("ab")), (dims("ab"),), {"a": 64, "b": 64}, unread=frozenset({0}))
     assert chosen(shapeless, specs(mesh, "S(0)", "S(1)")) == "S(0) S(1) -> S(1)"
 
@@ -299,7 +309,10 @@ def test_dims_from_text():
     assert Candidate(None, (None,), (0,)) == Candidate(None, (None,), (0,))
 
 
-@pytest.mark.parametrize("kind", [Rule, Candidate, Choice, Weighed, Pattern, Output, LocalCall])
-def test_rules_and_choices_are_frozen(kind):
+def test_rules_and_choices_are_frozen():
     """Decisions are kept, and shared by all calls alike."""
-    assert kind.__dataclass_params__.frozen
+    modules = [importlib.import_module(f"dtensor.rules.{m.name}") for m in pkgutil.walk_packages(rules.__path__)]
+    kinds = {k for m in modules for k in vars(m).values() if isinstance(k, type) and dataclasses.is_dataclass(k)}
+    kinds -= {Call}
+    assert {Rule, Candidate, Choice, Weighed, Pattern, Output, LocalCall} < kinds
+    assert all(k.__dataclass_params__.frozen for k in kinds)

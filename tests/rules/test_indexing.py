@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from dtensor import Partial, Replicate, Shard, distribute_tensor
+from dtensor import OperatorError, Partial, Replicate, Shard, distribute_tensor
 from dtensor.testing import with_threads
 from dtensor.testing.rules.candidates import booleans as mask
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
 from dtensor.testing.rules.candidates import integers as ints
-from dtensor.testing.rules.candidates import wrong_candidates
+from tests.rules.checking import check
 
 aten = torch.ops.aten
 
@@ -31,6 +31,15 @@ def part_cases():
     yield c(aten.as_strided.default, x, [4, 3], [1, 2], at_least=3)
     yield c(aten.unbind.int, x, 1, at_least=5)
     yield c(aten.unsafe_split_with_sizes.default, x, [2, 4], 1, at_least=5)
+    yield c(aten.unsafe_split.Tensor, x, 4, 1, at_least=5)
+    yield c(aten.chunk.default, x, 4, -2, at_least=5)
+    yield c(aten.tensor_split.sections, x, 4, 1, at_least=5)
+    yield c(aten.tensor_split.indices, x, [1, 4], 1, at_least=5)
+    yield c(aten._stack.default, [f(4, 6), f(4, 6)], 1, at_least=5)
+    yield c(aten.swapaxes.default, x, 0, -1, at_least=6)
+    yield c(aten.as_strided_scatter.default, x, f(4, 3), [4, 3], [1, 2], at_least=3)
+    yield c(aten._reshape_copy.default, x, [2, 2, 6, 5], at_least=6)
+    yield c(aten._reshape_alias.default, x, [2, 2, 6, 5], [60, 30, 5, 1], at_least=6)
 
 
 def copy_cases():
@@ -73,6 +82,14 @@ def reading_cases():
     yield c(aten.gather.default, x, 1, ints(6, 5, 2, 4), at_least=7)
     yield c(aten.gather.default, ints(9, 5, 6), 1, ints(6, 5, 2), at_least=6)
     yield c(aten.gather.default, mask(5, 6), 1, ints(6, 5, 2), at_least=3)
+    # Rows of no elements are looked up all the same, and there may be none to look up.
+    yield c(aten.index.Tensor, f(6, 0), [j[0] % 6], at_least=3)
+    yield c(aten.index_select.default, f(6, 0), 0, ints(6, 2), at_least=3)
+    yield c(aten.gather.default, f(6, 0), 0, ints(6, 2, 0), at_least=3)
+    yield c(aten.embedding.default, f(6, 0), ints(6, 2), at_least=3)
+    yield c(aten.index_select.default, x, 1, ints(6, 0), at_least=3)
+    yield c(aten.gather.default, x, 1, ints(6, 5, 0, 4), at_least=3)
+    yield c(aten.index.Tensor, x, [None, ints(6, 0)], at_least=3)
     yield c(aten.take.default, x, ints(100, 3, 4), at_least=5)
     yield c(aten.embedding.default, f(7, 6), torch.tensor(5), at_least=5)
 
@@ -88,6 +105,8 @@ def writing_cases():
     yield c(aten.index_put_.default, x, [mask(5, 6)], f(), at_least=5)
     yield c(aten.index_put.default, x, [mask(5)], f(), at_least=5)
     yield c(aten.index_put.default, f(5, 6), [mask(5)], f(6), at_least=3)
+    for several in ([mask(5), torch.tensor(2)], [None, mask(6)], [mask(5), None, torch.tensor([1])]):
+        yield c(aten.index_put.default, x, several, f(), at_least=3)
     for op in (aten.index_add.default, aten.index_copy.default):
         adds = int(op is aten.index_add.default)
         yield c(op, x, 1, torch.randperm(6)[:3], f(5, 3, 4), at_least=5 + adds)
@@ -98,17 +117,36 @@ def writing_cases():
     yield c(aten.scatter_add.default, x, 1, ints(6, 5, 3, 4), f(5, 5, 4), at_least=5)
     yield c(aten.scatter.src, x, 1, torch.arange(3).expand(5, 4, 3).mT.contiguous(), f(5, 3, 4), at_least=5)
     yield c(aten.scatter_reduce.two, x, 1, ints(6, 5, 3, 4), f(5, 3, 4), "amax", at_least=3)
+    # Numbers in place of vectors of one, and no index at all.
+    one, none = torch.tensor([0]), torch.zeros(0, dtype=torch.int64)
+    yield c(aten.scatter.src, f(), 0, one, f(1), at_least=3)
+    yield c(aten.scatter_add.default, f(), 0, one, f(1), at_least=3)
+    yield c(aten.scatter_add.default, f(6), 0, torch.tensor(2), f(), at_least=3)
+    yield c(aten.scatter_add.default, x, 1, none, f(5, 3, 4), at_least=3)
+    yield c(aten.scatter.value, x, 1, none, 2.0)
+    yield c(aten.index_add.default, f(6), 0, torch.tensor(2), f(1), at_least=3)
+    yield c(aten.index_add.default, f(), 0, one, f(), at_least=3)
+    yield c(aten.index_fill.int_Scalar, f(), 0, one, 2.0)
     yield c(aten.put.default, x, ints(100, 3, 4), f(3, 4), True, at_least=5)
     yield c(aten.put.default, x, torch.randperm(100)[:3], f(3), at_least=3)
     yield c(aten.masked_scatter.default, x, mask(5, 6, 4), f(200), at_least=3)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("group", [part_cases, copy_cases, reading_cases, writing_cases])
 def test_every_candidate_is_right(group, n):
-    torch.manual_seed(0)
-    wrong = wrong_candidates(list(group()), n)
-    assert not wrong, "\n".join(wrong)
+    check(group, n)
+
+
+@with_threads(2)
+def test_strides_of_a_shard_are_not_those_of_the_whole(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = torch.arange(12.0).reshape(4, 3)
+    turned = distribute_tensor(x, mesh, [Shard(1)]).t()
+    with pytest.raises(OperatorError, match=r"of a tensor of shape \[3, 4\] and strides \[1, 3\], sharded as S\(0\)"):
+        turned.as_strided((2, 3), (6, 2))
+    for placed in (distribute_tensor(x, mesh, [Replicate()]).t(), distribute_tensor(x, mesh, [Shard(0)])):
+        assert torch.equal(placed.as_strided((2, 3), (6, 2)).full_tensor(), x.as_strided((2, 3), (6, 2)))
 
 
 @with_threads(2)

@@ -2,14 +2,17 @@
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import Shard, distribute_tensor
+from dtensor.rules import SHAPES
+from dtensor.rules.families.matmul import _with_long_rows
 from dtensor.testing import with_threads
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
 from dtensor.testing.rules.candidates import integers as ints
-from dtensor.testing.rules.candidates import wrong_candidates
+from tests.rules.checking import check
 
 aten = torch.ops.aten
 
@@ -33,6 +36,7 @@ def factorisation_cases():
             yield c(op.default, x, at_least=batch)
         for op in (aten._linalg_det, aten._linalg_slogdet, aten.linalg_inv_ex, aten.linalg_matrix_exp):
             yield c(op.default, x, at_least=batch)
+        yield c(aten._linalg_eigvals.default, x, at_least=batch)
         yield c(aten._linalg_eigh.default, x, at_least=batch)
         yield c(aten._linalg_eigh.default, x, "L", False, at_least=batch)
         yield c(aten._linalg_svd.default, x, at_least=batch)
@@ -77,18 +81,70 @@ def product_cases():
     yield c(aten._grouped_mm.default, f(3, 8, 8).float(), f(8, 8).float(), ends, at_least=4)
     yield c(aten._grouped_mm.default, f(4, 8).float(), f(8, 12).float(), ends, at_least=4)
     yield c(aten._grouped_mm.default, f(3, 4, 8).float(), f(3, 8, 12).float(), at_least=5)
+    # As they are in a linear layer: transposed.
+    yield c(aten._grouped_mm.default, rows, f(3, 16, 8).float().mT, ends, at_least=4)
+    yield c(aten._grouped_mm.default, f(8, 4).float().t(), f(12, 8).float().t(), ends, at_least=4)
+    yield c(aten._grouped_mm.default, f(3, 8, 8).float(), f(8, 8).float().t(), ends, at_least=4)
+    eighths = [torch.randint(-4, 5, (16, 32)).div(8).to(torch.float8_e4m3fn) for _ in range(2)]
+    one, narrow = torch.tensor(1.0), torch.bfloat16
+    yield c(aten._scaled_mm.default, eighths[0], eighths[1].t(), one, one, at_least=3)
+    scales = [2.0 ** torch.randint(-2, 3, shape) for shape in ((16, 1), (1, 16))]
+    yield c(aten._scaled_mm.default, eighths[0], eighths[1].t(), *scales, out_dtype=narrow, at_least=3)
     yield c(aten.addbmm.default, f(5, 3), f(4, 5, 6), f(4, 6, 3), at_least=9, beta=0.5)
     yield c(aten.addbmm.default, f(3), f(4, 5, 6), f(4, 6, 3), at_least=9)
     yield c(aten.addr.default, f(5, 3), f(5), f(3), at_least=7, alpha=2)
     yield c(aten._int_mm.default, ints(9, 32, 16).to(torch.int8), ints(9, 16, 16).to(torch.int8), at_least=8)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("group", [factorisation_cases, solver_cases, product_cases])
 def test_every_candidate_is_right(group, n):
-    torch.manual_seed(0)
-    wrong = wrong_candidates(list(group()), n)
-    assert not wrong, "\n".join(wrong)
+    check(group, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("x", "y"), [((8, 8), (3, 8, 16)), ((3, 8, 8), (8, 8)), ((4, 8), (8, 16)), ((3, 4, 8), (3, 8, 16))]
+)
+def test_shapes_of_products_of_groups(x, y, dtype):
+    """On fake tensors torch tells them of one dtype only."""
+    x, y = (torch.zeros(shape, dtype=dtype) for shape in (x, y))
+    ends = None if x.dim() == y.dim() == 3 else torch.tensor([2, 5, 8], dtype=torch.int32)
+    expected = aten._grouped_mm.default(x, y, ends)
+    with FakeTensorMode() as mode:
+        fakes = [None if t is None else mode.from_tensor(t) for t in (x, y, ends)]
+        found = SHAPES["aten::_grouped_mm"](*fakes)
+    assert (found.shape, found.dtype) == (expected.shape, dtype)
+
+
+def of_transformers():
+    ends, x, w = torch.tensor([2, 2, 5]), f(5, 8), f(3, 8, 12)
+    ops = torch.ops.transformers
+    yield c(ops.grouped_mm_fallback.default, x, w, ends, at_least=7)
+    yield c(ops.grouped_mm_fallback_backward.default, x, w, ends, f(5, 12), at_least=5)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_products_of_groups_of_transformers(n):
+    pytest.importorskip("transformers.integrations.moe", reason="transformers is not installed")
+    check(of_transformers, n)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (2, 4, 8)])
+def test_rows_or_columns_start_at_multiples_of_16_bytes(shape, dtype):
+    x = f(*shape).to(dtype)
+    for given in (x, x.mT, x.unsqueeze(-1).expand(*shape, 2)[..., 1], x[..., 1:], x[:, ::2]):
+        made = _with_long_rows(given)
+        assert torch.equal(made, given)
+        assert 1 in made.stride()[-2:]
+        turned = made.stride(-1) != 1
+        assert turned == (given.stride(-1) != 1 and given.stride(-2) == 1)  # as the rows or columns lay
+        rows = made.mT if turned else made
+        assert all(n * dtype.itemsize % 16 == 0 for n in (*rows.stride()[:-1], rows.storage_offset()))
+    long = f(2, 4, 8).float()
+    assert _with_long_rows(long) is long
+    assert _with_long_rows(long.mT).data_ptr() == long.data_ptr()
 
 
 @with_threads(2)

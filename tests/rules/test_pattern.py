@@ -45,6 +45,12 @@ def test_a_factor_of_given_size_one_is_left_out():
     assert bound(case, Pattern("n(gk)_ -> n(kg)_", sizes={"g": "groups"})).inputs == ((("n",), ("k",), ()),)
 
 
+def test_factors_whose_sizes_nothing_tells_stay_whole():
+    rule = bound(c(aten.relu.default, f(6, 4)), Pattern("(ab)c -> (ab)c"))
+    assert rule.inputs == rule.outputs == (((), ("c",)),)
+    assert [x.factor for x in candidates(rule)] == [None, "c"]
+
+
 def test_arguments_that_are_none_are_passed_over():
     pattern = Pattern("nc, c, c -> nc, n_, n_", linear=({0, 2}, {1}), addends=(2,))
     case = c(aten.native_layer_norm.default, f(4, 3), [3], None, f(3), 1e-5)
@@ -54,15 +60,18 @@ def test_arguments_that_are_none_are_passed_over():
     assert rule.addends == {1}
 
 
-@pytest.mark.parametrize("text", ["ab, ab -> ab", "abcd -> ab", "ab -> abc"])
+@pytest.mark.parametrize("text", ["ab, ab -> ab", "abcd -> ab", "ab -> abc", "a -> ab", "ab -> a", "-> ab"])
 def test_where_the_words_do_not_fit_everything_is_replicated(text):
     rule = bound(c(aten.relu.default, f(4, 3)), Pattern(text))
     assert (rule.inputs, rule.outputs) == ((((), ()),), (((), ()),))
 
 
 def test_dimensions_that_disagree_are_not_sharded():
-    rule = bound(c(aten.mm.default, f(4, 3), f(3, 5)), Pattern("ab, ac -> ac"))
-    assert rule.blocked == {"a"}
+    for rows, inner in ((4, 3), (3, 4)):
+        rule = bound(c(aten.mm.default, f(rows, inner), f(inner, 5)), Pattern("ab, ac -> bc"))
+        assert rule.blocked == {"a", "b"}
+    rule = bound(c(aten.mm.default, f(3, 3), f(3, 5)), Pattern("ab, ac -> ac"))
+    assert rule.blocked == set()
 
 
 def test_outputs_that_a_mask_leaves_out():

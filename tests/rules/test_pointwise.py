@@ -13,6 +13,7 @@ from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
 from dtensor.testing.rules.candidates import integers as ints
 from dtensor.testing.rules.candidates import wrong_candidates
+from tests.rules.checking import check
 
 aten = torch.ops.aten
 
@@ -56,6 +57,18 @@ def plain_cases():
     channels = (torch.rand(6) + 0.1, torch.zeros(6))
     yield c(aten.fake_quantize_per_channel_affine_cachemask.default, x.float(), *channels, 1, 0, 255, at_least=3)
     yield c(aten.rrelu_with_noise.default, x, f(5, 6), at_least=3)
+    of_tensors = aten._fake_quantize_per_tensor_affine_cachemask_tensor_qparams.default
+    yield c(of_tensors, x.float(), torch.tensor([0.1]), ints(1, 1).int(), ints(1, 1) + 1, 0, 255, at_least=3)
+    yield c(aten._add_relu.Tensor, x - 1, row - 1, alpha=2, at_least=3)
+    yield c(aten._dirichlet_grad.default, x / 3, y, y + 2, at_least=3)
+    yield c(aten._standard_gamma_grad.default, x, y, at_least=3)
+    yield c(aten.floor_divide.default, x, row, at_least=3)
+    yield c(aten.special_ndtr.default, x, at_least=3)
+    yield c(aten._lazy_clone.default, x, at_least=3)
+    for rounding_mode in (None, "trunc"):
+        yield c(aten.div.Tensor_mode, x, row, rounding_mode=rounding_mode, at_least=3)
+        yield c(aten.div.Scalar_mode, x, 0.3, rounding_mode=rounding_mode, at_least=3)
+    yield c(aten.masked_fill.Scalar, x, mask(5, 6), False, at_least=5)
 
 
 def complex_cases():
@@ -66,6 +79,9 @@ def complex_cases():
     yield c(aten._conj_physical.default, z, at_least=5)
     yield c(aten.view_as_real.default, z, at_least=5)
     yield c(aten.view_as_complex.default, f(5, 6, 2), at_least=5)
+    yield c(aten.conj.default, z, at_least=5)
+    yield c(aten.real.default, z, at_least=3)
+    yield c(aten._neg_view.default, x, at_least=5)
     yield c(aten.angle.default, z, at_least=3)
     yield c(aten.abs.default, z, at_least=3)
     yield c(aten.mul.Tensor, z, x, at_least=7)
@@ -86,12 +102,10 @@ def ordered_cases():
     yield c(aten.sub.Tensor, x, y, at_least=9)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("group", [backward_cases, plain_cases, complex_cases, ordered_cases])
 def test_every_candidate_is_right(group, n):
-    torch.manual_seed(0)
-    wrong = wrong_candidates(list(group()), n)
-    assert not wrong, "\n".join(wrong)
+    check(group, n)
 
 
 def overloads(name):
@@ -183,10 +197,13 @@ def test_rrelu_draws_the_numbers_of_one_device(rank):
     assert found.placements == (Shard(0),)
     assert torch.equal(found.full_tensor(), expected)
     assert torch.equal(noise.full_tensor(), kept)
+    made = aten.rrelu_with_noise_functional.default(placed, noise, 0.1, 0.3, True, generator.manual_seed(3))
+    assert [t.placements for t in made] == [(Shard(0),)] * 2
+    assert all(torch.equal(t.full_tensor(), wanted) for t, wanted in zip(made, (expected, kept)))
     assert aten.rrelu_with_noise.default(placed, noise).redistribute(mesh, [Replicate()]).shape == (4, 3)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [2, 4])
 def test_copies_pass_parts_of_any_reduction(n):
     operators = (aten.alias, aten.clone, aten.detach, aten.lift_fresh, aten.positive)
     assert wrong_candidates([c(op.default, f(5, 6), at_least=8) for op in operators], n) == []

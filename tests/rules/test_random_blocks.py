@@ -19,6 +19,7 @@ def test_what_is_drawn_in_blocks():
     assert _in_blocks(template, spec(2, BLOCK))
     assert not _in_blocks(template, spec(BLOCK))
     assert not _in_blocks(template, spec(2, BLOCK, stride=(1, 2)))
+    assert not _in_blocks(template, spec(2, BLOCK, stride=(2 * BLOCK, 2)))
 
 
 def test_not_on_other_devices_nor_in_a_trace():

@@ -2,7 +2,7 @@
 
 The other way round is `test_sweep`. It runs in a process of its own: kernels get pieces that do
 not fit, and not all check that. It is nightly, for what it finds is slow and never wrong; a
-combination that a rule offers no more shows in every run, on the page of operators.
+combination that a rule offers no more shows in every run, in `candidates.txt`.
 """
 
 import warnings

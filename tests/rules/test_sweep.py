@@ -5,8 +5,6 @@ What has no rule is a factory, stands in `WHOLE` with the reason, is taken apart
 
 import warnings
 
-import pytest
-
 from dtensor.rules import WHOLE, base_name, is_in_place, rule_of
 from dtensor.testing.rules.candidates import case, tensors, wrong_candidates
 from dtensor.testing.rules.recording import UNINITIALISED, is_comparable, recorded
@@ -24,9 +22,8 @@ NO_RULE = {
 }
 
 
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.nightly)])
-def test_every_candidate_of_every_call_is_right(every):
-    """By day of every ninth call."""
+def test_every_candidate_of_every_call_is_right():
+    """On four ranks, of which many shards leave some without any."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cases, without = [], set()
@@ -38,7 +35,7 @@ def test_every_candidate_of_every_call_is_right(every):
                 if is_comparable(func, args) and all(t.numel() for t in tensors((args, kwargs))):
                     cases.append(case(func, *args, **kwargs))
         assert len({x.func for x in cases}) > 450
-        wrong = wrong_candidates(cases[::every], 3)
+        wrong = wrong_candidates(cases, 4)
     assert not wrong, "\n".join(wrong)
     names = {
         base_name(f).removeprefix("aten::")

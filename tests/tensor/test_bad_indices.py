@@ -110,6 +110,39 @@ def test_as_on_one_device(name, kind):
     check(name, kind)
 
 
+NAMED = {
+    "embedding": (0, 0),
+    "embedding 2-D": (0, 0),
+    "index_select": (0, 0),
+    "index_select 1": (1, 1),
+    "index": (0, 0),
+    "index 1": (1, 1),
+    "gather": (0, 0),
+    "nll_loss": (1, 1),
+    "nll_loss 2-D": (1, 1),
+    "cross_entropy": (1, 1),
+    "cross_entropy weighted": (1, 1),
+    "linear_cross_entropy": (0, 0),
+}
+"""Operators that look up in a sharded dimension: along which x is sharded, and the dimension that the error names."""
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("name", NAMED)
+def test_each_error_names_index_dim_and_size(name, kind):
+    f, x, index = case(name, kind)
+    word, (at, dim) = "Target" if "loss" in name or "entropy" in name else "index", NAMED[name]
+    message = rf"^{word} {index.flatten()[-1]} is out of bounds for dimension {dim} with size {x.shape[at]}$"
+
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        place = [distribute_tensor(t, mesh, [p]) for t, p in ((x, Shard(at)), (index, Replicate()))]
+        with implicit_replication(), pytest.raises(REFUSED, match=message):
+            f(*place)
+
+    run_threads(run, 2)
+
+
 def test_the_error_names_index_dim_and_size():
     def run(rank):
         mesh = init_device_mesh("cpu", (2,))
@@ -117,6 +150,9 @@ def test_the_error_names_index_dim_and_size():
         index = distribute_tensor(torch.tensor([3, 70]), mesh, [Replicate()])
         with pytest.raises(IndexError, match=r"^index 70 is out of bounds for dimension 0 with size 64$"):
             x.index_select(0, index)
+        several = distribute_tensor(torch.tensor([3, 70, 80, -1]), mesh, [Replicate()])
+        with pytest.raises(IndexError, match=r"^index 70 is out of bounds for dimension 0 with size 64$"):
+            x.index_select(0, several)  # the first one that is wrong
         with pytest.raises(IndexError, match=r"^index -70 is out of bounds for dimension 0 with size 64$"):
             x[index * -1]
         scores = distribute_tensor(values(2, 6), mesh, [Shard(1)])

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..local_calls import empty_outputs
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
-from .embedding_and_gather import lookup
-from .pointwise import broadcast
+from .embedding_and_gather import index_factors, lookup
+from .pointwise import broadcast, broadcast_shape
 from .row_lookup import bounds, own_rows, with_a_row
 
 MASKS = (torch.bool, torch.uint8)
@@ -22,13 +23,12 @@ MASKS = (torch.bool, torch.uint8)
 
 def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
     """Factors of the tensor, the index tensors and the indexed result; their sizes."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     indices = list(call["indices"])
     tensors = [i for i in indices if i is not None]
     at = [d for d, i in enumerate(indices) if i is not None]
-    ndim = max((i.ndim for i in tensors), default=0)
-    full = _broadcast_shape([i.shape for i in tensors], ndim)
-    factors, sizes = broadcast([i.shape for i in tensors], full)
+    shapes = [i.shape for i in tensors]
+    factors, sizes = broadcast(shapes, broadcast_shape(shapes))
     index = [tuple(tuple(f"i{f[1:]}" for f in d) for d in dims) for dims in factors]
     found: Dims = tuple((f"i{f[1:]}",) for f in sizes)
     sizes = {f"i{f[1:]}": s for f, s in sizes.items()}
@@ -39,15 +39,6 @@ def _indexed(call: Call) -> tuple[Dims, tuple[Dims, ...], Dims, dict[str, Any]]:
     before = [own[d] for d in kept if d < first]
     read = (*before, *found, *(own[d] for d in kept if d >= first))
     return own, tuple(index), read, {**sizes, **{f"d{d}": shape[d] for d in kept}}
-
-
-def _broadcast_shape(shapes: list[tuple[Any, ...]], ndim: int) -> tuple[Any, ...]:
-    """The shape that all `shapes` broadcast to."""
-    full: list[Any] = [1] * ndim
-    for shape in shapes:
-        for i, s in enumerate(shape, ndim - len(shape)):
-            full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
-    return tuple(full)
 
 
 def _has_mask(call: Call) -> bool:
@@ -68,7 +59,7 @@ def index(call: Call) -> Rule:
         return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),))
     dim = len(call["indices"]) - 1
     own = tuple(("v",) if d == dim else f for d, f in enumerate(own))
-    sizes["v"] = call.operands[0].shape[dim]
+    sizes["v"] = call["self"].shape[dim]
     return Rule((own, *indices), (read,), sizes, linear=(frozenset({0}),), local=_local_index, **lookup(call))
 
 
@@ -92,15 +83,16 @@ def index_put(call: Call) -> Rule:
     own, indices, read, sizes = _indexed(call)
     shape = [sizes[d[0]] for d in read]
     missing = len(read) - values.ndim
-    ones = tuple(isinstance(s, int) and s == 1 for s in values.shape)
-    written = tuple(() if one and shape[missing + i] != 1 else read[missing + i] for i, one in enumerate(ones))
+    # A row of values may stand for all, and a single value for all of a row.
+    written = tuple(
+        () if same_size(s, 1) and not same_size(shape[i], 1) else read[i] for i, s in enumerate(values.shape, missing)
+    )
     last = len(call.operands) - 1
     linear = (frozenset({0, last}),)
     index_factors = [f for f in sizes if f.startswith("i")]
     if _fills_by_mask(call):
-        own = tuple((f"d{d}",) for d in range(target.ndim))
-        mask = own[: call["indices"][0].ndim]
-        return Rule((own, mask, ()), (own,), {f"d{d}": n for d, n in enumerate(target.shape)}, linear=linear)
+        ((own,), sizes), (mask,) = broadcast([target.shape], target.shape), call["indices"]
+        return Rule((own, own[: mask.ndim], ()), (own,), sizes, linear=linear)
     if _has_mask(call) or missing < 0:
         nothing = tuple(((),) * o.ndim for o in call.operands)
         return Rule(nothing, (((),) * target.ndim,), {}, linear=linear)
@@ -124,11 +116,10 @@ pattern_rules(FLAT)
 def put(call: Call) -> Rule:
     target, where, source = call.operands
     nothing: Dims = ((),) * target.ndim
-    names: Dims = tuple((f"i{k}",) for k in range(where.ndim))
+    names, sizes = index_factors(where.shape)
     linear = (frozenset({0, 2}),)
     if not call["accumulate"] or tuple(where.shape) != tuple(source.shape):
         return Rule((nothing, ((),) * where.ndim, ((),) * source.ndim), (nothing,), {}, linear=linear)
-    sizes = {d[0]: s for d, s in zip(names, where.shape)}
     reduce = dict.fromkeys(sizes, "sum")
     return Rule((nothing, names, names), (nothing,), sizes, reduce=reduce, linear=linear, addends=frozenset({0}))
 

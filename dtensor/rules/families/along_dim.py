@@ -6,7 +6,7 @@ from ..call import Call, rule_for
 from ..local_calls import unless_empty
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
-from .pointwise import broadcast
+from .pointwise import broadcast, broadcast_shape
 
 ALONG: dict[str, tuple[str, tuple[set[int], ...]]] = {
     "_softmax": ("dim", ()),
@@ -46,8 +46,7 @@ def along(call: Call) -> Rule:
         return tuple(1 if i in over else s for i, s in enumerate(shape, ndim - len(shape)))
 
     shapes = [others(o.shape) for o in (*call.operands, *call.outputs) if o is not None]
-    full = tuple(max(sizes, key=_is_long) for sizes in zip(*(s for s in shapes if len(s) == ndim)))
-    factors, sizes = broadcast(shapes, full)
+    factors, sizes = broadcast(shapes, broadcast_shape(shapes))
     factors = [_without(d, over, ndim) for d in factors]
     ins, outs = factors[: len(call.operands)], iter(factors[len(call.operands) :])
     kept = {f: s for f, s in sizes.items() if int(f[1:]) not in over}
@@ -58,10 +57,6 @@ def along(call: Call) -> Rule:
         linear=tuple(map(frozenset, linear)),
         local=unless_empty if call.name.startswith("_fft") else None,
     )
-
-
-def _is_long(size: Any) -> bool:
-    return not (isinstance(size, int) and size == 1)
 
 
 def _without(dims: Dims, over: set[int], ndim: int) -> Dims:
@@ -82,7 +77,7 @@ pattern_rules(SEARCHED)
 @rule_for("renorm")
 def renorm(call: Call) -> Rule:
     """Each slice along `dim` is scaled by its own norm, so only that dim may be sharded."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     kept = call["dim"] % len(shape)
     dims: Dims = tuple((f"d{i}",) if i == kept else () for i in range(len(shape)))
     return Rule((dims,), (dims,), {f"d{kept}": shape[kept]})

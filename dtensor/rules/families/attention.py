@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...mesh.tensor_spec import Spec
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..local_calls import empty_outputs
 from ..rule import Dims, Rule
@@ -29,25 +30,20 @@ def _heads(call: Call) -> tuple[Dims, Dims, dict[str, Any]]:
     q, k = call["query"], call["key"]
     sizes = {"b": q.shape[0], "h": k.shape[1]}
     head = ("h",)
-    if isinstance(q.shape[1], int) and isinstance(k.shape[1], int) and q.shape[1] != k.shape[1]:
+    if not same_size(q.shape[1], k.shape[1]):
         sizes["g"] = q.shape[1] // k.shape[1]
         head = ("h", "g")
     return (("b",), head, (), ()), (("b",), ("h",), (), ()), sizes
 
 
-def _mask(mask: Any, heads: Dims, sizes: dict[str, Any]) -> Dims:
+def _mask(mask: Any, heads: Dims) -> Dims:
     """Factors of a mask that broadcasts over batch and heads."""
-    full = heads[4 - mask.ndim :]
-    return tuple(() if not d or s == 1 else d for d, s in zip(full, mask.shape))
+    return tuple(() if same_size(s, 1) else d for d, s in zip(heads[4 - mask.ndim :], mask.shape))
 
 
-def _output(o: Any, heads: Dims, query: Any, sizes: dict[str, Any]) -> Dims | None:
-    """Factors of an output: (b, heads, …) if its shape starts like the query's, else none."""
-    if o is None:
-        return None
-    if o.ndim >= 3 and o.shape[0] == query.shape[0] and o.shape[1] == query.shape[1]:
-        return (*heads[:2], *([()] * (o.ndim - 2)))
-    return ((),) * o.ndim
+def _like_query(o: Any, heads: Dims) -> Dims:
+    """Factors of an output: (b, heads, …), and none for a seed or a list of lengths."""
+    return (*heads[:2], *[()] * (o.ndim - 2)) if o.ndim > 2 else ((),) * o.ndim
 
 
 @rule_for(*FUSED)
@@ -55,9 +51,9 @@ def fused(call: Call) -> Rule:
     heads, keys, sizes = _heads(call)
     name = FUSED[call.name]
     mask = call[name] if name else None
-    ins = [heads, keys, keys] + ([_mask(mask, heads, sizes)] if mask is not None else [])
-    outs = [_output(o, heads, call["query"], sizes) for o in call.outputs]
-    whole = frozenset(i for i, d in enumerate(outs) if i > 0 and d is not None and not any(d))
+    ins = [heads, keys, keys] + ([_mask(mask, heads)] if mask is not None else [])
+    outs = [None if o is None else _like_query(o, heads) for o in call.outputs]
+    whole = frozenset(i for i, d in enumerate(outs) if d is not None and not any(d))
     return _rule(call, ins, outs, sizes, whole=whole)
 
 
@@ -74,23 +70,21 @@ def _unless_empty(call: LocalCall) -> Any:
 
 @rule_for(*(f"{name}_backward" for name in FUSED))
 def fused_backward(call: Call) -> Rule:
+    """The gradient of a mask is a sum over what it broadcasts over."""
     heads, keys, sizes = _heads(call)
-    names = [a.name for a in call.func._schema.arguments]
     ins: list[Dims] = []
-    for name in names:
+    outs = [heads, keys, keys]
+    for name in [a.name for a in call.func._schema.arguments]:
         value = call[name]
         if name in ("key", "value"):
             ins.append(keys)
-        elif name in ("grad_out", "query", "out", "logsumexp", "grad_out_"):
-            ins.append(_output(value, heads, call["query"], sizes) or ())
         elif name in ("attn_mask", "attn_bias") and value is not None:
-            ins.append(_mask(value, heads, sizes))
+            ins.append(_mask(value, heads))
+            outs.append(ins[-1])
         elif isinstance(value, Spec):
-            ins.append(((),) * value.ndim)
-    outs: list[Dims | None] = [heads, keys, keys]
-    outs += [((),) * o.ndim if o is not None else None for o in call.outputs[3:]]
-    outs = [d if o is not None else None for d, o in zip(outs, call.outputs)]
-    return _rule(call, ins, outs, sizes, linear=(frozenset({0}),))
+            ins.append(_like_query(value, heads))
+    made = [d if o is not None else None for d, o in zip(outs, call.outputs)]
+    return _rule(call, ins, made, sizes, linear=(frozenset({0}),), reduce={"b": "sum", "h": "sum"})
 
 
 __all__ = ["FUSED"]

@@ -73,7 +73,7 @@ def _of_channels(o: Any) -> Dims:
 
 @rule_for(*(name for name in TRAINING if not name.endswith("backward")))
 def batch_norm(call: Call) -> Rule:
-    full, sizes = _factors(call.operands[0].ndim, call.operands[0].shape)
+    full, sizes = _factors(call["input"].ndim, call["input"].shape)
     ins = (full, *(_of_channels(o) for o in call.operands[1:]))
     outs = (full, *(_of_channels(o) for o in call.outputs[1:] if o is not None))
     statistics = [i for i, name in enumerate(_tensors(call)) if name in ("running_mean", "running_var")]
@@ -163,7 +163,7 @@ def batch_norm_backward(call: Call) -> Rule:
     full, sizes = _factors(call["input"].ndim, call["input"].shape)
     tensors = _tensors(call)
     ins = tuple(full if name in data else _of_channels(o) for name, o in zip(tensors, call.operands))
-    outs = tuple(None if o is None else full if i == 0 else _of_channels(o) for i, o in enumerate(call.wanted))
+    outs = tuple(None if o is None else _of_channels(o) if i else full for i, o in enumerate(call.wanted))
     linear = (frozenset(i for i, name in enumerate(tensors) if name in data[:2]),)
     ordered = {"c": sizes.pop("c"), **sizes}
     divisors = frozenset(ordered)  # the kernels divide by the number of elements

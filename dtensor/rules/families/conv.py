@@ -15,16 +15,11 @@ WEIGHT = {False: "(go)i~", True: "(gi)o~"}
 """Whether a convolution is transposed -> the factors of its weight."""
 
 
-def _is_batched(call: Call) -> bool:
-    return call["input"].ndim == call["weight"].ndim
-
-
 @rule_for("convolution", "_convolution", "convolution_overrideable")
 def convolution(call: Call) -> Rule:
     weight = WEIGHT[call["transposed"]]
-    batch = "n" if _is_batched(call) else ""
     pattern = Pattern(
-        f"{batch}(gi)~, {weight}, (go) -> {batch}(go)~",
+        f"n(gi)~, {weight}, (go) -> n(go)~",
         linear=({0, 2}, {1, 2}),
         reduce={"i": "sum"},
         sizes={"g": "groups"},
@@ -53,9 +48,8 @@ def _groups(call: LocalCall) -> Any:
 def convolution_backward(call: Call) -> Rule:
     """The bias gradient does not depend on the input channels, so every rank computes it where these are sharded."""
     weight = WEIGHT[call["transposed"]]
-    batch = "n" if _is_batched(call) else ""
     pattern = Pattern(
-        f"{batch}(go)~, {batch}(gi)~, {weight} -> {batch}(gi)~, {weight}, (go)",
+        f"n(go)~, n(gi)~, {weight} -> n(gi)~, {weight}, (go)",
         linear=({0},),
         reduce={"o": "sum", "n": "sum"},
         sizes={"g": "groups"},

@@ -17,15 +17,17 @@ from .pointwise import broadcast
 from .row_lookup import bounds, own_rows, with_a_row
 
 
-def _names(prefix: str, ndim: int) -> Dims:
-    return tuple((f"{prefix}{i}",) for i in range(ndim))
+def index_factors(shape: tuple[Any, ...]) -> tuple[Dims, dict[str, Any]]:
+    """Factors of an index tensor, one for each dim, and their sizes."""
+    names = [f"i{k}" for k in range(len(shape))]
+    return tuple((f,) for f in names), dict(zip(names, shape))
 
 
 @rule_for("embedding")
 def embedding(call: Call) -> Rule:
     weight, indices = call.operands
-    where = _names("i", indices.ndim)
-    sizes = {"v": weight.shape[0], "d": weight.shape[1], **{d[0]: s for d, s in zip(where, indices.shape)}}
+    where, sizes = index_factors(indices.shape)
+    sizes = {"v": weight.shape[0], "d": weight.shape[1], **sizes}
     return Rule(
         ((("v",), ("d",)), where),
         ((*where, ("d",)),),
@@ -48,15 +50,14 @@ def _local_embedding(call: LocalCall) -> Any:
 @rule_for("embedding_dense_backward")
 def embedding_backward(call: Call) -> Rule:
     grad, indices = call.operands
-    where = _names("i", indices.ndim)
-    sizes = {"v": call["num_weights"], "d": grad.shape[-1], **{d[0]: s for d, s in zip(where, indices.shape)}}
+    where, found = index_factors(indices.shape)
     return Rule(
         ((*where, ("d",)), where),
         ((("v",), ("d",)),),
-        sizes,
-        reduce={d[0]: "sum" for d in where},
+        {"v": call["num_weights"], "d": grad.shape[-1], **found},
+        reduce=dict.fromkeys(found, "sum"),
         linear=(frozenset({0}),),
-        blocked=frozenset({"v"} | ({d[0] for d in where} if call["scale_grad_by_freq"] else set())),
+        blocked=frozenset({"v", *(found if call["scale_grad_by_freq"] else ())}),
     )
 
 
@@ -133,18 +134,18 @@ def scatter(call: Call) -> Rule:
     Values that are added may be sharded along the written dim too: each rank adds its own to a partial result.
     """
     target, index = call.operands[:2]
-    dim = call["dim"] % max(target.ndim, 1)
+    sums = call.name == "scatter_add" or (call.name == "scatter_reduce" and call["reduce"] == "sum")
+    copies = call.name == "scatter" and call.func._overloadname == "src"
+    linear = (frozenset({0, 2}),) if sums or copies else ()
+    if not target.ndim or any(o.ndim != target.ndim for o in call.operands):
+        # As in `gather`.
+        return Rule(tuple(((),) * o.ndim for o in call.operands), (((),) * target.ndim,), {}, linear=linear)
+    dim = call["dim"] % target.ndim
     one, sizes = _beside(dim, [o.shape for o in call.operands])
     read: Dims = tuple(("i",) if k == dim else d for k, d in enumerate(one))
-    sums = call.name == "scatter_add" or (call.name == "scatter_reduce" and call["reduce"] == "sum")
     joins = sums and (call.name == "scatter_add" or call["include_self"])
-    adds = joins and index.ndim > 0 and index.shape[dim] == call.operands[2].shape[dim]
-    ins = tuple(
-        ((read if adds and i else one) if o.ndim == target.ndim else ((),) * o.ndim)
-        for i, o in enumerate(call.operands)
-    )
-    copies = call.name == "scatter" and call.func._overloadname == "src"
-    linear = (frozenset({0, 2}),) if len(ins) == 3 and (sums or copies) else ()
+    adds = joins and index.shape[dim] == call.operands[2].shape[dim]
+    ins = (one, *([read if adds else one] * (len(call.operands) - 1)))
     if not adds:
         return Rule(ins, (one,), sizes, linear=linear)
     sizes = {**sizes, "i": index.shape[dim]}
@@ -157,7 +158,7 @@ def index_write(call: Call) -> Rule:
     target, index = call.operands[:2]
     dim = call["dim"] % max(target.ndim, 1)
     one, sizes = _beside(dim, [target.shape])
-    adds = call.name == "index_add" and index.ndim == 1 and call.operands[2].ndim == target.ndim > 0
+    adds = call.name == "index_add" and index.ndim == 1 and target.ndim > 0
     read: Dims = tuple(("i",) if adds and k == dim else d for k, d in enumerate(one))
     ins = (
         one,
@@ -171,4 +172,4 @@ def index_write(call: Call) -> Rule:
     return Rule(ins, (one,), sizes, reduce={"i": "sum"}, linear=linear, addends=frozenset({0}))
 
 
-__all__ = ["lookup"]
+__all__ = ["index_factors", "lookup"]

@@ -57,7 +57,7 @@ SUMMED_DISTANCES = {
 pattern_rules({**FACTORISATIONS, **VALUES, **SOLVERS})
 
 
-@rule_for(*DISTANCES)
+@rule_for(*DISTANCES, by_value=True)
 def distances(call: Call) -> Rule:
     """Distances of all pairs of points: the points of either operand may be sharded; in the 1-norm, coordinates too."""
     return bind((SUMMED_DISTANCES if call["p"] == 1 else DISTANCES)[call.name], call)
@@ -87,11 +87,23 @@ def solve_and_copy(call: Call) -> Rule:
 @rule_for("_linalg_solve_ex")
 def solve_and_factors(call: Call) -> Rule:
     """As `solve`, with the factors of A as further outputs; the right-hand side may be one vector per matrix."""
-    a, b = call.operands
-    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and tuple(b.shape) == tuple(a.shape[:-1]))
-    rhs = "*_" if vector else "*_n" if call["left"] else "*n_"
+    rhs = "*_" if _is_vector(call) else "*_n" if call["left"] else "*n_"
     whole = tuple((i, "n") for i in (1, 2, 3))
-    return bind(Pattern(f"*__, {rhs} -> {rhs}, *__, *_, *", whole=whole, local=_unless_no_matrix), call)
+    return bind(Pattern(f"*__, {rhs} -> {rhs}, *__, *_, *", whole=whole, local=_local_solve), call)
+
+
+def _is_vector(call: Call) -> bool:
+    """Whether the right-hand side is one vector per matrix, which its shape decides."""
+    a, b = call["A"], call["B"]
+    return b.ndim == 1 or (b.ndim == a.ndim - 1 and tuple(b.shape) == tuple(a.shape[:-1]))
+
+
+def _local_solve(call: LocalCall) -> Any:
+    """As `_unless_no_matrix`, with a dim for the batch, without which some columns may have the shape of vectors."""
+    a, b = call["A"], call["B"]
+    if is_sharded(call) and not a.numel():
+        return empty_outputs(call)
+    return call.run() if b.dim() == a.dim() or _is_vector(call.call) else call.run(B=b.unsqueeze(0))
 
 
 def _unless_no_matrix(call: LocalCall) -> Any:

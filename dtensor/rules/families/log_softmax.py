@@ -16,7 +16,9 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def _rule(call: Call, local: Any, linear: Any = (), refuses: bool = False) -> Rule:
-    shape = call.operands[0].shape
+    (out,) = call.outputs
+    assert out is not None
+    shape = out.shape
     over = call["dim"] % max(len(shape), 1)
     order = sorted(range(len(shape)), key=lambda i: i == over)
     full = tuple((f"d{i}",) for i in range(len(shape)))

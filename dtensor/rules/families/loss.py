@@ -7,7 +7,7 @@ from ..call import Call, LocalCall, rule_for
 from ..local_calls import guarded, is_sharded
 from ..pattern import Pattern, bind
 from ..rule import Rule
-from .pointwise import broadcast
+from .pointwise import broadcast, broadcast_shape
 
 MEAN, SUM = 1, 2
 
@@ -26,23 +26,12 @@ ELEMENTWISE = (
 @rule_for(*ELEMENTWISE)
 def elementwise_loss(call: Call) -> Rule:
     shapes = [o.shape for o in call.operands]
-    ins, sizes = broadcast(shapes, _full(call))
+    ins, sizes = broadcast(shapes, broadcast_shape(shapes))
     full = tuple((f,) for f in sizes)
     if call["reduction"] not in (MEAN, SUM):
         return Rule(ins, (full,), sizes)
     reduce = dict.fromkeys(sizes, "sum")
     return Rule(ins, ((),), sizes, reduce=reduce, local=_local_elementwise, across=_across_mean(call, sizes))
-
-
-def _full(call: Call) -> tuple[Any, ...]:
-    """The shape that input, target and weights broadcast to."""
-    operands = [o for o in call.operands if o is not call.operands[0] or not call.has("grad_output")]
-    ndim = max(o.ndim for o in operands)
-    full: list[Any] = [1] * ndim
-    for o in operands:
-        for i, s in enumerate(o.shape, ndim - o.ndim):
-            full[i] = s if isinstance(full[i], int) and full[i] == 1 else full[i]
-    return tuple(full)
 
 
 def _across_mean(call: Call, sizes: dict[str, Any]) -> frozenset[str]:
@@ -51,7 +40,7 @@ def _across_mean(call: Call, sizes: dict[str, Any]) -> frozenset[str]:
 
 
 def _local_elementwise(call: LocalCall) -> Any:
-    return _mean_by(call, prod(_full(call.call)))
+    return _mean_by(call, prod(broadcast_shape([o.shape for o in call.call.operands])))
 
 
 def _mean_by(call: LocalCall, count: Any) -> Any:

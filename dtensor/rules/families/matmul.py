@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for, shape_for
 from ..local_calls import empty_outputs, has_empty_shard
 from ..pattern import Pattern, bind
@@ -42,7 +43,7 @@ def added_product(call: Call) -> Rule:
     sizes = {**dict(zip(a, x.shape)), **dict(zip(b, y.shape))}
     full = [sizes[f] for f in out]
     own = [
-        "1" if isinstance(s, int) and s == 1 and not (isinstance(o, int) and o == 1) else f
+        "1" if same_size(s, 1) and not same_size(o, 1) else f
         for f, s, o in zip(out[len(out) - bias.ndim :], bias.shape, full[len(out) - bias.ndim :])
     ]
     return Rule(
@@ -52,13 +53,13 @@ def added_product(call: Call) -> Rule:
         reduce={f: "sum" for f in a + b if f not in out},
         linear=(frozenset({0, 1}), frozenset({0, 2})),
         addends=frozenset({0}),
-        local=_no_rows_is_empty if call.name == "addmv" and tuple(bias.shape) != tuple(full) else None,
+        local=_with_whole_input if call.name == "addmv" and tuple(bias.shape) != tuple(full) else None,
     )
 
 
-def _no_rows_is_empty(call: LocalCall) -> Any:
-    """Run the operator, except for a matrix without rows, where the kernel returns its input without broadcasting."""
-    return call.run() if call["mat"].shape[0] else empty_outputs(call)
+def _with_whole_input(call: LocalCall) -> Any:
+    """Run the operator on the input as it broadcasts: of an empty matrix the kernel returns it without doing so."""
+    return call.run(self=call["self"].expand(call["mat"].shape[0]))
 
 
 @rule_for("_scaled_mm")

@@ -30,7 +30,7 @@ def _factors(call: Call, scores: Any) -> tuple[Dims, Dims, dict[Any, Any]]:
 
 @rule_for("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(call: Call) -> Rule:
-    full, batch, sizes = _factors(call, call.operands[0])
+    full, batch, sizes = _factors(call, call["self"])
     ins = (full, batch, *([(("c",),)] * (len(call.operands) - 2)))
     if call["reduction"] not in (MEAN, SUM) and batch:
         own = frozenset("c")

@@ -25,21 +25,20 @@ def _factors(call: Call, shape: Any) -> tuple[Dims, Dims, Dims, dict[str, Any], 
 
 @rule_for("native_layer_norm", "_fused_rms_norm")
 def norm(call: Call) -> Rule:
-    full, parameter, statistics, sizes, blocked = _factors(call, call.operands[0].shape)
+    full, parameter, statistics, sizes, blocked = _factors(call, call["input"].shape)
     ins = (full, *([parameter] * (len(call.operands) - 1)))
     return Rule(ins, (full, *([statistics] * (len(call.outputs) - 1))), sizes, blocked=blocked)
 
 
 @rule_for("native_layer_norm_backward", "_fused_rms_norm_backward")
 def norm_backward(call: Call) -> Rule:
-    full, parameter, statistics, sizes, blocked = _factors(call, call.operands[0].shape)
+    full, parameter, statistics, sizes, blocked = _factors(call, call["input"].shape)
     ndim = len(full)
     names = ("grad_out", "input", "mean", "rstd", "weight", "bias")
     kinds = {"mean": statistics, "rstd": statistics, "weight": parameter, "bias": parameter}
     present = [n for n in names if call.has(n) and call[n] is not None]
     ins = tuple(kinds.get(n, full) for n in present)
-    outs = (full, *([parameter] * (len(call.outputs) - 1)))
-    outs = tuple(d if o is not None else None for d, o in zip(outs, call.outputs))
+    outs = tuple(None if o is None else parameter if i else full for i, o in enumerate(call.outputs))
     reduce = {f"d{i}": "sum" for i in range(ndim) if f"d{i}" not in blocked}
     unread = frozenset(i for i, n in enumerate(present) if n == "bias")
     parameters = {1: "weight", 2: "bias"}

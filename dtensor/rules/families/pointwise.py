@@ -176,16 +176,23 @@ def broadcast(shapes: list[tuple[Any, ...]], out: tuple[Any, ...]) -> tuple[tupl
     return tuple([of(s) for s in shapes]), dict(zip(names, out))
 
 
+def broadcast_shape(shapes: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """The shape that all `shapes` broadcast to."""
+    full: list[Any] = [1] * max(map(len, shapes), default=0)
+    for shape in shapes:
+        for i, size in enumerate(shape, len(full) - len(shape)):
+            full[i] = size if same_size(full[i], 1) else full[i]
+    return tuple(full)
+
+
 def linearity(call: Call) -> tuple[frozenset[int], ...]:
     """The sets of operands in which this call is jointly linear."""
     name = call.name
     overload = call.func._overloadname
     keyed = LINEAR.get(f"{name}.{IN_LISTS.get(overload, overload)}", LINEAR.get(name, ()))
-    if call.has("rounding_mode") and call["rounding_mode"] is not None:
-        return ()
     if name == "_to_copy" and _widens(call):
         return (frozenset({0}),)
-    if name == "masked_fill" and call.func._overloadname == "Scalar" and call["value"] == 0:
+    if name == "masked_fill" and call["value"] == 0:
         return (frozenset({0}),)
     groups = [call.operands_at(g) for g in keyed]
     return tuple([g for g in groups if g is not None])
@@ -220,8 +227,8 @@ def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
 
 def _widens(call: Call) -> bool:
     """Whether a cast keeps every value, so that it may be applied to partial sums."""
-    have = call.operands[0].dtype
-    to = call["dtype"] or have
+    (x,) = call.operands
+    have, to = x.dtype, call["dtype"] or x.dtype
     return have.is_floating_point and to.is_floating_point and to.itemsize >= have.itemsize
 
 
@@ -239,7 +246,7 @@ def pointwise(call: Call) -> Rule:
 @rule_for("fake_quantize_per_channel_affine_cachemask")
 def per_channel(call: Call) -> Rule:
     """Pointwise, with a scale and a zero point for each index along `axis`."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     (full,), sizes = broadcast([shape], shape)
     channel = (full[call["axis"] % len(shape)],)
     return Rule((full, channel, channel), (full, full), sizes)
@@ -248,7 +255,8 @@ def per_channel(call: Call) -> Rule:
 @rule_for("zeros_like", "ones_like", "empty_like", "full_like")
 def like(call: Call) -> Rule:
     """Same layout as the operand, whose values are not read; for a partial operand the constant is replicated."""
-    ins, sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
+    shape = call["self"].shape
+    ins, sizes = broadcast([shape], shape)
     return Rule(ins, ins, sizes, unread=frozenset({0}))
 
 
@@ -257,7 +265,7 @@ def new(call: Call) -> Rule:
     """Same layout as the operand if it has the operand's shape, else replicated."""
     (out,) = call.outputs
     assert out is not None
-    source = call.operands[0]
+    source = call["self"]
     if out.ndim == source.ndim and all(map(same_size, out.shape, source.shape)):
         ins, sizes = broadcast([source.shape], source.shape)
         local = _new_strided if call.name == "new_empty_strided" else None
@@ -276,10 +284,10 @@ def _new_strided(call: LocalCall) -> Any:
 
 @rule_for("tril", "triu")
 def triangle(call: Call) -> Rule:
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     ins, sizes = broadcast([shape], shape)
     last = frozenset(f"d{i}" for i in range(len(shape) - 2, len(shape)))
     return Rule(ins, ins, sizes, linear=(frozenset({0}),), blocked=last)
 
 
-__all__ = ["LINEAR", "POINTWISE", "broadcast", "kept", "linearity"]
+__all__ = ["LINEAR", "POINTWISE", "broadcast", "broadcast_shape", "kept", "linearity"]

@@ -99,21 +99,23 @@ def _in_blocks(template: torch.Tensor, spec: Spec) -> bool:
 
 @rule_for("native_dropout")
 def native_dropout(call: Call) -> Rule:
-    (ins,), sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
+    shape = call["input"].shape
+    (ins,), sizes = broadcast([shape], shape)
     return Rule((ins,), (ins, ins), sizes, local=_local_dropout)
 
 
 def _local_dropout(call: LocalCall) -> Any:
-    x, p, layout, spec = call["input"], call["p"], call.layouts[0], call.call.operands[0]
+    x, p, layout, spec = call["input"], call["p"], call.layouts[0], call.call["input"]
     made = call.call.outputs[1]
     assert layout is not None
     assert made is not None
+    # For an empty tensor torch returns a mask of the input's dtype.
     if not any(layout.dims) or call["train"] is False:
         out, mask = call.run()
-        # For an empty tensor torch returns a mask of the input's dtype.
         return out, mask.to(made.dtype)
     whole = x.new_empty_strided(spec.shape, spec.stride).fill_(1)
-    mask = keep_shard(torch.ops.aten.native_dropout.default(whole, p, True)[1], layout, call.mesh)
+    mask = torch.ops.aten.native_dropout.default(whole, p, True)[1]
+    mask = keep_shard(mask.to(made.dtype), layout, call.mesh)
     # As in the kernel, the scale is rounded to the dtype first.
     return x * (mask.to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))), mask
 
@@ -121,13 +123,14 @@ def _local_dropout(call: LocalCall) -> Any:
 @rule_for("rrelu_with_noise", "rrelu_with_noise_functional")
 def rrelu(call: Call) -> Rule:
     """Draws a number for each negative element, so the operand is gathered; the noise, which is written, is a shard."""
-    full, sizes = broadcast([call.operands[0].shape], call.operands[0].shape)
-    outs: tuple[Dims | None, ...] = (full[0],) * len(call.outputs)
+    x = call["self"]
+    (full,), sizes = broadcast([x.shape], x.shape)
+    outs: tuple[Dims | None, ...] = (full,) * len(call.outputs)
     if not call["training"]:
-        return Rule((full[0], full[0]), outs, sizes)
+        return Rule((full, full), outs, sizes)
     if call.func._schema.name.endswith("_"):
-        return Rule((full[0], full[0]), outs, sizes, unread=frozenset({0, 1}), local=_local_rrelu)
-    return Rule((_never(call.operands[0]), full[0]), outs, sizes, unread=frozenset({1}), local=_local_rrelu)
+        return Rule((full, full), outs, sizes, unread=frozenset({0, 1}), local=_local_rrelu)
+    return Rule((_never(x), full), outs, sizes, unread=frozenset({1}), local=_local_rrelu)
 
 
 def _local_rrelu(call: LocalCall) -> Any:
@@ -135,7 +138,7 @@ def _local_rrelu(call: LocalCall) -> Any:
     assert layout is not None
     if not any(layout.dims):
         return call.run()
-    spec, in_place = call.call.operands[0], call.func._schema.name.endswith("_")
+    spec, in_place = call.call["self"], call.func._schema.name.endswith("_")
     everywhere = Layout.make(layout.mesh_ndim, ((),) * spec.ndim, ())
     # In place, the operand has the layout of the result.
     whole = redistribute_local(x, spec.with_layout(layout), everywhere).clone() if in_place else x

@@ -48,35 +48,36 @@ LINEAR_REDUCTIONS = ("sum", "mean")
 
 def reduced_dims(call: Call) -> tuple[list[int], bool]:
     """The reduced dims, counted from the front, and whether they are kept with length 1."""
-    ndim = call.operands[0].ndim
+    (x,) = call.operands
+    ndim = x.ndim
     given = call["dim"] if call.has("dim") else None
     keep = bool(call["keepdim"]) if call.has("keepdim") else False
     if given is None or (isinstance(given, (list, tuple)) and not given):
         return list(range(ndim)), keep
     given = given if isinstance(given, (list, tuple)) else [given]
-    return [d % ndim if ndim else 0 for d in given], keep
+    return [d % ndim for d in given] if ndim else [], keep
 
 
 @rule_for(*REDUCTIONS)
 def reduction(call: Call) -> Rule:
-    name = call.name
-    shape = call.operands[0].shape
     if len(call.operands) == 2:
         return elementwise_extremum(call)
+    (x,), name = call.operands, call.name
+    shape = x.shape
     (ins,), sizes = broadcast([shape], shape)
     over, keep = reduced_dims(call)
     op = REDUCTIONS[name]
-    factors = [f"d{i}" for i in over] if shape else []
+    factors = [f"d{i}" for i in over]
     indices = name in ("max", "min") and len(call.outputs) == 2
     out: Dims = tuple(() if i in over else (f"d{i}",) for i in range(len(shape)) if keep or i not in over)
-    if name in WITHIN and not call.operands[0].dtype.is_complex:
+    if name in WITHIN and not x.dtype.is_complex:
         whole = frozenset(range(len(call.outputs)))
         local, across = WITHIN[name], frozenset(factors)
         refuses: frozenset[str] = across if local is _logsumexp else frozenset()
         return Rule(
             (ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across, refuses_empty=refuses
         )
-    if op is None or indices or (op != "sum" and call.operands[0].dtype == torch.bool):
+    if op is None or indices or (op != "sum" and x.dtype == torch.bool):
         return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))
     linear = (frozenset({0}),) if name in LINEAR_REDUCTIONS else ()
     reduce = dict.fromkeys(factors, op)
@@ -95,10 +96,9 @@ def elementwise_extremum(call: Call) -> Rule:
 def _mean(call: LocalCall) -> Any:
     """The local sum divided by the global count, so that uneven shards are weighted correctly."""
     over, keep = reduced_dims(call.call)
-    shape = call.call.operands[0].shape
-    dtype = call.call["dtype"]
-    total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=dtype)
-    return total / prod(shape[i] for i in over)
+    (x,) = call.call.operands
+    total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=call["dtype"])
+    return total / prod(x.shape[i] for i in over)
 
 
 def _extremum(call: LocalCall) -> Any:
@@ -179,10 +179,10 @@ WITHIN: dict[str, Callable[[LocalCall], Any]] = {
 """Operator whose results no collective can combine -> its `local` function, which does. Results are Replicate."""
 
 
-@rule_for("histc")
+@rule_for("histc", by_value=True)
 def histogram(call: Call) -> Rule:
     """Counts add up over the ranks, provided that the range is given and does not have to be found first."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     (ins,), sizes = broadcast([shape], shape)
     blocked: frozenset[str] = frozenset(sizes if call["min"] == call["max"] else ())
     return Rule((ins,), (((),),), sizes, reduce=dict.fromkeys(sizes, "sum"), blocked=blocked)

@@ -17,7 +17,7 @@ from .views import LINEAR, follow
 
 @rule_for("select", "unbind")
 def select(call: Call) -> Rule:
-    ndim = call.operands[0].ndim
+    ndim = call["self"].ndim
     gone = call["dim"] % ndim
     return follow(call, [i for i in range(ndim) if i != gone])
 
@@ -37,7 +37,7 @@ CUTS = (
 @rule_for(*CUTS)
 def cut(call: Call) -> Rule:
     """The sliced dim may not be sharded, unless the slice is the entire dim."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     order: list[int | None] = list(range(len(shape)))
     dim = call["dim"] % len(shape)
     out = call.outputs[0]
@@ -49,7 +49,7 @@ def cut(call: Call) -> Rule:
 
 @rule_for("diagonal")
 def diagonal(call: Call) -> Rule:
-    ndim = call.operands[0].ndim
+    ndim = call["self"].ndim
     gone = (call["dim1"] % ndim, call["dim2"] % ndim)
     return follow(call, [*(i for i in range(ndim) if i not in gone), None])
 
@@ -64,13 +64,13 @@ def diag_embed(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     new = (call["dim1"] % out.ndim, call["dim2"] % out.ndim)
-    rest = iter(range(call.operands[0].ndim - 1))
+    rest = iter(range(call["self"].ndim - 1))
     return follow(call, [None if i in new else next(rest) for i in range(out.ndim)])
 
 
 @rule_for("unfold")
 def unfold(call: Call) -> Rule:
-    ndim = call.operands[0].ndim
+    ndim = call["self"].ndim
     over = call["dimension"] % max(ndim, 1)
     return follow(call, [*(None if i == over else i for i in range(ndim)), None])
 
@@ -105,7 +105,8 @@ def put_back(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     if not out.ndim:
-        return Rule((((),) * call.operands[0].ndim,), ((),), {}, linear=LINEAR)
+        (part,) = call.operands
+        return Rule((((),) * part.ndim,), ((),), {}, linear=LINEAR)
     over, part = _part(call, out.shape)
     full, sizes = _all_but(over, out.shape)
     return Rule((part,), (full,), sizes, linear=LINEAR, shape_arg="input_sizes")
@@ -114,7 +115,7 @@ def put_back(call: Call) -> Rule:
 @rule_for("slice_scatter", "select_scatter", "diagonal_scatter")
 def put_into(call: Call) -> Rule:
     """A copy of a tensor with a part of it replaced."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     over, part = _part(call, shape)
     full, sizes = _all_but(over, shape)
     return Rule((full, part), (full,), sizes, linear=(frozenset({0, 1}),))
@@ -131,7 +132,7 @@ def as_strided(call: Call) -> Rule:
     Raises:
         OperatorError: the tensor is sharded and not contiguous.
     """
-    given = call.operands[0]
+    given = call["self"]
     kept = _as_it_lies(call)
     if kept is not None:
         names = [() if n == 1 else (f"d{dim}",) for dim, n in enumerate(given.shape)]
@@ -154,7 +155,7 @@ def _as_it_lies(call: Call) -> tuple[int | None, ...] | None:
 
     None as a whole if the result differs from the tensor by more than dims of length 1.
     """
-    given = call.operands[0]
+    given = call["self"]
     if call.name != "as_strided" or not given.static or call["storage_offset"] not in (None, 0):
         return None
     asked = list(zip(call["size"], call["stride"]))

@@ -19,8 +19,8 @@ def _by_dims(name: str, numbers: tuple[int, ...], text: str, **rest: Any) -> dic
 POOLS = {
     **_by_dims("max_pool{}d_with_indices", (2, 3), "*s -> *s, *s"),
     **_by_dims("max_pool{}d_with_indices_backward", (2, 3), "*s, *s, *s -> *s", linear=FIRST, unread=(1,)),
-    **_by_dims("avg_pool{}d", (2, 3), "*s -> *s", linear=FIRST),
-    **_by_dims("avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST, unread=(1,)),
+    **_by_dims("avg_pool{}d", (2, 3), "*s -> *s", linear=FIRST, rounds=True),
+    **_by_dims("avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST, rounds=True, unread=(1,)),
     **_by_dims("_adaptive_avg_pool{}d", (2, 3), "*s -> *s", linear=FIRST),
     **_by_dims("_adaptive_avg_pool{}d_backward", (2, 3), "*s, *s -> *s", linear=FIRST, unread=(1,)),
     **_by_dims("adaptive_max_pool{}d", (2, 3), "*s -> *s, *s"),

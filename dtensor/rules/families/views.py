@@ -7,7 +7,7 @@ index maps.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import torch
@@ -82,9 +82,9 @@ def _share_major(a: Any, b: Any, before: Any, after: Any, ins: Any, outs: Any, s
     small = _common(x, y)
     if same_size(small, 1):
         return
-    major, rest = f"d{a[0]}.0", f"d{a[0]}.1"
-    sizes[major], sizes[rest] = small, prod(before[i] for i in a) // small
-    ins[a[0]], outs[b[0]] = (major, rest), (major, rest)
+    major, of_in, of_out = (f"d{a[0]}.{k}" for k in range(3))
+    sizes.update({major: small, of_in: x // small, of_out: y // small})
+    ins[a[0]], outs[b[0]] = (major, of_in), (major, of_out)
 
 
 @rule_for("view", "_unsafe_view", "reshape", "_reshape_copy", "view_copy", "_reshape_alias")
@@ -93,10 +93,8 @@ def view(call: Call) -> Rule:
     assert out is not None
     if call.has("dtype"):
         return _reinterpreted(call, out)
-    ins, outs, sizes = view_factors(call.operands[0].shape, out.shape)
-    # The minor factor of a many-to-many group is not a dim of its own and is never a candidate.
-    blocked = frozenset(f for d in ins for f in d[1:])
-    return Rule((ins,), (outs,), sizes, linear=LINEAR, blocked=blocked & _minor(ins, outs), shape_arg=_size(call))
+    ins, outs, sizes = view_factors(call["self"].shape, out.shape)
+    return Rule((ins,), (outs,), sizes, linear=LINEAR, shape_arg=_size(call))
 
 
 def _size(call: Call) -> str:
@@ -105,22 +103,15 @@ def _size(call: Call) -> str:
 
 def _reinterpreted(call: Call, out: Any) -> Rule:
     """`x.view(dtype)`: it is not linear, and the last dim changes its length if the element size changes."""
-    shape = call.operands[0].shape
-    rule = follow(call, list(range(out.ndim)))
-    resized = out.dtype.itemsize != call.operands[0].dtype.itemsize
-    return replace(rule, linear=(), blocked=frozenset({f"d{len(shape) - 1}"}) if resized else frozenset())
-
-
-def _minor(ins: Dims, outs: Dims) -> frozenset[str]:
-    leading = {d[0] for t in (ins, outs) for d in t if d}
-    return frozenset(f for t in (ins, outs) for d in t for f in d if f not in leading)
+    resized = out.dtype.itemsize != call["self"].dtype.itemsize
+    return replace(follow(call, [*range(out.ndim - 1), None] if resized else list(range(out.ndim))), linear=())
 
 
 def follow(
     call: Call, source: Sequence[int | None], blocked: frozenset[str] = frozenset(), shape_arg: Any = None
 ) -> Rule:
     """The rule where output dim i is input dim `source[i]`, or a new dim (None)."""
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     (ins,), sizes = broadcast([shape], shape)
     out: Dims = tuple(() if s is None else ins[s] for s in source)
     outs = tuple(out if o is not None else None for o in call.outputs)
@@ -132,12 +123,12 @@ def follow(
 
 @rule_for("t")
 def t(call: Call) -> Rule:
-    return follow(call, list(range(call.operands[0].ndim))[::-1])
+    return follow(call, list(range(call["self"].ndim))[::-1])
 
 
 @rule_for("transpose", "swapaxes")
 def transpose(call: Call) -> Rule:
-    ndim = call.operands[0].ndim
+    ndim = call["self"].ndim
     order: list[int | None] = list(range(ndim))
     names = ("axis0", "axis1") if call.name == "swapaxes" else ("dim0", "dim1")
     a, b = [call[name] % ndim for name in names] if ndim else (0, 0)
@@ -148,13 +139,13 @@ def transpose(call: Call) -> Rule:
 
 @rule_for("permute")
 def permute(call: Call) -> Rule:
-    ndim = call.operands[0].ndim
+    ndim = call["self"].ndim
     return follow(call, [d % ndim for d in call["dims"]])
 
 
 @rule_for("unsqueeze")
 def unsqueeze(call: Call) -> Rule:
-    ndim = call.operands[0].ndim
+    ndim = call["self"].ndim
     order: list[int | None] = list(range(ndim))
     order.insert(call["dim"] % (ndim + 1), None)
     return follow(call, order)
@@ -162,17 +153,14 @@ def unsqueeze(call: Call) -> Rule:
 
 @rule_for("squeeze")
 def squeeze(call: Call) -> Rule:
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     given = call["dim"] if call.has("dim") else list(range(len(shape)))
     given = given if isinstance(given, (list, tuple)) else [given]
     gone = {d % len(shape) for d in given if same_size(shape[d], 1)} if shape else set()
 
     def local(call: LocalCall) -> Any:
-        # By dimension: a shard may have length 1 where the whole has not, and 0 where the whole has 1.
-        x = call.args[0]
-        if all(same_size(x.shape[d], 1) for d in gone):
-            return torch.ops.aten.squeeze.dims(x, sorted(gone))
-        return x.reshape([s for i, s in enumerate(x.shape) if i not in gone])
+        # By dimension: a shard may have length 1 where the whole has not.
+        return torch.ops.aten.squeeze.dims(call["self"], sorted(gone))
 
     return replace(follow(call, [i for i in range(len(shape)) if i not in gone]), local=local)
 
@@ -181,7 +169,7 @@ def squeeze(call: Call) -> Rule:
 def expand(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
-    shape = call.operands[0].shape
+    shape = call["self"].shape
     new = out.ndim - len(shape)
     source = [None if i < new or (same_size(shape[i - new], 1) and not same_size(s, 1)) else i - new
               for i, s in enumerate(out.shape)]  # fmt: skip
@@ -192,7 +180,7 @@ def expand(call: Call) -> Rule:
 @rule_for("constant_pad_nd")
 def pad(call: Call) -> Rule:
     """Padded dims may not be sharded; padding with zeros is linear."""
-    ndim, given = call.operands[0].ndim, call["pad"]
+    ndim, given = call["self"].ndim, call["pad"]
     padded = {f"d{ndim - 1 - i // 2}" for i, p in enumerate(given) if not (isinstance(p, int) and p == 0)}
     rule = follow(call, list(range(ndim)), blocked=frozenset(padded))
     return rule if call["value"] == 0 else replace(rule, linear=())
@@ -216,7 +204,7 @@ def cat(call: Call) -> Rule:
 @rule_for("repeat")
 def repeat(call: Call) -> Rule:
     """A dim that is repeated may not be sharded."""
-    shape, repeats = call.operands[0].shape, call["repeats"]
+    shape, repeats = call["self"].shape, call["repeats"]
     new = len(repeats) - len(shape)
     source = [i - new if i >= new and same_size(r, 1) else None for i, r in enumerate(repeats)]
     return follow(call, source)
@@ -224,12 +212,12 @@ def repeat(call: Call) -> Rule:
 
 @rule_for("view_as_real")
 def view_as_real(call: Call) -> Rule:
-    return follow(call, [*range(call.operands[0].ndim), None])
+    return follow(call, [*range(call["self"].ndim), None])
 
 
 @rule_for("view_as_complex")
 def view_as_complex(call: Call) -> Rule:
-    return follow(call, list(range(call.operands[0].ndim - 1)))
+    return follow(call, list(range(call["self"].ndim - 1)))
 
 
 __all__ = ["follow", "groups", "view_factors"]

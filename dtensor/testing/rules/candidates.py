@@ -7,6 +7,7 @@ and `is_right` define what placements mean, without using the library.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -235,8 +236,18 @@ class Job:
         return f"{self.case.func} {shapes}: {' '.join(states[0])} -> {' '.join(states[1])}"
 
 
+def check_sizes(case: Case, call: Any, rule: Any) -> None:
+    """Raise AssertionError unless each dim of the tensors is as long as its factors together."""
+    pairs = [*zip(call.operands, rule.inputs), *zip(call.outputs, rule.outputs)]
+    for tensor, dims in [(tensor, dims) for tensor, dims in pairs if tensor is not None and dims is not None]:
+        for size, dim in zip(tensor.shape, dims):
+            fits = not dim or prod(rule.sizes[f] for f in dim) == size
+            assert fits, f"{case.func}: a dim of length {size} has factors {dim}, whose sizes are {rule.sizes}"
+
+
 def jobs_of(case: Case, n: int) -> list[Job]:
-    _, rule = call_and_rule(case, OneAxis(n))
+    call, rule = call_and_rule(case, OneAxis(n))
+    check_sizes(case, call, rule)
     operands = tensors((case.args, case.kwargs))
     dense = as_list(case.func(*mapped(case.args, torch.clone), **mapped(case.kwargs, torch.clone)))
     table = candidates(rule)
@@ -299,6 +310,7 @@ __all__ = [
     "booleans",
     "call_and_rule",
     "case",
+    "check_sizes",
     "cut",
     "floats",
     "integers",

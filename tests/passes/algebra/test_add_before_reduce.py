@@ -119,6 +119,14 @@ def test_root_itself_is_dropped(bench):
     assert count(gm) == {"all_reduce": 1}
 
 
+def test_what_is_reduced_later_stays_after_what_it_is_computed_from(bench):
+    """The term that comes first in the graph moves to the other, whichever sum it is a term of."""
+    r = reducer(bench)
+    gm = bench.trace(lambda x, a, b: r(a) + (x + r(b * 2)), *[(2, 4)] * 3)
+    assert bench.apply(AddBeforeReduce(), gm) == 1
+    assert count(gm) == {"all_reduce": 1}
+
+
 def test_reduce_scatters(bench):
     def f(a, b, c):
         x, y, z = (ops.reduce_scatter(t, "avg", 1, bench.tp) for t in (a, b, c))

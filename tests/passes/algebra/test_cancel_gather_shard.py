@@ -1,5 +1,6 @@
 """all_gather and shard of one group."""
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 
@@ -101,6 +102,17 @@ def test_other_group_stays(bench):
     assert bench.keeps(
         CancelGatherShard(), bench.trace(lambda x: ops.shard(ops.all_gather(x, 0, 8, bench.tp), 1, bench.dp), (4, 6))
     )
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("turned", [False, True])
+def test_another_group_of_as_many_ranks_stays(bench, dim, turned):
+    """Along one dim and along two, whichever group comes first."""
+    one, other = (bench.tp, bench.dp) if turned else (bench.dp, bench.tp)
+    gm = bench.trace(lambda x: ops.shard(ops.all_gather(x, 0, 8, one), dim, other) + 1, (4, 6))
+    assert bench.keeps(CancelGatherShard(), gm)
+    gm = bench.trace(lambda x: ops.all_gather(ops.shard(x, 0, one), dim, (4, 12)[dim], other) + 1, (4, 6))
+    assert bench.keeps(CancelGatherShard(), gm)
 
 
 def test_full_value_that_is_needed_keeps_the_gather(bench):

@@ -130,6 +130,18 @@ def test_a_slow_axis_stays_alone(cube):
         assert cube.apply(MergeAxes(), gm) == 1
 
 
+@pytest.mark.parametrize("kind", ["gathers", "scatters"])
+def test_a_slow_axis_over_which_a_part_is_sent_stays_alone(cube, kind):
+    """What goes over it is the part of one rank of the fast axis; over both, it would be all of it."""
+    a, rest = ((cube.over(label), label) for label in ("a", "bc"))
+    f = (lambda x: gather(gather(x, rest), a)) if kind == "gathers" else (lambda x: scatter(scatter(x, a), rest))
+    gm = cube.trace(f, (8, 4))
+    with cube.links(INTRA, INTER, INTER):
+        assert cube.keeps(MergeAxes(), gm)
+    with cube.links(INTER, INTER, INTER):
+        assert cube.apply(MergeAxes(), gm) == 1
+
+
 @pytest.mark.parametrize("axes", ["ab", "ba"])
 def test_an_axis_that_is_a_little_slower_merges(cube, axes):
     """All bytes then travel at its pace, but there are fewer: 1.8 in place of 1 + 1.2 of the faster axis."""

@@ -40,6 +40,28 @@ return %add""",
     )
 
 
+@pytest.mark.parametrize(
+    ("views", "left"),
+    [
+        (((8, 4), (2, 4, 4)), 1),
+        (((2, 4, 4), (2, 4, 4)), 1),
+        (((8, 4), (32,), (32,), (2, 4, 4)), 2),
+    ],
+)
+def test_views_that_change_nothing_are_passed_over(bench, views, left):
+    r = reducer(bench)
+
+    def f(a, b):
+        x = r(a)
+        for shape in views:
+            x = x.view(shape)
+        return x + r(b)
+
+    gm = bench.trace(f, (8, 4), (2, 4, 4))
+    assert bench.apply(ReduceAfterView(), gm) == 1
+    assert bench.text(gm).count("aten.view") == left
+
+
 def test_towards_a_shard(bench):
     r = reducer(bench)
     gm = bench.trace(lambda a: ops.shard(r(a).view(2, 4, 4), 1, bench.tp) + 1, (8, 4))
