@@ -22,6 +22,7 @@ FIGURES = {
     "wire": "step: bytes",
     "save": "save",
     "watch": "comparison",
+    "record": "step, eager",
 }
 """A figure that each case has."""
 

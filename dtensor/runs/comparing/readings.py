@@ -165,7 +165,8 @@ def _joined(copies: Sequence[Copy], shape: tuple[int, ...]) -> Copy | None:
 
 def _turned(sums: Mapping[str, Vector], offset: int) -> dict[str, Vector]:
     """The sums along dim 0 of a part that begins at `offset`."""
-    c, s = math.cos(fp.ANGLE * offset), math.sin(fp.ANGLE * offset)
+    (angle,) = fp.angles(offset, 1)
+    c, s = math.cos(angle), math.sin(angle)
     cosine = c * sums["cosine"] - s * sums["sine"]
     return {"signed": sums["signed"], "cosine": cosine, "sine": s * sums["cosine"] + c * sums["sine"]}
 

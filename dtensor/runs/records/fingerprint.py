@@ -21,19 +21,24 @@ estimates the Frobenius norm of a difference, and ranges whose sums differ show 
 
 import functools
 import math
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
 BUCKETS = 32
 """The most ranges that a dim is cut into."""
 STATISTICS = 3
 """The numbers in front of the sums: nonfinite, squares, total."""
 NONFINITE, SQUARES, TOTAL = range(STATISTICS)
-ANGLE = math.pi * (3.0 - math.sqrt(5.0))
-"""By how much the angle grows from one index of dim 0 to the next, in radians: the golden angle."""
+TURN = round((3.0 - math.sqrt(5.0)) / 2.0 * 2.0**53) << 11
+"""By how much the angle grows from one index of dim 0 to the next, in 2^-64 of a turn: the golden angle. As an integer,
+so that angles of large indices are as exact as those of small ones."""
+BLOCK = 1 << 20
+"""How many elements are summed at once, if dim 0 can be cut: as many float64 as the sums take of memory."""
 
 Vector = npt.NDArray[np.float64]
 
@@ -75,9 +80,20 @@ def fingerprint(local: torch.Tensor, shape: Sequence[int], offsets: Sequence[int
         x, offsets = torch.view_as_real(x.resolve_conj()), (*offsets, 0)
     if not x.numel():
         return torch.zeros(length(shape), dtype=torch.float64, device=x.device)
-    at = tuple(offsets) or (0,)
-    sizes = tuple(x.shape) or (1,)
-    rest = x.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1)
+    x, at = x.reshape(tuple(x.shape) or (1,)), tuple(offsets) or (0,)
+    rows = max(BLOCK * x.shape[0] // x.numel(), 1)
+    if rows >= x.shape[0]:
+        return _of_block(x, shape, at)
+    found = torch.zeros(length(shape), dtype=torch.float64, device=x.device)
+    for k in range(0, x.shape[0], rows):
+        found += _of_block(x[k : k + rows], shape, (at[0] + k, *at[1:]))
+    return found
+
+
+def _of_block(x: torch.Tensor, shape: tuple[int, ...], at: tuple[int, ...]) -> torch.Tensor:
+    """The fingerprint of what begins at `at`, in one go."""
+    sizes = tuple(x.shape)
+    rest = _in_float64(x)
     squares = torch.dot(rest, rest)
     bad = torch.zeros_like(squares)
     if rest.device.type != "cpu" or not math.isfinite(squares.item()):
@@ -89,14 +105,29 @@ def fingerprint(local: torch.Tensor, shape: Sequence[int], offsets: Sequence[int
     for dim in reversed(range(len(sizes))):
         rows = rest.reshape(-1, sizes[dim])
         if dim:
-            by_row = _middle(rows, sizes, at, dim)
-            along = torch.stack([_signs(0, at[0], sizes[0], rows.device) @ by_row, by_row.sum(0)])
+            along = _signs_and_ones(at[0], sizes[0], rows.device) @ _middle(rows, sizes, at, dim)
         else:
-            along = rows * _turns(at[0], sizes[0], rows.device)
-        ranges = _ranges(shape[dim], at[dim], sizes[dim], rows.device)
-        sums.append((along if ranges is None else _spread(min(shape[dim], BUCKETS), ranges, along)).reshape(-1))
+            along = rows * _turns(sizes[0], rows.device)
+        found = _by_range(along, shape[dim], at[dim])
+        sums.append((found if dim else _turned(at[0], rows.device) @ found).reshape(-1))
         rest = rows @ _signs(dim, at[dim], sizes[dim], rows.device)
     return torch.cat([torch.stack([bad, squares, rest[0]]), *reversed(sums)])
+
+
+_scratch = threading.local()
+
+
+def _in_float64(x: torch.Tensor) -> torch.Tensor:
+    """The elements of a part, in a row. On a CPU in memory that the next part of this thread uses again, for making
+    large tensors takes longer there than filling them."""
+    if x.device.type != "cpu" or x.numel() > BLOCK:
+        return x.to(torch.float64, memory_format=torch.contiguous_format).reshape(-1)
+    if not hasattr(_scratch, "memory"):
+        with torch.inference_mode(False):
+            _scratch.memory = torch.empty(BLOCK, dtype=torch.float64)
+    found = _scratch.memory[: x.numel()]
+    found.view(x.shape).copy_(x)
+    return found
 
 
 def _middle(rows: torch.Tensor, sizes: tuple[int, ...], at: tuple[int, ...], dim: int) -> torch.Tensor:
@@ -106,20 +137,42 @@ def _middle(rows: torch.Tensor, sizes: tuple[int, ...], at: tuple[int, ...], dim
     return _signs_between(sizes, at, dim, rows.device) @ rows.view(sizes[0], -1, sizes[dim])
 
 
-def _spread(count: int, ranges: torch.Tensor, along: torch.Tensor) -> torch.Tensor:
-    return along.new_zeros(along.shape[0], count).index_add_(1, ranges, along)
+def _by_range(along: torch.Tensor, length: int, offset: int) -> torch.Tensor:
+    """The sums of the ranges of a dim of that length; `along` are those of the indices from `offset` on."""
+    kinds, size = along.shape
+    count = min(length, BUCKETS)
+    each = length // count
+    if length % count or offset % each or size % each:
+        return along.new_zeros(kinds, count).index_add_(1, _ranges(length, offset, size, along.device), along)
+    known = along if each == 1 else along.view(kinds, -1, each).sum(2)
+    return known if size == length else F.pad(known, (offset // each, count - (offset + size) // each))
+
+
+@functools.lru_cache(maxsize=1024)
+def _turns(size: int, device: torch.device) -> torch.Tensor:
+    """Ones, and the cosines and sines of the first indices."""
+    found = angles(0, size)
+    return torch.from_numpy(np.stack([np.ones(size), np.cos(found), np.sin(found)])).to(device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _turns(offset: int, size: int, device: torch.device) -> torch.Tensor:
-    """Ones, and the cosines and sines of `size` indices from `offset` on."""
-    angle = ANGLE * np.arange(offset, offset + size)
-    return torch.from_numpy(np.stack([np.ones(size), np.cos(angle), np.sin(angle)])).to(device)
+def _turned(offset: int, device: torch.device) -> torch.Tensor:
+    """The matrix that makes sums of a part that begins at 0 those of one that begins at `offset`."""
+    (angle,) = angles(offset, 1)
+    c, s = math.cos(angle), math.sin(angle)
+    return torch.tensor([[1.0, 0.0, 0.0], [0.0, c, -s], [0.0, s, c]], dtype=torch.float64, device=device)
 
 
 @functools.lru_cache(maxsize=4096)
 def _signs(dim: int, offset: int, size: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(signs(dim, offset, size)).to(device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _signs_and_ones(offset: int, size: int, device: torch.device) -> torch.Tensor:
+    """The signs of `size` indices of dim 0 from `offset` on, and ones."""
+    found = _signs(0, offset, size, device)
+    return torch.stack([found, torch.ones_like(found)])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -132,11 +185,14 @@ def _signs_between(sizes: tuple[int, ...], at: tuple[int, ...], dim: int, device
 
 
 @functools.lru_cache(maxsize=4096)
-def _ranges(length: int, offset: int, size: int, device: torch.device) -> torch.Tensor | None:
-    """The range of each index of the shard; None if there is one range for each and the shard has all of them."""
-    if size == length and length <= BUCKETS:
-        return None
+def _ranges(length: int, offset: int, size: int, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(ranges(length, offset, size)).to(device)
+
+
+def angles(offset: int, size: int) -> Vector:
+    """The angles of `size` indices of dim 0 from `offset` on, in radians."""
+    turns = np.arange(offset, offset + size, dtype=np.uint64) * np.uint64(TURN)
+    return (turns >> np.uint64(11)).astype(np.float64) * (2.0**-53 * 2.0 * math.pi)
 
 
 def signs(dim: int, offset: int, size: int) -> Vector:
@@ -192,12 +248,13 @@ def sizes(vector: Vector, shape: Sequence[int]) -> list[Vector]:
 
 
 __all__ = [
-    "ANGLE",
+    "BLOCK",
     "BUCKETS",
     "NONFINITE",
     "SQUARES",
     "STATISTICS",
     "TOTAL",
+    "angles",
     "bounds",
     "fingerprint",
     "length",

@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.fx import GraphModule
 
@@ -23,6 +24,7 @@ from ...torch_private.core import MODULE_CALL, autograd_node, next_sequence_numb
 FORWARD, BACKWARD, RECOMPUTE, OPTIMIZER, CHECK = "forward", "backward", "recompute", "optimizer", "check"
 
 _OPTIMIZERS = os.path.join(os.path.dirname(torch.__file__), "optim") + os.sep
+_CHECKPOINT = torch.utils.checkpoint.__file__
 _LIBRARY = Path(__file__).parent.parent.parent
 _CHECKS = {
     str(_LIBRARY / file)
@@ -32,10 +34,12 @@ _CHECKS = {
         "parallel/checks/rank_variance.py",
         "runs/watching/checksums.py",
         "runs/watching/differences.py",
+        "runs/watching/replicas.py",
+        "runs/watching/watch.py",
     )
 }
 """Files of this library whose operators only look at values of the program."""
-_OTHER, _USERS, _CALL, _OPTIMIZER, _CHECK = range(5)
+_OTHER, _USERS, _CALL, _OPTIMIZER, _CHECK, _AGAIN = range(6)
 _kinds: dict[CodeType, int] = {MODULE_CALL: _CALL}
 
 
@@ -82,11 +86,12 @@ class Names:
             if local is not None:
                 self.tensors.setdefault(id(local), name)
 
-    def path(self, module: nn.Module, outermost: FrameType) -> str:
-        """The path of a module, whose call is inside the call of `outermost`."""
+    def path(self, module: nn.Module, outermost: FrameType | None) -> str:
+        """The path of a module, whose call is inside the call of `outermost`, if that is known."""
         found = self.modules.get(module)
-        if found is None:
+        if found is None and outermost is not None:
             self.learn(outermost.f_locals["self"])
+        if found is None:
             found = self.modules.setdefault(module, type(module).__name__)
         return found
 
@@ -99,7 +104,7 @@ def _joined(prefix: str, path: str) -> str:
 def _kind(code: CodeType) -> int:
     file = code.co_filename
     found = _OPTIMIZER if file.startswith(_OPTIMIZERS) else _USERS if is_users(file) else _OTHER
-    found = _CHECK if file in _CHECKS else found
+    found = _CHECK if file in _CHECKS else _AGAIN if file == _CHECKPOINT else found
     _kinds[code] = found
     return found
 
@@ -117,10 +122,11 @@ class Places:
         line, module, outermost, phase = _stack(sys._getframe(1))
         if phase == CHECK:
             return NO_PART
-        if node is not None and module is None:
+        if node is not None and module is None and phase != RECOMPUTE:
             made = self.forward.get(node.sequence_number, NOWHERE)
             return Place(BACKWARD, made.module, made.line)
-        path = "" if module is None or outermost is None else self.names.path(module, outermost)
+        path = "" if module is None else self.names.path(module, outermost)
+        phase = FORWARD if phase == RECOMPUTE else phase
         place = Place(phase if node is None else RECOMPUTE, path, line)
         if torch.is_grad_enabled() or node is None:
             self.forward.setdefault(next_sequence_number() - 1, place)
@@ -133,7 +139,7 @@ class Places:
     def module(self) -> str:
         """The path of the innermost module whose call is on the stack."""
         _, module, outermost, _ = _stack(sys._getframe(1))
-        return "" if module is None or outermost is None else self.names.path(module, outermost)
+        return "" if module is None else self.names.path(module, outermost)
 
 
 def _stack(frame: FrameType | None) -> tuple[str, nn.Module | None, FrameType | None, str]:
@@ -155,8 +161,18 @@ def _stack(frame: FrameType | None) -> tuple[str, nn.Module | None, FrameType | 
             phase = phase if phase == CHECK else OPTIMIZER
         elif kind == _CHECK:
             phase = CHECK
+        elif kind == _AGAIN:
+            phase = RECOMPUTE if phase == FORWARD else phase
+            module = _checkpointed(frame) if module is None else module
         frame = frame.f_back
     return line, module, outermost, phase
+
+
+def _checkpointed(frame: FrameType) -> nn.Module | None:
+    """The module whose method a frame of torch's checkpoints calls, of which no call is on the stack."""
+    seen = frame.f_locals
+    called = getattr(seen.get("fn") or getattr(seen.get("ctx"), "run_function", None), "__self__", None)
+    return called if isinstance(called, nn.Module) else None
 
 
 __all__ = ["BACKWARD", "CHECK", "FORWARD", "NOWHERE", "OPTIMIZER", "RECOMPUTE", "Names", "Place", "Places"]

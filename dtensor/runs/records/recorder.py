@@ -49,25 +49,22 @@ PENDING = 512
 """The number of values after which fingerprints are written."""
 
 PLAIN = (torch.Tensor, nn.Parameter)
-NOT_RECORDED = frozenset(
+EMPTY = frozenset(
     f"aten::{name}"
-    for name in (
-        "empty",
-        "empty_like",
-        "new_empty",
-        "empty_strided",
-        "new_empty_strided",
-        "set_",
-        "resize_",
-        "is_pinned",
-    )
-) | {"dtensor::record_begin", "dtensor::record", "dtensor::record_end", "dtensor::agree"}
+    for name in ("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided")
+)
 """Operators whose results hold no values yet."""
+NOT_RECORDED = frozenset(f"aten::{name}" for name in ("set_", "resize_", "is_pinned")) | frozenset(
+    f"dtensor::{name}" for name in ("record_begin", "record", "record_end", "agree")
+)
+"""Operators that compute nothing."""
 SAME_VALUE = frozenset(
     f"aten::{name}" for name in ("_unsafe_view", "lift_fresh", "detach", "alias", "view_as", "_reshape_alias", "clone")
 )
 """Operators that return the value they were given. Which copies are made depends on the order in memory."""
 REDISTRIBUTE = "dtensor::redistribute"
+NOTHING = -1
+"""The number of a value that is none: memory that nothing was written to."""
 OTHER_ORDER = (-1,)
 """In place of the shape that a value was recorded with, for a view that may have its elements in another order."""
 
@@ -78,7 +75,7 @@ class Known:
 
     Attributes:
         token: which recorder knows it.
-        index: the number of the value.
+        index: the number of the value; `NOTHING` if it holds none.
         spec: its spec; None for a plain tensor.
         shape: the global shape that it was recorded with; `OTHER_ORDER` if it is a view.
         owner: the parameter that an optimizer computed it for; "" outside of optimizers.
@@ -195,6 +192,12 @@ class Recorder(TorchDispatchMode):
         if place.phase == CHECK:
             return func(*args, **kwargs)
         name = func._schema.name
+        if name in EMPTY:
+            out = func(*args, **kwargs)
+            for x in tree_leaves(out):
+                if isinstance(x, torch.Tensor) and _is_real(x):
+                    self._mark(x, NOTHING)
+            return out
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         inputs = [self.known(x, place, name, k) for k, x in enumerate(given)]
         out = func(*args, **kwargs)
@@ -225,7 +228,7 @@ class Recorder(TorchDispatchMode):
         made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor)] or _written(func, args, kwargs)
         if made and (func.is_view or name in SAME_VALUE):
             for x in made:
-                self._viewed(x, given[0] if given else x, inputs[0] if inputs else -1, name in SAME_VALUE)
+                self._viewed(x, given[0] if given else x, inputs[0] if inputs else NOTHING, name in SAME_VALUE)
             return
         if name == REDISTRIBUTE:  # `redistributed` was called
             for x in made:
@@ -262,7 +265,7 @@ class Recorder(TorchDispatchMode):
         """The number of the value that `x` holds. One that no recorded operator made is recorded now, as an input."""
         found = self._lookup(x)
         _, spec = _opened(x)
-        if found is not None and _is_same(found.spec, spec):
+        if found is not None and (found.index == NOTHING or _is_same(found.spec, spec)):
             return found.index
         if found is not None:
             return self.value(x, place.phase, place.module, place.line, "from_local", 0, [found.index], kind="from")
@@ -302,7 +305,7 @@ class Recorder(TorchDispatchMode):
             "l": line,
             "o": op,
             "n": k,
-            "in": [i for i in inputs if i >= 0],
+            "in": [i for i in inputs if i != NOTHING],
             "d": str(local.dtype).removeprefix("torch."),
             "g": shape,
             "b": written,
@@ -358,7 +361,7 @@ class Recorder(TorchDispatchMode):
             storage, found = self._memory.get(_memory_of(local), (None, None))
             if storage is None or storage.expired():
                 return None
-        return found if found is not None and found.index >= 0 else None
+        return found
 
     def _name(self, x: torch.Tensor) -> str:
         return self.names.tensors.get(id(x), "") or self.names.tensors.get(id(_opened(x)[0]), "")

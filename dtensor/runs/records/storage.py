@@ -5,6 +5,7 @@ damaged line and a file that was not closed are both noticed. Fingerprints are f
 """
 
 import base64
+import contextlib
 import json
 import warnings
 import zlib
@@ -59,6 +60,9 @@ class Writer:
             self._file = None
 
     def _give_up(self, error: OSError) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what is left in its buffer finds no room either
+                self._file.close()
         self.broken, self._file = True, None
         warnings.warn(
             f"recording ends here, because {self.path} cannot be written: {error.strerror or error}; the program goes "
