@@ -82,5 +82,5 @@ def test_messages_are_quoted_as_they_are():
     source = re.sub(r'"\s*f?"', "", source)
     assert len(rows) == 9
     for row in rows:
-        for words in re.split(r"…|\[3\]|\d+|\bB\b", row):
-            assert words.strip(" ,()") in source, (row, words)
+        for words in re.split(r"[…()]|\[3\]|\d+|\b[AB]\b", row):
+            assert words.strip(" ,:") in source, (row, words)

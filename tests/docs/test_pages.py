@@ -6,6 +6,7 @@ from dtensor.testing import run_ranks
 from tests.docs.pages import PAGES, README, blocks, run_blocks
 
 NOT_RUN = {
+    "guides/comparing.md": (1, "a part of examples/qwen3_by_hand.py, which `test_comparing` runs"),
     "guides/fsdp.md": (1, "a mesh of 64 GPUs"),
     "guides/gpus.md": (1, "a GPU"),
     "guides/own_operators.md": (1, "starts ranks as threads, which a process that is a rank cannot"),
