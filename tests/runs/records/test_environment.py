@@ -1,16 +1,12 @@
 """DTENSOR_RECORD: programs under torchrun are recorded as they are, eager and compiled, and compute what they would."""
 
-import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from dtensor.runs.comparing.report import report
-from dtensor.runs.comparing.values import load
 from tests.runs.comparing import programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -24,11 +20,21 @@ from torch import nn
 from dtensor import init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down, self.norm = nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(self.down(self.act(self.up(x))))
+
+
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16))
-parallelize_module(model, mesh, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()})
+model = Model()
+parallelize_module(model, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
 run = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}) if sys.argv[1] == "compiled" else model
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(3):
@@ -59,42 +65,27 @@ def said(folder, mode, **variables):
     return re.findall("said .*", done.stdout)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Records of two steps, of which activations are kept, in "eager" and "compiled", and what the programs said."""
-    root = tmp_path_factory.mktemp("runs")
-    told = {"alone": said(root, "compiled")}
+def test_eager_and_compiled_programs(tmp_path):
+    """Two steps of three, of which activations are kept."""
+    told = {"alone": said(tmp_path, "compiled")}
     for mode in ("eager", "compiled"):
-        given = {"DTENSOR_RECORD": str(root / mode), "DTENSOR_RECORD_STEPS": "2", "DTENSOR_RECORD_VALUES": "*/gelu"}
-        told[mode] = said(root, mode, **given)
-    (root / "said.json").write_text(json.dumps(told))
-    return root
-
-
-def test_the_compiled_program_computes_the_same_bits(folder):
-    told = json.loads((folder / "said.json").read_text())
+        given = {"DTENSOR_RECORD": str(tmp_path / mode), "DTENSOR_RECORD_STEPS": "2", "DTENSOR_RECORD_VALUES": "*/gelu"}
+        told[mode] = said(tmp_path, mode, **given)
     assert len(told["alone"]) == 1
     assert told["compiled"] == told["alone"]
 
-
-def test_eager_and_compiled_agree(folder):
-    found = programs.compared(folder / "eager", folder / "compiled")
+    found = programs.compared(tmp_path / "eager", tmp_path / "compiled")
     assert (found.a.world, found.a.steps, found.b.world, found.b.steps) == (2, 2, 2, 2)
     assert "The runs agree" in report(found)
-    by_op = {(p.b.phase, p.b.op, p.b.module) for p in found.pairs}
-    assert {("forward", "gelu", "1"), ("backward", "gelu_backward", "1"), ("gradient", "gradient", "0.weight")} <= by_op
+    compared = {(p.b.phase, p.b.op, p.b.module) for p in found.pairs}
+    assert {("forward", "gelu", "act"), ("backward", "gelu_backward", "act")} <= compared
+    assert ("gradient", "gradient", "up.weight") in compared
     alone = [v for v in (*found.only_a, *found.only_b) if v.phase in ("forward", "backward")]
     assert len(alone) < len(found.pairs) / 10, [str(v) for v in alone]
 
-
-def test_what_is_compiled_has_places_and_placements(folder):
-    values = load(folder / "compiled").values.values()
-    gelu, after = [v for v in values if v.op == "gelu"]
-    assert (gelu.module, gelu.step, after.step, str(gelu.spec)) == ("1", 0, 1, "tp: S(1)")
+    gelu, after = [v for v in found.b.values.values() if v.op == "gelu"]
+    assert (gelu.module, gelu.step, after.step, str(gelu.spec)) == ("act", 0, 1, "tp: S(1)")
     assert re.fullmatch(r"(program\.py:\d+)?", gelu.line)
-
-
-def test_whole_values_are_kept(folder):
-    kept = [v.first["v"] for v in load(folder / "eager").values.values() if v.first.get("v")]
-    assert len(kept) == 2
-    assert all((folder / "eager" / name).exists() for name in kept)
+    kept = [(run, v.first["v"]) for run in (found.a, found.b) for v in run.values.values() if v.first.get("v")]
+    assert len(kept) == 4
+    assert all((run.folder / name).exists() for run, name in kept)

@@ -113,16 +113,15 @@ def test_outside_of_modules(tmp_path):
 
 def test_operators_that_only_look_are_not_recorded(tmp_path):
     """Of a watch, which reads all parameters after a step."""
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ops = []
     for watched in (False, True):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with dtensor.record(tmp_path / str(watched)):
             watch = dtensor.watch(model, optimizer, every=1) if watched else None
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
             if watch is not None:
                 watch.close()
-        optimizer.zero_grad()
         ops.append([v.op for v in load(tmp_path / str(watched)).values.values() if v.kind == "op"])
     assert ops[0] == ops[1]
