@@ -238,6 +238,8 @@ class Job:
 
 def check_sizes(case: Case, call: Any, rule: Any) -> None:
     """Raise AssertionError unless each dim of the tensors is as long as its factors together."""
+    given, made = (len(call.operands), len(call.outputs)), (len(rule.inputs), len(rule.outputs))
+    assert given == made, f"{case.func}: a rule of {made} operands and outputs for {given}"
     pairs = [*zip(call.operands, rule.inputs), *zip(call.outputs, rule.outputs)]
     for tensor, dims in [(tensor, dims) for tensor, dims in pairs if tensor is not None and dims is not None]:
         for size, dim in zip(tensor.shape, dims):
