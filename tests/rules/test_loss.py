@@ -62,6 +62,18 @@ def class_cases():
             yield c(aten.nll_loss_forward.default, f(4), torch.tensor(2), weight, reduction, -100, at_least=2)
 
 
+def infinite_cases():
+    """Classes that cannot be, and samples of which none counts."""
+    x, target, none = f(5, 4), torch.tensor([1, 2, 1, -100, 2]), torch.full((5,), -100)
+    x[:, [0, 3]] = float("-inf")
+    zero = torch.zeros((), dtype=torch.float64)
+    for reduction in (0, 1, 2):
+        yield c(aten.nll_loss_forward.default, x, target, None, reduction, -100, at_least=3)
+        yield c(aten.nll_loss_forward.default, x, none, f(4), reduction, -100, at_least=3)
+        grad = f(5) if reduction == 0 else f()
+        yield c(aten.nll_loss_backward.default, grad, x, none, None, reduction, -100, zero, at_least=5)
+
+
 def linear_cases():
     x, w, rows = f(5, 3), f(4, 3), torch.tensor([0, 3, 1, -1, 2])
     forward, backward = torch.ops.dtensor.linear_lse.default, torch.ops.dtensor.linear_lse_backward.default
@@ -72,6 +84,6 @@ def linear_cases():
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("group", [elementwise_cases, margin_cases, class_cases, linear_cases])
+@pytest.mark.parametrize("group", [elementwise_cases, margin_cases, class_cases, infinite_cases, linear_cases])
 def test_every_candidate_is_right(group, n):
     check(group, n)

@@ -194,6 +194,9 @@ def test_foreach_takes_the_rule_of_each_element(rank):
     (largest,) = torch._foreach_max([x])
     assert largest.placements == (Partial("max"),)
     assert largest.full_tensor() == 5
+    row = torch.arange(3.0).reshape(1, 3)
+    (largest,) = torch._foreach_max([distribute_tensor(row, mesh, [Shard(0)])])  # of nothing, on the second rank
+    assert largest.full_tensor() == 2
     (found,) = torch._foreach_erf([x])
     assert found.placements == (Shard(1),)
     assert torch.equal(found.full_tensor(), torch.erf(torch.arange(6.0).reshape(2, 3)))

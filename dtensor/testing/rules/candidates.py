@@ -242,6 +242,7 @@ def check_sizes(case: Case, call: Any, rule: Any) -> None:
     assert given == made, f"{case.func}: a rule of {made} operands and outputs for {given}"
     pairs = [*zip(call.operands, rule.inputs), *zip(call.outputs, rule.outputs)]
     for tensor, dims in [(tensor, dims) for tensor, dims in pairs if tensor is not None and dims is not None]:
+        assert len(dims) == tensor.ndim, f"{case.func}: a rule of {len(dims)} dims for a tensor of {tensor.ndim}"
         for size, dim in zip(tensor.shape, dims):
             fits = not dim or prod(rule.sizes[f] for f in dim) == size
             assert fits, f"{case.func}: a dim of length {size} has factors {dim}, whose sizes are {rule.sizes}"
