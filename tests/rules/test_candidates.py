@@ -188,6 +188,7 @@ def further_cases():
     for b in (f(3, 4), f(3, 2), f(1, 3, 2)):
         yield c(aten._linalg_solve_ex.default, a[:2], b)
     yield c(aten._linalg_solve_ex.default, a[:2], f(4, 3), left=False)
+    yield from [c(aten._linalg_solve_ex.default, a[0], b) for b in (f(2, 3, 4), f(4, 3, 1))]
     yield c(aten._linalg_solve_ex.default, a[0], f(3))
     yield c(aten._linalg_solve_ex.default, a[0], f(3, 2))
 

@@ -96,6 +96,8 @@ def reading_cases():
     yield c(aten.gather.default, x, 1, ints(6, 5, 0, 4), at_least=3)
     yield c(aten.index.Tensor, x, [None, ints(6, 0)], at_least=3)
     yield c(aten.take.default, x, ints(100, 3, 4), at_least=5)
+    yield c(aten.take.default, ints(9, 5, 6), ints(30, 3, 4), at_least=5)
+    yield c(aten.embedding.default, f(1, 4), ints(1, 3), at_least=5)
     yield c(aten.gather.default, x, 1, torch.zeros(0, dtype=torch.int64), at_least=3)
     yield c(aten.gather.default, f(), 0, torch.tensor(0), at_least=1)
     yield c(aten.index_select.default, f(1), 0, ints(1, 3), at_least=3)

@@ -69,6 +69,7 @@ def solver_cases():
     yield c(aten._cdist_forward.default, x, y, 2.0, None, at_least=4)
     d = aten._cdist_forward.default(x, x, 2.0, None)
     yield c(aten._cdist_backward.default, f(4, 5, 5), x, x.clone(), 2.0, d, at_least=6)
+    yield from [c(aten._cdist_forward.default, x, y, p, None, at_least=4) for p in (0.0, 0.5, 3.0, float("inf"))]
     yield c(aten._cdist_forward.default, x, y, 1.0, None, at_least=5)
     d = aten._cdist_forward.default(x, y, 1.0, None)
     yield c(aten._cdist_backward.default, f(4, 5, 6), x, y.expand(4, 6, 3).clone(), 1.0, d, at_least=7)

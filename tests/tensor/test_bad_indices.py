@@ -130,7 +130,9 @@ NAMED = {
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("name", NAMED)
 def test_each_error_names_index_dim_and_size(name, kind):
-    f, x, index = case(name, kind)
+    made = case(name, kind)
+    assert made is not None
+    f, x, index = made
     word, (at, dim) = "Target" if "loss" in name or "entropy" in name else "index", NAMED[name]
     message = rf"^{word} {index.flatten()[-1]} is out of bounds for dimension {dim} with size {x.shape[at]}$"
 
