@@ -149,6 +149,7 @@ def writing_cases():
     yield c(aten.index_add.default, f(6), 0, torch.tensor(2), f(1), at_least=3)
     yield c(aten.index_add.default, f(), 0, one, f(), at_least=3)
     yield c(aten.index_fill.int_Scalar, f(), 0, one, 2.0)
+    yield c(aten.index_copy.default, f(), 0, one, f(1), at_least=3)
     yield c(aten.put.default, x, ints(100, 3, 4), f(3, 4), True, at_least=5)
     yield c(aten.put.default, x, torch.randperm(100)[:3], f(3), at_least=3)
     yield c(aten.masked_scatter.default, x, mask(5, 6, 4), f(200), at_least=3)
