@@ -90,7 +90,7 @@ class Call:
         for position, name in enumerate(names):
             given = self[name]
             if isinstance(given, list) and len(given) == 1:
-                given = given[0]
+                (given,) = given
             if isinstance(given, Spec):
                 found[position] = count
                 count += 1

@@ -42,13 +42,18 @@ def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
     Returns:
         The layouts of operands and outputs, and the mesh axes that shard each factor.
     """
-    network = facts(operands[0].mesh).network
+    network = _network(operands)
     table = candidates(rule)
     picked: list[Candidate] = []
     shared: dict[Factor, int] = {}
     for axis in range(len(network.sizes)):
         picked.append(_cheapest(rule, table, operands, in_place, axis, network, shared))
     return _assemble(rule, picked, operands, in_place)
+
+
+def _network(operands: list[Spec]) -> Network:
+    first, *_ = operands
+    return facts(first.mesh).network
 
 
 def _cheapest(
@@ -90,7 +95,7 @@ class Weighed:
 
 def weigh(rule: Rule, operands: list[Spec], in_place: bool = False) -> list[list[Weighed]]:
     """All candidates that `choose` compares, for each mesh axis, in the rule's order."""
-    network = facts(operands[0].mesh).network
+    network = _network(operands)
     table = candidates(rule)
     shared: dict[Factor, int] = {}
     found: list[list[Weighed]] = []

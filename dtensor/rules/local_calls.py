@@ -38,7 +38,7 @@ def parts(call: LocalCall, factor: str) -> int:
 
 def empty_outputs(call: LocalCall) -> Any:
     """Zeros in the local shape of each output, for a rank that holds no data."""
-    like = _tensors([call.args, list(call.kwargs.values())])[0]
+    like, *_ = _tensors([call.args, list(call.kwargs.values())])
     made = [
         None
         if o is None or layout is None
@@ -47,7 +47,10 @@ def empty_outputs(call: LocalCall) -> Any:
         )
         for o, layout in zip(call.call.outputs, call.layouts)
     ]
-    return tuple(made) if call.call.many else made[0]
+    if call.call.many:
+        return tuple(made)
+    (one,) = made
+    return one
 
 
 def has_empty_shard(call: LocalCall) -> bool:

@@ -129,7 +129,7 @@ def _spread(word: Word, ndim: int, gone: set[str]) -> Dims | None:
 
 
 def _sizes(spread: list[Dims], shapes: list[tuple[Any, ...]], sizes: dict[str, Any]) -> set[str]:
-    """Fill in the factors' sizes; return the factors whose dims disagree or that have no size."""
+    """Fill in the factors' sizes, as far as dims tell them; return the factors whose dims disagree."""
     clash: set[str] = set()
     shared: list[tuple[Sequence[str], Any]] = []
     for dims, shape in zip(spread, shapes):
@@ -147,8 +147,7 @@ def _sizes(spread: list[Dims], shapes: list[tuple[Any, ...]], sizes: dict[str, A
         for f in factors:
             size = size // sizes[f] if f in sizes else size
         if len(unknown) == 1:
-            sizes[unknown[0]] = size
-        clash |= set(unknown[1:])
+            sizes.update(dict.fromkeys(unknown, size))
     return clash
 
 
@@ -158,7 +157,7 @@ def _thinned(dims: Dims, shape: tuple[Any, ...], sizes: Mapping[str, Any]) -> Di
     def stays_whole(factors: tuple[str, ...], size: Any) -> bool:
         if any(f not in sizes for f in factors):
             return True
-        return bool(factors) and factors[0][0] == "*" and same_size(size, 1) and not same_size(sizes[factors[0]], 1)
+        return same_size(size, 1) and any(f.startswith("*") and not same_size(sizes[f], 1) for f in factors)
 
     return tuple(() if stays_whole(d, s) else d for d, s in zip(dims, shape))
 

@@ -131,8 +131,9 @@ def position(where: Dims, factor: Factor, sizes: Mapping[Factor, Any]) -> int | 
         return None
     if len(found) > 1:
         return -1
-    before = where[found[0]][: where[found[0]].index(factor)]
-    return found[0] if all(same_size(sizes[f], 1) for f in before) else -1
+    (at,) = found
+    before = where[at][: where[at].index(factor)]
+    return at if all(same_size(sizes[f], 1) for f in before) else -1
 
 
 def shares_dim(rule: Rule, factor: Factor) -> bool:

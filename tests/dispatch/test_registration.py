@@ -315,6 +315,23 @@ def test_what_cannot_be_a_rule(text, options, message):
     assert str(scale_rows._opoverload) not in RULES
 
 
+@pytest.mark.parametrize("sign", ["*", "/", "0", "2", "_", "~", "."])
+def test_letters_ones_and_dots_are_dimensions(sign):
+    with pytest.raises(ValueError, match="a dimension is a letter, 1, or"):
+        Rule(f"m{sign}->m")
+
+
+def test_a_letter_may_occur_twice_and_the_first_that_is_wrong_is_named():
+    assert Rule("mm->m").inputs == (("m", "m"),)
+    with pytest.raises(ValueError, match="factor 'x' of an output is in no operand"):
+        Rule("m->xy")
+    with pytest.raises(ValueError, match="has no factor 'x'; its factors are k, m"):
+        Rule("mk->m", reduce={"x": "sum", "y": "sum"})
+    for option in ("k", "x"):
+        with pytest.raises(TypeError, match="positional argument"):
+            Rule("mk->m", option)
+
+
 def test_a_rule_prints_as_it_was_written():
     rule = Rule("mk,n->m", reduce="k", linear="x", blocked="n")
     assert repr(rule) == "Rule(text='mk,n->m', reduce='k', linear='x', added=(), blocked='n')"

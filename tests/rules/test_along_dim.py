@@ -68,6 +68,13 @@ def reduction_cases():
     yield c(aten.std.dim, x, [1], True, at_least=4)
     yield c(aten.var.correction, torch.complex(x, x + 1), [0], at_least=3)
     yield c(aten.var.correction, f(1), [0], correction=0, at_least=2)
+    for n, correction in ((1, 1), (1, 2), (2, 3)):  # fewer than are taken off
+        yield c(aten.var.correction, f(n, 4), [0], correction=correction, at_least=3)
+    for keep in (False, True):  # on more ranks than there are rows, columns, or both
+        for op in (aten.amax.default, aten.amin.default, aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default):
+            yield from [c(op, f(2, 3), over, keep, at_least=3) for over in ([0], [-1], [0, 1])]
+        yield from [c(aten.prod.dim_int, f(2, 3), dim, keep, at_least=3) for dim in (0, 1)]
+    yield from [c(op, mask(3, 5), [0], at_least=2) for op in (aten.amax.default, aten.amin.default)]
     yield c(aten.nansum.default, x, [0], at_least=4)
     yield c(aten.prod.default, mask(5, 6))
     yield c(aten.histc.default, f(5, 6), 4, 0, 2, at_least=3)

@@ -40,7 +40,7 @@ def batch_norm_cases():
 def batch_norm_of_images_cases():
     """Two dimensions of space, and none; parameters of which some are missing."""
     w, b, mean, var = f(4), f(4), f(4), f(4)
-    for shape, kept in (((5, 4, 2, 3), 5), ((5, 4), 3), ((1, 4, 5), 4)):
+    for shape, kept in (((5, 4, 2, 3), 5), ((5, 4), 3), ((1, 4, 5), 4), ((2, 4), 3)):
         x = f(*shape)
         for training in (True, False):
             for weight, bias in ((w, b), (w, None), (None, None)):

@@ -17,7 +17,7 @@ import torch
 
 from dtensor.rules import RULES, base_name
 from dtensor.rules.call import BY_VALUE
-from dtensor.rules.families.pointwise import FALLING, RISING
+from dtensor.rules.families.pointwise import FALLING, LINEAR, RISING
 from dtensor.rules.families.random import FILLS, LIKE
 from dtensor.rules.rule import candidates
 from dtensor.testing.rules.candidates import (
@@ -46,6 +46,8 @@ def further_cases():
     yield from [
         c(op, x) for op in (aten.absolute.default, aten.detach.default, aten.alias.default, aten.hardswish.default)
     ]
+    yield c(aten.positive.default, x)
+    yield from [c(op, x, y) for op, y in ((aten.true_divide.Tensor, y), (aten.true_divide.Scalar, 3.0))]
     yield from [c(op, x, y) for op in (aten.multiply.Tensor, aten.divide.Tensor, aten.subtract.Tensor)]
     yield from [c(getattr(aten, name).default, x) for name in sorted((RISING | FALLING) - CLAMPS)]
     yield from [c(op, x, 0.7) for op in (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)]
@@ -186,6 +188,7 @@ def further_cases():
     for b in (f(3, 4), f(3, 2), f(1, 3, 2)):
         yield c(aten._linalg_solve_ex.default, a[:2], b)
     yield c(aten._linalg_solve_ex.default, a[:2], f(4, 3), left=False)
+    yield from [c(aten._linalg_solve_ex.default, a[0], b) for b in (f(2, 3, 4), f(4, 3, 1))]
     yield c(aten._linalg_solve_ex.default, a[0], f(3))
     yield c(aten._linalg_solve_ex.default, a[0], f(3, 2))
 
@@ -326,6 +329,12 @@ def test_every_rule_has_a_call():
     there = {name for name in names if hasattr(aten, name) or hasattr(aten, f"{name}_")}
     assert len(there) > 300
     assert {name for name in there if f"aten::{name}" not in called} == set(ELSEWHERE)
+
+
+def test_everything_linear_has_a_call():
+    called = {f"{base_name(case.func)}.{case.func._overloadname}".removeprefix("aten::") for _, case in every_call()}
+    called |= {name.partition(".")[0] for name in called}
+    assert set(LINEAR) - called == set()
 
 
 def with_floats(value, number):

@@ -208,6 +208,13 @@ def test_in_place_what_would_lie_otherwise_is_refused(fake_mesh):
     assert [w.refused.partition(":")[0] for w in rows] == ["", "in place", "in place"]
     assert chosen(turned, operands, in_place=True) == "R -> R"
     assert chosen(turned, operands) == "S(0) -> S(1)"
+    # What comes after such a candidate is looked at all the same.
+    last = Rule((dims("abc"),), (dims("bac"),), {"a": 64, "b": 64, "c": 64})
+    assert chosen(last, specs(fake_mesh(4), "S(2)", shape=(64, 64, 64)), in_place=True) == "S(2) -> S(2)"
+    # The first operand's layout is that of the result, not the others'.
+    row = Rule((dims("ab"), dims("b")), (dims("ab"),), {"a": 64, "b": 64})
+    given = specs(fake_mesh(4), "S(1)", ("S(0)", (64,)))
+    assert chosen(row, given, in_place=True) == "S(1) S(0) -> S(1)"
     unread = Rule(turned.inputs, turned.outputs, turned.sizes, unread=frozenset({0}))
     (rows,) = weigh(unread, operands, in_place=True)
     assert [w.refused for w in rows] == ["", "", ""]
@@ -224,6 +231,9 @@ def test_what_is_not_read_is_not_moved_unless_its_shard_gives_a_shape(fake_mesh)
     for given, expected in (("S(0) R", "S(0) S(0)"), ("S(1) R", "S(1) S(1)"), ("S(0) S(1)", "S(0) S(0)")):
         assert chosen(beside, specs(mesh, *given.split())) == f"{expected} -> {expected[:4]}"
     assert chosen(beside, specs(mesh, "R", "P")) == "R P -> R"
+    written = Rule(SAME.inputs, SAME.outputs, SAME.sizes, unread=frozenset({0}))
+    found = choose(written, specs(mesh, "P", "S(0)"), in_place=True)
+    assert found.inputs[0] is found.outputs[0]
     shapeless = Rule((((), ()), dims("ab")), (dims("ab"),), {"a": 64, "b": 64}, unread=frozenset({0}))
     assert chosen(shapeless, specs(mesh, "S(0)", "S(1)")) == "S(0) S(1) -> S(1)"
 

@@ -21,8 +21,10 @@ def part_cases():
     yield c(aten.diagonal_backward.default, f(6, 4), [4, 6, 5], 1, 0, 2, at_least=4)
     yield c(aten.diagonal_scatter.default, x, f(6, 4), 1, 0, 2, at_least=4)
     yield c(aten.diag_embed.default, f(4, 6), 0, 0, 2, at_least=4)
+    yield c(aten.diag_embed.default, f(4, 5, 6), at_least=5)
     yield c(aten.unfold.default, x, 1, 3, 2, at_least=5)
     yield c(aten.unfold.default, f(), 0, 1, 1, at_least=3)
+    yield c(aten.unfold.default, f(6), -1, 3, 1, at_least=3)
     yield c(aten.unfold_backward.default, f(4, 2, 5, 3), [4, 6, 5], 1, 3, 2, at_least=5)
     yield c(aten.select_scatter.default, x, f(4, 5), 1, 2, at_least=5)
     yield c(aten.slice_scatter.default, x, f(4, 3, 5), 1, 1, 4, at_least=5)
@@ -38,6 +40,9 @@ def part_cases():
     yield c(aten._stack.default, [f(4, 6), f(4, 6)], 1, at_least=5)
     yield c(aten.swapaxes.default, x, 0, -1, at_least=6)
     yield c(aten.as_strided_scatter.default, x, f(4, 3), [4, 3], [1, 2], at_least=3)
+    yield c(aten.as_strided_scatter.default, f(4, 6), f(4, 6), [4, 6], [6, 1], at_least=3)
+    yield c(aten.as_strided.default, f(2, 6), [6, 2], [2, 1], at_least=3)
+    yield c(aten.as_strided.default, f(1, 6), [0, 6], [6, 1], at_least=3)
     yield c(aten._reshape_copy.default, x, [2, 2, 6, 5], at_least=6)
     yield c(aten._reshape_alias.default, x, [2, 2, 6, 5], [60, 30, 5, 1], at_least=6)
 
@@ -91,7 +96,13 @@ def reading_cases():
     yield c(aten.gather.default, x, 1, ints(6, 5, 0, 4), at_least=3)
     yield c(aten.index.Tensor, x, [None, ints(6, 0)], at_least=3)
     yield c(aten.take.default, x, ints(100, 3, 4), at_least=5)
+    yield c(aten.take.default, ints(9, 5, 6), ints(30, 3, 4), at_least=5)
+    yield c(aten.embedding.default, f(1, 4), ints(1, 3), at_least=5)
+    yield c(aten.gather.default, x, 1, torch.zeros(0, dtype=torch.int64), at_least=3)
+    yield c(aten.gather.default, f(), 0, torch.tensor(0), at_least=1)
+    yield c(aten.index_select.default, f(1), 0, ints(1, 3), at_least=3)
     yield c(aten.embedding.default, f(7, 6), torch.tensor(5), at_least=5)
+    yield c(aten.embedding.default, f(6, 4), ints(6, 3), at_least=5)
 
 
 def writing_cases():
@@ -117,6 +128,15 @@ def writing_cases():
     yield c(aten.scatter_add.default, x, 1, ints(6, 5, 3, 4), f(5, 5, 4), at_least=5)
     yield c(aten.scatter.src, x, 1, torch.arange(3).expand(5, 4, 3).mT.contiguous(), f(5, 3, 4), at_least=5)
     yield c(aten.scatter_reduce.two, x, 1, ints(6, 5, 3, 4), f(5, 3, 4), "amax", at_least=3)
+    for reduce in ("add", "multiply"):
+        yield c(aten.scatter.reduce, x, 1, ints(6, 5, 3, 4), f(5, 3, 4), reduce=reduce, at_least=3)
+        yield c(aten.scatter.value_reduce, x, 1, ints(6, 5, 3, 4), 2.0, reduce=reduce, at_least=3)
+    yield c(aten.index_put.default, x, [x > 1], f(), True, at_least=3)
+    for single in ([1], [1, 4]):
+        yield c(aten.index_put.default, x, [torch.tensor(single)], f(1, 6, 4), True, at_least=5)
+        yield c(aten.index_put.default, x, [None, torch.tensor(single)], f(5, 1, 4), True, at_least=5)
+    yield c(aten.put.default, x, ints(100, 1, 3), f(3), True, at_least=3)
+    yield c(aten.index_add.default, f(6), -1, torch.randperm(6)[:3], f(3), at_least=4)
     # Numbers in place of vectors of one, and no index at all.
     one, none = torch.tensor([0]), torch.zeros(0, dtype=torch.int64)
     yield c(aten.scatter.src, f(), 0, one, f(1), at_least=3)
@@ -124,9 +144,12 @@ def writing_cases():
     yield c(aten.scatter_add.default, f(6), 0, torch.tensor(2), f(), at_least=3)
     yield c(aten.scatter_add.default, x, 1, none, f(5, 3, 4), at_least=3)
     yield c(aten.scatter.value, x, 1, none, 2.0)
+    yield c(aten.scatter.value, f(6), 0, none.reshape(2, 0), 2.0)
+    yield c(aten.scatter_add.default, f(6), 0, none.reshape(2, 0), f(2, 0), at_least=3)
     yield c(aten.index_add.default, f(6), 0, torch.tensor(2), f(1), at_least=3)
     yield c(aten.index_add.default, f(), 0, one, f(), at_least=3)
     yield c(aten.index_fill.int_Scalar, f(), 0, one, 2.0)
+    yield c(aten.index_copy.default, f(), 0, one, f(1), at_least=3)
     yield c(aten.put.default, x, ints(100, 3, 4), f(3, 4), True, at_least=5)
     yield c(aten.put.default, x, torch.randperm(100)[:3], f(3), at_least=3)
     yield c(aten.masked_scatter.default, x, mask(5, 6, 4), f(200), at_least=3)

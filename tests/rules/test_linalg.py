@@ -69,6 +69,7 @@ def solver_cases():
     yield c(aten._cdist_forward.default, x, y, 2.0, None, at_least=4)
     d = aten._cdist_forward.default(x, x, 2.0, None)
     yield c(aten._cdist_backward.default, f(4, 5, 5), x, x.clone(), 2.0, d, at_least=6)
+    yield from [c(aten._cdist_forward.default, x, y, p, None, at_least=4) for p in (0.0, 0.5, 3.0, float("inf"))]
     yield c(aten._cdist_forward.default, x, y, 1.0, None, at_least=5)
     d = aten._cdist_forward.default(x, y, 1.0, None)
     yield c(aten._cdist_backward.default, f(4, 5, 6), x, y.expand(4, 6, 3).clone(), 1.0, d, at_least=7)
@@ -87,12 +88,13 @@ def product_cases():
     yield c(aten._grouped_mm.default, f(3, 8, 8).float(), f(8, 8).float().t(), ends, at_least=4)
     eighths = [torch.randint(-4, 5, (16, 32)).div(8).to(torch.float8_e4m3fn) for _ in range(2)]
     one, narrow = torch.tensor(1.0), torch.bfloat16
-    yield c(aten._scaled_mm.default, eighths[0], eighths[1].t(), one, one, at_least=3)
+    for scale in (one, torch.ones(1), torch.ones(1, 1)):
+        yield c(aten._scaled_mm.default, eighths[0], eighths[1].t(), scale, scale, at_least=3)
     scales = [2.0 ** torch.randint(-2, 3, shape) for shape in ((16, 1), (1, 16))]
     yield c(aten._scaled_mm.default, eighths[0], eighths[1].t(), *scales, out_dtype=narrow, at_least=3)
     yield c(aten.addbmm.default, f(5, 3), f(4, 5, 6), f(4, 6, 3), at_least=9, beta=0.5)
     yield c(aten.addbmm.default, f(3), f(4, 5, 6), f(4, 6, 3), at_least=9)
-    yield c(aten.addr.default, f(5, 3), f(5), f(3), at_least=7, alpha=2)
+    yield from [c(aten.addr.default, bias, f(5), f(3), at_least=7, alpha=2) for bias in (f(5, 3), f(3), f(5, 1), f())]
     yield c(aten._int_mm.default, ints(9, 32, 16).to(torch.int8), ints(9, 16, 16).to(torch.int8), at_least=8)
 
 
@@ -130,11 +132,12 @@ def test_products_of_groups_of_transformers(n):
     check(of_transformers, n)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (2, 4, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5), (2, 4, 5), (2, 4, 8)])
 def test_rows_or_columns_start_at_multiples_of_16_bytes(shape, dtype):
     x = f(*shape).to(dtype)
-    for given in (x, x.mT, x.unsqueeze(-1).expand(*shape, 2)[..., 1], x[..., 1:], x[:, ::2]):
+    still = [x[..., :1].expand(shape), x[..., :1, :].expand(shape).mT, x[..., :1, :1].expand(shape)]
+    for given in (x, x.mT, *still, x.unsqueeze(-1).expand(*shape, 2)[..., 1], x[..., 1:], x[:, ::2]):
         made = _with_long_rows(given)
         assert torch.equal(made, given)
         assert 1 in made.stride()[-2:]
@@ -142,7 +145,9 @@ def test_rows_or_columns_start_at_multiples_of_16_bytes(shape, dtype):
         assert turned == (given.stride(-1) != 1 and given.stride(-2) == 1)  # as the rows or columns lay
         rows = made.mT if turned else made
         assert all(n * dtype.itemsize % 16 == 0 for n in (*rows.stride()[:-1], rows.storage_offset()))
-    long = f(2, 4, 8).float()
+        if made.untyped_storage().data_ptr() != given.untyped_storage().data_ptr():
+            assert rows.stride(-2) * dtype.itemsize < rows.shape[-1] * dtype.itemsize + 16
+    long = f(2, 4, 16).to(dtype)
     assert _with_long_rows(long) is long
     assert _with_long_rows(long.mT).data_ptr() == long.data_ptr()
 

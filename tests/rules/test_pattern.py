@@ -30,6 +30,9 @@ def test_leading_dimensions_broadcast():
     assert rule.sizes == {"*2": 4, "*1": 5, "a": 3}
     rule = bound(c(aten.add.Tensor, f(4, 3), f(1, 3)), Pattern("*a, *a -> *a"))
     assert rule.inputs == ((("*1",), ("a",)), ((), ("a",)))
+    rule = bound(c(aten.add.Tensor, f(1, 3), f(4, 3)), Pattern("*a, *a -> *a"))
+    assert rule.inputs == (((), ("a",)), (("*1",), ("a",)))
+    assert (rule.sizes, rule.blocked) == ({"*1": 4, "a": 3}, set())
 
 
 def test_a_factor_in_several_dimensions_gets_its_size_by_division():
@@ -48,6 +51,7 @@ def test_a_factor_of_given_size_one_is_left_out():
 def test_factors_whose_sizes_nothing_tells_stay_whole():
     rule = bound(c(aten.relu.default, f(6, 4)), Pattern("(ab)c -> (ab)c"))
     assert rule.inputs == rule.outputs == (((), ("c",)),)
+    assert rule.sizes == {"c": 4}
     assert [x.factor for x in candidates(rule)] == [None, "c"]
 
 
@@ -64,6 +68,20 @@ def test_arguments_that_are_none_are_passed_over():
 def test_where_the_words_do_not_fit_everything_is_replicated(text):
     rule = bound(c(aten.relu.default, f(4, 3)), Pattern(text))
     assert (rule.inputs, rule.outputs) == ((((), ()),), (((), ()),))
+
+
+def test_so_it_is_of_words_for_other_arguments_and_outputs():
+    nothing = ((), ())
+    for case, text, outs in (
+        (c(aten.mm.default, f(4, 3), f(3, 5)), "ab -> ab", (nothing,)),
+        (c(aten.cat.default, [f(4, 3), f(4, 3)]), "ab -> ab", (nothing,)),
+        (c(aten.cat.default, [f(4, 3), f(4, 3)]), "ab, ab -> ab", (nothing,)),
+        (c(aten.sum.default, f(4, 3)), "ab -> a", ((),)),
+        (c(aten.sum.dim_IntList, f(4, 3), [0]), "ab -> ab", (((),),)),
+    ):
+        rule = bound(case, Pattern(text))
+        assert set(rule.inputs) == {nothing}
+        assert (rule.outputs, rule.sizes) == (outs, {})
 
 
 def test_dimensions_that_disagree_are_not_sharded():

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from dtensor.rules import rule_of
-from dtensor.rules.families.pointwise import FALLING, LINEAR, POINTWISE, RISING, pointwise
+from dtensor.rules.families.pointwise import FALLING, LINEAR, POINTWISE, RISING, broadcast_shape, pointwise
 from dtensor.testing import CountCollectives, with_threads
 from dtensor.testing.rules.candidates import booleans as mask
 from dtensor.testing.rules.candidates import case as c
@@ -94,11 +94,15 @@ def ordered_cases():
         linear = 2 if name in LINEAR else 0
         yield c(getattr(aten, name).default, x * 3, *bounds.get(name, ()), at_least=5 + linear)
     yield c(aten._to_copy.default, x, dtype=torch.float32, at_least=5)
+    yield c(aten._to_copy.default, x, at_least=7)
+    yield c(aten._to_copy.default, x.float(), at_least=7)
+    yield c(aten._to_copy.default, ints(9, 5, 6), dtype=torch.float64, at_least=3)
+    yield c(aten._to_copy.default, x * 9, dtype=torch.int64, at_least=3)
     yield c(aten.clamp.Tensor, x, row, y, at_least=5)
     yield c(aten.maximum.default, x, row, at_least=8)
     yield c(aten.minimum.default, x, row, at_least=8)
     yield c(aten.add.Tensor, x, row, at_least=9)
-    yield c(aten.add.Tensor, x, y, alpha=-2, at_least=7)
+    yield from [c(aten.add.Tensor, x, y, alpha=alpha, at_least=7) for alpha in (-2, 2, 1.0)]
     yield c(aten.sub.Tensor, x, y, at_least=9)
 
 
@@ -106,6 +110,35 @@ def ordered_cases():
 @pytest.mark.parametrize("group", [backward_cases, plain_cases, complex_cases, ordered_cases])
 def test_every_candidate_is_right(group, n):
     check(group, n)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([(4, 1), (5,)], (4, 5)),
+        ([(2,), (2,), ()], (2,)),
+        ([(1, 2), (3, 1)], (3, 2)),
+        ([(1,), (0,)], (0,)),
+        ([(0, 1), (1, 3)], (0, 3)),
+        ([()], ()),
+    ],
+)
+def test_shapes_that_broadcast(shapes, expected):
+    assert broadcast_shape(shapes) == expected == tuple(torch.broadcast_shapes(*shapes))
+
+
+@with_threads(2)
+def test_memory_of_a_shard_is_in_the_order_of_the_whole(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4, 6, 2), mesh, [Shard(1)])
+    for stride in ((12, 2, 1), (1, 8, 4), (6, 1, 24)):
+        made = x.new_empty_strided((4, 6, 2), stride)
+        assert (made.placements, made.stride()) == ((Shard(1),), stride)
+        order = sorted(range(3), key=stride.__getitem__)
+        local = made.to_local().stride()
+        assert sorted(range(3), key=local.__getitem__) == order
+        assert made.to_local().shape == (4, 3, 2)
+        assert sorted(local)[0] == 1
 
 
 def overloads(name):
@@ -161,6 +194,9 @@ def test_foreach_takes_the_rule_of_each_element(rank):
     (largest,) = torch._foreach_max([x])
     assert largest.placements == (Partial("max"),)
     assert largest.full_tensor() == 5
+    row = torch.arange(3.0).reshape(1, 3)
+    (largest,) = torch._foreach_max([distribute_tensor(row, mesh, [Shard(0)])])  # of nothing, on the second rank
+    assert largest.full_tensor() == 2
     (found,) = torch._foreach_erf([x])
     assert found.placements == (Shard(1),)
     assert torch.equal(found.full_tensor(), torch.erf(torch.arange(6.0).reshape(2, 3)))

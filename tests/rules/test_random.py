@@ -47,22 +47,24 @@ def seeded(draw, x):
     return draw(x), torch.rand(2)
 
 
-def shards(draw, dense, dim, n=3):
-    """For each rank what it draws, and what its generator gives next; `dim` is the sharded dimension, if any."""
+def shards(draw, dense, dim, turned, n=3):
+    """For each rank what it draws, and what its generator gives next; `dim` is the sharded dimension, if any.
+
+    What it draws into lies in memory as the whole, or `turned`."""
     for rank in range(n):
         with fake_ranks(n, rank):
             mesh = init_device_mesh("cpu", (n,))
             layout = Layout.make(1, ((),) * dense.dim(), ())
             layout = layout if dim is None else layout.moved(0, dim=dim)
             local = cut(dense, dim, n)[rank]
-            local = local if dense.is_contiguous() else local.mT.contiguous().mT
+            local = local if dense.is_contiguous() is not turned else local.mT.contiguous().mT
             yield seeded(draw, DTensor(local, mesh, layout, dense.shape, dense.stride()))
 
 
-def check(draw, dense, in_place):
+def check(draw, dense, in_place, turned=False):
     expected, after = seeded(draw, dense.clone() if in_place else dense)
     for dim in (None, *range(dense.dim())):
-        for rank, (found, rest) in enumerate(shards(draw, dense, dim)):
+        for rank, (found, rest) in enumerate(shards(draw, dense, dim, turned)):
             (placement,) = found.placements
             at = placement.dim if placement.is_shard() else None
             assert not in_place or at == dim
@@ -84,6 +86,12 @@ def test_each_rank_draws_its_part(name, shape):
 def test_numbers_are_drawn_in_the_order_of_memory(name):
     dense = torch.rand((4, 5), generator=torch.Generator().manual_seed(0)).t()
     check({**IN_PLACE, **NEW}[name], dense, name in IN_PLACE)
+
+
+@pytest.mark.parametrize("name", [*IN_PLACE, "rand_like", "randn_like", "dropout"])
+def test_locals_in_another_order_get_the_same_numbers(name):
+    dense = torch.rand((4, 5), generator=torch.Generator().manual_seed(0))
+    check({**IN_PLACE, **NEW}[name], dense, name in IN_PLACE, turned=True)
 
 
 @pytest.mark.parametrize("name", ["uniform_", "normal_", "random_", "exponential_", "rand_like", "randn_like"])

@@ -146,6 +146,7 @@ def view_cases():
     yield c(aten._unsafe_view.default, x, [24, 5], at_least=4)
     yield c(aten.view.dtype, f(4, 6), torch.int64, at_least=3)
     yield c(aten.view.dtype, f(4, 6), torch.int32, at_least=2)
+    yield c(aten.view.dtype, f(4, 6), torch.complex128, at_least=2)
     yield c(aten.t.default, f(5, 6), at_least=5)
     yield c(aten.transpose.int, x, 0, -1, at_least=7)
     yield c(aten.permute.default, x, [3, 0, 2, 1], at_least=7)
@@ -170,7 +171,7 @@ def view_cases():
     yield c(aten.diagonal.default, f(5, 6), at_least=3)
     yield from [c(op, f(5, 6, 4), at_least=4) for op in (aten.tril.default, aten.triu.default)]
     yield c(aten.constant_pad_nd.default, f(5, 6), [1, 2], at_least=4)
-    yield c(aten.constant_pad_nd.default, f(5, 6, 2), [0, 0, -1, 2], 3.0, at_least=3)
+    yield from [c(aten.constant_pad_nd.default, f(5, 6, 2), [0, 0, -1, 2], x, at_least=3) for x in (3.0, -2.0)]
 
 
 def indexing_cases():

@@ -13,6 +13,7 @@ from dtensor.rules.families.spatial import UPSAMPLED
 from dtensor.testing import with_threads
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
+from dtensor.testing.rules.candidates import integers as ints
 from tests.rules.checking import check
 
 aten = torch.ops.aten
@@ -106,6 +107,8 @@ def rearranging_cases():
                 out = getattr(aten, name).default(x, pad)
                 yield c(getattr(aten, name).default, x, pad, at_least=kept + 2)
                 yield c(getattr(aten, f"{name}_backward").default, f(*out.shape), x, pad, at_least=kept + 2)
+    for op in (aten.pixel_shuffle, aten.channel_shuffle):
+        yield c(op.default, ints(9, 4, 8, 2, 6), 2, at_least=6)
     # Channels, both spatial dimensions and the batch: everything but the block that is moved.
     yield c(aten.pixel_shuffle.default, f(4, 24, 2, 6), 2, at_least=7)
     yield c(aten.pixel_unshuffle.default, f(4, 6, 4, 12), 2, at_least=7)

@@ -109,6 +109,7 @@ def test_a_factor_that_two_lengths_have_in_common():
     assert _common(s, 3 * s) == s
     assert _common(3 * s, s) == s
     assert _common(s, t) == 1
+    assert _common(6, s) == _common(s, 6) == 1
     assert _common(2 * s, 3 * s) == 1
 
 

@@ -10,7 +10,6 @@ import torch
 
 from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
-from ..local_calls import empty_outputs
 from ..pattern import Pattern, pattern_rules
 from ..rule import Dims, Rule
 from .embedding_and_gather import index_factors, lookup
@@ -67,8 +66,6 @@ def _local_index(call: LocalCall) -> Any:
     given = list(call["indices"])
     dim, index = len(given) - 1, given[-1]
     source, size = with_a_row(call["self"], dim), call.call["self"].shape[dim]
-    if source.numel() == 0:
-        return empty_outputs(call)
     counted = torch.where(index < 0, index + size, index)
     row, mine = own_rows(counted, size, source.shape[dim], call.axes["v"], call.mesh)
     with bounds(index, size, dim, least=-size):
@@ -81,7 +78,7 @@ def _local_index(call: LocalCall) -> Any:
 def index_put(call: Call) -> Rule:
     target, values = call["self"], call["values"]
     own, indices, read, sizes = _indexed(call)
-    shape = [sizes[d[0]] for d in read]
+    shape = [sizes[f] for (f,) in read]
     missing = len(read) - values.ndim
     # A row of values may stand for all, and a single value for all of a row.
     written = tuple(
@@ -93,7 +90,7 @@ def index_put(call: Call) -> Rule:
     if _fills_by_mask(call):
         ((own,), sizes), (mask,) = broadcast([target.shape], target.shape), call["indices"]
         return Rule((own, own[: mask.ndim], ()), (own,), sizes, linear=linear)
-    if _has_mask(call) or missing < 0:
+    if _has_mask(call):
         nothing = tuple(((),) * o.ndim for o in call.operands)
         return Rule(nothing, (((),) * target.ndim,), {}, linear=linear)
     if not call["accumulate"]:

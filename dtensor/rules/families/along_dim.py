@@ -1,7 +1,5 @@
 """Operators that run along dims: softmax, scans, sorting, Fourier transforms. All other dims may stay sharded."""
 
-from typing import Any
-
 from ..call import Call, rule_for
 from ..local_calls import unless_empty
 from ..pattern import Pattern, pattern_rules
@@ -41,11 +39,7 @@ def along(call: Call) -> Rule:
     given = call[argument]
     given = given if isinstance(given, (list, tuple)) else [given]
     over = {d % ndim for d in given} if given and ndim else set(range(ndim))
-
-    def others(shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(1 if i in over else s for i, s in enumerate(shape, ndim - len(shape)))
-
-    shapes = [others(o.shape) for o in (*call.operands, *call.outputs) if o is not None]
+    shapes = [o.shape for o in (*call.operands, *call.outputs) if o is not None]
     factors, sizes = broadcast(shapes, broadcast_shape(shapes))
     factors = [_without(d, over, ndim) for d in factors]
     ins, outs = factors[: len(call.operands)], iter(factors[len(call.operands) :])

@@ -130,7 +130,7 @@ def _local_forward(call: LocalCall) -> Any:
     weight, bias = call["weight"], call["bias"]
     out = centred * (rstd if weight is None else rstd * weight).reshape(column)
     out = out if bias is None else out + bias.reshape(column)
-    running = _updated(call, mean, variance * (count / max(count - 1, 1)))
+    running = _updated(call, mean, variance * count / (count - 1))
     reserved = [torch.empty(0, dtype=o.dtype, device=x.device) for o in outputs[3:] if o and o.dtype == torch.uint8]
     # The kernel saves statistics in the dtype of the parameters, whatever its fake says.
     given = (t for t in (weight, bias, _get(call, "running_mean")) if t is not None)

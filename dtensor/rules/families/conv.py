@@ -62,13 +62,12 @@ def convolution_backward(call: Call) -> Rule:
 def _local_backward(call: LocalCall) -> Any:
     if not is_sharded(call):
         return call.run()
-    grad, weight = call["grad_output"], call["weight"]
-    channel = grad.dim() - weight.dim() + 1
+    grad = call["grad_output"]
     if has_empty_shard(call):
         made = list(empty_outputs(call))
-        made[2] = None if made[2] is None else grad.sum([d for d in range(grad.dim()) if d != channel])
+        made[2] = None if made[2] is None else grad.sum([d for d in range(grad.dim()) if d != 1])
         return tuple(made)
-    return call.run(groups=_groups(call), bias_sizes=None if call["bias_sizes"] is None else [grad.shape[channel]])
+    return call.run(groups=_groups(call), bias_sizes=None if call["bias_sizes"] is None else [grad.shape[1]])
 
 
 __all__ = ["WEIGHT"]

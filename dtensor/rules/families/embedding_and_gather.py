@@ -11,7 +11,6 @@ import torch
 
 from ...torch_private.symbolic_sizes import hint
 from ..call import Call, LocalCall, rule_for
-from ..local_calls import empty_outputs
 from ..rule import Dims, Rule
 from .pointwise import broadcast
 from .row_lookup import bounds, own_rows, with_a_row
@@ -110,8 +109,6 @@ def lookup(call: Call) -> dict[str, Any]:
 def _local_lookup(call: LocalCall) -> Any:
     dim = call.call["dim"] % call["self"].dim()
     source, index, size = with_a_row(call["self"], dim), call["index"], call.call["self"].shape[dim]
-    if source.numel() == 0:
-        return empty_outputs(call)
     row, mine = own_rows(index, size, source.shape[dim], call.axes["v"], call.mesh)
     with bounds(index, size, dim):
         found = call.run(self=source, index=row)
@@ -122,9 +119,9 @@ def _local_lookup(call: LocalCall) -> Any:
 
 def _beside(dim: int, shapes: list[tuple[Any, ...]]) -> tuple[Dims, dict[str, Any]]:
     """Factors of the dims other than `dim` in which all shapes have the same length, and their sizes."""
-    lengths = list(zip(*shapes))
-    kept = {k: s[0] for k, s in enumerate(lengths) if k != dim and all(t == s[0] for t in s)}
-    return tuple((f"d{k}",) if k in kept else () for k in range(len(lengths))), {f"d{k}": s for k, s in kept.items()}
+    first, *others = shapes
+    kept = {k: n for k, n in enumerate(first) if k != dim and all(shape[k] == n for shape in others)}
+    return tuple((f"d{k}",) if k in kept else () for k in range(len(first))), {f"d{k}": n for k, n in kept.items()}
 
 
 @rule_for("scatter", "scatter_add", "scatter_reduce")
@@ -168,7 +165,7 @@ def index_write(call: Call) -> Rule:
     linear = (frozenset({0, 2}),) if call.name != "index_reduce" and len(ins) == 3 else ()
     if not adds:
         return Rule(ins, (one,), sizes, linear=linear)
-    sizes = {**sizes, "i": index.shape[0]}
+    (sizes["i"],) = index.shape
     return Rule(ins, (one,), sizes, reduce={"i": "sum"}, linear=linear, addends=frozenset({0}))
 
 

@@ -103,7 +103,8 @@ def _local_solve(call: LocalCall) -> Any:
     a, b = call["A"], call["B"]
     if is_sharded(call) and not a.numel():
         return empty_outputs(call)
-    return call.run() if b.dim() == a.dim() or _is_vector(call.call) else call.run(B=b.unsqueeze(0))
+    has_no_batch = b.dim() == a.dim() - 1 and not _is_vector(call.call)
+    return call.run(B=b.unsqueeze(0)) if has_no_batch else call.run()
 
 
 def _unless_no_matrix(call: LocalCall) -> Any:

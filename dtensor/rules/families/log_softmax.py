@@ -42,7 +42,9 @@ def log_softmax(call: Call) -> Rule:
 
 def _along(call: LocalCall) -> tuple[int, str]:
     """The dim that the operator runs along, and its factor."""
-    dim = call["dim"] % max(len(call.call.operands[0].shape), 1)
+    (out,) = call.call.outputs
+    assert out is not None
+    dim = call["dim"] % max(out.ndim, 1)
     return dim, f"d{dim}"
 
 

@@ -118,7 +118,7 @@ def _grouped_shape(x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any
         return torch.ops.aten._grouped_mm.default(x, y, offs, bias, out_dtype)
     rows, columns = (x.shape[0],) if x.dim() == 2 else tuple(x.shape[:2]), (y.shape[-1],)
     if x.dim() == 2 and y.dim() == 2:
-        return x.new_empty((offs.shape[0], *rows, *columns))
+        return x.new_empty((offs.numel(), *rows, *columns))
     return x.new_empty((*rows[int(y.dim() == 2) :], *columns))
 
 

@@ -15,17 +15,15 @@ from ..rule import Dims, Rule
 from .row_lookup import bounds, own_rows, with_a_row
 
 MEAN, SUM = 1, 2
-_SPACE = ("y", "x")
 
 
 def _factors(call: Call, scores: Any) -> tuple[Dims, Dims, dict[Any, Any]]:
     """Factors of the scores and of the target; sizes."""
     if scores.ndim == 1:
-        return (("c",),), ((),) * call["target"].ndim, {"c": scores.shape[0]}
-    space = tuple((f,) for f in _SPACE[: scores.ndim - 2])
-    names = ("n", "c", *_SPACE)
+        return (("c",),), ((),) * call["target"].ndim, dict(zip("c", scores.shape))
+    names = ("n", "c", "y", "x")[: scores.ndim]
     sizes = dict(sorted(zip(names, scores.shape), key=lambda item: item[0] == "c"))
-    return (("n",), ("c",), *space), (("n",), *space), sizes
+    return tuple((f,) for f in names), tuple((f,) for f in names if f != "c"), sizes
 
 
 @rule_for("nll_loss_forward", "nll_loss2d_forward")
@@ -94,7 +92,7 @@ def _own_targets(call: LocalCall) -> tuple[torch.Tensor, torch.Tensor]:
 def nll_loss_backward(call: Call) -> Rule:
     scores = call["self"]
     full, batch, sizes = _factors(call, scores)
-    grad = batch if call["reduction"] not in (MEAN, SUM) and scores.ndim > 1 else ()
+    grad = batch if call["reduction"] not in (MEAN, SUM) else ()
     weight = [(("c",),)] if call["weight"] is not None else []
     ins = (grad, full, batch, *weight, ())
     unread = frozenset({1} if call["reduction"] == MEAN else {1, len(ins) - 1})

@@ -26,7 +26,8 @@ def fused_step(call: Call) -> Rule:
     ins, sizes = broadcast(shapes, parameter.shape)
     names = [a.name for a in call.func._schema.arguments]
     state = call.operands_at(names.index(n) for n in FUSED[call.name] if call[n])
-    return Rule(ins, (ins[0],), sizes, written=state or frozenset())
+    own, *_ = ins
+    return Rule(ins, (own,), sizes, written=state or frozenset())
 
 
 __all__ = ["FUSED"]

@@ -70,7 +70,8 @@ def _never(tensor: Any) -> Dims:
 
 
 def _draw(call: LocalCall) -> Any:
-    layout, made, spec, template = call.layouts[0], call.call.outputs[0], call.call.operands[0], call.args[0]
+    (layout,), (made,) = call.layouts, call.call.outputs
+    spec, template = call.call.operands[0], call.args[0]
     assert layout is not None
     assert made is not None
     if not any(layout.dims) and template.stride() == spec.stride:
@@ -105,15 +106,15 @@ def native_dropout(call: Call) -> Rule:
 
 
 def _local_dropout(call: LocalCall) -> Any:
-    x, p, layout, spec = call["input"], call["p"], call.layouts[0], call.call["input"]
-    made = call.call.outputs[1]
+    x, p, spec = call["input"], call["p"], call.call["input"]
+    (layout, _), (_, made) = call.layouts, call.call.outputs
     assert layout is not None
     assert made is not None
     # For an empty tensor torch returns a mask of the input's dtype.
-    if not any(layout.dims) or call["train"] is False:
+    if call["train"] is False or (not any(layout.dims) and x.stride() == spec.stride):
         out, mask = call.run()
         return out, mask.to(made.dtype)
-    whole = x.new_empty_strided(spec.shape, spec.stride).fill_(1)
+    whole = x.new_empty_strided(spec.shape, spec.stride)
     mask = torch.ops.aten.native_dropout.default(whole, p, True)[1]
     mask = keep_shard(mask.to(made.dtype), layout, call.mesh)
     # As in the kernel, the scale is rounded to the dtype first.
@@ -134,7 +135,7 @@ def rrelu(call: Call) -> Rule:
 
 
 def _local_rrelu(call: LocalCall) -> Any:
-    x, noise, layout = call["self"], call["noise"], call.layouts[0]
+    x, noise, (layout, *_) = call["self"], call["noise"], call.layouts
     assert layout is not None
     if not any(layout.dims):
         return call.run()

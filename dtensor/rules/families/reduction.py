@@ -105,7 +105,7 @@ def _extremum(call: LocalCall) -> Any:
     """The extremum of the shard; for an empty shard, the value that never wins against another."""
     if not has_empty_shard(call):
         return call.run()
-    x = call["self"][0] if call.call.many else call["self"]
+    (x,) = call["self"] if call.call.many else [call["self"]]
     over, keep = reduced_dims(call.call)
     wants_max = REDUCTIONS[call.call.name] == "max"
     if x.dtype.is_floating_point:

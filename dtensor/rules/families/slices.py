@@ -4,6 +4,7 @@ A dim of which a part is taken may not be sharded; all other dims may stay shard
 """
 
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -40,9 +41,10 @@ def cut(call: Call) -> Rule:
     shape = call["self"].shape
     order: list[int | None] = list(range(len(shape)))
     dim = call["dim"] % len(shape)
-    out = call.outputs[0]
-    if call.has("end") and out is not None and same_size(out.shape[dim], shape[dim]):
-        return follow(call, order)
+    if call.has("end"):
+        (out,) = call.outputs
+        if out is not None and same_size(out.shape[dim], shape[dim]):
+            return follow(call, order)
     order[dim] = None
     return follow(call, order)
 
@@ -64,7 +66,7 @@ def diag_embed(call: Call) -> Rule:
     (out,) = call.outputs
     assert out is not None
     new = (call["dim1"] % out.ndim, call["dim2"] % out.ndim)
-    rest = iter(range(call["self"].ndim - 1))
+    rest = count()
     return follow(call, [None if i in new else next(rest) for i in range(out.ndim)])
 
 

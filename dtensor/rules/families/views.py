@@ -61,11 +61,8 @@ def view_factors(before: tuple[Any, ...], after: tuple[Any, ...]) -> tuple[Dims,
         names = tuple(f"d{a[0]}.{k}" for k in range(len(finer)))
         sizes.update(zip(names, [shape[i] for i in finer]))
         for side, index in ((ins, a), (outs, b)):
-            if len(index) == 1:
-                side[index[0]] = names
-            else:
-                for name, i in zip(names, index):
-                    side[i] = (name,)
+            for i, factors in zip(index, [names] if len(index) == 1 else [(name,) for name in names]):
+                side[i] = factors
     return tuple(ins), tuple(outs), sizes
 
 
@@ -117,7 +114,7 @@ def follow(
     outs = tuple(out if o is not None else None for o in call.outputs)
     kept = {f for d in out for f in d}
     blocked = blocked | (frozenset(sizes) - kept)
-    out_blocked = tuple(tuple(() if d and d[0] in blocked else d for d in o) if o is not None else None for o in outs)
+    out_blocked = tuple(tuple(() if blocked & set(d) else d for d in o) if o is not None else None for o in outs)
     return Rule((ins,), out_blocked, sizes, linear=LINEAR, blocked=blocked, shape_arg=shape_arg)
 
 
@@ -130,9 +127,8 @@ def t(call: Call) -> Rule:
 def transpose(call: Call) -> Rule:
     ndim = call["self"].ndim
     order: list[int | None] = list(range(ndim))
-    names = ("axis0", "axis1") if call.name == "swapaxes" else ("dim0", "dim1")
-    a, b = [call[name] % ndim for name in names] if ndim else (0, 0)
     if ndim:
+        a, b = [call[name] % ndim for name in ("axis0", "axis1", "dim0", "dim1") if call.has(name)]
         order[a], order[b] = order[b], order[a]
     return follow(call, order)
 

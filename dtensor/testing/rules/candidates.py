@@ -238,10 +238,14 @@ class Job:
 
 def check_sizes(case: Case, call: Any, rule: Any) -> None:
     """Raise AssertionError unless each dim of the tensors is as long as its factors together."""
+    given, made = (len(call.operands), len(call.outputs)), (len(rule.inputs), len(rule.outputs))
+    assert given == made, f"{case.func}: a rule of {made} operands and outputs for {given}"
     pairs = [*zip(call.operands, rule.inputs), *zip(call.outputs, rule.outputs)]
     for tensor, dims in [(tensor, dims) for tensor, dims in pairs if tensor is not None and dims is not None]:
+        assert len(dims) == tensor.ndim, f"{case.func}: a rule of {len(dims)} dims for a tensor of {tensor.ndim}"
         for size, dim in zip(tensor.shape, dims):
-            fits = not dim or prod(rule.sizes[f] for f in dim) == size
+            length = prod(rule.sizes[f] for f in dim)
+            fits = not dim or (length == size and isinstance(length, int))
             assert fits, f"{case.func}: a dim of length {size} has factors {dim}, whose sizes are {rule.sizes}"
 
 
