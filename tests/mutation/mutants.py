@@ -2,8 +2,8 @@
 
 Of its operators those are taken whose result somebody could have written by mistake: `+` for `-`, `<` for `<=`, a
 number off by one, a condition turned round, a loop that does not run, a decorator left out; and one of ours, `in` for
-`not in`. Left out are `==` for `is`, which is a matter of interning, and what hardly ever fits the types, such as `<<`
-for `|`, which would only make the figures look better.
+`not in`. Left out are `==` for `is`, which is a matter of interning, `<=` for `==` where a string is compared with a
+literal, and what hardly ever fits the types, such as `<<` for `|`, which would only make the figures look better.
 
 Not mutated are annotations and aliases of types, decorators that only save time, and `zip(strict=…)`, an assertion.
 """
@@ -60,6 +60,9 @@ COMPARISONS = {
     "IsNot": ("Is",),
 }
 """Comparison -> what stands in its place."""
+
+ORDERING = {f"ReplaceComparisonOperator_{a}_{b}" for a in ("Eq", "NotEq") for b in COMPARISONS[a] if b[0] in "LG"}
+"""What compares by order in place of equality: nobody does that to names."""
 
 ONLY_TIME = ("lru_cache", "cache", "functools")
 """How decorators begin that keep what was computed."""
@@ -204,6 +207,11 @@ def _says_no_more(kind: type[operator.Operator], node: Any) -> bool:
     return condition.type == "not_test" or (condition.type == "comparison" and len(condition.children) == 3)
 
 
+def _orders_names(kind: type[operator.Operator], node: Any) -> bool:
+    """Whether this would compare a literal string by order, as in `name <= "sum"`."""
+    return kind.__name__ in ORDERING and any(child.type == "string" for child in node.children)
+
+
 def places(file: str, source: str) -> list[Place]:
     """All places of a file, in an order that follows from the text alone."""
     excluded = list(_excluded(ast.parse(source)))
@@ -214,7 +222,7 @@ def places(file: str, source: str) -> list[Place]:
         at = [(node, start, end) for node in nodes for start, end in _positions(made, node)]
         for occurrence, (node, start, end) in enumerate(at):
             within = any(first <= start and end <= last for first, last in excluded)
-            if not within and not _says_no_more(kind, node):
+            if not within and not _says_no_more(kind, node) and not _orders_names(kind, node):
                 found.append(Place(file, kind, occurrence))
     return found
 

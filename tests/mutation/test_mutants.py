@@ -67,6 +67,11 @@ def test_what_is_no_program_or_the_same_is_none():
     assert {m.after for m in made("x = +1\n")} == {"x = + 2", "x = + 0"}
 
 
+def test_literal_strings_are_not_compared_by_order():
+    assert {m.after for m in made('x = name == "sum"\n')} == {'x = name != "sum"'}
+    assert {m.after for m in made('x = name == "sum" + y\n')} >= {'x = name <= "sum" + y'}
+
+
 def test_membership():
     for example in SwapMembership.examples():
         assert [m.source.split() for m in made(example.pre_mutation_code)] == [example.post_mutation_code.split()]
