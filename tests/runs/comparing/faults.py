@@ -5,8 +5,8 @@ A fault is a context around recorded training steps of one of the plans, on some
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dtensor import DTensor
 from dtensor.comm import redistribute as redistributing
 from dtensor.comm.collectives import emit
+from dtensor.dispatch.dispatch import forget
+from dtensor.rules import RULES, rule_of
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,6 +34,7 @@ class Fault:
         op: the start of the operator's name that must be named.
         ranks: the ranks that must be named; None for all.
         phase: the phase that must be named.
+        process: () -> a context around all ranks, for what the ranks of one process share.
     """
 
     name: str
@@ -41,6 +44,7 @@ class Fault:
     op: str
     ranks: tuple[int, ...] | None = None
     phase: str = ""
+    process: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
@@ -202,6 +206,24 @@ def gradient(name: str, change: Change, ranks: Sequence[int] | None = None) -> A
         yield
 
     return inject
+
+
+def rule(op: str, **wrong: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """The sharding rule of an operator says something else, from the table of decisions on."""
+
+    @contextmanager
+    def patched() -> Iterator[None]:
+        packet = getattr(torch.ops.aten, op)
+        before = rule_of(getattr(packet, packet.overloads()[0]))
+        assert before is not None
+        try:
+            with mock.patch.dict(RULES, {f"aten::{op}": lambda call: replace(before(call), **wrong)}):
+                forget()
+                yield
+        finally:
+            forget()
+
+    return patched
 
 
 def suspected(model: Any, optimizer: Any, rank: int) -> Any:
@@ -641,6 +663,41 @@ FAULTS: tuple[Fault, ...] = (
     Fault("another weight decay", "tp", option("weight_decay", 0.5), "", "mul", None, "optimizer"),
     Fault("another beta on one rank", "sp", option("betas", (0.9, 0.9), (0,)), "", "", (0,), "optimizer"),
     Fault("another epsilon", "2d", option("eps", 1e-5), "", "", None, "optimizer"),
+    # Sharding rules.
+    Fault(
+        "a rule that adds a replicated tensor on each rank",
+        "qwen3",
+        suspected,
+        "model.layers.0.self_attn",
+        "add",
+        process=rule("add", linear=(frozenset({0}), frozenset({1}))),
+    ),
+    Fault(
+        "a rule that averages over what is contracted",
+        "tp",
+        suspected,
+        "layers.0.attention.wo",
+        "mm",
+        process=rule("mm", reduce={"k": "avg"}),
+    ),
+    Fault(
+        "a rule that averages gradients of a norm",
+        "sp",
+        suspected,
+        "norm",
+        "native_layer_norm_backward",
+        None,
+        "backward",
+        process=rule("native_layer_norm_backward", reduce={"d0": "avg", "d1": "avg"}),
+    ),
+    Fault(
+        "a rule that runs a masked lookup without the mask",
+        "tp",
+        suspected,
+        "tok_embeddings",
+        "embedding",
+        process=rule("embedding", local=lambda call: call.run(indices=call["indices"] % call["weight"].shape[0])),
+    ),
     # A model of the zoo, in a global view; and a mesh whose axes are taken for each other.
     Fault(
         "a stale buffer on one rank",

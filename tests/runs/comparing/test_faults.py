@@ -33,7 +33,8 @@ def overridable():
 
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda f: f.name)
 def test_a_fault_is_named(fault, reference, tmp_path):
-    programs.sharded(fault.plan, programs.model_for(fault.plan), programs.batch(), tmp_path, fault.inject)
+    with fault.process():
+        programs.sharded(fault.plan, programs.model_for(fault.plan), programs.batch(), tmp_path, fault.inject)
     found = programs.compared(reference(fault.plan), tmp_path).first
     assert found is not None, "nothing was reported"
     everyone = tuple(range(programs.ALL[fault.plan][1]))
