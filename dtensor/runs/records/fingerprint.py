@@ -7,7 +7,7 @@ shards, and that of a sum of partial tensors is the sum of theirs (but for the s
 infinities, which count as zeros below; `squares` is the sum of squares. For each dim, the indices are cut into at most
 `BUCKETS` ranges, and the elements of each range are added (`KINDS`):
 
-    signed    each element times a random sign for every other dim, a function of that dim and of the index
+    signed    each element times a random sign for every other dim, a function of that dim, its length and the index
     cosine    of dim 0: as above, times the cosine of the index; it tells elements of one range apart
     sine      of dim 0: with the sine. With both, the sums of a part that begins elsewhere are those, rotated
     rows      of other dims: as "signed", without the signs of dim 0. So they add up over parts of a batch
@@ -37,6 +37,8 @@ NONFINITE, SQUARES, TOTAL = range(STATISTICS)
 TURN = round((3.0 - math.sqrt(5.0)) / 2.0 * 2.0**53) << 11
 """By how much the angle grows from one index of dim 0 to the next, in 2^-64 of a turn: the golden angle. As an integer,
 so that angles of large indices are as exact as those of small ones."""
+CHOICES = 16
+"""So many choices of signs are looked at for each dim."""
 BLOCK = 1 << 20
 """How many elements are summed at once, if dim 0 can be cut: as many float64 as the sums take of memory."""
 
@@ -105,12 +107,12 @@ def _of_block(x: torch.Tensor, shape: tuple[int, ...], at: tuple[int, ...]) -> t
     for dim in reversed(range(len(sizes))):
         rows = rest.reshape(-1, sizes[dim])
         if dim:
-            along = _signs_and_ones(at[0], sizes[0], rows.device) @ _middle(rows, sizes, at, dim)
+            along = _signs_and_ones(at[0], sizes[0], shape[0], rows.device) @ _middle(rows, sizes, at, shape, dim)
         else:
             along = rows * _turns(sizes[0], rows.device)
         found = _by_range(along, shape[dim], at[dim])
         sums.append((found if dim else _turned(at[0], rows.device) @ found).reshape(-1))
-        rest = rows @ _signs(dim, at[dim], sizes[dim], rows.device)
+        rest = rows @ _signs(dim, at[dim], sizes[dim], shape[dim], rows.device)
     return torch.cat([torch.stack([bad, squares, rest[0]]), *reversed(sums)])
 
 
@@ -130,11 +132,13 @@ def _in_float64(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def _middle(rows: torch.Tensor, sizes: tuple[int, ...], at: tuple[int, ...], dim: int) -> torch.Tensor:
+def _middle(
+    rows: torch.Tensor, sizes: tuple[int, ...], at: tuple[int, ...], shape: tuple[int, ...], dim: int
+) -> torch.Tensor:
     """Sums over the dims between dim 0 and `dim`, with their signs: (first dim, this dim)."""
     if dim == 1:
         return rows
-    return _signs_between(sizes, at, dim, rows.device) @ rows.view(sizes[0], -1, sizes[dim])
+    return _signs_between(sizes, at, shape, dim, rows.device) @ rows.view(sizes[0], -1, sizes[dim])
 
 
 def _by_range(along: torch.Tensor, length: int, offset: int) -> torch.Tensor:
@@ -164,23 +168,25 @@ def _turned(offset: int, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _signs(dim: int, offset: int, size: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(signs(dim, offset, size)).to(device)
+def _signs(dim: int, offset: int, size: int, length: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(signs(dim, offset, size, length)).to(device)
 
 
 @functools.lru_cache(maxsize=4096)
-def _signs_and_ones(offset: int, size: int, device: torch.device) -> torch.Tensor:
+def _signs_and_ones(offset: int, size: int, length: int, device: torch.device) -> torch.Tensor:
     """The signs of `size` indices of dim 0 from `offset` on, and ones."""
-    found = _signs(0, offset, size, device)
+    found = _signs(0, offset, size, length, device)
     return torch.stack([found, torch.ones_like(found)])
 
 
 @functools.lru_cache(maxsize=1024)
-def _signs_between(sizes: tuple[int, ...], at: tuple[int, ...], dim: int, device: torch.device) -> torch.Tensor:
+def _signs_between(
+    sizes: tuple[int, ...], at: tuple[int, ...], shape: tuple[int, ...], dim: int, device: torch.device
+) -> torch.Tensor:
     """The products of the signs of all dims from 1 on before `dim`, flattened."""
     found = torch.ones(1, dtype=torch.float64, device=device)
     for d in range(1, dim):
-        found = torch.outer(found, _signs(d, at[d], sizes[d], device)).reshape(-1)
+        found = torch.outer(found, _signs(d, at[d], sizes[d], shape[d], device)).reshape(-1)
     return found
 
 
@@ -195,10 +201,25 @@ def angles(offset: int, size: int) -> Vector:
     return (turns >> np.uint64(11)).astype(np.float64) * (2.0**-53 * 2.0 * math.pi)
 
 
-def signs(dim: int, offset: int, size: int) -> Vector:
-    """The signs of `size` indices of a dim from `offset` on (by the mixing function of splitmix64, Steele et al.,
-    2014)."""
-    z = np.arange(offset, offset + size, dtype=np.uint64) + np.uint64((dim + 1) << 40)
+def signs(dim: int, offset: int, size: int, length: int) -> Vector:
+    """The signs of `size` indices, from `offset` on, of a dim of that length in the global tensor.
+
+    Of a tensor that is the same along a dim only the sum of the signs is seen. So of a few choices of signs the one is
+    taken whose sum has a size closest to what is expected of it, the root of the length; it could be 0.
+    """
+    return _drawn(dim, offset, size, _choice(dim, length))
+
+
+@functools.lru_cache(maxsize=4096)
+def _choice(dim: int, length: int) -> int:
+    """The number of the choice of signs for a dim of that length."""
+    sums = [abs(_drawn(dim, 0, length, k).sum()) for k in range(CHOICES)]
+    return min(range(CHOICES), key=lambda k: abs(math.log(max(sums[k], 0.1) / math.sqrt(max(length, 1)))))
+
+
+def _drawn(dim: int, offset: int, size: int, choice: int) -> Vector:
+    """Signs by the mixing function of splitmix64 (Steele et al., 2014)."""
+    z = np.arange(offset, offset + size, dtype=np.uint64) + np.uint64((dim + 1 + 64 * choice) << 40)
     z = (z + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return 1.0 - 2.0 * ((z ^ (z >> np.uint64(31))) & np.uint64(1)).astype(np.float64)

@@ -1,5 +1,6 @@
 """Fingerprints: those of shards add up to that of the whole, and differences of tensors show in them."""
 
+import itertools
 import math
 
 import numpy as np
@@ -168,11 +169,11 @@ def test_ranges_cut_a_dim_without_gaps(n):
 
 
 def test_signs_are_balanced_and_differ_between_dims():
-    a, b = fp.signs(0, 0, 10_000), fp.signs(1, 0, 10_000)
+    a, b = fp.signs(0, 0, 10_000, 10_000), fp.signs(1, 0, 10_000, 10_000)
     assert set(a) == {-1.0, 1.0}
     assert abs(a.sum()) < 400
     assert abs((a * b).sum()) < 400
-    assert (fp.signs(0, 123, 50) == a[123:173]).all()
+    assert (fp.signs(0, 123, 50, 10_000) == a[123:173]).all()
 
 
 def test_angles_of_large_indices_are_exact():
@@ -180,3 +181,11 @@ def test_angles_of_large_indices_are_exact():
     offset = 3_000_000_001
     whole, part = fp.angles(offset, 100), fp.angles(0, 100)
     np.testing.assert_allclose(np.exp(1j * whole), np.exp(1j * (part + fp.angles(offset, 1))), atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(4, 16, 32), (8, 8), (3, 5, 8), (64, 2), (16, 32, 16), (1, 128, 48)])
+def test_what_is_the_same_along_dims_is_seen(shape):
+    for same in itertools.product([False, True], repeat=len(shape)):
+        x = torch.randn([1 if s else n for s, n in zip(same, shape)], generator=torch.Generator().manual_seed(3))
+        whole = x.expand(shape).contiguous()
+        assert 0.25 < fp.norm(of(whole), shape) / whole.norm().item() < 4, same
