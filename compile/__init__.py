@@ -8,17 +8,25 @@ if not __name__.startswith("dtensor."):
 
 from .backends.backend import backend
 from .backends.options import Options
+from .packages.keeping import Kept
+from .packages.loading import Package
+from .packages.package import load, package, packaging
 from .recording.statistics import GraphRecord, Statistics, statistics
 from .recording.watch_compiles import dump
 from .reports.report import Report, report
 
 __all__ = [
     "GraphRecord",
+    "Kept",
     "Options",
+    "Package",
     "Report",
     "Statistics",
     "backend",
     "dump",
+    "load",
+    "package",
+    "packaging",
     "report",
     "statistics",
 ]

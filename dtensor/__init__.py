@@ -19,6 +19,7 @@ from .errors import (
     MisfitError,
     MixedTensorError,
     OperatorError,
+    PackageError,
     PassError,
     PlacementError,
     RecordError,
@@ -59,6 +60,7 @@ for _types in (optim_foreach_types, utils_foreach_types):
 hooks.dump_from_now_on()
 hooks.examine_from_now_on()
 hooks.limit_from_now_on()
+hooks.load_from_now_on()
 record_if_asked()
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "MisfitError",
     "MixedTensorError",
     "OperatorError",
+    "PackageError",
     "Partial",
     "PassError",
     "Placement",

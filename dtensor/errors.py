@@ -82,6 +82,10 @@ class CheckpointError(ShardingError):
     """A checkpoint is missing or damaged, or does not contain what was requested."""
 
 
+class PackageError(ShardingError):
+    """A package of compiled code is missing, damaged, or not safe to load; or with `strict`, it does not fit."""
+
+
 class ReplicaError(ShardingError):
     """Ranks that should hold the same parameters, optimizer state or random generators do not.
 
@@ -97,6 +101,7 @@ __all__ = [
     "MisfitError",
     "MixedTensorError",
     "OperatorError",
+    "PackageError",
     "PassError",
     "PlacementError",
     "RecordError",

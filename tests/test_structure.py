@@ -38,7 +38,7 @@ ROOMS = {
         ["lookup"],
     ],
     "dtensor.passes": [["graph"], ["functional", "algebra", "overlap"], ["pipeline"]],
-    "dtensor.compile": [["estimates"], ["recording"], ["backends"], ["bisect", "reports"]],
+    "dtensor.compile": [["estimates"], ["recording"], ["backends"], ["bisect", "packages", "reports"]],
 }
 """Package -> its rooms, lowest first: each imports from itself and from those below, never from one beside it."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import fx
 
@@ -96,7 +97,28 @@ def _compiled(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Calla
             compiled = _traced(gm, example_inputs, chosen)
     except SizesSettled:
         compiled = _traced(gm, example_inputs, chosen)
-    return _noting_views(_taking_all_tangents(compiled), _views_returned(gm))
+    return as_returned(compiled, _views_returned(gm))
+
+
+Views = list[tuple[list[int], list[int], list[int]]]
+"""Results that share memory on one device: (copies, inputs, other results) by index."""
+
+
+def as_returned(compiled: Callable[..., Any], views: Views | None) -> Callable[..., Any]:
+    """Wrap a compiled function as this backend returns it; None for `views`: as Inductor returns it."""
+    if views is None:
+        return compiled
+    made = _noting_views(_taking_all_tangents(compiled), views)
+    _views[made] = views
+    return made
+
+
+def how_returned(made: Callable[..., Any]) -> Views | None:
+    """The `views` with which `as_returned` made a function; None if it did not."""
+    return _views.get(made)
+
+
+_views: WeakKeyDictionary[Callable[..., Any], Views] = WeakKeyDictionary()
 
 
 def _traced(gm: fx.GraphModule, example_inputs: Any, chosen: Options) -> Callable[..., Any]:
@@ -137,7 +159,7 @@ def _interpreters(options: Options) -> tuple[Callable[..., Any], Callable[..., A
     return compiler(False), compiler(True), compiler(False)
 
 
-def _views_returned(gm: fx.GraphModule) -> list[tuple[list[int], list[int], list[int]]]:
+def _views_returned(gm: fx.GraphModule) -> Views:
     """The results that are copies of values sharing memory on one device: (copies, inputs, other results) by index."""
 
     def roots(nodes: Iterable[Any]) -> list[tuple[int, bool] | None]:
@@ -156,9 +178,7 @@ def _views_returned(gm: fx.GraphModule) -> list[tuple[list[int], list[int], list
     return found
 
 
-def _noting_views(
-    compiled: Callable[..., Any], views: list[tuple[list[int], list[int], list[int]]]
-) -> Callable[..., Any]:
+def _noting_views(compiled: Callable[..., Any], views: Views) -> Callable[..., Any]:
     """Wrap `compiled` so that its results are known to be `views`; returns it unchanged where there are none."""
     if not views:
         return compiled

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import click
 
+from ..recording.imagined import imagined
 from . import lockfile
 from .differences import differences
-from .inspection import clear, imagined, inspect, wait_for_others
+from .inspection import clear, inspect, wait_for_others
 from .page import write_page
 from .summary import MOST, step_line, summary
 

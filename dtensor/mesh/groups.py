@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from weakref import WeakKeyDictionary
 
 import torch
 
-from ..torch_private.core import is_gloo, is_registered, resolve_process_group
+from ..torch_private.core import is_gloo, is_registered, register_alias, resolve_process_group
 from .collective_order import Entry
+
+Rows = tuple[tuple[int, ...], ...]
+"""The ranks of several groups."""
 
 
 @dataclass
@@ -53,6 +57,45 @@ def all_calls() -> list[Calls]:
     return [calls for group, calls in list(_calls.items()) if is_registered(group)]
 
 
+_shared: WeakKeyDictionary[torch.distributed.ProcessGroup, str] = WeakKeyDictionary()
+_given: WeakKeyDictionary[torch.distributed.ProcessGroup, dict[str, Rows]] = WeakKeyDictionary()
+"""Default group -> names that were given since it was made, and for what. Graphs and caches may refer to a name longer
+than its group lives, so that it never stands for other ranks."""
+
+
+def shared_name(name: str, wanted: str, rows: Rows) -> str:
+    """A name for a process group that is the same on all ranks of all groups of its kind: `wanted`, or `wanted.2`, …
+
+    torch numbers the groups that this rank is in, so that the two groups along an axis of a 2 x 2 mesh have different
+    numbers, and graphs that are the same otherwise differ in these. A group keeps the name that it is given first.
+
+    Args:
+        name: torch's name of the group.
+        wanted: what the group is, such as `mesh.tp`.
+        rows: the ranks of all groups of its kind.
+    """
+    group, world = resolve_process_group(name), torch.distributed.group.WORLD
+    assert world is not None, "there are groups only after init_process_group"
+    given = _given.setdefault(world, {})
+    if (known := _shared.get(group)) is not None and register_alias(known, group):
+        return known
+    for k in count(1):
+        label = wanted if k == 1 else f"{wanted}.{k}"
+        if given.get(label, rows) == rows and register_alias(label, group):
+            given[label] = rows
+            _shared[group] = label
+            return label
+    raise AssertionError("unreachable")
+
+
+def canonical(name: str) -> str:
+    """The shared name of a process group that torch knows as `name`; `name` itself if it has none."""
+    try:
+        return _shared.get(resolve_process_group(name), name)
+    except (RuntimeError, ValueError, KeyError):  # torch raises these for an unknown name
+        return name
+
+
 def group_size(group: str) -> int:
     """Number of ranks of the named process group."""
     return resolve_process_group(group).size()
@@ -68,4 +111,4 @@ def group_ranks(group: str) -> tuple[int, ...]:
     return tuple(torch.distributed.get_process_group_ranks(resolve_process_group(group)))
 
 
-__all__ = ["Calls", "all_calls", "calls_on", "group_rank", "group_ranks", "group_size"]
+__all__ = ["Calls", "all_calls", "calls_on", "canonical", "group_rank", "group_ranks", "group_size", "shared_name"]

@@ -31,6 +31,7 @@ from ..errors import MeshError
 from ..layout.cost import Link, Network
 from ..torch_private.core import disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
+from .groups import shared_name
 from .job import all_here, job
 from .links import Measured, links_here
 
@@ -141,7 +142,22 @@ def _look_up(mesh: Any) -> MeshFacts:
     links = prepared.links or links
     mine = tuple([links[a] if a is not None else own[i] for i, a in enumerate(in_root)])
     network = Network.of(tuple(mesh.shape), mine, merged)
+    groups = {axes: shared_name(name, _label(mesh, axes), _all_rows(root, mesh, axes)) for axes, name in groups.items()}
     return MeshFacts(mesh, tuple(mesh.shape), None if at is None else tuple(at), groups, network)
+
+
+def _all_rows(root: Any, mesh: Any, axes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The ranks of all groups along `axes`, in slices other than this one too."""
+    in_root = _axes_in_root(mesh, root)
+    own = [in_root[a] for a in axes]
+    rows = _rows(mesh.mesh, axes) if None in own else _rows(root.mesh, tuple([a for a in own if a is not None]))
+    return tuple([tuple(row) for row in rows])
+
+
+def _label(mesh: Any, axes: tuple[int, ...]) -> str:
+    """What the group of this rank along `axes` is: `mesh.dp+tp`, or `mesh.0+1` if the axes have no names."""
+    names = mesh.mesh_dim_names or range(mesh.ndim)
+    return "mesh." + "+".join([str(names[axis]) for axis in axes])
 
 
 def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
@@ -156,6 +172,15 @@ def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
             for axes, name in _look_up(whole).groups.items():
                 found[name] = tuple([tuple(row) for row in _rows(whole.mesh, axes)])
         return found
+
+
+def known_rows() -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Names of this rank's groups over axes of the meshes that were looked up -> the ranks of all groups over these
+    axes. The same on all ranks."""
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for known in known_meshes():
+        found |= partitions(known.mesh)
+    return found
 
 
 def _axes_in_root(mesh: Any, root: Any) -> list[int | None]:
@@ -363,6 +388,27 @@ def known_meshes() -> list[MeshFacts]:
     return list(_facts.values())
 
 
+MeshKind = tuple[str, str, tuple[str, ...] | None, tuple[str, ...] | None, tuple[int, ...]]
+
+
+def mesh_kind(mesh: Any) -> MeshKind:
+    """What a mesh is, in the same words on all ranks: for a slice, the mesh that it was sliced from, and its axes."""
+    root = root_mesh(mesh)
+    return mesh.device_type, str(root.mesh.tolist()), root.mesh_dim_names, mesh.mesh_dim_names, tuple(mesh.shape)
+
+
+def mesh_of_kind(kind: MeshKind) -> Any:
+    """The mesh of this process that is what another rank described by `mesh_kind`.
+
+    Raises:
+        MeshError: There is none.
+    """
+    for known in known_meshes():
+        if mesh_kind(known.mesh) == kind:
+            return known.mesh
+    raise MeshError(f"there is no mesh {kind[3] or kind[4]} of {kind[0]} ranks {kind[1]} here")
+
+
 def world_of(mesh: Any) -> str:
     """Text with everything about `mesh` that a traced graph may depend on, for cache keys of compiled code."""
     known = facts(mesh)
@@ -389,6 +435,9 @@ __all__ = [
     "group_name",
     "init_device_mesh",
     "known_meshes",
+    "known_rows",
+    "mesh_kind",
+    "mesh_of_kind",
     "mesh_shape",
     "one_object",
     "partitions",

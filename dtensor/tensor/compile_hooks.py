@@ -122,6 +122,12 @@ def examine_from_now_on() -> None:
         importlib.import_module("dtensor.compile.bisect").watch(folder)
 
 
+def load_from_now_on() -> None:
+    """Take compiled code from a package, if the environment names one."""
+    if environment.setting("DTENSOR_PACKAGE"):
+        importlib.import_module("dtensor.compile.packages.package").load_if_asked()
+
+
 def limit_from_now_on() -> None:
     """Compile no further than the environment says, whatever backend the program names.
 
@@ -164,5 +170,6 @@ __all__ = [
     "examine_from_now_on",
     "install",
     "limit_from_now_on",
+    "load_from_now_on",
     "uninstall",
 ]

@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy
 import torch
@@ -60,7 +60,9 @@ from torch.distributed.distributed_c10d import (
     ProcessGroup,
     _get_default_group,
     _get_default_store,
+    _register_process_group,
     _resolve_process_group,
+    _unregister_process_group,
     _world,
 )
 from torch.fx import traceback as fx_traceback
@@ -330,10 +332,25 @@ def cloned_store(store: Any) -> Any:
         return store
 
 
+_played: dict[str, str] = {}
+
+
+def played_by_fakes(backend: str | None) -> None:
+    """Let fake process groups count as groups of this backend, as `init_process_group` takes it; None: as fakes."""
+    _played.clear()
+    if backend is not None:
+        _played.update(
+            dist.distributed_c10d.BackendConfig(
+                cast(Any, dist.Backend(backend or "undefined"))
+            ).get_device_backend_map()
+        )
+
+
 def backend_of(group: ProcessGroup, device_type: str) -> str:
     """Name of the backend that sends tensors of the device type in the group; "" if there is none."""
     pairs = [pair.partition(":") for pair in str(dist.get_backend_config(group)).split(",")]
-    return next((name for device, _, name in pairs if device == device_type), "")
+    found = next((name for device, _, name in pairs if device == device_type), "")
+    return _played.get(device_type, found) if found == "fake" else found
 
 
 @contextlib.contextmanager
@@ -400,6 +417,23 @@ def process_groups() -> tuple[Any, ...]:
 def resolve_process_group(name: str) -> ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(GroupName(name))
+
+
+def register_alias(name: str, group: ProcessGroup) -> bool:
+    """Give a process group a further name by which graphs can refer to it; False if another group has that name.
+
+    The names of one group's ranks are the same that way, where torch numbers the groups that a rank is in.
+    """
+    try:
+        found = resolve_process_group(name)
+    except (RuntimeError, ValueError, KeyError):  # torch raises these for an unknown name
+        found = None
+    if found is not None and not is_registered(found):
+        _unregister_process_group(GroupName(name))  # of process groups that were destroyed
+        found = None
+    if found is None:
+        _register_process_group(GroupName(name), group)
+    return found is None or found is group
 
 
 def is_being_compiled() -> bool:
@@ -518,6 +552,7 @@ __all__ = [
     "FunctionalTensor",
     "MemberType",
     "OpOverload",
+    "OpOverloadPacket",
     "TorchDebugMode",
     "TorchDispatchMode",
     "UnknownValue",
@@ -567,9 +602,11 @@ __all__ = [
     "operator_samples",
     "optim_foreach_types",
     "overloads_of",
+    "played_by_fakes",
     "process_groups",
     "quiet_fakes",
     "real_object",
+    "register_alias",
     "register_value_type",
     "register_work",
     "resolve_process_group",

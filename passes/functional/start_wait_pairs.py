@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.mesh.groups import group_size
+from dtensor.mesh.groups import canonical, group_size
 
 from ..graph import ir
 from . import glue
@@ -52,7 +52,7 @@ def pairs(start: fx.Node) -> list[Pair]:
         waits = glue.readers(started)
         if len(waits) != 1 or waits[0].target is not ir.WAIT or not _at_once(start, waits[0]):
             return []
-        found.append(Pair(start, x, started, waits[0], tuple(given), group, group_size(group)))
+        found.append(Pair(start, x, started, waits[0], tuple(given), canonical(group), group_size(group)))
     return found
 
 

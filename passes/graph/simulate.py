@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.node import map_arg
 
 from dtensor.errors import PassError
+from dtensor.mesh.groups import canonical
 
 from . import ir
 
@@ -31,7 +32,7 @@ def mesh_groups(mesh: DeviceMesh, names: Mapping[tuple[int, ...], str] | None = 
             axes.
     """
     if names is None:
-        names = {(axis,): mesh.get_group(axis).group_name for axis in range(mesh.ndim)}
+        names = {(axis,): canonical(mesh.get_group(axis).group_name) for axis in range(mesh.ndim)}
     found = {}
     for axes, name in names.items():
         ranks = mesh.mesh.movedim(axes, tuple(range(-len(axes), 0)))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...layout.layout import Layout
+from ...mesh.groups import canonical
 from ...mesh.mesh import group_name
 from ...mesh.tensor_spec import Spec
 from ...tensor.tensor import DTensor, move
@@ -207,7 +208,7 @@ def gathered(x: Any, group: Any) -> Any:
     if not isinstance(x, DTensor):
         return x
     mesh = x.device_mesh
-    axes = [axis for axis in range(mesh.ndim) if group_name(mesh, axis) == group.group_name]
+    axes = [axis for axis in range(mesh.ndim) if group_name(mesh, axis) == canonical(group.group_name)]
     return move(x, _without(x._spec.layout, tuple(axes))).to_local().detach()
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from click.testing import CliRunner
 
 import dtensor
-from dtensor.compile.reports.inspection import clear, imagined, inspect
+from dtensor.compile.recording.imagined import imagined
+from dtensor.compile.reports.inspection import clear, inspect
 from dtensor.compile.reports.reading import read
 from dtensor.tools.cli import main
 

@@ -1,0 +1,230 @@
+"""A compiled frame as data, and back.
+
+A frame is a function of the user's, or the rest of one after a graph break. What Dynamo makes of it are guards, code
+that takes its place, and compiled functions that the code calls, each with a forward and a backward by Inductor.
+"""
+
+import io
+import linecache
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from dtensor.mesh.mesh import mesh_kind, mesh_of_kind
+from dtensor.torch_private import frames
+from dtensor.torch_private.kernels import binary
+
+from ..backends.backend import as_returned, how_returned
+from .identities import Identity, digest, identities, same_objects, stand_ins
+
+OURS = ("torch", "dtensor")
+"""Packages whose source is not compared line by line: a package holds for their versions only."""
+
+
+class NotPortable(Exception):
+    """A compiled frame cannot be taken to another process; the message says why."""
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A stretch of source that was compiled.
+
+    Attributes:
+        module: name of the module.
+        function: name of the function.
+        first, last: its lines, from 1.
+        hash: of their text.
+    """
+
+    module: str
+    function: str
+    first: int
+    last: int
+    hash: str
+
+    def __str__(self) -> str:
+        return f"{self.function} in {self.module}, lines {self.first} to {self.last}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A compiled frame.
+
+    Attributes:
+        function: name of the frame's function.
+        module: module of the function.
+        digest: of its code.
+        lines: the source that was compiled, its own and that of what it calls.
+        guards: pickled guards of values.
+        identities: guards of objects.
+        code: what takes the place of its code.
+        imports, resumed: as in `FrameRecorder`.
+        backends: name -> (what AOTAutograd and Inductor made, pickled; how the results are returned).
+        kernels: hash of a kernel's source -> its library.
+        compiler: backend, mode and options that torch.compile was given.
+        rank: this rank's place in each mesh, if what was compiled depends on it; "" if it holds for all.
+    """
+
+    function: str
+    module: str
+    digest: str
+    lines: tuple[Lines, ...] = field(repr=False)
+    guards: bytes = field(repr=False)
+    identities: tuple[Identity, ...] = field(repr=False)
+    code: Any = field(repr=False)
+    imports: dict[str, str] = field(repr=False)
+    resumed: dict[str, Any] = field(repr=False)
+    backends: dict[str, tuple[bytes, Any]] = field(repr=False)
+    kernels: dict[str, bytes] = field(repr=False)
+    compiler: str
+    rank: str
+
+
+def by_reference(obj: Any) -> Any:
+    """How to pickle a mesh: as what it is in the other process. None for anything else."""
+    return (mesh_of_kind, (mesh_kind(obj),)) if isinstance(obj, DeviceMesh) else None
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        found = by_reference(obj)
+        return NotImplemented if found is None else found
+
+
+def _pickled(value: Any) -> bytes:
+    made = io.BytesIO()
+    _Pickler(made).dump(value)
+    return made.getvalue()
+
+
+def take_apart(
+    code: types.CodeType, made: frames.FrameRecorder, kernels: dict[str, Callable[[], Any]], compiler: str, rank: str
+) -> Entry:
+    """Return what Dynamo made of `code` as data.
+
+    Raises:
+        NotPortable: something of it means nothing in another process.
+    """
+    if made.refused:
+        raise NotPortable(made.refused)
+    assert made.code is not None
+    if left := made.objects - {*made.backends, *made.resumed}:
+        raise NotPortable(f"its code refers to an object of this process, {min(left)}")
+    backends = {}
+    for name, function in made.backends.items():
+        content = frames.artifact(name)
+        if content is None:
+            raise NotPortable(
+                "AOTAutograd kept nothing of a graph: another backend than Inductor compiles it, or caches are off, as "
+                "for a dump, a record or the option verify"
+            )
+        try:
+            backends[name] = _pickled(content), how_returned(function)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise NotPortable(f"a compiled graph cannot be pickled: {error}") from error
+    try:
+        objects = tuple(identities(made.identities))
+    except ValueError as error:
+        raise NotPortable(str(error)) from error
+    return Entry(
+        code.co_qualname,
+        _module_of(code),
+        digest(code),
+        tuple(dict.fromkeys(_lines([code, *made.inlined]))),
+        made.guards,
+        objects,
+        frames.to_data(_without_path(made.code)),
+        dict(made.imports),
+        {name: frames.to_data(_without_path(resumed)) for name, resumed in made.resumed.items()},
+        backends,
+        {key: binary(load) for key, load in kernels.items()},
+        compiler,
+        rank,
+    )
+
+
+def _without_path(code: types.CodeType) -> types.CodeType:
+    return _located(code, "")
+
+
+def _located(code: types.CodeType, file: str) -> types.CodeType:
+    inner = [_located(c, file) if isinstance(c, types.CodeType) else c for c in code.co_consts]
+    return code.replace(co_filename=file, co_consts=tuple(inner))
+
+
+def _module_of(code: types.CodeType) -> str:
+    return next((name for name, path in _files() if path == code.co_filename), "")
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if path:
+            yield name, path
+
+
+def _lines(codes: Sequence[types.CodeType]) -> Iterator[Lines]:
+    names: dict[str, str] = {}
+    for name, path in _files():
+        names.setdefault(path, name)
+    for code in codes:
+        module = names.get(code.co_filename, "")
+        if module.partition(".")[0] in OURS:
+            continue
+        first, last = code.co_firstlineno, _last_line(code)
+        yield Lines(module, code.co_qualname, first, last, _hash(code.co_filename, first, last))
+
+
+def _last_line(code: types.CodeType) -> int:
+    own = [line for *_, line in code.co_lines() if line is not None]
+    return max([code.co_firstlineno, *own, *[_last_line(c) for c in code.co_consts if isinstance(c, types.CodeType)]])
+
+
+def _hash(file: str, first: int, last: int) -> str:
+    return sha256("".join(linecache.getlines(file)[first - 1 : last]).encode()).hexdigest()
+
+
+def changed_source(entry: Entry) -> str:
+    """Return which of the source that was compiled is another one here, in words; "" if none is."""
+    for lines in entry.lines:
+        module = sys.modules.get(lines.module)
+        if lines.module and module is None:
+            return f"the module {lines.module} is not imported here"
+        file = getattr(module, "__file__", None) or ""
+        if lines.module and _hash(file, lines.first, lines.last) != lines.hash:
+            return f"the source of {lines} has changed ({Path(file).name})"
+    return ""
+
+
+def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
+    """Return the guarded code of a frame from `entry`, or None and the first thing that does not fit, in words."""
+    scope = frame.f_globals
+    frames.prepare_globals(scope, entry.imports)
+    try:
+        manager = frames.guard_manager(entry.guards, frame.f_code, scope)
+    except Exception as error:  # whatever unpickling raises
+        return None, f"its guards cannot be read: {error}"
+    if difference := frames.first_difference(manager, frame.f_locals):
+        return None, difference
+    found, difference = stand_ins(entry.identities, frame.f_locals, scope)
+    if difference:
+        return None, difference
+    if found:
+        frames.add_identities(manager, same_objects(found, scope), "an object is another one than when it was loaded")
+    backends = {
+        name: as_returned(frames.runnable(pickle.loads(content)), how)
+        for name, (content, how) in entry.backends.items()
+    }
+    file = frame.f_code.co_filename
+    resumed = {name: _located(frames.from_data(data), file) for name, data in entry.resumed.items()}
+    return frames.install(frame, manager, _located(frames.from_data(entry.code), file), resumed, backends), ""
+
+
+__all__ = ["Entry", "Lines", "NotPortable", "changed_source", "put_together", "take_apart"]

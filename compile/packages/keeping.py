@@ -1,0 +1,90 @@
+"""Keeps what is compiled, as entries of a package."""
+
+import logging
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtensor.layout.chunks import uneven_noted
+from dtensor.mesh.caches import clear_caches
+from dtensor.mesh.mesh import known_meshes
+from dtensor.torch_private.frames import FrameRecorder
+from dtensor.torch_private.kernels import noted_kernels
+
+from ..backends.insert_agreement import Collectives, overheard
+from .entries import Entry, NotPortable, by_reference, take_apart
+
+log: logging.Logger = logging.getLogger("dtensor")
+
+
+@dataclass
+class Kept:
+    """What was compiled.
+
+    Attributes:
+        entries: one for each compiled frame.
+        left_out: names of frames that cannot be taken to another process, and why.
+        collectives: what the graphs communicate: the ranks, and what ranks compare.
+    """
+
+    entries: list[Entry] = field(default_factory=list[Entry])
+    left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    collectives: list[Collectives] = field(default_factory=list[Collectives])
+
+
+def place() -> str:
+    """This rank's place in each mesh, as text."""
+    return str(sorted({(tuple(m.groups.values()), m.coordinate) for m in known_meshes() if m.groups}))
+
+
+@contextmanager
+def kept(
+    frame: Any, compiler: str, keep: Callable[[Entry | NotPortable, list[Collectives]], None]
+) -> Iterator[FrameRecorder]:
+    """A context in which Dynamo compiles `frame`; `keep` is called with what it made, or with why that cannot be kept.
+
+    It is not called if nothing was made: Dynamo left the frame to Python, or raised.
+    """
+    code: types.CodeType = frame.f_code
+    clear_caches()  # so that all lengths are computed again, and uneven ones noted
+    recorder = FrameRecorder(reduce=by_reference)
+    with noted_kernels() as kernels, uneven_noted() as uneven, overheard() as heard:
+        yield recorder
+    if recorder.code is None:
+        return
+    try:
+        made: Entry | NotPortable = take_apart(code, recorder, kernels, compiler, place() if uneven else "")
+    except NotPortable as why:
+        made = why
+    keep(made, heard)
+
+
+class Keeper:
+    """Keeps everything that is compiled."""
+
+    def __init__(self) -> None:
+        self.kept: Kept = Kept()
+
+    @contextmanager
+    def recording(self, frame: Any, compiler: str) -> Iterator[FrameRecorder]:
+        """As `dtensor.torch_private.frames.Handler`."""
+        name = frame.f_code.co_qualname
+
+        def keep(made: Entry | NotPortable, heard: list[Collectives]) -> None:
+            if isinstance(made, NotPortable):
+                log.warning("%s is left out of the package: %s", name, made)
+                self.kept.left_out.append((name, str(made)))
+                return
+            self.kept.entries.append(made)
+            self.kept.collectives += heard
+
+        with kept(frame, compiler, keep) as recorder:
+            yield recorder
+
+    def answer(self, frame: Any, compiler: str) -> None:
+        """As `dtensor.torch_private.frames.Handler`: nothing is taken from elsewhere."""
+
+
+__all__ = ["Keeper", "Kept", "kept", "place"]

@@ -1,0 +1,119 @@
+"""Loads packages: frames that a package holds are not compiled."""
+
+import atexit
+import logging
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dtensor.errors import PackageError
+from dtensor.torch_private.frames import FrameRecorder, no_longer
+from dtensor.torch_private.kernels import use_kernels
+
+from .archive import World, read
+from .entries import Entry, changed_source, put_together
+from .identities import digest
+from .keeping import place
+
+log: logging.Logger = logging.getLogger("dtensor")
+
+
+@dataclass
+class Package:
+    """A package that this process loaded.
+
+    Attributes:
+        path: its file.
+        strict: whether a frame that it does not hold is an error.
+        refused: why nothing is taken from it; "" if it fits.
+        taken: names of the frames that were taken from it, in order.
+        missed: names of frames that were compiled, and why.
+    """
+
+    path: Path
+    world: World = field(repr=False)
+    entries: Sequence[Entry] = field(repr=False)
+    strict: bool = False
+    refused: str = ""
+    taken: list[str] = field(default_factory=list[str])
+    missed: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    _compared: bool = field(default=False, repr=False)
+
+    def answer(self, frame: Any, compiler: str) -> Any:
+        """As `dtensor.torch_private.frames.Handler`.
+
+        Raises:
+            PackageError: with `strict`, the frame is not in the package, or does not fit.
+        """
+        name = frame.f_code.co_qualname
+        self._compare()
+        found, why = (None, self.refused) if self.refused else self._entry(frame, compiler)
+        if found is not None:
+            self.taken.append(name)
+            log.info("%s is taken from the package %s, not compiled", name, self.path)
+            return found
+        if self.strict:
+            raise PackageError(f"{name} cannot be taken from the package {self.path}: {why}; make the package again")
+        self.missed.append((name, why))
+        log.warning("%s is compiled, not taken from the package %s: %s", name, self.path, why)
+        return None
+
+    def unload(self) -> None:
+        """Take nothing from the package any more. What was taken stays."""
+        no_longer(self)
+
+    def _compare(self) -> None:
+        """Compare where the package was made with this process, when the first frame is asked for: by then there are
+        meshes."""
+        if not self._compared:
+            self._compared = True
+            self.refused = self.refused or self.world.difference(World.here())
+
+    def _entry(self, frame: Any, compiler: str) -> tuple[Any, str]:
+        code, why = digest(frame.f_code), ""
+        for entry in [e for e in self.entries if e.digest == code]:
+            if entry.compiler != compiler:
+                difference = f"torch.compile was given {entry.compiler}, and is given {compiler}"
+            elif entry.rank and entry.rank != place():
+                difference = f"its shards are uneven, and it was compiled for {entry.rank}, not for {place()}"
+            elif not (difference := changed_source(entry)):
+                found, difference = put_together(entry, frame)
+                if found is not None:
+                    return found, ""
+            why = why or difference
+        return None, why or self._unknown(frame)
+
+    def _unknown(self, frame: Any) -> str:
+        same = [e for e in self.entries if e.function == frame.f_code.co_qualname]
+        return "its source has changed" if same else "the package does not hold it"
+
+    def recording(self, frame: Any, compiler: str) -> AbstractContextManager[FrameRecorder | None]:
+        """As `dtensor.torch_private.frames.Handler`: what is compiled is not kept."""
+        return nullcontext()
+
+
+def opened(path: Path, sha256: str = "", strict: bool = False) -> Package:
+    """Read a package, and make its kernels known to Inductor.
+
+    Raises:
+        PackageError: as `archive.read`.
+    """
+    world, entries = read(path, sha256)
+    folder = Path(tempfile.mkdtemp(prefix="dtensor-package-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    binaries: dict[str, Path] = {}
+    for key, library in {key: library for entry in entries for key, library in entry.kernels.items()}.items():
+        binaries[key] = folder / f"{key[:32]}.so"
+        binaries[key].write_bytes(library)
+    made = Package(path, world, entries, strict)
+    made.refused = world.difference(World.here(), meshes=False)
+    if not made.refused:
+        use_kernels(binaries)
+    return made
+
+
+__all__ = ["Package", "opened"]

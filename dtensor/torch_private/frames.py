@@ -1,0 +1,373 @@
+"""Private APIs of Dynamo by which a frame that it compiled is taken apart into data, and put into another process.
+
+Dynamo asks a `ConvertFrameAssert` to compile a frame that no guarded code fits. `intercept` puts a handler before it,
+which may answer from data, or give it a `FrameRecorder` that collects what it makes.
+"""
+
+import importlib
+import itertools
+import pickle
+import secrets
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .core import disable_current_modes  # first: it checks the version of torch
+
+# isort: split
+from torch._dynamo import bytecode_transformation, convert_frame, guards
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.output_graph import OutputGraph, OutputGraphCommon, get_builtins_dict
+from torch._dynamo.package import SerializedCode
+from torch._dynamo.precompile_context import PrecompileContext
+from torch._dynamo.types import GuardedCode, wrap_guarded_code
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import autograd_cache
+from torch._guards import CompileId
+from torch._inductor import config as inductor_config
+
+BY_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "CLOSURE_MATCH")
+"""Guards that hold for one object of one process."""
+
+WITHIN_A_PROCESS = ("NN_MODULE", "DICT_VERSION")
+"""Guards of which nothing can be said in another process."""
+
+WHOLE = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
+"""Settings of AOTAutograd with which it makes forward and backward at once, as one thing that can be pickled."""
+
+OF_THIS_MACHINE = ("base_dir", "debug_dir_root", "compile_threads", "bundled_autograd_cache")
+"""Settings that say nothing about what is made: paths, threads, and what is set while a frame is recorded."""
+
+
+@dataclass
+class FrameRecorder:
+    """Collects what Dynamo makes of a frame; Dynamo takes it for a `CompilePackage`.
+
+    Attributes:
+        guards: the guards that hold values, pickled.
+        identities: expressions that must give the very objects, and these objects.
+        code: what runs in place of the frame's code.
+        inlined: code of functions that were traced into.
+        imports: names in the frame's globals -> modules that they stand for.
+        resumed: names in the frame's globals -> code that runs after a graph break.
+        backends: names in the frame's globals -> the compiled functions.
+        objects: other names in the frame's globals that were made for the compiled code.
+        refused: why this cannot be taken to another process; "" if it can.
+        reduce: how to pickle an object that guards refer to, as `object.__reduce__` says it; None for torch's way.
+    """
+
+    guards: bytes = b""
+    identities: list[tuple[str, Any]] = field(default_factory=list[tuple[str, Any]])
+    code: types.CodeType | None = None
+    inlined: list[types.CodeType] = field(default_factory=list[types.CodeType])
+    imports: dict[str, str] = field(default_factory=dict[str, str])
+    resumed: dict[str, types.CodeType] = field(default_factory=dict[str, types.CodeType])
+    backends: dict[str, Any] = field(default_factory=dict[str, Any])
+    objects: set[str] = field(default_factory=set[str])
+    refused: str = ""
+    reduce: Callable[[Any], Any] = field(default=lambda obj: None)
+
+    def code_context(self, code: types.CodeType) -> Any:
+        return nullcontext()
+
+    def add_guarded_code(self, guards_state: bytes, dynamo_code: types.CodeType) -> None:
+        self.guards, self.code = guards_state, dynamo_code
+
+    def add_inlined_source(self, sources: Sequence[types.CodeType]) -> None:
+        self.inlined = list(dict.fromkeys(sources))
+
+    def update_device_type(self, graph: Any) -> None:
+        """Dynamo tells the device; guards hold it already."""
+
+    def bypass_current_entry(self) -> None:
+        self.refused = self.refused or "Dynamo cannot take this frame to another process"
+
+    def add_resume_function(self, python_code: types.CodeType, python_module: str, function_name: str) -> None:
+        self.resumed[function_name] = python_code
+
+    def add_import_source(self, alias: str, module_name: str) -> None:
+        self.imports[alias] = module_name
+
+    def add_backend_id(self, backend_id: str, backend: Any = None) -> None:
+        self.backends[backend_id] = backend
+
+
+class Handler(Protocol):
+    """What `intercept` asks, on each frame that Dynamo is to compile."""
+
+    def answer(self, frame: Any, compiler: str) -> Any:
+        """A `GuardedCode` for the frame, or None. `compiler` says by what torch.compile would compile it."""
+        ...
+
+    def recording(self, frame: Any, compiler: str) -> AbstractContextManager[FrameRecorder | None]:
+        """A context in which the frame is compiled, with what collects that; None if nothing is to be collected."""
+        ...
+
+
+_recorder: ContextVar[FrameRecorder | None] = ContextVar("dtensor_frame_recorder", default=None)
+_handlers: list[Handler] = []
+
+
+@contextmanager
+def intercept(handler: Handler) -> Iterator[None]:
+    """A context in which `handler` comes before Dynamo."""
+    _install()
+    _handlers.append(handler)
+    try:
+        yield
+    finally:
+        no_longer(handler)
+
+
+def intercept_from_now_on(handler: Handler) -> None:
+    """As `intercept`, until the process ends."""
+    _install()
+    _handlers.append(handler)
+
+
+def no_longer(handler: Handler) -> None:
+    """Undo `intercept_from_now_on`."""
+    if handler in _handlers:
+        _handlers.remove(handler)
+
+
+def _install() -> None:
+    if convert_frame.ConvertFrameAssert.__call__ is not _compile:
+        convert_frame.ConvertFrameAssert.__call__ = _compile
+        guards.CheckFunctionManager.serialize_guards = _serialize_guards
+        guards.GuardsStatePickler.reducer_override = _reduce
+        autograd_cache.AOTAutogradCache._lookup = staticmethod(_lookup)
+        OutputGraph.install_global_unsafe = _install_global_unsafe
+
+
+_own_compile = convert_frame.ConvertFrameAssert.__call__
+_own_serialize = guards.CheckFunctionManager.serialize_guards
+_own_lookup = autograd_cache.AOTAutogradCache._lookup
+_own_install_unsafe = OutputGraph.install_global_unsafe
+_own_reduce = guards.GuardsStatePickler.reducer_override
+
+
+def _install_global_unsafe(self: Any, name: str, value: Any) -> None:
+    """As Dynamo puts a value into the frame's globals."""
+    _own_install_unsafe(self, name, value)
+    recorder = _recorder.get()
+    if recorder is not None and not isinstance(value, dict):  # a dict: the builtins
+        recorder.objects.add(name)
+
+
+def _reduce(self: Any, obj: Any) -> Any:
+    """As torch reduces an object that guards refer to; it forgets whether a subclass's tensor requires a gradient."""
+    recorder = _recorder.get()
+    ours = recorder.reduce(obj) if recorder is not None else None
+    if ours is not None:
+        return ours
+    made = _own_reduce(self, obj)
+    subclass = isinstance(made, tuple) and made[0] == type(self)._unpickle_traceable_wrapper_subclass
+    return (_requiring_grad, made) if subclass and obj.requires_grad else made
+
+
+def _lookup(*args: Any, **kwargs: Any) -> Any:
+    """As AOTAutograd looks into its cache; what is recorded is traced anew, so that all that it depends on is seen."""
+    return None if _recorder.get() is not None else _own_lookup(*args, **kwargs)
+
+
+def _requiring_grad(make: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
+    return make(*args).requires_grad_()
+
+
+def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int = 0) -> Any:
+    if not _handlers or self._export or frame.f_code in convert_frame.output_codes:
+        return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+    compiler = _described(self._torchdynamo_orig_backend)
+    found = _handlers[-1].answer(frame, compiler)
+    if found is not None:
+        convert_frame.input_codes.add(frame.f_code)
+        convert_frame.output_codes.add(found.code)
+        return wrap_guarded_code(found)
+    with _handlers[-1].recording(frame, compiler) as recorder:
+        if recorder is None:
+            return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+        token, own = _recorder.set(recorder), self._package
+        self._package = recorder
+        try:
+            with (
+                _names_of_this_process(),
+                functorch_config.patch(bundled_autograd_cache=True, force_non_lazy_backward_lowering=True),
+            ):
+                return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+        finally:
+            self._package = own
+            _recorder.reset(token)
+
+
+@contextmanager
+def _names_of_this_process() -> Iterator[None]:
+    """A context in which the names that Dynamo makes are none that another process makes.
+
+    It numbers them from 0. A frame from another process and one that is compiled here would take the same names.
+    """
+    own = bytecode_transformation._unique_id_counter
+    bytecode_transformation._unique_id_counter = itertools.count(secrets.randbits(62))
+    try:
+        yield
+    finally:
+        bytecode_transformation._unique_id_counter = own
+
+
+def _described(compiler: Any) -> str:
+    """The backend, mode and options that torch.compile was given, as text."""
+    compiler = convert_frame.innermost_backend(compiler)
+    if isinstance(compiler, torch._TorchCompileInductorWrapper):
+        return f"inductor {sorted(compiler.config.items())} dynamic={compiler.dynamic}"
+    if isinstance(compiler, torch._TorchCompileWrapper):
+        return f"{compiler.compiler_name} {sorted(compiler.kwargs.items())} dynamic={compiler.dynamic}"
+    return f"{getattr(compiler, '__module__', '')}.{getattr(compiler, '__qualname__', type(compiler).__qualname__)}"
+
+
+def _serialize_guards(self: Any, builder: Any, sorted_guards: Any, output_graph: Any) -> bytes:
+    """Pickle the guards that hold values, and tell the recorder of those that hold an object."""
+    recorder = _recorder.get()
+    if recorder is None:
+        return _own_serialize(self, builder, sorted_guards, output_graph)
+    kept = []
+    recorder.identities.clear()
+    for guard in sorted_guards:
+        kinds = {guard.create_fn_name(), *(guard.guard_types or ())}
+        if found := kinds.intersection(WITHIN_A_PROCESS):
+            recorder.refused = recorder.refused or f"a guard {min(found)} on {guard.name} holds in this process only"
+        if kinds.intersection(BY_IDENTITY) or guard._unserializable:
+            recorder.identities.append((guard.name, builder.get(guard)))
+        elif "WEAKREF_ALIVE" not in kinds:
+            kept.append(guard)
+    try:
+        return _own_serialize(self, builder, kept, output_graph)
+    except Exception as error:  # whatever pickle, torch or a user's class raises
+        recorder.refused = recorder.refused or f"its guards cannot be pickled: {error}"
+        return b""
+
+
+def settings() -> dict[str, str]:
+    """The settings of torch.compile that change what it makes: name -> value, as text."""
+    found = {}
+    for module in (dynamo_config, functorch_config, inductor_config):
+        for name, value in module.save_config_portable().items():
+            said = str(sorted(value, key=repr)) if isinstance(value, (set, frozenset)) else repr(value)
+            if name not in OF_THIS_MACHINE and not callable(value) and " at 0x" not in said:
+                found[f"{module.__name__}.{name}"] = said
+    return found
+
+
+def evaluate(expression: str, frame_locals: Any, frame_globals: dict[str, Any]) -> Any:
+    """What an expression of a guard stands for in a frame.
+
+    Raises:
+        Exception: whatever it raises; there is no such thing in this frame.
+    """
+    return eval(expression, {**guards._get_closure_vars(), "L": frame_locals, "G": frame_globals})
+
+
+def to_data(code: types.CodeType) -> SerializedCode:
+    """A code object as what can be pickled."""
+    return SerializedCode.from_code_object(code)
+
+
+def from_data(data: SerializedCode) -> types.CodeType:
+    """The code object of `to_data`."""
+    return SerializedCode.to_code_object(data)
+
+
+def prepare_globals(frame_globals: dict[str, Any], imports: dict[str, str]) -> None:
+    """Give the modules that guards and compiled code refer to their names in a frame's globals."""
+    for alias, name in imports.items():
+        frame_globals[alias] = importlib.import_module(name)
+
+
+def guard_manager(pickled: bytes, code: types.CodeType, frame_globals: dict[str, Any]) -> Any:
+    """Guards from their pickled state.
+
+    Raises:
+        Exception: whatever unpickling raises; some class or function does not exist here.
+    """
+    with disable_current_modes():
+        state = pickle.loads(pickled)
+        name = state.output_graph.name_of_builtins_dict_key_in_fglobals
+        if name:
+            frame_globals.setdefault(name, get_builtins_dict(frame_globals))
+        return guards.CheckFunctionManager(
+            code,
+            OutputGraphCommon(state.output_graph),
+            shape_code_parts=state.shape_code_parts,
+            runtime_global_scope=frame_globals,
+        ).guard_manager
+
+
+def first_difference(manager: Any, frame_locals: Any) -> str:
+    """What of `guard_manager` does not hold in a frame; "" if all does."""
+    if manager.check(frame_locals):
+        return ""
+    parts = manager.check_verbose(frame_locals).verbose_code_parts
+    return str(parts[0]).split("  # ")[0].strip() if parts else "a guard does not hold"
+
+
+def add_identities(manager: Any, check: Callable[[Any], bool], said: str) -> None:
+    """Add to guards that `check` holds of a frame's locals."""
+    manager.root.add_lambda_guard(check, [said], None)
+
+
+def install(
+    frame: Any, manager: Any, code: types.CodeType, resumed: dict[str, types.CodeType], backends: dict[str, Any]
+) -> Any:
+    """Name compiled functions and resumed code in the frame's globals; the `GuardedCode` that calls them."""
+    scope = frame.f_globals
+    for name, function in backends.items():
+        scope[name] = torch._dynamo.disable(function)
+    for name, resume in resumed.items():
+        scope[name] = _resuming(resume, scope, name)
+    return GuardedCode(
+        code, manager, CompileId(frame_id=0, frame_compile_id=0), "Torch-Compiled Region: from a package"
+    )
+
+
+def _resuming(code: types.CodeType, scope: dict[str, Any], name: str) -> Any:
+    if not code.co_freevars:
+        return types.FunctionType(code, scope, name)
+    return lambda closure: types.FunctionType(code, scope, name, None, closure)
+
+
+def artifact(backend: str) -> Any:
+    """What AOTAutograd and Inductor made of a graph, as what can be pickled; None if there is nothing."""
+    found = PrecompileContext._backend_artifacts_by_key.pop(backend, None)  # pyright: ignore
+    return None if found is None else found.content
+
+
+def runnable(content: Any) -> Any:
+    """The compiled function of an `artifact`."""
+    from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+
+    with disable_current_modes():
+        return deserialize_bundled_cache_entry(content)
+
+
+__all__ = [
+    "FrameRecorder",
+    "Handler",
+    "add_identities",
+    "artifact",
+    "evaluate",
+    "first_difference",
+    "from_data",
+    "guard_manager",
+    "install",
+    "intercept",
+    "intercept_from_now_on",
+    "no_longer",
+    "prepare_globals",
+    "runnable",
+    "settings",
+    "to_data",
+]

@@ -1,0 +1,77 @@
+"""Private APIs of Inductor by which the libraries that it built of C++ kernels are kept, and used where they were not
+built."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch._inductor.codecache import CppCodeCache
+
+_noting: list[dict[str, Callable[[], Any]]] = []
+_known: dict[str, Path] = {}
+_loaded: dict[tuple[type, str], Any] = {}
+
+
+def _key(main_code: str, device_type: str, optimized_code: str | None) -> str:
+    parts = (device_type.partition(":")[0], main_code.strip(), (optimized_code or "").strip())
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+_own = CppCodeCache.load_async.__func__  # pyright: ignore
+
+
+def _load_async(
+    cls: Any,
+    main_code: str,
+    device_type: str = "cpu",
+    submit_fn: Any = None,
+    extra_flags: Any = (),
+    optimized_code: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    key = _key(main_code, device_type, optimized_code)
+    if key in _known:
+
+        def load() -> Any:
+            if (cls, key) not in _loaded:
+                _loaded[cls, key] = cls._load_library(str(_known[key]), key)
+            return _loaded[cls, key]
+
+    else:
+        load = _own(cls, main_code, device_type, submit_fn, extra_flags, optimized_code, *args, **kwargs)
+    for found in _noting:
+        found[key] = load
+    return load
+
+
+def _install() -> None:
+    CppCodeCache.load_async = classmethod(_load_async)  # pyright: ignore
+
+
+@contextmanager
+def noted_kernels() -> Iterator[dict[str, Callable[[], Any]]]:
+    """Collect the C++ kernels that are loaded in the context: hash of the source -> loads the library."""
+    _install()
+    _noting.append(found := {})
+    try:
+        yield found
+    finally:
+        _noting.remove(found)
+
+
+def binary(load: Callable[[], Any]) -> bytes:
+    """The library of a kernel, as it lies on the disk."""
+    library = load()
+    return Path(getattr(library, "__file__", None) or library._name).read_bytes()
+
+
+def use_kernels(binaries: Mapping[str, Path]) -> None:
+    """Load these libraries, from now on, for kernels of these hashes, in place of building them."""
+    _install()
+    _known.update(binaries)
+
+
+__all__ = ["binary", "noted_kernels", "use_kernels"]
