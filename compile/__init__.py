@@ -11,6 +11,7 @@ from .backends.options import Options
 from .packages.keeping import Kept
 from .packages.loading import Package
 from .packages.package import load, package, packaging
+from .packages.sharing import Shared, share
 from .recording.statistics import GraphRecord, Statistics, statistics
 from .recording.watch_compiles import dump
 from .reports.report import Report, report
@@ -21,6 +22,7 @@ __all__ = [
     "Options",
     "Package",
     "Report",
+    "Shared",
     "Statistics",
     "backend",
     "dump",
@@ -28,5 +30,6 @@ __all__ = [
     "package",
     "packaging",
     "report",
+    "share",
     "statistics",
 ]

@@ -18,7 +18,7 @@ import pickle
 import platform
 import stat
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from dtensor.dispatch import registration
 from dtensor.errors import PackageError
 from dtensor.mesh import environment
 from dtensor.mesh.mesh import known_rows
-from dtensor.torch_private.frames import settings
+from dtensor.torch_private.core import backend_of, resolve_process_group
 
 from ..backends.inductor import source_hash
 from .entries import Entry
@@ -50,9 +50,8 @@ class World:
         machine: kind of processor.
         processor: names of what it can do, where the system tells.
         gpu: name of the GPU; "" without one.
-        settings: of torch.compile.
         environment: this library's variables, and rules that the user registered.
-        meshes: name of a group -> the ranks of all groups over the same axes.
+        meshes: name of a group -> the ranks of all groups over the same axes, and what sends over it.
     """
 
     torch: str
@@ -62,7 +61,6 @@ class World:
     machine: str
     processor: tuple[str, ...]
     gpu: str
-    settings: dict[str, str]
     environment: str
     meshes: dict[str, str]
 
@@ -77,9 +75,8 @@ class World:
             platform.machine(),
             _flags(),
             torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-            settings(),
             str((environment.fingerprint(), registration.fingerprint())),
-            {name: str(rows) for name, rows in known_rows().items()},
+            {name: f"{rows} over {_backends(name)}" for name, rows in known_rows().items()},
         )
 
     def difference(self, here: "World", *, meshes: bool = True) -> str:
@@ -95,9 +92,13 @@ class World:
                 return f"{said} was {before or 'none'}, and is {now or 'none'}"
         if missing := [flag for flag in self.processor if flag not in here.processor]:
             return f"this processor cannot do {', '.join(missing[:4])}"
-        if differ := _differ("setting", self.settings, here.settings, {*self.settings, *here.settings}):
-            return differ
-        return _differ("group", self.meshes, here.meshes, self.meshes) if meshes else ""
+        if not meshes:
+            return ""
+        name = next((n for n, rows in self.meshes.items() if here.meshes.get(n) != rows), None)
+        if name is None:
+            return ""
+        there = f"is of ranks {here.meshes[name]}" if name in here.meshes else "does not exist"
+        return f"the group {name} was of ranks {self.meshes[name]}, and {there}"
 
 
 WORDS = {
@@ -112,11 +113,10 @@ WORDS = {
 """Fields of a `World` that must be the same, and what they are called."""
 
 
-def _differ(kind: str, before: dict[str, str], now: dict[str, str], names: Iterable[str]) -> str:
-    name = next((n for n in sorted(names) if before.get(n) != now.get(n)), None)
-    if name is None:
-        return ""
-    return f"the {kind} {name} was {before.get(name, 'not there')}, and is {now.get(name, 'not there')}"
+def _backends(name: str) -> str:
+    group = resolve_process_group(name)
+    found = {kind: backend_of(group, kind) for kind in ("cpu", "cuda")}
+    return " and ".join([f"{backend} ({kind})" for kind, backend in found.items() if backend])
 
 
 def _flags() -> tuple[str, ...]:

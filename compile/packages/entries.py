@@ -69,6 +69,7 @@ class Entry:
         backends: name -> (what AOTAutograd and Inductor made, pickled; how the results are returned).
         kernels: hash of a kernel's source -> its library.
         compiler: backend, mode and options that torch.compile was given.
+        settings: those of torch.compile when it was compiled.
         rank: this rank's place in each mesh, if what was compiled depends on it; "" if it holds for all.
     """
 
@@ -84,6 +85,7 @@ class Entry:
     backends: dict[str, tuple[bytes, Any]] = field(repr=False)
     kernels: dict[str, bytes] = field(repr=False)
     compiler: str
+    settings: dict[str, str] = field(repr=False)
     rank: str
 
 
@@ -146,6 +148,7 @@ def take_apart(
         backends,
         {key: binary(load) for key, load in kernels.items()},
         compiler,
+        frames.settings(),
         rank,
     )
 
@@ -203,6 +206,15 @@ def changed_source(entry: Entry) -> str:
     return ""
 
 
+def changed_settings(entry: Entry) -> str:
+    """Return which setting of torch.compile is another one here, in words; "" if none is."""
+    here = frames.settings()
+    name = next((n for n in sorted({*entry.settings, *here}) if entry.settings.get(n) != here.get(n)), None)
+    if name is None:
+        return ""
+    return f"the setting {name} was {entry.settings.get(name, 'not there')}, and is {here.get(name, 'not there')}"
+
+
 def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
     """Return the guarded code of a frame from `entry`, or None and the first thing that does not fit, in words."""
     scope = frame.f_globals
@@ -227,4 +239,5 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
     return frames.install(frame, manager, _located(frames.from_data(entry.code), file), resumed, backends), ""
 
 
-__all__ = ["Entry", "Lines", "NotPortable", "changed_source", "put_together", "take_apart"]
+__all__ = ["Entry", "Lines", "NotPortable", "by_reference", "changed_settings", "changed_source", "put_together"]
+__all__ += ["take_apart"]

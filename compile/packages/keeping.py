@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from dtensor.layout.chunks import uneven_noted
 from dtensor.mesh.caches import clear_caches
@@ -63,6 +63,8 @@ def kept(
 
 class Keeper:
     """Keeps everything that is compiled."""
+
+    anew: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self.kept: Kept = Kept()

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dtensor.errors import PackageError
 from dtensor.torch_private.frames import FrameRecorder, no_longer
 from dtensor.torch_private.kernels import use_kernels
 
 from .archive import World, read
-from .entries import Entry, changed_source, put_together
+from .entries import Entry, changed_settings, changed_source, put_together
 from .identities import digest
 from .keeping import place
 
@@ -33,6 +33,8 @@ class Package:
         taken: names of the frames that were taken from it, in order.
         missed: names of frames that were compiled, and why.
     """
+
+    anew: ClassVar[bool] = False
 
     path: Path
     world: World = field(repr=False)
@@ -80,7 +82,7 @@ class Package:
                 difference = f"torch.compile was given {entry.compiler}, and is given {compiler}"
             elif entry.rank and entry.rank != place():
                 difference = f"its shards are uneven, and it was compiled for {entry.rank}, not for {place()}"
-            elif not (difference := changed_source(entry)):
+            elif not (difference := changed_settings(entry) or changed_source(entry)):
                 found, difference = put_together(entry, frame)
                 if found is not None:
                     return found, ""

@@ -5,7 +5,6 @@ dumps differ, or a dump communicates more than the lock allows; 2 for wrong argu
 """
 
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import click
 
 from ..recording.imagined import imagined
+from ..recording.mesh_option import Mesh
 from . import lockfile
 from .differences import differences
 from .inspection import clear, inspect, wait_for_others
@@ -26,20 +26,6 @@ OUTPUT = "dtensor-dump"
 
 RUNS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 """Click settings: everything after the name of the program belongs to the program."""
-
-
-class Mesh(click.ParamType):
-    """Sizes of mesh axes: `dp=128,tp=8`."""
-
-    name = "axis=size,..."
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        if isinstance(value, dict):
-            return value
-        found = [re.fullmatch(r"(\w+)=([1-9]\d*)", word.strip()) for word in str(value).split(",")]
-        if not all(found) or len({m[1] for m in found if m}) < len(found):
-            self.fail(f"{value!r} does not give sizes to axes; write, for example, dp=128,tp=8", param, ctx)
-        return {m[1]: int(m[2]) for m in found if m}
 
 
 @click.command("inspect", context_settings=RUNS)

@@ -96,6 +96,14 @@ def canonical(name: str) -> str:
         return name
 
 
+def is_alive(name: str) -> bool:
+    """Whether there is a process group of that name, which was not destroyed."""
+    try:
+        return is_registered(resolve_process_group(name))
+    except (RuntimeError, ValueError, KeyError):  # torch raises these for an unknown name
+        return False
+
+
 def group_size(group: str) -> int:
     """Number of ranks of the named process group."""
     return resolve_process_group(group).size()
@@ -111,4 +119,14 @@ def group_ranks(group: str) -> tuple[int, ...]:
     return tuple(torch.distributed.get_process_group_ranks(resolve_process_group(group)))
 
 
-__all__ = ["Calls", "all_calls", "calls_on", "canonical", "group_rank", "group_ranks", "group_size", "shared_name"]
+__all__ = [
+    "Calls",
+    "all_calls",
+    "calls_on",
+    "canonical",
+    "group_rank",
+    "group_ranks",
+    "group_size",
+    "is_alive",
+    "shared_name",
+]

@@ -31,7 +31,7 @@ from ..errors import MeshError
 from ..layout.cost import Link, Network
 from ..torch_private.core import disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
-from .groups import shared_name
+from .groups import is_alive, shared_name
 from .job import all_here, job
 from .links import Measured, links_here
 
@@ -179,7 +179,8 @@ def known_rows() -> dict[str, tuple[tuple[int, ...], ...]]:
     axes. The same on all ranks."""
     found: dict[str, tuple[tuple[int, ...], ...]] = {}
     for known in known_meshes():
-        found |= partitions(known.mesh)
+        if all(is_alive(name) for name in known.groups.values()):
+            found |= partitions(known.mesh)
     return found
 
 

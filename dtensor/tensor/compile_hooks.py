@@ -123,7 +123,9 @@ def examine_from_now_on() -> None:
 
 
 def load_from_now_on() -> None:
-    """Take compiled code from a package, if the environment names one."""
+    """Take compiled code from a package or from other ranks, if the environment says so."""
+    if environment.setting("DTENSOR_SHARE_COMPILES"):
+        importlib.import_module("dtensor.compile.packages.sharing").share_if_asked()
     if environment.setting("DTENSOR_PACKAGE"):
         importlib.import_module("dtensor.compile.packages.package").load_if_asked()
 

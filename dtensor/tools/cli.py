@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import torch
 
+from dtensor.compile.packages.commands import package_command
 from dtensor.compile.reports.commands import COMMANDS
 
 from ..layout.cost import Link
@@ -64,7 +65,7 @@ def main() -> None:
     """A distributed tensor made for torch.compile."""
 
 
-for _command in (*COMMANDS, *RUNS, checkpoint):
+for _command in (*COMMANDS, *RUNS, checkpoint, package_command):
     main.add_command(_command)
 
 

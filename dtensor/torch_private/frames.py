@@ -10,10 +10,10 @@ import pickle
 import secrets
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -26,6 +26,7 @@ from torch._dynamo.output_graph import OutputGraph, OutputGraphCommon, get_built
 from torch._dynamo.package import SerializedCode
 from torch._dynamo.precompile_context import PrecompileContext
 from torch._dynamo.types import GuardedCode, wrap_guarded_code
+from torch._dynamo.utils import orig_code_map
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._guards import CompileId
@@ -40,7 +41,7 @@ WITHIN_A_PROCESS = ("NN_MODULE", "DICT_VERSION")
 WHOLE = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
 """Settings of AOTAutograd with which it makes forward and backward at once, as one thing that can be pickled."""
 
-OF_THIS_MACHINE = ("base_dir", "debug_dir_root", "compile_threads", "bundled_autograd_cache")
+OF_THIS_MACHINE = ("base_dir", "debug_dir_root", "compile_threads", *WHOLE)
 """Settings that say nothing about what is made: paths, threads, and what is set while a frame is recorded."""
 
 
@@ -98,7 +99,13 @@ class FrameRecorder:
 
 
 class Handler(Protocol):
-    """What `intercept` asks, on each frame that Dynamo is to compile."""
+    """What `intercept` asks, on each frame that Dynamo is to compile.
+
+    Attributes:
+        anew: whether to compile what this handler has no answer for, and not to ask those that came before.
+    """
+
+    anew: ClassVar[bool]
 
     def answer(self, frame: Any, compiler: str) -> Any:
         """A `GuardedCode` for the frame, or None. `compiler` says by what torch.compile would compile it."""
@@ -184,12 +191,21 @@ def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: A
     if not _handlers or self._export or frame.f_code in convert_frame.output_codes:
         return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
     compiler = _described(self._torchdynamo_orig_backend)
-    found = _handlers[-1].answer(frame, compiler)
-    if found is not None:
-        convert_frame.input_codes.add(frame.f_code)
-        convert_frame.output_codes.add(found.code)
-        return wrap_guarded_code(found)
-    with _handlers[-1].recording(frame, compiler) as recorder:
+    for handler in reversed(_handlers):
+        found = handler.answer(frame, compiler)
+        if found is not None:
+            convert_frame.input_codes.add(frame.f_code)
+            convert_frame.output_codes.add(found.code)
+            orig_code_map[found.code] = frame.f_code
+            return wrap_guarded_code(found)
+        if handler.anew:
+            break
+    with ExitStack() as stack:
+        recorder = None
+        for handler in reversed(_handlers):
+            recorder = stack.enter_context(handler.recording(frame, compiler))
+            if recorder is not None:
+                break
         if recorder is None:
             return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
         token, own = _recorder.set(recorder), self._package
@@ -260,6 +276,14 @@ def settings() -> dict[str, str]:
             if name not in OF_THIS_MACHINE and not callable(value) and " at 0x" not in said:
                 found[f"{module.__name__}.{name}"] = said
     return found
+
+
+def caches_are_on() -> bool:
+    """Whether AOTAutograd and Inductor keep what they make in caches, without which they make nothing that can be
+    pickled."""
+    return bool(functorch_config.enable_autograd_cache and inductor_config.fx_graph_cache) and not (
+        inductor_config.force_disable_caches
+    )
 
 
 def evaluate(expression: str, frame_locals: Any, frame_globals: dict[str, Any]) -> Any:
@@ -358,6 +382,7 @@ __all__ = [
     "Handler",
     "add_identities",
     "artifact",
+    "caches_are_on",
     "evaluate",
     "first_difference",
     "from_data",

@@ -1,0 +1,124 @@
+"""One rank compiles for all of a job; nobody waits for a rank that does not come."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import dtensor
+from dtensor import init_device_mesh
+from dtensor.compile.packages import sharing
+from dtensor.testing import RankError, run_ranks
+from dtensor.torch_private.frames import intercept
+
+from . import programs
+from .test_packages import compiled_here
+
+
+def shared(rank, run, *args, before=lambda rank: None):
+    """Losses of a rank that shares, what it took and gave, and what it compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    handler = sharing.Sharing()
+    with intercept(handler):
+        before(rank)
+        losses = run(mesh, *args)
+    return losses, handler.shared, compiled_here()
+
+
+def test_one_rank_compiles(own_caches):
+    found = run_ranks(shared, 2, programs.small, programs.batch())
+    leader, other = sorted(found, key=lambda x: x[2], reverse=True)
+    assert leader[0] == other[0]
+    assert len(leader[1].given) == len(other[1].taken) == 1
+    assert leader[1].taken == other[1].given == other[1].alone == leader[1].alone == []
+    assert (leader[2][:2], other[2]) == ((1, 1), (0, 0, 0))
+    assert other[1].waited > leader[1].waited == 0
+
+
+def uneven(mesh):
+    """Each rank holds another number of rows, so that one cannot use what the other compiled."""
+    x = dtensor.distribute_tensor(torch.ones(5, 4), mesh, [dtensor.Shard(0)])
+    return torch.compile(lambda x: (x * 2).sum().full_tensor())(x).item()
+
+
+def test_uneven_shards_are_compiled_by_each_rank(own_caches):
+    found = run_ranks(shared, 2, uneven)
+    assert [losses for losses, *_ in found] == [40.0, 40.0]
+    assert [compiled[0] for *_, compiled in found] == [1, 1]
+    assert "_local_tensor' size mismatch" in next(made for _, made, _ in found if made.alone).alone[0][1]
+
+
+def failing(mesh):
+    def f(x):
+        torch._dynamo.graph_break()
+        return x + 1
+
+    try:
+        torch.compile(f, fullgraph=True)(torch.ones(2))
+    except torch._dynamo.exc.Unsupported:
+        return "unsupported"
+    return ""
+
+
+def test_a_frame_that_cannot_be_compiled(own_caches):
+    found = run_ranks(shared, 2, failing)
+    assert [losses for losses, *_ in found] == ["unsupported"] * 2
+    assert [made.alone[0][1] for _, made, _ in found if made.alone] in (
+        ["rank 0 cannot give it: it was not compiled"],
+        ["rank 1 cannot give it: it was not compiled"],
+    )
+
+
+def slow(rank):
+    """The rank that compiles first takes long."""
+    own = sharing._publish
+
+    def publish(*args):
+        time.sleep(8)
+        own(*args)
+
+    sharing._publish = publish
+    os.environ[sharing.LIMIT] = "2"
+
+
+def limited(rank, *args):
+    own, before = sharing._publish, os.environ.get(sharing.LIMIT)
+    try:
+        return shared(rank, *args, before=slow)
+    finally:
+        sharing._publish = own
+        os.environ.pop(sharing.LIMIT) if before is None else os.environ.__setitem__(sharing.LIMIT, before)
+
+
+def test_there_is_a_limit(own_caches):
+    found = run_ranks(limited, 2, programs.small, programs.batch())
+    assert found[0][0] == found[1][0]
+    assert [compiled[0] for *_, compiled in found] == [1, 1]
+    assert "did not finish it in 2 s" in next(made for _, made, _ in found if made.alone).alone[0][1]
+
+
+def dying(rank, *args):
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sharing._publish = die
+    return shared(rank, *args)
+
+
+@pytest.mark.nightly
+def test_a_rank_that_dies_while_it_compiles_is_noticed(own_caches):
+    began = time.monotonic()
+    with pytest.raises(RankError, match=r"SIGKILL|exit code -9|signal 9"):
+        run_ranks(dying, 2, programs.small, programs.batch(), timeout=200)
+    assert time.monotonic() - began < 150
+
+
+def test_the_limit_is_a_number(monkeypatch):
+    monkeypatch.setenv(sharing.LIMIT, "soon")
+    with pytest.raises(ValueError, match="DTENSOR_SHARE_TIMEOUT is 'soon'; write a number of seconds"):
+        sharing._limit()
