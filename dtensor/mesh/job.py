@@ -7,11 +7,15 @@ and none of them raises it a second time later.
 
 A thread in each rank writes a sign of life every `PULSE` seconds and reads the number of failures. If its rank cannot
 look, because it waits in a collective for a rank that will not come, the thread breaks the connections of this rank's
-process groups, which ends the wait with an error, and logs the reason. It does the same if two ranks wait for each
-other in different graphs that both know; the number of graphs that each has run on the shared group reveals this. All
-of it costs the program no more than a few comparisons per call of a compiled graph.
+process groups, which ends the wait with an error, and logs the reason. It does the same if a rank that it communicates with has
+given no sign of life for `SILENCE` seconds, if the store is gone, and if two ranks wait for each other in different
+graphs that both know; the number of graphs that each has run on the shared group reveals this. All of it costs the
+program no more than a few comparisons per call of a compiled graph.
 
-Keys in the store, under `dtensor/job/`:
+Two things only the end of the process can mend, so that torchrun starts it anew: a wait that goes on although its
+connections are broken, and a rank whose launcher is gone, which would write to what belongs to the next job.
+
+Keys in the store, of this round of the job only (`elastic`), under `dtensor/job/`:
 
     alive/{rank}     a number that grows; LEFT when the program ends
     failures         number of failures
@@ -39,6 +43,7 @@ from ..errors import AgreementError
 from ..torch_private.compiling import is_compiling
 from ..torch_private.core import break_connections, cloned_store, default_store
 from .collective_order import alike, difference
+from .elastic import is_orphan, own_keys, under_torchrun
 from .groups import all_calls
 
 PULSE = 1.0
@@ -49,6 +54,9 @@ SILENCE = 15.0
 
 PATIENCE = 5.0
 """Seconds in one call after which a rank counts as waiting."""
+
+NEIGHBOURS = 8
+"""Number of other ranks whose signs of life a waiting rank looks for."""
 
 LEFT = "left"
 
@@ -65,6 +73,7 @@ class Job:
     Attributes:
         store: The main thread's connection to the store.
         rank: The global rank of this process.
+        ranks: Number of ranks in the job.
         failures: Number of the job's failures that this rank has raised.
         news: The text of a failure that the thread has found and this rank has yet to raise; "" if there is none.
         broken: The text of the failure for which the thread broke this rank's connections; "" if it did not.
@@ -72,6 +81,7 @@ class Job:
 
     store: Any
     rank: int
+    ranks: int
     failures: int = 0
     news: str = ""
     broken: str = ""
@@ -80,6 +90,7 @@ class Job:
         self.process: int = os.getpid()
         self._signs: dict[int, tuple[bytes, float]] = {}
         self._agreeing = False
+        self._broken_at = 0.0
         self._stop = threading.Event()
         self._main = threading.get_ident()
         self._thread = threading.Thread(
@@ -126,11 +137,20 @@ class Job:
 
     def absent(self, rank: int) -> str:
         """The reason why `rank` will never come, as far as is known; "" if it may still come."""
-        if not self.store.check([key := _key("alive", rank)]):
-            return ""
-        sign, now = self.store.get(key), time.monotonic()
-        if sign == LEFT.encode():
+        if self._sign(self.store, rank) == LEFT.encode():
             return f"rank {rank} has left the program"
+        return self._silent(self.store, rank)
+
+    @staticmethod
+    def _sign(store: Any, rank: int) -> bytes:
+        """The last sign of life of `rank`; empty if it has given none."""
+        return store.get(key) if store.check([key := _key("alive", rank)]) else b""
+
+    def _silent(self, store: Any, rank: int) -> str:
+        """That `rank` has given no sign of life for too long; "" if it has, if it left, or if it has yet to come."""
+        sign, now = self._sign(store, rank), time.monotonic()
+        if sign in (b"", LEFT.encode()):
+            return ""
         before, since = self._signs.get(rank, (b"", now))
         if sign != before:
             since = now
@@ -156,20 +176,30 @@ class Job:
     def _watch(self, store: Any) -> None:
         """The loop of the thread."""
         beat, place, since = 0, None, time.monotonic()
-        while not self._stop.is_set():
+        while not self._stop.wait(PULSE if beat else 0):
+            beat += 1
+            if is_orphan():
+                _end(f"rank {self.rank} ends, because torchrun, which started it, is gone")
+            if (here := self._place()) != place:
+                place, since = here, time.monotonic()
+            stuck = time.monotonic() - since
             try:
-                beat += 1
-                store.set(_key("alive", self.rank), str(beat))
-                if not self.news and store.add(_key("failures"), 0) > self.failures:
-                    self.news = _told(store, self.failures + 1)
-                here = self._place()
-                if here != place:
-                    place, since = here, time.monotonic()
-                elif time.monotonic() - since > PATIENCE and not self.broken:
-                    self._look_around(store)
+                if store is not None:
+                    self._exchange(store, str(beat), stuck)
+                elif stuck > SILENCE:
+                    self._break("the job's store is gone, and with it the rank or the host that held it")
             except RuntimeError:
-                return  # the store is gone: the process group was destroyed, or its first rank has ended
-            self._stop.wait(PULSE)
+                store = None  # the process group was destroyed, or its first rank has ended
+            if self.news and self.broken and min(stuck, time.monotonic() - self._broken_at) > SILENCE and under_torchrun():
+                _end(f"rank {self.rank} ends, because it still waits with its connections broken: {self.broken}")
+
+    def _exchange(self, store: Any, beat: str, stuck: float) -> None:
+        """Give a sign of life and read the news; if the main thread has been `stuck` for too long, look around."""
+        store.set(_key("alive", self.rank), beat)
+        if not self.news and store.add(_key("failures"), 0) > self.failures:
+            self.news = _told(store, self.failures + 1)
+        if stuck > PATIENCE and not self.broken:
+            self._look_around(store)
 
     def _place(self) -> tuple[int, int] | None:
         """The position of the main thread. It stays the same within one call, and while the rank waits to agree."""
@@ -180,16 +210,25 @@ class Job:
         """For a rank that has not moved for a while: end its wait if that is in vain."""
         if is_compiling(sys._current_frames().get(self._main)):
             return
-        said = self.news or self._at_odds(store)
+        said = self.news or self._at_odds(store) or self._dead(store)
         if not said:
             return
         if not self.news:
             _add_failure(store, self.failures + 1, said)
         self.news = said
-        if not self._agreeing:
-            self.broken = said
+        self._break(said)
+
+    def _break(self, said: str) -> None:
+        """Break the connections of this rank, unless it looks for failures itself."""
+        if not self._agreeing and not self.broken:
+            self.broken, self._broken_at = said, time.monotonic()
             log.error("rank %d gives up waiting and breaks its connections: %s", self.rank, said)
             break_connections()
+
+    def _dead(self, store: Any) -> str:
+        """That one of the next ranks gives no sign of life; "" if all do. A dead rank has a living one before it."""
+        following = [(self.rank + k) % self.ranks for k in range(1, min(self.ranks, NEIGHBOURS + 1))]
+        return next(filter(None, [self._silent(store, rank) for rank in following]), "")
 
     def _at_odds(self, store: Any) -> str:
         """The difference to another rank, if both are stuck in different graphs on a shared group; else ""."""
@@ -218,6 +257,12 @@ def _add_failure(store: Any, number: int, said: str) -> None:
         store.add(_key("failures"), 1)
 
 
+def _end(why: str) -> None:
+    """End this process at once; its main thread cannot be reached."""
+    log.error(why)
+    os._exit(1)
+
+
 def _told(store: Any, number: int) -> str:
     return store.get(_key("failure", number)).decode()
 
@@ -232,10 +277,10 @@ def job() -> Job | None:
     None if there are no other processes to communicate with.
     """
     global _job, _store
-    store = default_store()
+    store = own_keys(default_store())
     if store is not _store:
         leave()
-        _job, _store = (None, None) if store is None else (Job(store, dist.get_rank()), store)
+        _job, _store = (None, None) if store is None else (Job(store, dist.get_rank(), dist.get_world_size()), store)
     return _job
 
 
