@@ -1,16 +1,16 @@
 """A store for each round of a job that torchrun restarts.
 
-torchrun starts all ranks anew after a failure, and again when a host comes or goes: each time is a round. By default its
-agent keeps one TCPStore for all of them. So a rank of a later round would find the keys of an earlier one, such as the
-addresses of ranks that are gone (https://github.com/pytorch/pytorch/issues/135712). No environment variable tells the
-rounds apart: TORCHELASTIC_RESTART_COUNT is the count of one agent, and differs between hosts.
+torchrun starts all ranks anew after a failure, and when a host joins or leaves; each start begins a new round. By
+default its agent keeps one TCPStore for all rounds. So a rank of a later round would find the keys of an earlier one,
+such as the addresses of ranks that are gone (https://github.com/pytorch/pytorch/issues/135712). No environment variable
+tells the rounds apart: TORCHELASTIC_RESTART_COUNT is the count of one agent, and may differ between hosts.
 
-Here the ranks of a round agree on a name for it, by which every key is prefixed then. Each rank asks under a key that it
-alone knows, so that no answer of an earlier round can be taken for one of this:
+Here the ranks of a round agree on a name for it, which then is the prefix of every key. Each rank asks for the name by
+a random word of its own, so that no answer of an earlier round can be taken for one of this:
 
     ask/{rank}        the rank's own word, a random one
     answer/{word}     the round's name, from rank 0, which answers whatever is asked until all ranks are there
-    {name}/here/{rank}
+    {name}/here/{rank}  set once that rank knows the name
 
 If `init_device_mesh` makes the process group, torch's keys are under that name too. If the program made it, only the
 library's are (`join_round`, `own_keys`), and a warning says that torch's are not.
@@ -69,6 +69,8 @@ def init_process_group(timeout: timedelta | None) -> None:
     if not _store_is_kept():
         dist.init_process_group(timeout=timeout)
         return
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        _warn("a torchrun that is started again on another host would not find it; set {}")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     longest = timeout or dist.default_pg_timeout
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout=longest)
@@ -84,11 +86,7 @@ def join_round() -> None:
     store = default_store()
     if store is None or store is _joined[0] or not _store_is_kept():
         return
-    if dist.get_rank() == 0 and os.environ.get(MAX_RESTARTS, "0") != "0":
-        log.warning(
-            "torchrun keeps one store for all restarts, in which restarted ranks find the addresses of those that are "
-            "gone; let init_device_mesh make the process group, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        )
+    _warn("restarted ranks find the addresses of those before them; let init_device_mesh make the group, or set {}")
     rounds = dist.PrefixStore("dtensor/rounds", store)
     name = agreed_round(rounds, dist.get_rank(), dist.get_world_size(), default_group_timeout())
     _joined = store, dist.PrefixStore(name, rounds)
@@ -101,6 +99,12 @@ def own_keys(store: Any) -> Any:
 
 def _store_is_kept() -> bool:
     return os.environ.get(KEPT_STORE) == str(True)
+
+
+def _warn(why: str) -> None:
+    """Log on rank 0 that this job cannot be restarted, if torchrun is to restart it."""
+    if os.environ.get("RANK") == "0" and os.environ.get(MAX_RESTARTS, "0") != "0":
+        log.warning("torchrun keeps one store for all restarts: " + why.format("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"))
 
 
 def agreed_round(store: Any, rank: int, world: int, timeout: timedelta) -> str:
@@ -136,7 +140,9 @@ def _asked(store: Any, rank: int, deadline: float) -> str:
 
 def _pause(deadline: float, what: str) -> None:
     if time.monotonic() > deadline:
-        raise RuntimeError(f"{what} in time; they hang, or their host is lost. init_device_mesh(timeout=…) sets the time")
+        raise RuntimeError(
+            f"{what} in time; they hang, or their host is lost. init_device_mesh(timeout=…) sets the time"
+        )
     time.sleep(PAUSE)
 
 

@@ -7,13 +7,14 @@ and none of them raises it a second time later.
 
 A thread in each rank writes a sign of life every `PULSE` seconds and reads the number of failures. If its rank cannot
 look, because it waits in a collective for a rank that will not come, the thread breaks the connections of this rank's
-process groups, which ends the wait with an error, and logs the reason. It does the same if a rank that it communicates with has
-given no sign of life for `SILENCE` seconds, if the store is gone, and if two ranks wait for each other in different
-graphs that both know; the number of graphs that each has run on the shared group reveals this. All of it costs the
-program no more than a few comparisons per call of a compiled graph.
+process groups, which ends the wait with an error, and logs the reason. It does the same if one of the next ranks has
+given no sign of life for `SILENCE` seconds, and if two ranks wait for each other in different graphs that both know;
+the number of graphs that each has run on the shared group reveals this. A second thread does it if the store is gone or
+does not answer. All of it costs the program no more than a few comparisons per call of a compiled graph.
 
-Two things only the end of the process can mend, so that torchrun starts it anew: a wait that goes on although its
-connections are broken, and a rank whose launcher is gone, which would write to what belongs to the next job.
+Some things only the end of the process can mend, so that torchrun starts it anew: a wait that goes on although its
+connections are broken, in the program or when its groups are torn down, and a rank whose launcher is gone, which would
+write to what belongs to the next job.
 
 Keys in the store, of this round of the job only (`elastic`), under `dtensor/job/`:
 
@@ -26,6 +27,7 @@ Keys in the store, of this round of the job only (`elastic`), under `dtensor/job
 """
 
 import atexit
+import faulthandler
 import json
 import logging
 import os
@@ -75,8 +77,8 @@ class Job:
         rank: The global rank of this process.
         ranks: Number of ranks in the job.
         failures: Number of the job's failures that this rank has raised.
-        news: The text of a failure that the thread has found and this rank has yet to raise; "" if there is none.
-        broken: The text of the failure for which the thread broke this rank's connections; "" if it did not.
+        news: The text of a failure that a thread has found and this rank has yet to raise; "" if there is none.
+        broken: The text of the failure for which a thread broke this rank's connections; "" if it did not.
     """
 
     store: Any
@@ -90,13 +92,16 @@ class Job:
         self.process: int = os.getpid()
         self._signs: dict[int, tuple[bytes, float]] = {}
         self._agreeing = False
-        self._broken_at = 0.0
+        self._broken_at, self._stuck, self._heard = 0.0, 0.0, time.monotonic()
+        self._store_is_gone = False
         self._stop = threading.Event()
         self._main = threading.get_ident()
-        self._thread = threading.Thread(
-            target=self._watch, args=(cloned_store(self.store),), name="dtensor job", daemon=True
+        self._threads = (
+            threading.Thread(target=self._watch, name="dtensor job", daemon=True),
+            threading.Thread(target=self._talk, args=(cloned_store(self.store),), name="dtensor store", daemon=True),
         )
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def failed(self, said: str) -> None:
         """Record in the store that this rank raises `said`. Ranks that have raised equally often share one failure."""
@@ -159,11 +164,16 @@ class Job:
         return f"rank {rank} has given no sign of life for {silent:.0f} s" if silent > SILENCE else ""
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the thread, and record that this rank has left; with an `error`, also that it failed with it."""
+        """End the threads, and record that this rank has left; with an `error`, also that it failed with it."""
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join(2 * PULSE)
+        if self.broken:
+            # A store that does not answer is waited for, and so is a group whose peer is silent, not gone, when it is
+            # torn down. This timer needs no interpreter.
+            faulthandler.dump_traceback_later(SILENCE, exit=True)
+        for thread in self._threads:
+            thread.join(2 * PULSE)
         try:
             if error is not None:
                 self.failed(f"rank {self.rank} ended with {type(error).__name__}: {error}")
@@ -173,43 +183,53 @@ class Job:
         if error is not None:
             break_connections()  # a started collective that is never waited for would keep the process from ending
 
-    def _watch(self, store: Any) -> None:
-        """The loop of the thread."""
-        beat, place, since = 0, None, time.monotonic()
-        while not self._stop.wait(PULSE if beat else 0):
-            beat += 1
+    def _watch(self) -> None:
+        """The loop of the thread that looks after this process. It waits for nothing, so that nothing can stop it."""
+        place, since = None, time.monotonic()
+        while not self._stop.wait(PULSE):
             if is_orphan():
                 _end(f"rank {self.rank} ends, because torchrun, which started it, is gone")
+            now = time.monotonic()
             if (here := self._place()) != place:
-                place, since = here, time.monotonic()
-            stuck = time.monotonic() - since
-            try:
-                if store is not None:
-                    self._exchange(store, str(beat), stuck)
-                elif stuck > SILENCE:
-                    self._break("the job's store is gone, and with it the rank or the host that held it")
-            except RuntimeError:
-                store = None  # the process group was destroyed, or its first rank has ended
-            if self.news and self.broken and min(stuck, time.monotonic() - self._broken_at) > SILENCE and under_torchrun():
-                _end(f"rank {self.rank} ends, because it still waits with its connections broken: {self.broken}")
+                place, since = here, now
+            self._stuck, silent = now - since, now - self._heard
+            if min(self._stuck, silent) > SILENCE and not self._compiles():
+                self._break("the job's store does not answer; the rank or the host that holds it is gone")
+            in_vain = self.broken and self.news and min(self._stuck, now - self._broken_at) > SILENCE
+            cut_off = min(self._stuck, silent) > 2 * SILENCE and not self._store_is_gone
+            if (in_vain or cut_off) and under_torchrun():
+                _end(
+                    f"rank {self.rank} ends, because nothing else ends its wait: {self.broken or 'the store is silent'}"
+                )
 
-    def _exchange(self, store: Any, beat: str, stuck: float) -> None:
-        """Give a sign of life and read the news; if the main thread has been `stuck` for too long, look around."""
-        store.set(_key("alive", self.rank), beat)
-        if not self.news and store.add(_key("failures"), 0) > self.failures:
-            self.news = _told(store, self.failures + 1)
-        if stuck > PATIENCE and not self.broken:
-            self._look_around(store)
+    def _talk(self, store: Any) -> None:
+        """The loop of the thread that talks to the store, which may not answer if the host that holds it is lost."""
+        beat = 0
+        while not self._store_is_gone:
+            beat += 1
+            try:
+                store.set(_key("alive", self.rank), str(beat))
+                if not self.news and store.add(_key("failures"), 0) > self.failures:
+                    self.news = _told(store, self.failures + 1)
+                if self._stuck > PATIENCE and not self.broken and not self._compiles():
+                    self._look_around(store)
+            except RuntimeError:
+                self._store_is_gone = True  # the process group was destroyed, or its first rank has ended
+            self._heard = time.monotonic()
+            if self._stop.wait(PULSE):
+                return
 
     def _place(self) -> tuple[int, int] | None:
         """The position of the main thread. It stays the same within one call, and while the rank waits to agree."""
         frame = sys._current_frames().get(self._main)
         return None if self._agreeing or frame is None else (id(frame), frame.f_lasti)
 
+    def _compiles(self) -> bool:
+        """Whether the main thread compiles, which may take as long as it likes."""
+        return is_compiling(sys._current_frames().get(self._main))
+
     def _look_around(self, store: Any) -> None:
         """For a rank that has not moved for a while: end its wait if that is in vain."""
-        if is_compiling(sys._current_frames().get(self._main)):
-            return
         said = self.news or self._at_odds(store) or self._dead(store)
         if not said:
             return
@@ -219,8 +239,8 @@ class Job:
         self._break(said)
 
     def _break(self, said: str) -> None:
-        """Break the connections of this rank, unless it looks for failures itself."""
-        if not self._agreeing and not self.broken:
+        """Break the connections of this rank, if it has any, unless it looks for failures itself."""
+        if dist.is_initialized() and not self._agreeing and not self.broken:
             self.broken, self._broken_at = said, time.monotonic()
             log.error("rank %d gives up waiting and breaks its connections: %s", self.rank, said)
             break_connections()

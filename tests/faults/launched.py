@@ -170,10 +170,10 @@ class Launched:
                 raise TimeoutError(f"the job is at {self.losses[-1:]} after {limit} s: {self.errors()}")
             time.sleep(0.02)
 
-    @staticmethod
-    def seen_now() -> float:
-        """The time, in seconds."""
-        return time.monotonic()
+    def go_on(self, seconds: float) -> None:
+        """Look for some time, or until the job is done."""
+        end = time.monotonic() + seconds
+        self.until(lambda: self.is_done or time.monotonic() > end, seconds + 1)
 
     def errors(self) -> str:
         """The end of what was written to stderr."""
@@ -198,7 +198,7 @@ class Launched:
         return all(len(self.workers(host)) == self.each for host in self.hosts if host not in self.away)
 
     def kill(self, what: str, host: Host, number: int = 0) -> None:
-        """Kill a "worker" of a host, by its number there, its "agent", that is torchrun, or the "node", that is both."""
+        """Kill a "worker" of a host, by its number there, its "agent" (torchrun), or the "node", which is both."""
         pids = [pid for host_ in self.hosts for pid in self.workers(host_)]
         record = Killed(what, self._phase(), self.step, time.monotonic())
         self.seen = record.at

@@ -196,6 +196,24 @@ def test_what_is_half_removed_is_no_checkpoint(monkeypatch, tmp_path):
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 
+def test_a_process_of_an_earlier_job_that_still_writes(monkeypatch, tmp_path):
+    """The next job saves the same step while it writes: the earlier save fails, and adds nothing to the later."""
+    write, earlier, later = Writer.write_data, Checkpoints(tmp_path), Checkpoints(tmp_path)
+
+    def slow(self, *args, **kwargs):
+        monkeypatch.setattr(Writer, "write_data", write)
+        later.save({"x": torch.ones(3)}, 1)
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(Writer, "write_data", slow)
+    with pytest.raises(CheckpointError, match="step 1 could not be written"):
+        earlier.save({"x": torch.zeros(3)}, 1)
+    state = {"x": torch.empty(3)}
+    assert later.newest() == later.load(state) == 1
+    assert state["x"].tolist() == [1.0, 1.0, 1.0]
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
 @with_ranks(2)
 def test_a_save_waits_for_the_one_in_the_background(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))
