@@ -14,13 +14,18 @@ a random word of its own, so that no answer of an earlier round can be taken for
 
 If `init_device_mesh` makes the process group, torch's keys are under that name too. If the program made it, only the
 library's are (`join_round`, `own_keys`), and a warning says that torch's are not.
+
+A rank whose torchrun was killed is not ended by anyone, and would write to what belongs to the next job. So it ends by
+itself: a thread that starts with this module looks for its parent once a second.
 """
 
 import logging
 import os
+import threading
 import time
 import uuid
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +40,9 @@ MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 
 RUN = "TORCHELASTIC_RUN_ID"
 """An environment variable that every process started by torchrun has."""
+
+LOOK = 1.0
+"""Seconds between two looks for the launcher."""
 
 PAUSE = 0.02
 """Seconds between two looks into the store."""
@@ -51,9 +59,25 @@ def under_torchrun() -> bool:
     return RUN in os.environ
 
 
-def is_orphan() -> bool:
-    """Whether torchrun started this process and has ended since."""
-    return under_torchrun() and os.getppid() != _launcher
+def end(why: str) -> None:
+    """End this process at once, because its main thread cannot be reached; torchrun, if there, starts it anew."""
+    log.error("rank %s ends, because %s", os.environ.get("RANK"), why)
+    os._exit(1)
+
+
+def _watch_launcher() -> None:
+    """End this process when its parent has changed, which is when torchrun has ended."""
+    while os.getppid() == _launcher and not _is_adopted():
+        time.sleep(LOOK)
+    end("torchrun, which started it, is gone")
+
+
+def _is_adopted() -> bool:
+    """Whether the parent is the init process, which has adopted this one; in a container torchrun may be process 1."""
+    try:
+        return os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def init_process_group(timeout: timedelta | None) -> None:
@@ -146,4 +170,7 @@ def _pause(deadline: float, what: str) -> None:
     time.sleep(PAUSE)
 
 
-__all__ = ["agreed_round", "init_process_group", "is_orphan", "join_round", "own_keys", "under_torchrun"]
+if under_torchrun():
+    threading.Thread(target=_watch_launcher, name="dtensor launcher", daemon=True).start()
+
+__all__ = ["agreed_round", "end", "init_process_group", "join_round", "own_keys", "under_torchrun"]

@@ -12,9 +12,8 @@ given no sign of life for `SILENCE` seconds, and if two ranks wait for each othe
 the number of graphs that each has run on the shared group reveals this. A second thread does it if the store is gone or
 does not answer. All of it costs the program no more than a few comparisons per call of a compiled graph.
 
-Some things only the end of the process can mend, so that torchrun starts it anew: a wait that goes on although its
-connections are broken, in the program or when its groups are torn down, and a rank whose launcher is gone, which would
-write to what belongs to the next job.
+If a wait goes on although its connections are broken, in the program or when the groups are torn down, the process is
+ended, so that torchrun starts it anew.
 
 Keys in the store, of this round of the job only (`elastic`), under `dtensor/job/`:
 
@@ -45,7 +44,7 @@ from ..errors import AgreementError
 from ..torch_private.compiling import is_compiling
 from ..torch_private.core import break_connections, cloned_store, default_store
 from .collective_order import alike, difference
-from .elastic import is_orphan, own_keys, under_torchrun
+from .elastic import end, own_keys, under_torchrun
 from .groups import all_calls
 
 PULSE = 1.0
@@ -53,6 +52,9 @@ PULSE = 1.0
 
 SILENCE = 15.0
 """Seconds without a sign of life after which a rank counts as dead."""
+
+LAST = 30.0
+"""Seconds that a rank which failed has for its end under torchrun, which gives the others as many."""
 
 PATIENCE = 5.0
 """Seconds in one call after which a rank counts as waiting."""
@@ -168,10 +170,10 @@ class Job:
         if self._stop.is_set():
             return
         self._stop.set()
-        if self.broken:
+        if self.broken or (error is not None and under_torchrun()):
             # A store that does not answer is waited for, and so is a group whose peer is silent, not gone, when it is
             # torn down. This timer needs no interpreter.
-            faulthandler.dump_traceback_later(SILENCE, exit=True)
+            faulthandler.dump_traceback_later(SILENCE if self.broken else LAST, exit=True)
         for thread in self._threads:
             thread.join(2 * PULSE)
         try:
@@ -187,8 +189,6 @@ class Job:
         """The loop of the thread that looks after this process. It waits for nothing, so that nothing can stop it."""
         place, since = None, time.monotonic()
         while not self._stop.wait(PULSE):
-            if is_orphan():
-                _end(f"rank {self.rank} ends, because torchrun, which started it, is gone")
             now = time.monotonic()
             if (here := self._place()) != place:
                 place, since = here, now
@@ -198,9 +198,7 @@ class Job:
             in_vain = self.broken and self.news and min(self._stuck, now - self._broken_at) > SILENCE
             cut_off = min(self._stuck, silent) > 2 * SILENCE and not self._store_is_gone
             if (in_vain or cut_off) and under_torchrun():
-                _end(
-                    f"rank {self.rank} ends, because nothing else ends its wait: {self.broken or 'the store is silent'}"
-                )
+                end(f"nothing else ends its wait: {self.broken or 'the store is silent'}")
 
     def _talk(self, store: Any) -> None:
         """The loop of the thread that talks to the store, which may not answer if the host that holds it is lost."""
@@ -275,12 +273,6 @@ def _add_failure(store: Any, number: int, said: str) -> None:
     if store.add(_key("raised", number), 1) == 1:
         store.set(_key("failure", number), said)
         store.add(_key("failures"), 1)
-
-
-def _end(why: str) -> None:
-    """End this process at once; its main thread cannot be reached."""
-    log.error(why)
-    os._exit(1)
 
 
 def _told(store: Any, number: int) -> str:

@@ -47,6 +47,7 @@ def test_a_killed_rank_is_started_again(tmp_path):
         job.kill("worker", HERE, 1)
         job.finish(LONG)
     assert [r.after for r in job.rounds] == [0, 3]
+    assert (tmp_path / "disturbed" / "errors").read_text().count("failed (exitcode") == 1  # the first restart succeeds
     assert job.curve() == wanted
     assert sorted(wanted) == list(range(1, 9))
 
