@@ -170,10 +170,6 @@ class Job:
         if self._stop.is_set():
             return
         self._stop.set()
-        if self.broken or (error is not None and under_torchrun()):
-            # A store that does not answer is waited for, and so is a group whose peer is silent, not gone, when it is
-            # torn down. This timer needs no interpreter.
-            faulthandler.dump_traceback_later(SILENCE if self.broken else LAST, exit=True)
         for thread in self._threads:
             thread.join(2 * PULSE)
         try:
@@ -313,8 +309,24 @@ def leave() -> None:
     global _job, _store
     gone, _job, _store = _job, None, None
     if gone is not None and gone.process == os.getpid():
-        interactive = hasattr(sys, "ps1")  # there an error does not end the program
-        gone.leave(None if interactive else getattr(sys, "last_value", None))
+        gone.leave(_error())
+
+
+def _error() -> BaseException | None:
+    """The error that ends the program, if there is one. In an interactive session an error does not end it."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+def _leave_at_exit() -> None:
+    """Leave the job at the end of the program, and make sure that a program that failed does end.
+
+    A store that does not answer is waited for, and so is a group whose peer is silent, when it is torn down. The timer
+    needs no interpreter.
+    """
+    failed = _error() is not None and under_torchrun()
+    if _job is not None and _job.process == os.getpid() and (_job.broken or failed):
+        faulthandler.dump_traceback_later(SILENCE if _job.broken else LAST, exit=True)
+    leave()
 
 
 @contextmanager
@@ -350,6 +362,6 @@ def explain(error: RuntimeError) -> None:
         pass  # the store is gone, and with it the rank that held it
 
 
-atexit.register(leave)
+atexit.register(_leave_at_exit)
 
 __all__ = ["Job", "all_here", "explain", "failure_told", "job", "leave"]
