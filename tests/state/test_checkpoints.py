@@ -197,15 +197,21 @@ def test_what_is_half_removed_is_no_checkpoint(monkeypatch, tmp_path):
 
 
 def test_a_process_of_an_earlier_job_that_still_writes(monkeypatch, tmp_path):
-    """The next job saves the same step while it writes: the earlier save fails, and adds nothing to the later."""
+    """While the next job saves the same step: its save fails, and adds nothing to that of the next."""
     write, earlier, later = Writer.write_data, Checkpoints(tmp_path), Checkpoints(tmp_path)
 
-    def slow(self, *args, **kwargs):
-        monkeypatch.setattr(Writer, "write_data", write)
-        later.save({"x": torch.ones(3)}, 1)
-        return write(self, *args, **kwargs)
+    def of_earlier(mine, *args, **kwargs):
+        def of_later(self, *args, **kwargs):
+            written = write(self, *args, **kwargs)
+            with contextlib.suppress(OSError):
+                (mine.folder / mine.file).write_bytes(b"of an earlier job")
+            return written
 
-    monkeypatch.setattr(Writer, "write_data", slow)
+        monkeypatch.setattr(Writer, "write_data", of_later)
+        later.save({"x": torch.ones(3)}, 1)
+        return write(mine, *args, **kwargs)
+
+    monkeypatch.setattr(Writer, "write_data", of_earlier)
     with pytest.raises(CheckpointError, match="step 1 could not be written"):
         earlier.save({"x": torch.zeros(3)}, 1)
     state = {"x": torch.empty(3)}
