@@ -1,6 +1,5 @@
 """Train, save now and then, and go on after a crash, on as many ranks as there are then and sharded as they are then.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see docs/guides/examples.md
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/train.py --tp 2 --folder checkpoints
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train.py --folder checkpoints --steps 40
 

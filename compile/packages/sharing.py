@@ -10,7 +10,6 @@ that compiles waits for nobody, so that no two ranks wait for each other.
 """
 
 import logging
-import os
 import pickle
 import time
 import zlib
@@ -108,7 +107,7 @@ class Sharing:
         what = (digest(frame.f_code), compiler, sorted(settings().items()), asdict(World.here()), device)
         key = sha256(repr(what).encode()).hexdigest()[:32]
         self._asked[key] += 1
-        return f"dtensor/frame/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{key}/{self._asked[key]}"
+        return f"dtensor/frame/{key}/{self._asked[key]}"
 
     def _wait(self, here: Any, key: str, name: str) -> Entry | str:
         """What the leader made of a frame, or why this rank compiles it by itself."""

@@ -7,11 +7,15 @@ and none of them raises it a second time later.
 
 A thread in each rank writes a sign of life every `PULSE` seconds and reads the number of failures. If its rank cannot
 look, because it waits in a collective for a rank that will not come, the thread breaks the connections of this rank's
-process groups, which ends the wait with an error, and logs the reason. It does the same if two ranks wait for each
-other in different graphs that both know; the number of graphs that each has run on the shared group reveals this. All
-of it costs the program no more than a few comparisons per call of a compiled graph.
+process groups, which ends the wait with an error, and logs the reason. It does the same if one of the next ranks has
+given no sign of life for `SILENCE` seconds, and if two ranks wait for each other in different graphs that both know;
+the number of graphs that each has run on the shared group reveals this. A second thread does it if the store is gone or
+does not answer. All of it costs the program no more than a few comparisons per call of a compiled graph.
 
-Keys in the store, under `dtensor/job/`:
+If a wait goes on although its connections are broken, in the program or when the groups are torn down, the process is
+ended, so that torchrun starts it anew.
+
+Keys in the store, of this round of the job only (`elastic`), under `dtensor/job/`:
 
     alive/{rank}     a number that grows; LEFT when the program ends
     failures         number of failures
@@ -22,6 +26,7 @@ Keys in the store, under `dtensor/job/`:
 """
 
 import atexit
+import faulthandler
 import json
 import logging
 import os
@@ -39,6 +44,7 @@ from ..errors import AgreementError
 from ..torch_private.compiling import is_compiling
 from ..torch_private.core import break_connections, cloned_store, default_store
 from .collective_order import alike, difference
+from .elastic import end, own_keys, under_torchrun
 from .groups import all_calls
 
 PULSE = 1.0
@@ -47,8 +53,14 @@ PULSE = 1.0
 SILENCE = 15.0
 """Seconds without a sign of life after which a rank counts as dead."""
 
+LAST = 30.0
+"""Seconds that a rank which failed has for its end under torchrun, which gives the others as many."""
+
 PATIENCE = 5.0
 """Seconds in one call after which a rank counts as waiting."""
+
+NEIGHBOURS = 8
+"""Number of other ranks whose signs of life a waiting rank looks for."""
 
 LEFT = "left"
 
@@ -65,13 +77,15 @@ class Job:
     Attributes:
         store: The main thread's connection to the store.
         rank: The global rank of this process.
+        ranks: Number of ranks in the job.
         failures: Number of the job's failures that this rank has raised.
-        news: The text of a failure that the thread has found and this rank has yet to raise; "" if there is none.
-        broken: The text of the failure for which the thread broke this rank's connections; "" if it did not.
+        news: The text of a failure that a thread has found and this rank has yet to raise; "" if there is none.
+        broken: The text of the failure for which a thread broke this rank's connections; "" if it did not.
     """
 
     store: Any
     rank: int
+    ranks: int
     failures: int = 0
     news: str = ""
     broken: str = ""
@@ -80,12 +94,16 @@ class Job:
         self.process: int = os.getpid()
         self._signs: dict[int, tuple[bytes, float]] = {}
         self._agreeing = False
+        self._broken_at, self._stuck, self._heard = 0.0, 0.0, time.monotonic()
+        self._store_is_gone = False
         self._stop = threading.Event()
         self._main = threading.get_ident()
-        self._thread = threading.Thread(
-            target=self._watch, args=(cloned_store(self.store),), name="dtensor job", daemon=True
+        self._threads = (
+            threading.Thread(target=self._watch, name="dtensor job", daemon=True),
+            threading.Thread(target=self._talk, args=(cloned_store(self.store),), name="dtensor store", daemon=True),
         )
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def failed(self, said: str) -> None:
         """Record in the store that this rank raises `said`. Ranks that have raised equally often share one failure."""
@@ -126,11 +144,20 @@ class Job:
 
     def absent(self, rank: int) -> str:
         """The reason why `rank` will never come, as far as is known; "" if it may still come."""
-        if not self.store.check([key := _key("alive", rank)]):
-            return ""
-        sign, now = self.store.get(key), time.monotonic()
-        if sign == LEFT.encode():
+        if self._sign(self.store, rank) == LEFT.encode():
             return f"rank {rank} has left the program"
+        return self._silent(self.store, rank)
+
+    @staticmethod
+    def _sign(store: Any, rank: int) -> bytes:
+        """The last sign of life of `rank`; empty if it has given none."""
+        return store.get(key) if store.check([key := _key("alive", rank)]) else b""
+
+    def _silent(self, store: Any, rank: int) -> str:
+        """That `rank` has given no sign of life for too long; "" if it has, if it left, or if it has yet to come."""
+        sign, now = self._sign(store, rank), time.monotonic()
+        if sign in (b"", LEFT.encode()):
+            return ""
         before, since = self._signs.get(rank, (b"", now))
         if sign != before:
             since = now
@@ -139,11 +166,12 @@ class Job:
         return f"rank {rank} has given no sign of life for {silent:.0f} s" if silent > SILENCE else ""
 
     def leave(self, error: BaseException | None = None) -> None:
-        """End the thread, and record that this rank has left; with an `error`, also that it failed with it."""
+        """End the threads, and record that this rank has left; with an `error`, also that it failed with it."""
         if self._stop.is_set():
             return
         self._stop.set()
-        self._thread.join(2 * PULSE)
+        for thread in self._threads:
+            thread.join(2 * PULSE)
         try:
             if error is not None:
                 self.failed(f"rank {self.rank} ended with {type(error).__name__}: {error}")
@@ -153,43 +181,68 @@ class Job:
         if error is not None:
             break_connections()  # a started collective that is never waited for would keep the process from ending
 
-    def _watch(self, store: Any) -> None:
-        """The loop of the thread."""
-        beat, place, since = 0, None, time.monotonic()
-        while not self._stop.is_set():
+    def _watch(self) -> None:
+        """The loop of the thread that looks after this process. It waits for nothing, so that nothing can stop it."""
+        place, since = None, time.monotonic()
+        while not self._stop.wait(PULSE):
+            now = time.monotonic()
+            if (here := self._place()) != place:
+                place, since = here, now
+            self._stuck, silent = now - since, now - self._heard
+            if min(self._stuck, silent) > SILENCE and not self._compiles():
+                self._break("the job's store does not answer; the rank or the host that holds it is gone")
+            in_vain = self.broken and self.news and min(self._stuck, now - self._broken_at) > SILENCE
+            cut_off = min(self._stuck, silent) > 2 * SILENCE and not self._store_is_gone
+            if (in_vain or cut_off) and under_torchrun():
+                end(f"nothing else ends its wait: {self.broken or 'the store is silent'}")
+
+    def _talk(self, store: Any) -> None:
+        """The loop of the thread that talks to the store, which may not answer if the host that holds it is lost."""
+        beat = 0
+        while not self._store_is_gone:
+            beat += 1
             try:
-                beat += 1
                 store.set(_key("alive", self.rank), str(beat))
                 if not self.news and store.add(_key("failures"), 0) > self.failures:
                     self.news = _told(store, self.failures + 1)
-                here = self._place()
-                if here != place:
-                    place, since = here, time.monotonic()
-                elif time.monotonic() - since > PATIENCE and not self.broken:
+                if self._stuck > PATIENCE and not self.broken and not self._compiles():
                     self._look_around(store)
             except RuntimeError:
-                return  # the store is gone: the process group was destroyed, or its first rank has ended
-            self._stop.wait(PULSE)
+                self._store_is_gone = True  # the process group was destroyed, or its first rank has ended
+            self._heard = time.monotonic()
+            if self._stop.wait(PULSE):
+                return
 
     def _place(self) -> tuple[int, int] | None:
         """The position of the main thread. It stays the same within one call, and while the rank waits to agree."""
         frame = sys._current_frames().get(self._main)
         return None if self._agreeing or frame is None else (id(frame), frame.f_lasti)
 
+    def _compiles(self) -> bool:
+        """Whether the main thread compiles, which may take as long as it likes."""
+        return is_compiling(sys._current_frames().get(self._main))
+
     def _look_around(self, store: Any) -> None:
         """For a rank that has not moved for a while: end its wait if that is in vain."""
-        if is_compiling(sys._current_frames().get(self._main)):
-            return
-        said = self.news or self._at_odds(store)
+        said = self.news or self._at_odds(store) or self._dead(store)
         if not said:
             return
         if not self.news:
             _add_failure(store, self.failures + 1, said)
         self.news = said
-        if not self._agreeing:
-            self.broken = said
+        self._break(said)
+
+    def _break(self, said: str) -> None:
+        """Break the connections of this rank, if it has any, unless it looks for failures itself."""
+        if dist.is_initialized() and not self._agreeing and not self.broken:
+            self.broken, self._broken_at = said, time.monotonic()
             log.error("rank %d gives up waiting and breaks its connections: %s", self.rank, said)
             break_connections()
+
+    def _dead(self, store: Any) -> str:
+        """That one of the next ranks gives no sign of life; "" if all do. A dead rank has a living one before it."""
+        following = [(self.rank + k) % self.ranks for k in range(1, min(self.ranks, NEIGHBOURS + 1))]
+        return next(filter(None, [self._silent(store, rank) for rank in following]), "")
 
     def _at_odds(self, store: Any) -> str:
         """The difference to another rank, if both are stuck in different graphs on a shared group; else ""."""
@@ -232,10 +285,10 @@ def job() -> Job | None:
     None if there are no other processes to communicate with.
     """
     global _job, _store
-    store = default_store()
+    store = own_keys(default_store())
     if store is not _store:
         leave()
-        _job, _store = (None, None) if store is None else (Job(store, dist.get_rank()), store)
+        _job, _store = (None, None) if store is None else (Job(store, dist.get_rank(), dist.get_world_size()), store)
     return _job
 
 
@@ -256,8 +309,24 @@ def leave() -> None:
     global _job, _store
     gone, _job, _store = _job, None, None
     if gone is not None and gone.process == os.getpid():
-        interactive = hasattr(sys, "ps1")  # there an error does not end the program
-        gone.leave(None if interactive else getattr(sys, "last_value", None))
+        gone.leave(_error())
+
+
+def _error() -> BaseException | None:
+    """The error that ends the program, if there is one. In an interactive session an error does not end it."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+def _leave_at_exit() -> None:
+    """Leave the job at the end of the program, and make sure that a program that failed does end.
+
+    A store that does not answer is waited for, and so is a group whose peer is silent, when it is torn down. The timer
+    needs no interpreter.
+    """
+    failed = _error() is not None and under_torchrun()
+    if _job is not None and _job.process == os.getpid() and (_job.broken or failed):
+        faulthandler.dump_traceback_later(SILENCE if _job.broken else LAST, exit=True)
+    leave()
 
 
 @contextmanager
@@ -293,6 +362,6 @@ def explain(error: RuntimeError) -> None:
         pass  # the store is gone, and with it the rank that held it
 
 
-atexit.register(leave)
+atexit.register(_leave_at_exit)
 
 __all__ = ["Job", "all_here", "explain", "failure_told", "job", "leave"]

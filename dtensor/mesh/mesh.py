@@ -18,6 +18,7 @@ rank's file is read.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import combinations
 from numbers import Integral
 from typing import Any
@@ -29,8 +30,9 @@ from torch.distributed.device_mesh import init_device_mesh as torch_init_device_
 
 from ..errors import MeshError
 from ..layout.cost import Link, Network
-from ..torch_private.core import disable_current_modes, real_object, root_mesh
+from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
+from .elastic import init_process_group, join_round
 from .groups import is_alive, shared_name
 from .job import all_here, job
 from .links import Measured, links_here
@@ -216,21 +218,29 @@ def _links_by_host(ranks: torch.Tensor, measured: Measured) -> tuple[Link, ...]:
     return tuple([link(axis) for axis in range(ranks.dim())])
 
 
-def init_device_mesh(device_type: str, mesh_shape: tuple[int, ...], **options: Any) -> Any:
+def init_device_mesh(
+    device_type: str, mesh_shape: tuple[int, ...], *, timeout: timedelta | None = None, **options: Any
+) -> Any:
     """Make a DeviceMesh and prepare it.
 
     Like `torch.distributed.device_mesh.init_device_mesh`, followed by `prepare`. Collective: every rank of the default
-    process group calls it.
+    process group calls it. If there is no process group yet, this makes it, in such a way that ranks which torchrun
+    has restarted do not read what their predecessors left in its store.
 
     Args:
         device_type: "cpu", "cuda" or another device type of torch.
         mesh_shape: Number of ranks along each axis.
+        timeout: For the process group, if it is made here: how long ranks wait for each other, at the start and in a
+            collective. None for torch's default, which is half an hour over gloo.
         options: Passed on to torch's function.
 
     Raises:
         ValueError: `mesh_shape` is not a tuple of positive ints, or torch does not know `device_type`.
+        RuntimeError: A rank did not come within `timeout`.
     """
     _check_shape(device_type, mesh_shape)
+    if not dist.is_initialized():
+        init_process_group(timeout)
     all_here()
     mesh = torch_init_device_mesh(device_type, tuple(map(int, mesh_shape)), **options)
     prepare(mesh)
@@ -282,6 +292,7 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
     for link in links or ():
         if not isinstance(link, Link):
             raise TypeError(f"links takes a dtensor.layout.cost.Link for each axis of the mesh; got {link!r}")
+    join_round()
     job()  # from here on each rank knows whether the others are alive
     roots = [root_mesh(mesh) for mesh in meshes]
     if links is not None and len(links) != roots[0].ndim:
@@ -345,7 +356,7 @@ def _new_groups(rows: list[list[int]]) -> str | None:
         return default_group()
     mine = None
     for row in rows:
-        group: Any = dist.new_group(row, sort_ranks=False) if row != sorted(row) else dist.new_group(row)
+        group: Any = dist.new_group(row, timeout=default_group_timeout(), sort_ranks=row == sorted(row))
         if dist.get_rank() in row:
             mine = group.group_name
     return mine

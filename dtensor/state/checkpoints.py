@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import threading
+import uuid
 import warnings
 from collections.abc import Callable
 from concurrent import futures
@@ -198,7 +199,7 @@ class Checkpoints:
         return checkpoints_in(self.folder)
 
     def _path(self, step: int, state: str = "") -> Path:
-        """The folder of a checkpoint, or of one in the state "partial", "replaced" or "removed"."""
+        """The folder of a checkpoint, or of one in a state such as "replaced" or "removed"."""
         name = f"step-{step:08d}"
         return self.folder / (f".{name}.{state}" if state else name)
 
@@ -212,20 +213,26 @@ class Checkpoints:
         return found[step]
 
     def _begin(self, step: int) -> Path:
-        """Create an empty temporary folder to write to, and remove those that failed saves have left."""
-        partial = self._path(step, "partial")
+        """Create an empty temporary folder to write to, and remove those that failed saves have left.
 
-        def make() -> None:
+        The name is new each time. So a process of an earlier job that has yet to end never writes to what this one
+        writes, and what it writes to is renamed before it is removed, so that it can add nothing.
+        """
+
+        def make() -> Path:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for left in (*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.removed")):
+            for left in self.folder.glob(".step-*.partial"):
+                left.rename(left.with_suffix(".removed"))
+            for left in self.folder.glob(".step-*.removed"):
                 shutil.rmtree(left)
+            partial = self._path(step, f"{uuid.uuid4().hex[:8]}.partial")
             partial.mkdir()
+            return partial
 
         try:
-            self._together(make)
+            return self._together(make)
         except CheckpointError as error:
             raise self._failed(step, error) from error
-        return partial
 
     def _finish(self, partial: Path, step: int) -> None:
         """Give a complete checkpoint its final name, and remove the one it replaces and those beyond `keep`."""

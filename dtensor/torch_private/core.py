@@ -399,7 +399,8 @@ def break_connections() -> None:
 def default_group_timeout() -> timedelta:
     """How long a collective on the default process group may take."""
     group = _get_default_group()
-    options = group._get_backend(group._device_types[0]).options
+    types = group._device_types  # none in a group of threads
+    options = group._get_backend(types[0]).options if types else None
     return options._timeout if options is not None else default_pg_timeout  # a fake group has none
 
 

@@ -20,7 +20,7 @@ def die_while_saving(step: int) -> None:
 
     def torn(self, *args, **kwargs):
         written = write(self, *args, **kwargs)
-        if self.folder.name == f".step-{step:08d}.partial":
+        if self.folder.name.startswith(f".step-{step:08d}."):
             file = self.folder / self.file
             os.truncate(file, file.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)

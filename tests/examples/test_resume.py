@@ -18,17 +18,13 @@ EXAMPLES = HERE.parent.parent / "examples"
 EVERY = 4
 
 
-OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""With the launcher's store, ranks that are started anew find the addresses of those that are no more."""
-
-
 def torchrun(nproc, *command, restarts=0):
     """What the ranks print; the command has to succeed."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     words += ["--nproc-per-node", str(nproc), "--max-restarts", str(restarts), *map(str, command)]
     inside = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(words, env={**os.environ, **OWN_STORE, **inside}, text=True, **pipes) as process:
+    with subprocess.Popen(words, env={**os.environ, **inside}, text=True, **pipes) as process:
         try:
             out, errors = process.communicate(timeout=580)
         except subprocess.TimeoutExpired:

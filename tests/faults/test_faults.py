@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SOON = 30.0
 """Seconds that the others have."""
 
+SILENT = 60.0
+"""Seconds that they have if only the signs of life of the victim end."""
+
 PLACES = ("start", "mesh", "eager", "compile", "step", "graph", "backward", "save", "load")
 DEFAULT = [("compile", "caught", 1, 2)]
 """Where, what, the victim, the number of ranks: what others learn while they compile. Beside it
@@ -27,6 +30,8 @@ DEFAULT = [("compile", "caught", 1, 2)]
 ALL = [
     *[(where, what, victim, 2) for where in PLACES for what in ("killed", "raised", "absent") for victim in (0, 1)],
     *[(where, what, 3, 4) for where in PLACES for what in ("killed",)],
+    # Its connections stay open, as those of a host that has lost its power: only the signs of life end.
+    *[(where, "stopped", victim, 2) for where in ("eager", "step", "backward", "save") for victim in (0, 1)],
     ("compile", "caught", 0, 2),
     ("compile", "caught", 3, 4),
     *[(where, "elsewhere", victim, 2) for where in ("agreement", "known", "known sum") for victim in (0, 1)],
@@ -81,7 +86,7 @@ def test_the_others_end_in_an_error(where, what, victim, ranks, tmp_path):
     processes = {rank: start(case, rank, port, tmp_path) for rank in range(ranks)}
     others = {rank: p for rank, p in processes.items() if rank != victim or what == "elsewhere"}
     try:
-        codes = ended(others, tmp_path, SOON)
+        codes = ended(others, tmp_path, SILENT if what == "stopped" else SOON)
     finally:
         for p in processes.values():
             p.kill()

@@ -44,6 +44,8 @@ class Faulty:
         (self.folder / "fault").write_text(str(time.time()))
         if self.what == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.what == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.what == "absent":
             time.sleep(1000)
         raise RuntimeError("the fault")

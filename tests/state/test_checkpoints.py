@@ -196,6 +196,30 @@ def test_what_is_half_removed_is_no_checkpoint(monkeypatch, tmp_path):
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 
+def test_a_process_of_an_earlier_job_that_still_writes(monkeypatch, tmp_path):
+    """While the next job saves the same step: its save fails, and adds nothing to that of the next."""
+    write, earlier, later = Writer.write_data, Checkpoints(tmp_path), Checkpoints(tmp_path)
+
+    def of_earlier(mine, *args, **kwargs):
+        def of_later(self, *args, **kwargs):
+            written = write(self, *args, **kwargs)
+            with contextlib.suppress(OSError):
+                (mine.folder / mine.file).write_bytes(b"of an earlier job")
+            return written
+
+        monkeypatch.setattr(Writer, "write_data", of_later)
+        later.save({"x": torch.ones(3)}, 1)
+        return write(mine, *args, **kwargs)
+
+    monkeypatch.setattr(Writer, "write_data", of_earlier)
+    with pytest.raises(CheckpointError, match="step 1 could not be written"):
+        earlier.save({"x": torch.zeros(3)}, 1)
+    state = {"x": torch.empty(3)}
+    assert later.newest() == later.load(state) == 1
+    assert state["x"].tolist() == [1.0, 1.0, 1.0]
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
 @with_ranks(2)
 def test_a_save_waits_for_the_one_in_the_background(rank, tmp_path):
     mesh = init_device_mesh("cpu", (2,))

@@ -21,6 +21,9 @@ from ...torch_private.core import traced_with_caller
 from ...torch_private.dynamo import explain_traced_errors
 from ..modules.forward_wrapping import CALL, wrap_call
 
+COMM: Path = Path(__file__).parents[2] / "comm"
+"""Where collectives are."""
+
 PLANNED = "_dtensor_planned"
 """The attribute that holds the `Planned` of a module with an entry in a plan."""
 
@@ -60,10 +63,12 @@ def _told(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_its_own(error: RuntimeError) -> bool:
-    """Whether an error already explains itself: it has a specific class, or the model's code raised it."""
+    """Whether an error is not one of sizes: it has a specific class, or the model's code or a collective raised it."""
     if type(error) is not RuntimeError:
         return True
-    *_, last = _chain(error.__traceback__)
+    *before, last = _chain(error.__traceback__)
+    if any(Path(t.tb_frame.f_code.co_filename).is_relative_to(COMM) for t in (*before, last)):
+        return True  # another rank has failed, for example
     raises = last.tb_frame.f_code.co_code[last.tb_lasti] == opmap["RAISE_VARARGS"]
     return raises and not Path(last.tb_frame.f_code.co_filename).is_relative_to(Path(torch.__file__).parent)
 

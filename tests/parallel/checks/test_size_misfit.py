@@ -1,12 +1,14 @@
 """Plans that do not fit the code of a model: the error says which module, which entries, and what to write instead."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import library, nn
 
 from dtensor import MisfitError, ShardingError
+from dtensor.comm import collectives
 from dtensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 
@@ -96,6 +98,18 @@ def test_errors_that_are_not_of_the_plan_stay_as_they_are(fake_mesh):
     function = torch.compile(lambda x: x.view(7), backend="aot_eager")  # its first argument is no module
     with pytest.raises(RuntimeError, match=r"shape '\[7\]' is invalid"):
         function(torch.ones(8))
+
+
+def test_an_error_of_a_collective_stays_as_it_is(fake_mesh, monkeypatch):
+    """When another rank has died; the plan is right."""
+
+    def broken(*args):
+        return torch.ones(2).view(3)  # raised by torch, as an error of gloo is
+
+    built = model("size", {"*.mlp.a": COLUMNS, "*.mlp.b": ROWS}, fake_mesh(2))
+    monkeypatch.setattr(collectives, "c10d", SimpleNamespace(all_reduce=broken))
+    with pytest.raises(RuntimeError, match=r"^shape '\[3\]' is invalid"):
+        built(torch.randn(2, 8, 48))
 
 
 @library.custom_op("misfit::untraced", mutates_args=())
