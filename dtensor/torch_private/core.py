@@ -339,11 +339,8 @@ def played_by_fakes(backend: str | None) -> None:
     """Let fake process groups count as groups of this backend, as `init_process_group` takes it; None: as fakes."""
     _played.clear()
     if backend is not None:
-        _played.update(
-            dist.distributed_c10d.BackendConfig(
-                cast(Any, dist.Backend(backend or "undefined"))
-            ).get_device_backend_map()
-        )
+        config = dist.distributed_c10d.BackendConfig(cast(Any, dist.Backend(backend or "cpu:gloo,cuda:nccl")))
+        _played.update(config.get_device_backend_map())
 
 
 def backend_of(group: ProcessGroup, device_type: str) -> str:
