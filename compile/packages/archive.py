@@ -116,7 +116,9 @@ WORDS = {
 def _backends(name: str) -> str:
     group = resolve_process_group(name)
     found = {kind: backend_of(group, kind) for kind in ("cpu", "cuda")}
-    return " and ".join([f"{backend} ({kind})" for kind, backend in found.items() if backend])
+    # A wrapper of gloo counts as gloo, as everywhere.
+    plain = {kind: "gloo" if backend.endswith("gloo") else backend for kind, backend in found.items() if backend}
+    return " and ".join([f"{backend} ({kind})" for kind, backend in plain.items()])
 
 
 def _flags() -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import click
-import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dtensor.errors import PackageError
 
@@ -40,7 +40,7 @@ def package_command(
         if not left:
             raise _Enough(0)
 
-    handle = torch.optim.optimizer.register_optimizer_step_post_hook(stepped)
+    handle = register_optimizer_step_post_hook(stepped)
     try:
         with imagined(mesh, as_backend=True) if mesh else nullcontext(), packaging(file) as made, suppress(_Enough):
             run_script(script, arguments)

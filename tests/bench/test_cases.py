@@ -20,6 +20,7 @@ FIGURES = {
     "compile": "aot_eager: time by ranks",
     "operators": "not local",
     "wire": "step: bytes",
+    "start": "first step, packaged",
     "save": "save",
     "watch": "comparison",
     "record": "step, eager",
