@@ -25,7 +25,7 @@ LEAST = 1e-30
 """Norms below this count as zero."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Pair:
     """A value that both runs have.
 
@@ -67,6 +67,10 @@ class Pair:
     def is_suspect(self) -> bool:
         """Whether the difference is larger than its inputs and rounding explain."""
         return self.certain and self.difference > self.allowed
+
+    def __repr__(self) -> str:
+        allowed = self.allowed / max(self.norm, LEAST)
+        return f"<Pair {self.b}, step {self.b.step}: differs by {self.relative:.1e} of its norm, {allowed:.1e} allowed>"
 
 
 def pairs_of(a: Run, b: Run) -> dict[Key, Pair]:
