@@ -250,13 +250,36 @@ def sums(vector: Vector, shape: Sequence[int]) -> list[dict[str, Vector]]:
 def norm(vector: Vector, shape: Sequence[int]) -> float:
     """Estimate the Frobenius norm from the sums: the largest estimate that is known. Use it for differences, whose
     squares are not known."""
-    by_dim = sums(vector, shape)
-    found = [float(np.sqrt(np.dot(s["signed"], s["signed"]))) for s in by_dim]
-    turned = by_dim[0]["cosine"] ** 2 + by_dim[0]["sine"] ** 2
-    found = [n for n in [*found, float(np.sqrt(turned.sum()))] if not math.isnan(n)]
-    if not found:
-        found = [float(np.sqrt(np.dot(s["rows"], s["rows"]))) for s in by_dim[1:]]
+    known = _estimates(vector, shape)
+    return math.sqrt(max([square for square, _ in known])) if known else math.nan
+
+
+def mean_norm(vector: Vector, shape: Sequence[int]) -> float:
+    """Estimate the Frobenius norm as the mean of all estimates, each of which counts as often as it has sums: fewer
+    chance differences than in the largest, but what some dims do not show counts less."""
+    known = _estimates(vector, shape)
+    count = sum([n for _, n in known])
+    return math.sqrt(sum([square * n for square, n in known]) / count) if count else math.nan
+
+
+def norm_at_most(vector: Vector, shape: Sequence[int]) -> float:
+    """The largest estimate of the Frobenius norm, also from sums without the signs of dim 0, along dims of which no
+    others are known. These are too large if the elements along dim 0 are alike."""
+    rows = [s["rows"] for s in sums(vector, shape)[1:] if np.isnan(s["signed"]).any()]
+    found = [norm(vector, shape), *[float(np.sqrt(np.dot(s, s))) for s in rows]]
     return max([n for n in found if not math.isnan(n)], default=math.nan)
+
+
+def _estimates(vector: Vector, shape: Sequence[int]) -> list[tuple[float, int]]:
+    """Estimates of the square of the norm, with the number of sums that each is made of."""
+    by_dim = sums(vector, shape)
+    found = [(float(np.dot(s["signed"], s["signed"])), len(s["signed"])) for s in by_dim]
+    turned = by_dim[0]["cosine"] ** 2 + by_dim[0]["sine"] ** 2
+    found.append((float(turned.sum()), len(turned)))
+    known = [(square, n) for square, n in found if not math.isnan(square)]
+    if not known:
+        found = [(float(np.dot(s["rows"], s["rows"])), len(s["rows"])) for s in by_dim[1:]]
+    return known or [(square, n) for square, n in found if not math.isnan(square)]
 
 
 def sizes(vector: Vector, shape: Sequence[int]) -> list[Vector]:
@@ -279,7 +302,9 @@ __all__ = [
     "bounds",
     "fingerprint",
     "length",
+    "mean_norm",
     "norm",
+    "norm_at_most",
     "parts",
 ]
 __all__ += ["kinds", "ranges", "seen_shape", "signs", "sizes", "sums"]
