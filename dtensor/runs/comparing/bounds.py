@@ -5,9 +5,11 @@ An operator passes on the relative differences r of its inputs and adds rounding
     D <= scale * (ROUNDING * eps + GAIN * sum of r)
 
 `eps` is that of the dtype, and `scale` the norm that the result would have if its terms did not cancel (`scales`): of a
-difference of two large tensors neither the rounding nor the inputs' differences shrink with the result. Inputs are the
-nearest values that both runs have: redistributions, and operators that only one of the runs executes, are passed
-through. `ROUNDING` and `GAIN` were chosen so that clean runs stay below with a margin (CONTRIBUTING.md).
+difference of two large tensors neither the rounding nor the inputs' differences shrink with the result. Norms of
+differences are estimates, so of an input's the largest counts and of the result's their mean. Inputs are the nearest
+values that both runs have: redistributions, and operators that only one of the runs executes, are passed through. Steps
+of optimizers that divide gradients by their size may differ by more (`normalising`). `ROUNDING` and `GAIN` were chosen
+so that clean runs stay below with a margin (CONTRIBUTING.md).
 """
 
 import math

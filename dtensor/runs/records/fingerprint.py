@@ -37,6 +37,8 @@ NONFINITE, SQUARES, TOTAL = range(STATISTICS)
 TURN = round((3.0 - math.sqrt(5.0)) / 2.0 * 2.0**53) << 11
 """By how much the angle grows from one index of dim 0 to the next, in 2^-64 of a turn: the golden angle. As an integer,
 so that angles of large indices are as exact as those of small ones."""
+CHANCE = 8.0
+"""How many times too small an estimate of a norm may be."""
 CHOICES = 16
 """So many choices of signs are looked at for each dim."""
 BLOCK = 1 << 20
@@ -263,11 +265,12 @@ def mean_norm(vector: Vector, shape: Sequence[int]) -> float:
 
 
 def norm_at_most(vector: Vector, shape: Sequence[int]) -> float:
-    """The largest estimate of the Frobenius norm, also from sums without the signs of dim 0, along dims of which no
-    others are known. These are too large if the elements along dim 0 are alike."""
-    rows = [s["rows"] for s in sums(vector, shape)[1:] if np.isnan(s["signed"]).any()]
-    found = [norm(vector, shape), *[float(np.sqrt(np.dot(s, s))) for s in rows]]
-    return max([n for n in found if not math.isnan(n)], default=math.nan)
+    """The largest estimate of the Frobenius norm, also from sums without the signs of dim 0. Those are too large if the
+    elements along dim 0 are alike, so they count up to `CHANCE` times the others, which may be too small by chance."""
+    known = norm(vector, shape)
+    rows = [float(np.sqrt(np.dot(s["rows"], s["rows"]))) for s in sums(vector, shape)[1:]]
+    others = [min(n, CHANCE * known) for n in rows if not math.isnan(n)]
+    return max([known, *others])
 
 
 def _estimates(vector: Vector, shape: Sequence[int]) -> list[tuple[float, int]]:
