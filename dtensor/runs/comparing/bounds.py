@@ -5,20 +5,20 @@ An operator passes on the relative differences r of its inputs and adds rounding
     D <= scale * (ROUNDING * eps + GAIN * sum of r)
 
 `eps` is that of the dtype, and `scale` the norm that the result would have if its terms did not cancel (`scales`): of a
-difference of two large tensors neither the rounding nor the inputs' differences shrink with the result. Inputs are the
-nearest values that both runs have: redistributions, and operators that only one of the runs executes, are passed
-through. `ROUNDING` and `GAIN` were chosen so that clean runs stay below with a margin (CONTRIBUTING.md).
+difference of two large tensors neither the rounding nor the inputs' differences shrink with the result. Norms of
+differences are estimates, so of an input's the largest counts and of the result's their mean. Inputs are the nearest
+values that both runs have: redistributions, and operators that only one of the runs executes, are passed through. Steps
+of optimizers that divide gradients by their size may differ by more (`normalising`). `ROUNDING` and `GAIN` were chosen
+so that clean runs stay below with a margin (CONTRIBUTING.md).
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from ..records import fingerprint as fp
-from .pairs import LEAST, Pair, seen_of
-from .scales import EXPONENTIAL, count, scale
+from .normalising import NORMALISING, with_steps
+from .pairs import LEAST, Pair
+from .scales import EXPONENTIAL, STEEP, count, roundings, scale
 from .values import Key, Run, Value
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -31,8 +31,6 @@ GAIN = 10.0
 """How much an operator may enlarge the relative differences of its inputs."""
 PASSED = 2.0
 """How much every operator that only one run has may enlarge them further."""
-NORMALISING = ("addcdiv", "updated")
-"""Results of optimizers that divide by the size of the gradient."""
 
 
 def bound(pairs: Mapping[Key, Pair], a: Run, b: Run) -> None:
@@ -81,11 +79,11 @@ def allowed(pair: Pair, inputs: Sequence[Pair], values: Sequence[Value]) -> floa
     if any(p.b.exact and p.difference > 0 for p in known):
         return math.inf
     relative = sum([_passed_on(p, pair) for p in known if not p.b.exact])
-    if pair.b.op in NORMALISING:
-        relative += _by_element(known, pair)
     eps = max(EPS.get(v.dtype, 0.0) for v in (pair.a, pair.b))
     size = max(scale(pair.a, values), pair.norm)
-    return size * (ROUNDING * eps + GAIN * relative) * PASSED ** min(pair.passed, 8)
+    rounding, gain = ROUNDING * roundings(pair.a, values), GAIN * STEEP.get(pair.b.op, 1.0)
+    found = size * (rounding * eps + gain * relative) * PASSED ** min(pair.passed, 8)
+    return with_steps(found, pair, known) if pair.b.op in NORMALISING and pair.differences else found
 
 
 def _is_made_up_for(pair: Pair, users: Sequence[Pair]) -> bool:
@@ -102,34 +100,12 @@ def _is_made_up_for(pair: Pair, users: Sequence[Pair]) -> bool:
     )
 
 
-def _by_element(given: Sequence[Pair], result: Pair) -> float:
-    """What an optimizer that divides a mean gradient by its own size adds to the relative difference of a parameter.
-
-    Elements whose gradients are all rounding, such as those of a bias before a softmax, then differ as a whole, however
-    small they are; a range of them is enough. They differ by no more than the step of the parameter.
-    """
-    ratios = []
-    for pair in given:
-        reference = pair.a.copies[0].vector
-        for copy, vector, difference in pair.differences:
-            if difference and reference is not None and len(reference) == len(vector):
-                seen = seen_of(copy, vector)
-                apart, whole = fp.sizes(vector, seen)[0], fp.sizes(reference, seen)[0]
-                ratios.append(float(np.nanmax(apart / np.maximum(whole, LEAST), initial=0.0)))
-    step = result.a.copies[0].vector
-    same = [p.a for p in given if p.a.module == result.a.module and p.a.seen == result.a.seen]
-    before = same[0].copies[0].vector if same else None
-    if step is None or before is None or len(step) != len(before):
-        return 0.0
-    moved = fp.norm(step - before, result.a.seen) / max(result.norm, LEAST)
-    return moved * min(max(ratios, default=0.0), 1.0)
-
-
 def _passed_on(given: Pair, result: Pair) -> float:
     """The relative difference that an input brings into a result. An exponential makes an absolute one of it."""
+    relative = given.at_most / max(given.norm, LEAST)
     if result.b.op not in EXPONENTIAL:
-        return given.relative
-    return max(given.relative, given.difference / math.sqrt(count(given.a)))
+        return relative
+    return max(relative, given.at_most / math.sqrt(count(given.a)))
 
 
 def _nearest(value: Value, run: Run, pairs: Mapping[Key, Pair]) -> tuple[list[Key], list[Key]]:

@@ -16,7 +16,7 @@ from .readings import is_known
 from .values import Run, Value
 
 
-@dataclass
+@dataclass(repr=False)
 class Comparison:
     """What `compare` returns.
 
@@ -38,6 +38,11 @@ class Comparison:
     def first(self) -> Finding | None:
         """The first finding; None if the runs agree."""
         return self.findings[0] if self.findings else None
+
+    def __repr__(self) -> str:
+        first = f", the first {self.first!r}" if self.first is not None else ""
+        counts = f"{len(self.pairs):,} pairs, {len(self.findings)} findings"
+        return f"<Comparison of {self.a!r} and {self.b!r}: {counts}{first}>"
 
 
 def compare(a: Run, b: Run) -> Comparison:

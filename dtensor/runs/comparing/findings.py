@@ -6,7 +6,7 @@ from .locating import Region
 from .values import Value
 
 
-@dataclass
+@dataclass(repr=False)
 class Finding:
     """A difference that is not explained.
 
@@ -34,6 +34,10 @@ class Finding:
     said: str = ""
     between: tuple[Value, ...] = ()
     run: str = "B"
+
+    def __repr__(self) -> str:
+        apart = f"{self.relative:.1e} of its norm, {self.allowed:.1e} allowed"
+        return f"<Finding {self.what} of {self.value}, step {self.value.step}, on ranks {list(self.ranks)}: {apart}>"
 
 
 __all__ = ["Finding"]

@@ -25,7 +25,7 @@ LEAST = 1e-30
 """Norms below this count as zero."""
 
 
-@dataclass
+@dataclass(repr=False)
 class Pair:
     """A value that both runs have.
 
@@ -58,6 +58,12 @@ class Pair:
         """The norm of the largest difference; NaN if there was nothing to compare."""
         return max([d for _, _, d in self.differences], default=math.nan)
 
+    @cached_property
+    def at_most(self) -> float:
+        """The largest estimate of the difference, for what it explains of others."""
+        found = [fp.norm_at_most(vector, _summed(self.b, copy, vector)) for copy, vector, d in self.differences if d]
+        return max([self.difference, *[n for n in found if not math.isnan(n)]])
+
     @property
     def relative(self) -> float:
         """`difference` relative to the norm of `a`."""
@@ -67,6 +73,10 @@ class Pair:
     def is_suspect(self) -> bool:
         """Whether the difference is larger than its inputs and rounding explain."""
         return self.certain and self.difference > self.allowed
+
+    def __repr__(self) -> str:
+        allowed = self.allowed / max(self.norm, LEAST)
+        return f"<Pair {self.b}, step {self.b.step}: differs by {self.relative:.1e} of its norm, {allowed:.1e} allowed>"
 
 
 def pairs_of(a: Run, b: Run) -> dict[Key, Pair]:
@@ -173,12 +183,17 @@ def _rank_by_rank(a: Value, b: Value) -> Pair:
 
 
 def _difference(copy: Copy, vector: Vector, a: Value, b: Value) -> tuple[Copy, Vector, float]:
-    norm = fp.norm(vector, b.seen if len(vector) == fp.length(b.seen) else seen_of(copy, vector))
+    norm = fp.mean_norm(vector, _summed(b, copy, vector))
     if a.nonfinite != b.nonfinite and vector[fp.NONFINITE]:
         norm = math.inf
     if norm <= FLOOR * max(a.terms, b.terms):
         norm = 0.0
     return copy, vector, norm
+
+
+def _summed(b: Value, copy: Copy, vector: Vector) -> tuple[int, ...]:
+    """The shape that a fingerprint of a difference from `b` was made of."""
+    return b.seen if len(vector) == fp.length(b.seen) else seen_of(copy, vector)
 
 
 def seen_of(copy: Copy, vector: Vector) -> tuple[int, ...]:

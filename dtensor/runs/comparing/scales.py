@@ -70,6 +70,25 @@ def _statistic(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
     return max([n / math.sqrt(count(x)) for n, x in zip(norms, inputs)]) * math.sqrt(count(result))
 
 
+def _of_weight(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
+    """The gradients of the weight and the bias of a norm, which are sums over all that it normalised. What they add up
+    has the size of the incoming gradient."""
+    if result.first["n"] == 0:
+        return 0.0
+    return max([n for n, x in zip(norms, inputs) if x.phase == result.phase], default=0.0)
+
+
+def roundings(result: Value, inputs: Sequence[Value]) -> float:
+    """How often the rounding of a result counts: more than once if its terms are added up one by one in its dtype.
+
+    Each addition rounds a sum that grows as the square root of the number of terms, so that their errors together grow,
+    relative to the result, as that root. On CPUs they are 0.28 `eps` times the root, measured for bfloat16.
+    """
+    if result.op not in ADDED_IN_DTYPE or result.first["n"] == 0 or not inputs:
+        return 1.0
+    return max(math.sqrt(max(map(count, inputs)) / count(result)) / 4.0, 1.0)
+
+
 def _through_softmax(result: Value, inputs: Sequence[Value], norms: Norms) -> float:
     """In the gradient of a softmax most of what is added cancels; how much, the operator does not show."""
     return 4.0 * result.norm
@@ -85,6 +104,8 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(["mm", "bmm", "addmm", "baddbmm", "convolution", "dot", "mv"], _contraction),
     **dict.fromkeys(["sum", "embedding_dense_backward", "scatter_add", "index_put", "cumsum", "norm"], _reduction),
     **dict.fromkeys(["mean"], _mean),
+    **dict.fromkeys([f"native_{norm}_norm_backward" for norm in ("layer", "group", "batch")], _of_weight),
+    **dict.fromkeys(["_fused_rms_norm_backward"], _of_weight),
     **dict.fromkeys(["native_layer_norm", "native_group_norm", "native_batch_norm", "var_mean"], _statistic),
     **dict.fromkeys([f"{attention}_backward" for attention in ATTENTION], _through_softmax),
 }
@@ -96,4 +117,12 @@ EXPONENTIAL = {
 }
 """Operators whose results are exponentials of inputs, relative to which an absolute difference counts."""
 
-__all__ = ["EXPONENTIAL", "FAMILIES", "count", "scale"]
+ADDED_IN_DTYPE = ("native_layer_norm_backward",)
+"""Operators whose results but the first are sums that CPUs add up in the dtype of the result. Other reductions use
+float32 for that."""
+
+STEEP = {"pow": 3.0}
+"""How much more than others an operator may enlarge relative differences: a power as often as its exponent says. The
+record does not hold it; those of norms and their gradients are at most 3."""
+
+__all__ = ["EXPONENTIAL", "FAMILIES", "STEEP", "count", "roundings", "scale"]

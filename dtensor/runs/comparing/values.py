@@ -27,7 +27,7 @@ from ..records.storage import read, unpacked
 Key = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spec:
     """How a recorded tensor was distributed.
 
@@ -72,6 +72,9 @@ class Spec:
     def __str__(self) -> str:
         return ", ".join(f"{name}: {p}" for name, p in zip(self.names, placements(self)))
 
+    def __repr__(self) -> str:
+        return f"<Spec of {list(self.shape)} on {self}>"
+
 
 def placements(spec: Spec) -> list[str]:
     """One text for each axis."""
@@ -84,7 +87,7 @@ def placements(spec: Spec) -> list[str]:
     return found
 
 
-@dataclass
+@dataclass(repr=False)
 class Part:
     """What one rank recorded of a value."""
 
@@ -93,8 +96,11 @@ class Part:
     vector: Vector
     spec: Spec | None
 
+    def __repr__(self) -> str:
+        return f"<Part on rank {self.rank}: {list(self.line['g'])}>"
 
-@dataclass
+
+@dataclass(repr=False)
 class Copy:
     """A whole tensor: the sum of the fingerprints of the ranks that hold parts of it.
 
@@ -112,8 +118,11 @@ class Copy:
     shape: tuple[int, ...]
     parts: "tuple[Copy, ...]" = ()
 
+    def __repr__(self) -> str:
+        return f"<Copy on ranks {list(self.ranks)}: {list(self.shape)}>"
 
-@dataclass
+
+@dataclass(repr=False)
 class Value:
     """A value of a run.
 
@@ -222,6 +231,9 @@ class Value:
         where = f" in {self.module}" if self.module else ""
         return f"{self.op}{where} ({self.phase}, {self.dtype}{list(self.first['g'])})"
 
+    def __repr__(self) -> str:
+        return f"<Value {self}, step {self.step}>"
+
 
 def _norm(copy: Copy, seen: Sequence[int]) -> float:
     if copy.vector is None:
@@ -243,7 +255,7 @@ def _combined(parts: Sequence[Part], spec: Spec) -> Iterator[Copy]:
             yield Copy(tuple([p.rank for p in mine]), vector, spec, spec.shape)
 
 
-@dataclass
+@dataclass(repr=False)
 class Run:
     """A record that was read.
 
@@ -272,6 +284,10 @@ class Run:
     def world(self) -> int:
         """Number of ranks."""
         return len(self.headers)
+
+    def __repr__(self) -> str:
+        ranks, steps = f"rank{'s' * (self.world > 1)}", f"step{'s' * (self.steps > 1)}"
+        return f"<Run {self.folder}: {self.world} {ranks}, {self.steps} {steps}, {len(self.values):,} values>"
 
 
 def load(folder: str | Path) -> Run:

@@ -37,6 +37,8 @@ NONFINITE, SQUARES, TOTAL = range(STATISTICS)
 TURN = round((3.0 - math.sqrt(5.0)) / 2.0 * 2.0**53) << 11
 """By how much the angle grows from one index of dim 0 to the next, in 2^-64 of a turn: the golden angle. As an integer,
 so that angles of large indices are as exact as those of small ones."""
+CHANCE = 8.0
+"""How many times too small an estimate of a norm may be."""
 CHOICES = 16
 """So many choices of signs are looked at for each dim."""
 BLOCK = 1 << 20
@@ -250,13 +252,37 @@ def sums(vector: Vector, shape: Sequence[int]) -> list[dict[str, Vector]]:
 def norm(vector: Vector, shape: Sequence[int]) -> float:
     """Estimate the Frobenius norm from the sums: the largest estimate that is known. Use it for differences, whose
     squares are not known."""
+    known = _estimates(vector, shape)
+    return math.sqrt(max([square for square, _ in known])) if known else math.nan
+
+
+def mean_norm(vector: Vector, shape: Sequence[int]) -> float:
+    """Estimate the Frobenius norm as the mean of all estimates, each of which counts as often as it has sums: fewer
+    chance differences than in the largest, but what some dims do not show counts less."""
+    known = _estimates(vector, shape)
+    count = sum([n for _, n in known])
+    return math.sqrt(sum([square * n for square, n in known]) / count) if count else math.nan
+
+
+def norm_at_most(vector: Vector, shape: Sequence[int]) -> float:
+    """The largest estimate of the Frobenius norm, also from sums without the signs of dim 0. Those are too large if the
+    elements along dim 0 are alike, so they count up to `CHANCE` times the others, which may be too small by chance."""
+    known = norm(vector, shape)
+    rows = [float(np.sqrt(np.dot(s["rows"], s["rows"]))) for s in sums(vector, shape)[1:]]
+    others = [min(n, CHANCE * known) for n in rows if not math.isnan(n)]
+    return max([known, *others])
+
+
+def _estimates(vector: Vector, shape: Sequence[int]) -> list[tuple[float, int]]:
+    """Estimates of the square of the norm, with the number of sums that each is made of."""
     by_dim = sums(vector, shape)
-    found = [float(np.sqrt(np.dot(s["signed"], s["signed"]))) for s in by_dim]
+    found = [(float(np.dot(s["signed"], s["signed"])), len(s["signed"])) for s in by_dim]
     turned = by_dim[0]["cosine"] ** 2 + by_dim[0]["sine"] ** 2
-    found = [n for n in [*found, float(np.sqrt(turned.sum()))] if not math.isnan(n)]
-    if not found:
-        found = [float(np.sqrt(np.dot(s["rows"], s["rows"]))) for s in by_dim[1:]]
-    return max([n for n in found if not math.isnan(n)], default=math.nan)
+    found.append((float(turned.sum()), len(turned)))
+    known = [(square, n) for square, n in found if not math.isnan(square)]
+    if not known:
+        found = [(float(np.dot(s["rows"], s["rows"])), len(s["rows"])) for s in by_dim[1:]]
+    return known or [(square, n) for square, n in found if not math.isnan(square)]
 
 
 def sizes(vector: Vector, shape: Sequence[int]) -> list[Vector]:
@@ -279,7 +305,9 @@ __all__ = [
     "bounds",
     "fingerprint",
     "length",
+    "mean_norm",
     "norm",
+    "norm_at_most",
     "parts",
 ]
 __all__ += ["kinds", "ranges", "seen_shape", "signs", "sizes", "sums"]

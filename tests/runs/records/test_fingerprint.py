@@ -129,6 +129,43 @@ def test_the_norm_is_estimated(shape):
     assert 0.3 < min(ratios) < max(ratios) < 4
 
 
+@pytest.mark.parametrize("shape", [(1000,), (64, 64), (4, 16, 32), (4, 16, 4, 1), (3, 5, 7, 11), (8, 1)])
+def test_the_mean_of_estimates_is_closer_than_the_largest(shape):
+    """Dims of few indices, whose estimates have few terms, make the largest one too large."""
+    exact = [made(shape, torch.float64, seed) for seed in range(40)]
+    mean = np.array([fp.mean_norm(of(x), shape) / x.norm().item() for x in exact])
+    largest = np.array([fp.norm(of(x), shape) / x.norm().item() for x in exact])
+    assert (mean <= largest + 1e-12).all()
+    assert (mean**2).mean() == pytest.approx(1, abs=0.25)
+    assert mean.min() > 0.4
+    assert mean.max() < 2
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["whole", "joined"])
+def test_an_estimate_that_is_too_small_by_chance_is_made_up_for(known):
+    """As of parts along dim 0 that were joined, whose other signs are unknown: two sums of dim 0 may both be small."""
+    shape, ratios, bounds = (2, 16, 32), [], []
+    for seed in range(100):
+        x = made(shape, torch.float64, seed)
+        vector = of(x)
+        for sums in fp.sums(vector, shape)[1:]:
+            sums["signed"][:] *= 1 if known else np.nan
+        ratios.append(fp.norm(vector, shape) / x.norm().item())
+        bounds.append(fp.norm_at_most(vector, shape) / x.norm().item())
+    assert max(bounds) < 4
+    assert min(bounds) > 0.3
+    assert sum([x < 0.6 for x in bounds]) <= 3
+    assert known or sum([x < 0.6 for x in ratios]) > 10
+
+
+def test_sums_without_signs_count_no_more_than_chance_explains():
+    """They are much too large if a tensor is the same along dim 0."""
+    x = made((1, 40), torch.float64).expand(1000, 40)
+    vector = of(x)
+    assert fp.sums(vector, x.shape)[1]["rows"] @ fp.sums(vector, x.shape)[1]["rows"] > 900 * x.square().sum()
+    assert fp.norm_at_most(vector, x.shape) <= fp.CHANCE * fp.norm(vector, x.shape)
+
+
 def test_one_element_is_found_in_its_range():
     x = torch.zeros(100, 64)
     x[57, 30] = 1e-3
@@ -188,4 +225,5 @@ def test_what_is_the_same_along_dims_is_seen(shape):
     for same in itertools.product([False, True], repeat=len(shape)):
         x = torch.randn([1 if s else n for s, n in zip(same, shape)], generator=torch.Generator().manual_seed(3))
         whole = x.expand(shape).contiguous()
-        assert 0.25 < fp.norm(of(whole), shape) / whole.norm().item() < 4, same
+        for norm in (fp.norm, fp.mean_norm):
+            assert 0.25 < norm(of(whole), shape) / whole.norm().item() < 4, same
