@@ -114,7 +114,7 @@ def run(effort: Effort) -> Iterator[Record]:
 
         def timed(figure: str, k: int, one: str, other: str, at: Setting = at, taken: Any = taken) -> Record:
             times = [[r[side][k] for r in taken] for side in (one, other)]
-            return at.timed(f"{figure}, {one}", "s", compared(*times, 1.0), other)
+            return at.timed(f"{figure}, {one}", "s", compared(times[0], times[1]), other)
 
         for other in (COLD, WARM, f"{TORCH} {COLD}", f"{TORCH} {WARM}"):
             yield timed("first step", 0, PACKAGED, other)

@@ -25,6 +25,7 @@ from dtensor.torch_private.compiling import (
     sizes_defined_by,
 )
 from dtensor.torch_private.core import process_groups
+from dtensor.torch_private.kernels import rebuild_damaged
 
 from ..estimates.meshes import mesh_groups
 from .insert_taps import insert_taps
@@ -73,6 +74,8 @@ class Partition(CustomPartitionerFn):
     def uuid(self) -> Any:
         return trace_key(), repr(self.options), self.then and self.then.uuid()
 
+
+rebuild_damaged()
 
 STAGES: dict[str, Any] = {"joint_custom_pre_pass": JointPasses, "post_grad_custom_pre_pass": Passes}
 """Inductor's option for a custom pass -> the pass that runs there."""

@@ -76,7 +76,7 @@ class World:
             _flags(),
             torch.cuda.get_device_name() if torch.cuda.is_available() else "",
             str((environment.fingerprint(), registration.fingerprint())),
-            {name: f"{rows} over {_backends(name)}" for name, rows in known_rows().items()},
+            {name: f"{rows} over {_backend(name, kind)}" for name, (kind, rows) in known_rows().items()},
         )
 
     def difference(self, here: "World", *, meshes: bool = True) -> str:
@@ -113,12 +113,10 @@ WORDS = {
 """Fields of a `World` that must be the same, and what they are called."""
 
 
-def _backends(name: str) -> str:
-    group = resolve_process_group(name)
-    found = {kind: backend_of(group, kind) for kind in ("cpu", "cuda")}
-    # A wrapper of gloo counts as gloo, as everywhere.
-    plain = {kind: "gloo" if backend.endswith("gloo") else backend for kind, backend in found.items() if backend}
-    return " and ".join([f"{backend} ({kind})" for kind, backend in plain.items()])
+def _backend(name: str, device_type: str) -> str:
+    """What sends over a group. A wrapper of gloo counts as gloo, as everywhere."""
+    found = backend_of(resolve_process_group(name), device_type)
+    return "gloo" if found.endswith("gloo") else found
 
 
 def _flags() -> tuple[str, ...]:

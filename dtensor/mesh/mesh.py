@@ -176,13 +176,13 @@ def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
         return found
 
 
-def known_rows() -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Names of this rank's groups over axes of the meshes that were looked up -> the ranks of all groups over these
-    axes. The same on all ranks."""
-    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+def known_rows() -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+    """Names of this rank's groups over axes of the meshes that were looked up -> the device type of the mesh, and the
+    ranks of all groups over these axes. The same on all ranks."""
+    found: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
     for known in known_meshes():
         if all(is_alive(name) for name in known.groups.values()):
-            found |= partitions(known.mesh)
+            found |= {name: (known.mesh.device_type, rows) for name, rows in partitions(known.mesh).items()}
     return found
 
 

@@ -2,6 +2,7 @@
 built."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,20 +42,47 @@ def _load_async(
             return _loaded[cls, key]
 
     else:
-        load = _own(cls, main_code, device_type, submit_fn, extra_flags, optimized_code, *args, **kwargs)
+        load = _built_again(_own(cls, main_code, device_type, submit_fn, extra_flags, optimized_code, *args, **kwargs))
     for found in _noting:
         found[key] = load
     return load
 
 
-def _install() -> None:
+_own_library = CppCodeCache._load_library.__func__  # pyright: ignore
+
+
+def _load_library(cls: Any, path: str, key: str) -> Any:
+    try:
+        return _own_library(cls, path, key)
+    except (ImportError, OSError):
+        sys.modules.pop(f"{key}.{getattr(cls, 'entry_function', '')}", None)
+        if key not in _known:
+            Path(path).unlink(missing_ok=True)
+        raise
+
+
+def _built_again(load: Callable[[], Any]) -> Callable[[], Any]:
+    """Build a library once more if it cannot be loaded: a process that was killed may have left half of it."""
+
+    def again() -> Any:
+        try:
+            return load()
+        except (ImportError, OSError):
+            return load()
+
+    return again
+
+
+def rebuild_damaged() -> None:
+    """From now on, build libraries of kernels again that are in Inductor's cache and cannot be loaded."""
     CppCodeCache.load_async = classmethod(_load_async)  # pyright: ignore
+    CppCodeCache._load_library = classmethod(_load_library)  # pyright: ignore
 
 
 @contextmanager
 def noted_kernels() -> Iterator[dict[str, Callable[[], Any]]]:
     """Collect the C++ kernels that are loaded in the context: hash of the source -> loads the library."""
-    _install()
+    rebuild_damaged()
     _noting.append(found := {})
     try:
         yield found
@@ -70,8 +98,8 @@ def binary(load: Callable[[], Any]) -> bytes:
 
 def use_kernels(binaries: Mapping[str, Path]) -> None:
     """Load these libraries, from now on, for kernels of these hashes, in place of building them."""
-    _install()
+    rebuild_damaged()
     _known.update(binaries)
 
 
-__all__ = ["binary", "noted_kernels", "use_kernels"]
+__all__ = ["binary", "noted_kernels", "rebuild_damaged", "use_kernels"]
