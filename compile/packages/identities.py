@@ -20,12 +20,12 @@ Identity = tuple[str, str]
 
 
 def digest(code: types.CodeType) -> str:
-    """Return a hash of what a code object does; the file that it came from, and its lines, do not count."""
+    """Return a hash of what a code object does; its name, the file that it came from and its lines do not count."""
     made = hashlib.sha256()
 
     def add(code: types.CodeType) -> None:
         names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-        made.update(repr((code.co_name, code.co_code, code.co_flags, code.co_argcount, names)).encode())
+        made.update(repr((code.co_code, code.co_flags, code.co_argcount, names)).encode())
         for constant in code.co_consts:
             add(constant) if isinstance(constant, types.CodeType) else made.update(_constant(constant).encode())
 
