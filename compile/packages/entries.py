@@ -230,10 +230,13 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
         return None, difference
     if found:
         frames.add_identities(manager, same_objects(found, scope), "an object is another one than when it was loaded")
-    backends = {
-        name: as_returned(frames.runnable(pickle.loads(content)), how)
-        for name, (content, how) in entry.backends.items()
-    }
+    try:
+        backends = {
+            name: as_returned(frames.runnable(pickle.loads(content)), how)
+            for name, (content, how) in entry.backends.items()
+        }
+    except Exception as error:  # whatever unpickling, and loading libraries of kernels, raises
+        return None, f"its graphs cannot be loaded: {type(error).__name__}: {error}"
     file = frame.f_code.co_filename
     resumed = {name: _located(frames.from_data(data), file) for name, data in entry.resumed.items()}
     return frames.install(frame, manager, _located(frames.from_data(entry.code), file), resumed, backends), ""

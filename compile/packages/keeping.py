@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dtensor.layout.chunks import uneven_noted
-from dtensor.mesh.caches import clear_caches
-from dtensor.mesh.mesh import known_meshes
+from dtensor.mesh.mesh import forget_all_but_meshes, known_meshes
 from dtensor.torch_private.frames import FrameRecorder
 from dtensor.torch_private.kernels import noted_kernels
 
@@ -48,7 +47,7 @@ def kept(
     It is not called if nothing was made: Dynamo left the frame to Python, or raised.
     """
     code: types.CodeType = frame.f_code
-    clear_caches()  # so that all lengths are computed again, and uneven ones noted
+    forget_all_but_meshes()  # so that all lengths are computed again, and uneven ones noted
     recorder = FrameRecorder(reduce=by_reference)
     with noted_kernels() as kernels, uneven_noted() as uneven, overheard() as heard:
         yield recorder

@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from dtensor.mesh.groups import canonical
 from dtensor.mesh.mesh import default_group, known_meshes
 from dtensor.torch_private.core import process_groups, resolve_process_group
 
@@ -18,7 +19,8 @@ def labels() -> dict[str, str]:
         for axes, name in facts.groups.items() if dims else ():
             found.setdefault(name, ",".join([dims[a] for a in axes]))
     for name, *_ in process_groups()[1] if dist.is_initialized() else ():
-        found.setdefault(name, _described(name))
+        if canonical(name) not in found:
+            found[name] = _described(name)
     called = list(found.values())
     return {name: label for name, label in found.items() if label and called.count(label) == 1}
 

@@ -18,10 +18,14 @@ def cache() -> dict[Any, Any]:
     return made
 
 
-def clear_caches() -> None:
-    """Clear all caches that hold meshes: specs, decisions, group names. This only makes the next calls slower."""
+def clear_caches(but: MutableMapping[Any, Any] | None = None) -> None:
+    """Clear all caches that hold meshes: specs, decisions, group names. This only makes the next calls slower.
+
+    `but`: one that is left as it is.
+    """
     for c in _caches:
-        c.clear()
+        if c is not but:
+            c.clear()
 
 
 atexit.register(clear_caches)

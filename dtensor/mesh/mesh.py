@@ -176,6 +176,11 @@ def partitions(mesh: Any) -> dict[str, tuple[tuple[int, ...], ...]]:
         return found
 
 
+def forget_all_but_meshes() -> None:
+    """Clear all caches but that of the meshes: all specs are made, and all decisions taken, anew."""
+    clear_caches(but=_facts)
+
+
 def known_rows() -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
     """Names of this rank's groups over axes of the meshes that were looked up -> the device type of the mesh, and the
     ranks of all groups over these axes. The same on all ranks."""
@@ -443,6 +448,7 @@ def group_name(mesh: Any, axis: int) -> str:
 __all__ = [
     "MeshFacts",
     "facts",
+    "forget_all_but_meshes",
     "group_between",
     "group_name",
     "init_device_mesh",

@@ -30,6 +30,9 @@ def made(safe_folder):
     return path
 
 
+SAID = "failed to map segment from shared object"
+
+
 class Settings:
     scale = 2.0
 
@@ -189,6 +192,32 @@ def test_what_does_not_fit_is_compiled(made, caplog):
     assert package.taken == []
     assert [name for name, _ in package.missed] == ["Scaled.forward"]
     assert "Scaled.forward is compiled, not taken from the package" in caplog.text
+
+
+def test_libraries_that_cannot_be_loaded(made, monkeypatch):
+    """As where the folder for temporary files may not hold code."""
+
+    def fails(content):
+        raise OSError(SAID)
+
+    monkeypatch.setattr(dtensor.compile.packages.entries.frames, "runnable", fails)
+    package = used(made, strict=False)
+    assert package.missed == [("Scaled.forward", f"its graphs cannot be loaded: OSError: {SAID}")]
+
+
+def test_two_packages(safe_folder):
+    """Each gives what it holds; what was loaded last is asked first."""
+    paths = {size: safe_folder / f"{size}.package" for size in (4, 8)}
+    for size, path in paths.items():
+        dtensor.compile.package(lambda mesh, size=size: scaled(mesh, size, dynamic=False), {"tp": 2}, (), path)
+    with job() as mesh:
+        packages = [dtensor.compile.load(path) for path in paths.values()]
+        for size in paths:
+            scaled(mesh, size, dynamic=False)
+        for package in packages:
+            package.unload()
+    assert [len(package.taken) for package in packages] == [1, 1]
+    assert [len(package.missed) for package in packages] == [0, 1]
 
 
 def altered(path, target, name, change):
