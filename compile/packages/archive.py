@@ -18,7 +18,7 @@ import pickle
 import platform
 import stat
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,17 @@ def _flags() -> tuple[str, ...]:
     return tuple(sorted(line.partition(":")[2].split()))
 
 
-def write(path: Path, entries: Sequence[Entry], world: World, collectives: Sequence[Any] = ()) -> str:
+def write(
+    path: Path, entries: Sequence[Entry], world: World, plain: Iterable[str] = (), collectives: Sequence[Any] = ()
+) -> str:
     """Write a package, whole or not at all.
+
+    Args:
+        path: the file.
+        entries: the frames.
+        world: where they were compiled.
+        plain: digests of frames that are not compiled.
+        collectives: what the graphs communicate.
 
     Returns:
         The SHA-256 of the file.
@@ -147,6 +156,7 @@ def write(path: Path, entries: Sequence[Entry], world: World, collectives: Seque
         "format": FORMAT,
         "world": asdict(world),
         "frames": [f"{entry.module}.{entry.function}" for entry in entries],
+        "plain": sorted(plain),
         "collectives": list(collectives),
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in sorted(files.items())},
     }
@@ -169,12 +179,15 @@ def _member(name: str) -> zipfile.ZipInfo:
     return found
 
 
-def read(path: Path, sha256: str = "") -> tuple[World, list[Entry]]:
+def read(path: Path, sha256: str = "") -> tuple[World, list[Entry], set[str]]:
     """Read a package.
 
     Args:
         path: the file.
         sha256: what the SHA-256 of the file must be, in hexadecimal; "" if it may be any.
+
+    Returns:
+        Where it was made, its frames, and the digests of frames that are not compiled.
 
     Raises:
         PackageError: there is no such file, others can write to it, it is damaged, or it is another one than stated.
@@ -195,7 +208,7 @@ def read(path: Path, sha256: str = "") -> tuple[World, list[Entry]]:
         raise PackageError(f"the package {path} is damaged: {type(error).__name__}: {error}; make it again") from error
 
 
-def _opened(data: bytes) -> tuple[World, list[Entry]]:
+def _opened(data: bytes) -> tuple[World, list[Entry], set[str]]:
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         manifest = json.loads(archive.read("manifest.json"))
         if manifest["format"] != FORMAT:
@@ -213,7 +226,7 @@ def _opened(data: bytes) -> tuple[World, list[Entry]]:
         if name.startswith("frames/"):
             entry: Entry = pickle.loads(content)
             entries.append(replace(entry, kernels={key: files[f"kernels/{key}.so"] for key in entry.kernels}))
-    return World(**world), entries
+    return World(**world), entries, set(manifest["plain"])
 
 
 def _check_place(path: Path) -> None:

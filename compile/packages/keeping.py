@@ -14,6 +14,7 @@ from dtensor.torch_private.kernels import noted_kernels
 
 from ..backends.insert_agreement import Collectives, overheard
 from .entries import Entry, NotPortable, by_reference, take_apart
+from .identities import digest
 
 log: logging.Logger = logging.getLogger("dtensor")
 
@@ -25,11 +26,13 @@ class Kept:
     Attributes:
         entries: one for each compiled frame.
         left_out: names of frames that cannot be taken to another process, and why.
+        plain: digests of frames that Dynamo left to Python.
         collectives: what the graphs communicate: the ranks, and what ranks compare.
     """
 
     entries: list[Entry] = field(default_factory=list[Entry])
     left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    plain: set[str] = field(default_factory=set[str])
     collectives: list[Collectives] = field(default_factory=list[Collectives])
 
 
@@ -40,11 +43,11 @@ def place() -> str:
 
 @contextmanager
 def kept(
-    frame: Any, compiler: str, keep: Callable[[Entry | NotPortable, list[Collectives]], None]
+    frame: Any, compiler: str, keep: Callable[[Entry | NotPortable | None, list[Collectives]], None]
 ) -> Iterator[FrameRecorder]:
     """A context in which Dynamo compiles `frame`; `keep` is called with what it made, or with why that cannot be kept.
 
-    It is not called if nothing was made: Dynamo left the frame to Python, or raised.
+    It is called with None if Dynamo left the frame to Python, and not at all if it raised.
     """
     code: types.CodeType = frame.f_code
     forget_all_but_meshes()  # so that all lengths are computed again, and uneven ones noted
@@ -52,6 +55,7 @@ def kept(
     with noted_kernels() as kernels, uneven_noted() as uneven, overheard() as heard:
         yield recorder
     if recorder.code is None:
+        keep(None, heard)
         return
     try:
         made: Entry | NotPortable = take_apart(code, recorder, kernels, compiler, place() if uneven else "")
@@ -73,7 +77,10 @@ class Keeper:
         """As `dtensor.torch_private.frames.Handler`."""
         name = frame.f_code.co_qualname
 
-        def keep(made: Entry | NotPortable, heard: list[Collectives]) -> None:
+        def keep(made: Entry | NotPortable | None, heard: list[Collectives]) -> None:
+            if made is None:
+                self.kept.plain.add(digest(frame.f_code))
+                return
             if isinstance(made, NotPortable):
                 log.warning("%s is left out of the package: %s", name, made)
                 self.kept.left_out.append((name, str(made)))

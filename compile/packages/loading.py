@@ -28,6 +28,7 @@ class Package:
 
     Attributes:
         path: its file.
+        plain: digests of frames that are not compiled.
         strict: whether a frame that it does not hold is an error.
         refused: why nothing is taken from it; "" if it fits.
         taken: names of the frames that were taken from it, in order.
@@ -39,6 +40,7 @@ class Package:
     path: Path
     world: World = field(repr=False)
     entries: Sequence[Entry] = field(repr=False)
+    plain: set[str] = field(default_factory=set[str], repr=False)
     strict: bool = False
     refused: str = ""
     taken: list[str] = field(default_factory=list[str])
@@ -52,6 +54,8 @@ class Package:
             PackageError: with `strict`, the frame is not in the package, or does not fit.
         """
         name = frame.f_code.co_qualname
+        if digest(frame.f_code) in self.plain:
+            return None
         self._compare()
         found, why = (None, self.refused) if self.refused else self._entry(frame, compiler)
         if found is not None:
@@ -104,14 +108,14 @@ def opened(path: Path, sha256: str = "", strict: bool = False) -> Package:
     Raises:
         PackageError: as `archive.read`.
     """
-    world, entries = read(path, sha256)
+    world, entries, plain = read(path, sha256)
     folder = Path(tempfile.mkdtemp(prefix="dtensor-package-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     binaries: dict[str, Path] = {}
     for key, library in {key: library for entry in entries for key, library in entry.kernels.items()}.items():
         binaries[key] = folder / f"{key[:32]}.so"
         binaries[key].write_bytes(library)
-    made = Package(path, world, entries, strict)
+    made = Package(path, world, entries, plain, strict)
     made.refused = world.difference(World.here(), meshes=False)
     if not made.refused:
         use_kernels(binaries)

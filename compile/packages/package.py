@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dtensor.errors import PackageError
 from dtensor.mesh import environment
 from dtensor.mesh.mesh import init_device_mesh
+from dtensor.torch_private.compiling import forget_compiled
 from dtensor.torch_private.frames import intercept, intercept_from_now_on
 
 from ..recording.imagined import imagined
@@ -27,7 +28,7 @@ log: logging.Logger = logging.getLogger("dtensor")
 def packaging(path: str | os.PathLike[str]) -> Iterator[Kept]:
     """Write what torch.compile compiles inside the context to a package.
 
-    Everything is compiled anew inside. Where several ranks run, rank 0 writes the package. If the context ends with an
+    What was compiled before is forgotten, and compiled anew inside. Where several ranks run, rank 0 writes the package. If the context ends with an
     error, nothing is written.
 
     Args:
@@ -41,6 +42,7 @@ def packaging(path: str | os.PathLike[str]) -> Iterator[Kept]:
         OSError: the file cannot be written.
     """
     keeper = Keeper()
+    forget_compiled()
     with intercept(keeper):
         yield keeper.kept
     made = keeper.kept
@@ -49,7 +51,7 @@ def packaging(path: str | os.PathLike[str]) -> Iterator[Kept]:
         raise PackageError(f"there is nothing to package: {reasons or 'torch.compile compiled nothing'}")
     if not dist.is_initialized() or dist.get_rank() == 0:
         said = [[[list(ranks), text] for ranks, text in graph] for graph in made.collectives]
-        digest = write(Path(path), made.entries, World.here(), said)
+        digest = write(Path(path), made.entries, World.here(), made.plain, said)
         log.info("wrote %d frames to the package %s, SHA-256 %s", len(made.entries), path, digest)
 
 

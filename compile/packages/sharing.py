@@ -155,7 +155,7 @@ class Sharing:
         if key is None or here is None:
             yield None
             return
-        made: list[Entry | NotPortable] = []
+        made: list[Entry | NotPortable | None] = []
         try:
             with kept(frame, compiler, lambda entry, _: made.append(entry)) as recorder:
                 yield recorder

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
 
@@ -47,8 +48,9 @@ def imagined(sizes: Mapping[str, int], *, as_backend: bool = False) -> Iterator[
 
     Args:
         sizes: axis -> number of ranks.
-        as_backend: whether collectives are compiled as for the backend that the program names, such as "gloo" or
-            "nccl", whose place the fake takes.
+        as_backend: whether to compile as for a rank of a job: collectives for the backend that the program names, such
+            as "gloo" or "nccl", whose place the fake takes; and kernels for as many threads as torchrun gives a rank,
+            OMP_NUM_THREADS or else one.
 
     Raises:
         ValueError: in `init_device_mesh`, if the mesh has none of the named axes or more ranks than `sizes` gives.
@@ -76,7 +78,9 @@ def imagined(sizes: Mapping[str, int], *, as_backend: bool = False) -> Iterator[
     places += [(m, "init_device_mesh", init_device_mesh) for m in (dist, device_mesh)]
     places.append((meshes, "torch_init_device_mesh", init_device_mesh))
     before = [(m, name, getattr(m, name)) for m, name, _ in places]
-    environment = {name: os.environ.get(name) for name in ranks}
+    environment, threads = {name: os.environ.get(name) for name in ranks}, torch.get_num_threads()
+    if as_backend:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
     os.environ.update(ranks)
     for m, name, new in places:
         setattr(m, name, new)
@@ -86,6 +90,7 @@ def imagined(sizes: Mapping[str, int], *, as_backend: bool = False) -> Iterator[
         for m, name, old in before:
             setattr(m, name, old)
         played_by_fakes(None)
+        torch.set_num_threads(threads)
         for name, value in environment.items():
             os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 

@@ -36,6 +36,12 @@ def _set_arguments(arguments: list[str]) -> None:
     sys.argv[:] = arguments
 
 
+def _set_precision(precision: str) -> None:
+    """Setting it to what it is would not leave all as it is: torch 2.15 remembers that it was set."""
+    if precision != torch.get_float32_matmul_precision():
+        torch.set_float32_matmul_precision(precision)
+
+
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "environment": (lambda: dict(os.environ), _set_environment),
     "working directory": (os.getcwd, os.chdir),
@@ -49,7 +55,7 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "grad mode": (torch.is_grad_enabled, torch.set_grad_enabled),
     "threads": (torch.get_num_threads, torch.set_num_threads),
     "deterministic algorithms": (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    "matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    "matmul precision": (torch.get_float32_matmul_precision, _set_precision),
     "anomaly mode": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     "the compilers' settings": (compiler_settings, set_compiler_settings),
 }

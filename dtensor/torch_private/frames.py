@@ -86,7 +86,7 @@ class FrameRecorder:
         """Dynamo tells the device; guards hold it already."""
 
     def bypass_current_entry(self) -> None:
-        self.refused = self.refused or "Dynamo cannot take this frame to another process"
+        self.refused = self.refused or "Dynamo says that it cannot be kept"
 
     def add_resume_function(self, python_code: types.CodeType, python_module: str, function_name: str) -> None:
         self.resumed[function_name] = python_code
@@ -150,12 +150,14 @@ def _install() -> None:
         guards.GuardsStatePickler.reducer_override = _reduce
         autograd_cache.AOTAutogradCache._lookup = staticmethod(_lookup)
         OutputGraph.install_global_unsafe = _install_global_unsafe
+        OutputGraph.bypass_package = _bypass_package
 
 
 _own_compile = convert_frame.ConvertFrameAssert.__call__
 _own_serialize = guards.CheckFunctionManager.serialize_guards
 _own_lookup = autograd_cache.AOTAutogradCache._lookup
 _own_install_unsafe = OutputGraph.install_global_unsafe
+_own_bypass = OutputGraph.bypass_package
 _own_reduce = guards.GuardsStatePickler.reducer_override
 
 
@@ -165,6 +167,16 @@ def _install_global_unsafe(self: Any, name: str, value: Any) -> None:
     recorder = _recorder.get()
     if recorder is not None and not isinstance(value, dict):  # a dict: the builtins
         recorder.objects.add(name)
+
+
+def _bypass_package(self: Any, reason: str = "", **kwargs: Any) -> None:
+    """As Dynamo says that it cannot keep a frame, without a warning where the recorder says so."""
+    recorder = _recorder.get()
+    if recorder is None:
+        _own_bypass(self, reason, **kwargs)
+    else:
+        recorder.refused = recorder.refused or reason
+        self.package = None
 
 
 def _reduce(self: Any, obj: Any) -> Any:
@@ -188,7 +200,8 @@ def _requiring_grad(make: Callable[..., torch.Tensor], args: tuple[Any, ...]) ->
 
 
 def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int = 0) -> Any:
-    if not _handlers or self._export or frame.f_code in convert_frame.output_codes:
+    left = self._export or frame.f_code in convert_frame.output_codes or not convert_frame.has_tensor_in_frame(frame)
+    if not _handlers or left:
         return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
     compiler = _described(self._torchdynamo_orig_backend)
     for handler in reversed(_handlers):

@@ -96,8 +96,8 @@ WORLDS = {
 def test_another_version_or_machine(name, made, monkeypatch):
     value, said = WORLDS[name]
     own = archive.World.here
-    world, entries = archive.read(made)
-    monkeypatch.setattr(dtensor.compile.packages.loading, "read", lambda *_: (replace(world, **{name: value}), entries))
+    world, *rest = archive.read(made)
+    monkeypatch.setattr(dtensor.compile.packages.loading, "read", lambda *_: (replace(world, **{name: value}), *rest))
     with pytest.raises(PackageError, match=f"does not fit: {said}.*; make it again"):
         used(made)
     assert own() is not None
@@ -203,6 +203,24 @@ def test_libraries_that_cannot_be_loaded(made, monkeypatch):
     monkeypatch.setattr(dtensor.compile.packages.entries.frames, "runnable", fails)
     package = used(made, strict=False)
     assert package.missed == [("Scaled.forward", f"its graphs cannot be loaded: OSError: {SAID}")]
+
+
+def test_what_dynamo_leaves_to_python_is_not_missed(safe_folder):
+    path = safe_folder / "plain.package"
+
+    def given(x):
+        return x
+
+    def run(mesh):
+        scaled(mesh)
+        torch.compile(given)(torch.ones(2))
+
+    dtensor.compile.package(run, {"tp": 2}, (), path)
+    with job() as mesh:
+        package = dtensor.compile.load(path, strict=True)
+        run(mesh)
+        package.unload()
+    assert package.taken == ["Scaled.forward"]
 
 
 def test_two_packages(safe_folder):
