@@ -28,8 +28,8 @@ log: logging.Logger = logging.getLogger("dtensor")
 def packaging(path: str | os.PathLike[str]) -> Iterator[Kept]:
     """Write what torch.compile compiles inside the context to a package.
 
-    What was compiled before is forgotten, and compiled anew inside. Where several ranks run, rank 0 writes the package. If the context ends with an
-    error, nothing is written.
+    What was compiled before is forgotten, and compiled anew inside. Where several ranks run, rank 0 writes the package.
+    If the context ends with an error, nothing is written.
 
     Args:
         path: the file to write.
