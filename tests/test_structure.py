@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -207,3 +208,10 @@ def test_the_version_is_checked_before_anything_private_is_imported():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode != 0
     assert "ImportError: dtensor supports torch >=2.13,<2.16 but torch 2.12.0 is installed" in done.stderr
+
+
+def test_every_package_is_in_the_wheel():
+    """CI builds the wheel and imports it, but only at its end."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {name if path.name == "__init__.py" else name.rpartition(".")[0] for name, path in MODULES.items()}
+    assert sorted(listed) == sorted(there)
