@@ -54,7 +54,7 @@ def kept(
     recorder = FrameRecorder(reduce=by_reference)
     with noted_kernels() as kernels, uneven_noted() as uneven, overheard() as heard:
         yield recorder
-    if recorder.code is None:
+    if recorder.code is None and not recorder.refused:
         keep(None, heard)
         return
     try:

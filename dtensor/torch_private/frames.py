@@ -224,10 +224,7 @@ def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: A
         token, own = _recorder.set(recorder), self._package
         self._package = recorder
         try:
-            with (
-                _names_of_this_process(),
-                functorch_config.patch(bundled_autograd_cache=True, force_non_lazy_backward_lowering=True),
-            ):
+            with _names_of_this_process(), functorch_config.patch(WHOLE):
                 return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
         finally:
             self._package = own
