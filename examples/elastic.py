@@ -20,14 +20,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from model import LAYERS, SEQ, VOCAB, WIDTH, batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dtensor import Checkpoints, DTensor, Partial, init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
-VOCAB, WIDTH, HEADS, LAYERS = 32, 32, 4, 2
-BATCH, SEQ = 16, 8
+HEADS = 4
 
 PLAN = {
     "blocks.*.[qkv]": ColwiseParallel(),
@@ -68,12 +68,6 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and what follows each, both (BATCH, SEQ): those of `step`, whoever asks, and whenever."""
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(step))
-    return tokens, (3 * tokens + 1) % VOCAB
 
 
 parser = argparse.ArgumentParser()

@@ -26,10 +26,8 @@ from typing import Any
 import torch
 
 import dtensor
-from dtensor.dispatch import registration
 from dtensor.errors import PackageError
-from dtensor.mesh import environment
-from dtensor.mesh.mesh import known_rows
+from dtensor.mesh.mesh import known_groups
 from dtensor.torch_private.core import backend_of, resolve_process_group
 
 from ..backends.inductor import source_hash
@@ -50,7 +48,6 @@ class World:
         machine: kind of processor.
         processor: names of what it can do, where the system tells.
         gpu: name of the GPU; "" without one.
-        environment: this library's variables, and rules that the user registered.
         meshes: name of a group -> the ranks of all groups over the same axes, and what sends over it.
     """
 
@@ -61,7 +58,6 @@ class World:
     machine: str
     processor: tuple[str, ...]
     gpu: str
-    environment: str
     meshes: dict[str, str]
 
     @classmethod
@@ -75,8 +71,7 @@ class World:
             platform.machine(),
             _flags(),
             torch.cuda.get_device_name() if torch.cuda.is_available() else "",
-            str((environment.fingerprint(), registration.fingerprint())),
-            {name: f"{rows} over {_backend(name, kind)}" for name, (kind, rows) in known_rows().items()},
+            {name: f"{rows} over {_backend(name, kind)}" for name, (kind, rows) in known_groups().items()},
         )
 
     def difference(self, here: "World", *, meshes: bool = True) -> str:
@@ -108,7 +103,6 @@ WORDS = {
     "source": "the source of dtensor",
     "machine": "the machine",
     "gpu": "the GPU",
-    "environment": "what the environment and registered rules say",
 }
 """Fields of a `World` that must be the same, and what they are called."""
 

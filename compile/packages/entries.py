@@ -17,7 +17,10 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtensor.dispatch import registration, strictness
+from dtensor.mesh import environment
 from dtensor.mesh.mesh import mesh_kind, mesh_of_kind
+from dtensor.mesh.provenance import keeps_specs
 from dtensor.torch_private import frames
 from dtensor.torch_private.kernels import binary
 
@@ -69,7 +72,7 @@ class Entry:
         backends: name -> (what AOTAutograd and Inductor made, pickled; how the results are returned).
         kernels: hash of a kernel's source -> its library.
         compiler: backend, mode and options that torch.compile was given.
-        settings: those of torch.compile when it was compiled.
+        settings: what `settings` said when it was compiled.
         rank: this rank's place in each mesh, if what was compiled depends on it; "" if it holds for all.
     """
 
@@ -148,7 +151,7 @@ def take_apart(
         backends,
         {key: binary(load) for key, load in kernels.items()},
         compiler,
-        frames.settings(),
+        settings(),
         rank,
     )
 
@@ -206,9 +209,20 @@ def changed_source(entry: Entry) -> str:
     return ""
 
 
+def settings() -> dict[str, str]:
+    """Return what decides how a frame is compiled, in words: settings of torch.compile, and those of this library."""
+    ours = {
+        "environment": environment.fingerprint(),
+        "rules": registration.fingerprint(),
+        "strict": strictness.fingerprint(),
+        "record": keeps_specs(),
+    }
+    return frames.settings() | {f"dtensor {name}": str(value) for name, value in ours.items()}
+
+
 def changed_settings(entry: Entry) -> str:
-    """Return which setting of torch.compile is another one here, in words; "" if none is."""
-    here = frames.settings()
+    """Return which setting is another one here than when the frame was compiled, in words; "" if none is."""
+    here = settings()
     name = next((n for n in sorted({*entry.settings, *here}) if entry.settings.get(n) != here.get(n)), None)
     if name is None:
         return ""
@@ -243,4 +257,4 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
 
 
 __all__ = ["Entry", "Lines", "NotPortable", "by_reference", "changed_settings", "changed_source", "put_together"]
-__all__ += ["take_apart"]
+__all__ += ["settings", "take_apart"]

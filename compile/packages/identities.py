@@ -4,8 +4,8 @@ Dynamo guards functions, classes and the like by identity: the compiled code hol
 has other objects. There, an object of the same description takes its place, and is guarded by identity from then on.
 """
 
+import functools
 import hashlib
-import inspect
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,6 +61,9 @@ def _describe(value: Any, within: tuple[int, ...]) -> str:
             more = f" of {', '.join(cells)}" if cells else ""
             more += f" with {', '.join(defaults)}" if defaults else ""
             return f"{value.__module__}.{value.__qualname__} {digest(value.__code__)[:16]}{more}"
+        case functools.partial():
+            given = [_describe(x, inside) for x in (value.func, value.args, value.keywords)]
+            return f"partial({', '.join(given)})"
         case types.MethodType():
             return f"{_describe(value.__func__, inside)} of {_named(type(value.__self__))}"
         case types.ModuleType():
@@ -83,22 +86,19 @@ def _describe(value: Any, within: tuple[int, ...]) -> str:
 
 
 def _of_object(value: Any) -> str:
-    """The description of an object by its type and what its `__repr__` says, if that names no address."""
-    if isinstance(value, torch.nn.Module):
-        return f"a {_named(type(value))}"
+    """The description of an object by its type and what its `__repr__` says, if that says it all."""
     said = repr(value)
-    if f"{id(value):x}" in said.lower() or " at 0x" in said:
-        if not inspect.isroutine(value) and not callable(value):
-            raise ValueError(f"{said} can be known by its identity only")
-        return f"a {_named(type(value))}"
+    if isinstance(value, (torch.nn.Module, torch.Tensor)) or " at 0x" in said or f"{id(value):x}" in said.lower():
+        raise ValueError(f"{said.splitlines()[0]} can be known by its identity only")
     return f"{_named(type(value))} {said}"
 
 
 def _cell(cell: Any, within: tuple[int, ...]) -> str:
+    """What a function closes over. Dynamo guards what it reads of that by itself, so that it may be anything."""
     try:
         return _describe(cell.cell_contents, within)
     except ValueError:
-        return "nothing"
+        return "something"
 
 
 def _named(kind: type) -> str:
@@ -140,7 +140,9 @@ def stand_ins(
 
 def same_objects(found: Sequence[tuple[str, Any]], frame_globals: dict[str, Any]) -> Callable[[Any], bool]:
     """Return a check that the expressions stand for these very objects in a frame's locals."""
-    text = " and ".join([f"({expression}) is objects[{i}]" for i, (expression, _) in enumerate(found)])
+    # A bound method is another object each time it is read.
+    same = ["==" if isinstance(value, types.MethodType) else "is" for _, value in found]
+    text = " and ".join([f"({expression}) {same[i]} objects[{i}]" for i, (expression, _) in enumerate(found)])
     holds = evaluate(f"lambda objects: lambda L: {text}", None, frame_globals)([value for _, value in found])
 
     def check(frame_locals: Any) -> bool:

@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from dtensor.mesh import environment
 from dtensor.mesh.job import job
-from dtensor.torch_private.frames import FrameRecorder, caches_are_on, intercept_from_now_on, settings
+from dtensor.torch_private.frames import FrameRecorder, caches_are_on, intercept_from_now_on
 from dtensor.torch_private.kernels import use_kernels
 
 from .archive import World
-from .entries import Entry, NotPortable, put_together
+from .entries import Entry, NotPortable, put_together, settings
 from .identities import digest
 from .keeping import kept, place
 

@@ -181,7 +181,7 @@ def forget_all_but_meshes() -> None:
     clear_caches(but=_facts)
 
 
-def known_rows() -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
+def known_groups() -> dict[str, tuple[str, tuple[tuple[int, ...], ...]]]:
     """Names of this rank's groups over axes of the meshes that were looked up -> the device type of the mesh, and the
     ranks of all groups over these axes. The same on all ranks."""
     found: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {}
@@ -452,8 +452,8 @@ __all__ = [
     "group_between",
     "group_name",
     "init_device_mesh",
+    "known_groups",
     "known_meshes",
-    "known_rows",
     "mesh_kind",
     "mesh_of_kind",
     "mesh_shape",

@@ -200,8 +200,8 @@ def _requiring_grad(make: Callable[..., torch.Tensor], args: tuple[Any, ...]) ->
 
 
 def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int = 0) -> Any:
-    left = self._export or frame.f_code in convert_frame.output_codes or not convert_frame.has_tensor_in_frame(frame)
-    if not _handlers or left:
+    left = self._export or frame.f_code in convert_frame.output_codes
+    if not _handlers or left or not convert_frame.has_tensor_in_frame(frame):
         return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
     compiler = _described(self._torchdynamo_orig_backend)
     for handler in reversed(_handlers):

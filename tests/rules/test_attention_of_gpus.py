@@ -58,12 +58,15 @@ def cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, *rest, **options
 
 @pytest.fixture
 def stand_ins():
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl(NAME.format("efficient"), efficient, "CPU")
-        library.impl(f"{NAME.format('efficient')}_backward", efficient_backward, "CPU")
-        library.impl(f"{NAME.format('flash')}_backward", flash_backward, "CPU")
-        library.impl(f"{NAME.format('cudnn')}_backward", cudnn_backward, "CPU")
+    own = torch.library.Library("aten", "IMPL")
+    try:
+        own.impl(NAME.format("efficient"), efficient, "CPU")
+        own.impl(f"{NAME.format('efficient')}_backward", efficient_backward, "CPU")
+        own.impl(f"{NAME.format('flash')}_backward", flash_backward, "CPU")
+        own.impl(f"{NAME.format('cudnn')}_backward", cudnn_backward, "CPU")
         yield
+    finally:
+        own._destroy()
 
 
 def backward(kind):

@@ -18,6 +18,7 @@ import dtensor.compile
 from dtensor import PackageError, init_device_mesh
 from dtensor.compile.packages import archive
 from dtensor.compile.recording.imagined import imagined
+from dtensor.dispatch import registration
 
 from . import programs
 
@@ -105,7 +106,7 @@ def test_another_version_or_machine(name, made, monkeypatch):
 
 def test_another_environment(made, monkeypatch):
     monkeypatch.setenv("DTENSOR_DISABLE", "bucket")
-    with pytest.raises(PackageError, match="what the environment and registered rules say was"):
+    with pytest.raises(PackageError, match="the setting dtensor environment was"):
         used(made)
 
 
@@ -131,6 +132,22 @@ def test_another_setting(made):
         torch._inductor.config.patch(epilogue_fusion=False),
         pytest.raises(PackageError, match=r"the setting torch._inductor.config.epilogue_fusion was True, and is False"),
     ):
+        used(made)
+
+
+def test_other_rules_of_the_user(made, monkeypatch):
+    """They are registered after the package was loaded, as it is at import."""
+    with job() as mesh:
+        package = dtensor.compile.load(made)
+        monkeypatch.setattr(registration, "_registered", {"mylib.f.default": "* -> *"})
+        scaled(mesh)
+        package.unload()
+    assert package.refused == ""
+    assert "the setting dtensor rules was ()" in package.missed[0][1]
+
+
+def test_a_strict_trace_is_traced(made):
+    with dtensor.strict(), pytest.raises(PackageError, match="the setting dtensor strict was"):
         used(made)
 
 

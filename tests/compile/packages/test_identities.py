@@ -55,7 +55,6 @@ def test_the_order_of_a_set_does_not_count():
         (len, "builtin builtins.len"),
         (torch, "module torch"),
         (torch.nn.Linear, "torch.nn.modules.linear.Linear"),
-        (torch.nn.Linear(1, 1), "a torch.nn.modules.linear.Linear"),
         (torch.ops.aten.add.Tensor, "aten.add.Tensor"),
         (str.join, "builtins.str.join"),
         ((1, "a"), "tuple(1, 'a')"),
@@ -72,8 +71,9 @@ def test_what_is_only_known_by_its_identity():
     class Held:
         pass
 
-    with pytest.raises(ValueError, match="can be known by its identity only"):
-        describe(Held())
+    for value in (Held(), torch.nn.Linear(1, 1), torch.ones(2), functools.partial(one, Held())):
+        with pytest.raises(ValueError, match="can be known by its identity only"):
+            describe(value)
 
 
 def test_a_function_that_refers_to_itself():
@@ -85,7 +85,15 @@ def test_a_function_that_refers_to_itself():
 
 def test_a_method_and_a_partial():
     assert "of torch.nn.modules.linear.Linear" in describe(torch.nn.Linear(1, 1).forward)
-    assert describe(functools.partial(one, y=2))
+    assert describe(functools.partial(one, y=2)) == describe(functools.partial(one, y=2))
+    assert describe(functools.partial(one, y=2)) != describe(functools.partial(one, y=3))
+
+
+def test_a_bound_method_is_the_same_each_time_it_is_read():
+    held = torch.nn.Linear(1, 1)
+    holds = same_objects([("L['x'].forward", held.forward)], {})
+    assert holds({"x": held})
+    assert not holds({"x": torch.nn.Linear(1, 1)})
 
 
 class Thing:
