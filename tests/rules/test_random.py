@@ -11,20 +11,13 @@ from dtensor.layout.layout import Layout
 from dtensor.rules import families
 from dtensor.testing import fake_ranks
 from dtensor.testing.rules.candidates import cut
+from tests.tensor.test_random import DRAWS
 
 aten = torch.ops.aten
 
-IN_PLACE = {
-    "bernoulli_": lambda x: x.bernoulli_(0.3),
-    "bernoulli_ of a row": lambda x: x.bernoulli_(x.new_full(x.shape[1:], 0.3)),
-    "uniform_": lambda x: x.uniform_(-1, 2),
-    "normal_": lambda x: x.normal_(1, 3),
-    "exponential_": lambda x: x.exponential_(2.0),
-    "log_normal_": lambda x: x.log_normal_(0.5, 1.5),
-    "cauchy_": lambda x: x.cauchy_(0.5, 2),
-    "geometric_": lambda x: x.geometric_(0.3),
-    "random_": lambda x: x.random_(3, 9),
-}
+SHARED = ("bernoulli_", "uniform_", "normal_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_.from")
+IN_PLACE = {name: DRAWS[name] for name in SHARED}
+IN_PLACE["bernoulli_ of a row"] = lambda x: x.bernoulli_(x.new_full(x.shape[1:], 0.3))
 NEW = {
     "rand_like": torch.rand_like,
     "rand_like of another type": lambda x: torch.rand_like(x, dtype=torch.float64),
@@ -94,7 +87,7 @@ def test_locals_in_another_order_get_the_same_numbers(name):
     check({**IN_PLACE, **NEW}[name], dense, name in IN_PLACE, turned=True)
 
 
-@pytest.mark.parametrize("name", ["uniform_", "normal_", "random_", "exponential_", "rand_like", "randn_like"])
+@pytest.mark.parametrize("name", ["uniform_", "normal_", "random_.from", "exponential_", "rand_like", "randn_like"])
 def test_large_tensors_are_drawn_in_blocks(name, monkeypatch):
     monkeypatch.setattr(families.random, "BLOCK", 32)
     blocks = []
