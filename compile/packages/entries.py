@@ -31,6 +31,10 @@ OURS = ("torch", "dtensor")
 """Packages whose source is not compared line by line: a package holds for their versions only."""
 
 
+TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython", "ipykernel")
+"""Parts of the names that code has in place of a file's."""
+
+
 class NotPortable(Exception):
     """A compiled frame cannot be taken to another process; the message says why."""
 
@@ -184,8 +188,19 @@ def _lines(codes: Sequence[types.CodeType]) -> Iterator[Lines]:
         module = names.get(code.co_filename, "")
         if module.partition(".")[0] in OURS:
             continue
+        if not module and _is_typed_in(code):
+            raise NotPortable(
+                f"{code.co_qualname} is written in a shell or notebook, so that another process cannot see whether it "
+                "has changed; put it into a file"
+            )
         first, last = code.co_firstlineno, _last_line(code)
         yield Lines(module, code.co_qualname, first, last, _hash(code.co_filename, first, last))
+
+
+def _is_typed_in(code: types.CodeType) -> bool:
+    """Whether code has no file, unless the standard library generated it: methods of dataclasses and named tuples."""
+    generated = code.co_qualname.startswith("__create_fn__") or code.co_name == "<lambda>"
+    return not generated and any(word in code.co_filename for word in TYPED_IN)
 
 
 def _last_line(code: types.CodeType) -> int:

@@ -72,6 +72,14 @@ def _watch_launcher() -> None:
     end("torchrun, which started it, is gone")
 
 
+def _is_rank() -> bool:
+    """Whether torchrun itself started this process. What a rank starts has its variables, but so has its parent."""
+    try:
+        return f"{RUN}=".encode() not in Path(f"/proc/{_launcher}/environ").read_bytes()
+    except OSError:
+        return True
+
+
 def _is_adopted() -> bool:
     """Whether the parent is the init process, which has adopted this one; in a container torchrun may be process 1."""
     try:
@@ -170,7 +178,7 @@ def _pause(deadline: float, what: str) -> None:
     time.sleep(PAUSE)
 
 
-if under_torchrun():
+if under_torchrun() and _is_rank():
     threading.Thread(target=_watch_launcher, name="dtensor launcher", daemon=True).start()
 
 __all__ = ["agreed_round", "end", "init_process_group", "join_round", "own_keys", "under_torchrun"]

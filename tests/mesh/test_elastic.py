@@ -1,6 +1,8 @@
 """Rounds of a job on one store: keys of an earlier round are not read, whatever each host's count of restarts is."""
 
 import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -91,3 +93,12 @@ def test_where_the_store_is_new_each_time_its_keys_are_plain(rank):
     init_device_mesh("cpu", (2,))
     dist.barrier()
     assert job().store is default_store()
+
+
+def test_what_a_rank_starts_is_no_rank():
+    """It may go on when the rank has ended, such as an evaluation that is started beside a training run."""
+    asks = [sys.executable, "-W", "ignore", "-c", "from dtensor.mesh import elastic; print(elastic._is_rank())"]
+    starts = [sys.executable, "-c", f"import subprocess; subprocess.run({asks!r}, check=True)"]
+    environment = {**os.environ, elastic.RUN: "job"}
+    said = [subprocess.check_output(words, env=environment, text=True, timeout=120) for words in (asks, starts)]
+    assert [text.strip() for text in said] == ["True", "False"]

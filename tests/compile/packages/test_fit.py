@@ -203,6 +203,18 @@ def test_changed_source(safe_folder, tmp_path):
     assert "the source of inner in model, lines 5 to 6 has changed (model.py)" in run("load")
 
 
+def test_what_is_typed_in_is_left_out(safe_folder):
+    program = (
+        "import torch, dtensor.compile\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x): return x.sin() + 1\n"
+        f"with dtensor.compile.packaging({str(safe_folder / 'typed.package')!r}): torch.compile(Net())(torch.ones(3))\n"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=300)
+    assert "Net.forward is written in a shell or notebook" in done.stderr
+    assert "put it into a file" in done.stderr
+
+
 def test_what_does_not_fit_is_compiled(made, caplog):
     with caplog.at_level(logging.INFO, "dtensor"):
         package = used(made, strict=False, size=8)
