@@ -4,15 +4,20 @@ A frame is a function of the user's, or the rest of one after a graph break. Wha
 that takes its place, and compiled functions that the code calls, each with a forward and a backward by Inductor.
 """
 
+import atexit
 import io
 import linecache
+import os
 import pickle
+import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,8 +26,8 @@ from dtensor.dispatch import registration, strictness
 from dtensor.mesh import environment
 from dtensor.mesh.mesh import mesh_kind, mesh_of_kind
 from dtensor.mesh.provenance import keeps_specs
-from dtensor.torch_private import frames
-from dtensor.torch_private.kernels import binary
+from dtensor.torch_private import frame_data, frames
+from dtensor.torch_private.kernels import binary, using_kernels
 
 from ..backends.backend import as_returned, how_returned
 from .identities import Identity, digest, identities, same_objects, stand_ins
@@ -128,7 +133,7 @@ def take_apart(
         raise NotPortable(f"its code refers to an object of this process, {min(left)}")
     backends = {}
     for name, function in made.backends.items():
-        content = frames.artifact(name)
+        content = frame_data.artifact(name)
         if content is None:
             raise NotPortable(
                 "AOTAutograd kept nothing of a graph: another backend than Inductor compiles it, or caches are off, as "
@@ -149,9 +154,9 @@ def take_apart(
         tuple(dict.fromkeys(_lines([code, *made.inlined]))),
         made.guards,
         objects,
-        frames.to_data(_without_path(made.code)),
+        frame_data.to_data(_without_path(made.code)),
         dict(made.imports),
-        {name: frames.to_data(_without_path(resumed)) for name, resumed in made.resumed.items()},
+        {name: frame_data.to_data(_without_path(resumed)) for name, resumed in made.resumed.items()},
         backends,
         {key: binary(load) for key, load in kernels.items()},
         compiler,
@@ -244,31 +249,55 @@ def changed_settings(entry: Entry) -> str:
     return f"the setting {name} was {entry.settings.get(name, 'not there')}, and is {here.get(name, 'not there')}"
 
 
+@cache
+def _folder() -> Path:
+    """A folder of this process, which is removed when it ends."""
+    found = Path(mkdtemp(prefix="dtensor-kernels-"))
+    atexit.register(_remove, found, os.getpid())
+    return found
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not a fork of it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _on_disk(library: bytes) -> Path:
+    """The file of a library, whose name says what is in it."""
+    path = _folder() / f"{sha256(library).hexdigest()[:32]}.so"
+    if not path.exists():
+        path.write_bytes(library)
+    return path
+
+
 def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
     """Return the guarded code of a frame from `entry`, or None and the first thing that does not fit, in words."""
     scope = frame.f_globals
-    frames.prepare_globals(scope, entry.imports)
+    frame_data.prepare_globals(scope, entry.imports)
     try:
-        manager = frames.guard_manager(entry.guards, frame.f_code, scope)
+        manager = frame_data.guard_manager(entry.guards, frame.f_code, scope)
     except Exception as error:  # whatever unpickling raises
         return None, f"its guards cannot be read: {error}"
-    if difference := frames.first_difference(manager, frame.f_locals):
+    if difference := frame_data.first_difference(manager, frame.f_locals):
         return None, difference
     found, difference = stand_ins(entry.identities, frame.f_locals, scope)
     if difference:
         return None, difference
     if found:
-        frames.add_identities(manager, same_objects(found, scope), "an object is another one than when it was loaded")
+        frame_data.add_identities(
+            manager, same_objects(found, scope), "an object is another one than when it was loaded"
+        )
     try:
-        backends = {
-            name: as_returned(frames.runnable(pickle.loads(content)), how)
-            for name, (content, how) in entry.backends.items()
-        }
+        with using_kernels({key: _on_disk(library) for key, library in entry.kernels.items()}):
+            backends = {
+                name: as_returned(frame_data.runnable(pickle.loads(content)), how)
+                for name, (content, how) in entry.backends.items()
+            }
     except Exception as error:  # whatever unpickling, and loading libraries of kernels, raises
         return None, f"its graphs cannot be loaded: {type(error).__name__}: {error}"
     file = frame.f_code.co_filename
-    resumed = {name: _located(frames.from_data(data), file) for name, data in entry.resumed.items()}
-    return frames.install(frame, manager, _located(frames.from_data(entry.code), file), resumed, backends), ""
+    resumed = {name: _located(frame_data.from_data(data), file) for name, data in entry.resumed.items()}
+    return frame_data.install(frame, manager, _located(frame_data.from_data(entry.code), file), resumed, backends), ""
 
 
 __all__ = ["Entry", "Lines", "NotPortable", "by_reference", "changed_settings", "changed_source", "put_together"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dtensor.torch_private.core import OpOverload, OpOverloadPacket
-from dtensor.torch_private.frames import evaluate
+from dtensor.torch_private.frame_data import evaluate
 
 Identity = tuple[str, str]
 """An expression as Dynamo writes it (`L['self'].act`), and the description of what it stands for."""

@@ -1,9 +1,6 @@
 """Loads packages: frames that a package holds are not compiled."""
 
-import atexit
 import logging
-import shutil
-import tempfile
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,7 +9,6 @@ from typing import Any, ClassVar
 
 from dtensor.errors import PackageError
 from dtensor.torch_private.frames import FrameRecorder, no_longer
-from dtensor.torch_private.kernels import use_kernels
 
 from .archive import World, read
 from .entries import Entry, changed_settings, changed_source, put_together
@@ -103,22 +99,14 @@ class Package:
 
 
 def opened(path: Path, sha256: str = "", strict: bool = False) -> Package:
-    """Read a package, and make its kernels known to Inductor.
+    """Read a package, and compare where it was made with this process.
 
     Raises:
         PackageError: as `archive.read`.
     """
     world, entries, plain = read(path, sha256)
-    folder = Path(tempfile.mkdtemp(prefix="dtensor-package-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    binaries: dict[str, Path] = {}
-    for key, library in {key: library for entry in entries for key, library in entry.kernels.items()}.items():
-        binaries[key] = folder / f"{key[:32]}.so"
-        binaries[key].write_bytes(library)
     made = Package(path, world, entries, plain, strict)
     made.refused = world.difference(World.here(), meshes=False)
-    if not made.refused:
-        use_kernels(binaries)
     return made
 
 

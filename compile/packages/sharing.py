@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +26,6 @@ import torch.distributed as dist
 from dtensor.mesh import environment
 from dtensor.mesh.job import job
 from dtensor.torch_private.frames import FrameRecorder, caches_are_on, intercept_from_now_on
-from dtensor.torch_private.kernels import use_kernels
 
 from .archive import World
 from .entries import Entry, NotPortable, put_together, settings
@@ -79,7 +76,6 @@ class Sharing:
         self.shared: Shared = Shared()
         self._asked: Counter[str] = Counter()
         self._leading: dict[int, str] = {}
-        self._folder: Path | None = None
 
     def answer(self, frame: Any, compiler: str) -> Any:
         """As `dtensor.torch_private.frames.Handler`."""
@@ -139,12 +135,6 @@ class Sharing:
     def _put_together(self, entry: Entry, frame: Any) -> tuple[Any, str]:
         if entry.rank and entry.rank != place():
             return None, "its shards are uneven, and this rank has others"
-        if self._folder is None:
-            self._folder = Path(mkdtemp(prefix="dtensor-shared-"))
-        paths = {key: self._folder / f"{key[:32]}.so" for key in entry.kernels}
-        for key, library in entry.kernels.items():
-            paths[key].write_bytes(library)
-        use_kernels(paths)
         return put_together(entry, frame)
 
     @contextmanager

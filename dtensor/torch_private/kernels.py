@@ -5,14 +5,15 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from torch._inductor.codecache import CppCodeCache
 
 _noting: list[dict[str, Callable[[], Any]]] = []
-_known: dict[str, Path] = {}
-_loaded: dict[tuple[type, str], Any] = {}
+_known: ContextVar[Mapping[str, Path] | None] = ContextVar("dtensor_kernels", default=None)
 
 
 def _key(main_code: str, device_type: str, optimized_code: str | None) -> str:
@@ -34,13 +35,9 @@ def _load_async(
     **kwargs: Any,
 ) -> Any:
     key = _key(main_code, device_type, optimized_code)
-    if key in _known:
-
-        def load() -> Any:
-            if (cls, key) not in _loaded:
-                _loaded[cls, key] = cls._load_library(str(_known[key]), key)
-            return _loaded[cls, key]
-
+    path = (_known.get() or {}).get(key)
+    if path is not None:
+        load = cache(partial(_own_library, cls, str(path), path.stem))
     else:
         load = _built_again(_own(cls, main_code, device_type, submit_fn, extra_flags, optimized_code, *args, **kwargs))
     for found in _noting:
@@ -56,8 +53,7 @@ def _load_library(cls: Any, path: str, key: str) -> Any:
         return _own_library(cls, path, key)
     except (ImportError, OSError):
         sys.modules.pop(f"{key}.{getattr(cls, 'entry_function', '')}", None)
-        if key not in _known:
-            Path(path).unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
         raise
 
 
@@ -96,10 +92,18 @@ def binary(load: Callable[[], Any]) -> bytes:
     return Path(getattr(library, "__file__", None) or library._name).read_bytes()
 
 
-def use_kernels(binaries: Mapping[str, Path]) -> None:
-    """Load these libraries, from now on, for kernels of these hashes, in place of building them."""
+@contextmanager
+def using_kernels(libraries: Mapping[str, Path]) -> Iterator[None]:
+    """A context in which kernels of these hashes are loaded from these libraries, and not built.
+
+    The name of a file must say what is in it: of the same source, other flags make another library.
+    """
     rebuild_damaged()
-    _known.update(binaries)
+    token = _known.set(libraries)
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
-__all__ = ["binary", "noted_kernels", "rebuild_damaged", "use_kernels"]
+__all__ = ["binary", "noted_kernels", "rebuild_damaged", "using_kernels"]

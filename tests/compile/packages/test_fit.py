@@ -229,7 +229,7 @@ def test_libraries_that_cannot_be_loaded(made, monkeypatch):
     def fails(content):
         raise OSError(SAID)
 
-    monkeypatch.setattr(dtensor.compile.packages.entries.frames, "runnable", fails)
+    monkeypatch.setattr(dtensor.compile.packages.entries.frame_data, "runnable", fails)
     package = used(made, strict=False)
     assert package.missed == [("Scaled.forward", f"its graphs cannot be loaded: OSError: {SAID}")]
 

@@ -1,0 +1,124 @@
+"""Private APIs of Dynamo, AOTAutograd and Inductor by which what was made of a frame is data, and is a frame again."""
+
+import importlib
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .core import disable_current_modes  # first: it checks the version of torch
+
+# isort: split
+from torch._dynamo import guards
+from torch._dynamo.output_graph import OutputGraphCommon, get_builtins_dict
+from torch._dynamo.package import SerializedCode
+from torch._dynamo.precompile_context import PrecompileContext
+from torch._dynamo.types import GuardedCode
+from torch._guards import CompileId
+
+
+def evaluate(expression: str, frame_locals: Any, frame_globals: dict[str, Any]) -> Any:
+    """What an expression of a guard stands for in a frame.
+
+    Raises:
+        Exception: whatever it raises; there is no such thing in this frame.
+    """
+    return eval(expression, {**guards._get_closure_vars(), "L": frame_locals, "G": frame_globals})
+
+
+def to_data(code: types.CodeType) -> SerializedCode:
+    """A code object as what can be pickled."""
+    return SerializedCode.from_code_object(code)
+
+
+def from_data(data: SerializedCode) -> types.CodeType:
+    """The code object of `to_data`."""
+    return SerializedCode.to_code_object(data)
+
+
+def prepare_globals(frame_globals: dict[str, Any], imports: dict[str, str]) -> None:
+    """Give the modules that guards and compiled code refer to their names in a frame's globals."""
+    for alias, name in imports.items():
+        frame_globals[alias] = importlib.import_module(name)
+
+
+def guard_manager(pickled: bytes, code: types.CodeType, frame_globals: dict[str, Any]) -> Any:
+    """Guards from their pickled state.
+
+    Raises:
+        Exception: whatever unpickling raises; some class or function does not exist here.
+    """
+    with disable_current_modes():
+        state = pickle.loads(pickled)
+        name = state.output_graph.name_of_builtins_dict_key_in_fglobals
+        if name:
+            frame_globals.setdefault(name, get_builtins_dict(frame_globals))
+        return guards.CheckFunctionManager(
+            code,
+            OutputGraphCommon(state.output_graph),
+            shape_code_parts=state.shape_code_parts,
+            runtime_global_scope=frame_globals,
+        ).guard_manager
+
+
+def first_difference(manager: Any, frame_locals: Any) -> str:
+    """What of `guard_manager` does not hold in a frame; "" if all does."""
+    if manager.check(frame_locals):
+        return ""
+    parts = manager.check_verbose(frame_locals).verbose_code_parts
+    return str(parts[0]).split("  # ")[0].strip() if parts else "a guard does not hold"
+
+
+def add_identities(manager: Any, check: Callable[[Any], bool], said: str) -> None:
+    """Add to guards that `check` holds of a frame's locals."""
+    manager.root.add_lambda_guard(check, [said], None)
+
+
+def install(
+    frame: Any, manager: Any, code: types.CodeType, resumed: dict[str, types.CodeType], backends: dict[str, Any]
+) -> Any:
+    """Name compiled functions and resumed code in the frame's globals; the `GuardedCode` that calls them."""
+    scope = frame.f_globals
+    for name, function in backends.items():
+        scope[name] = torch._dynamo.disable(function)
+    for name, resume in resumed.items():
+        scope[name] = _resuming(resume, scope, name)
+    return GuardedCode(
+        code, manager, CompileId(frame_id=0, frame_compile_id=0), "Torch-Compiled Region: from a package"
+    )
+
+
+def _resuming(code: types.CodeType, scope: dict[str, Any], name: str) -> Any:
+    if not code.co_freevars:
+        return types.FunctionType(code, scope, name)
+    return lambda closure: types.FunctionType(code, scope, name, None, closure)
+
+
+def artifact(backend: str) -> Any:
+    """What AOTAutograd and Inductor made of a graph, as what can be pickled; None if there is nothing."""
+    found = PrecompileContext._backend_artifacts_by_key.pop(backend, None)  # pyright: ignore
+    return None if found is None else found.content
+
+
+def runnable(content: Any) -> Any:
+    """The compiled function of an `artifact`."""
+    from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
+
+    with disable_current_modes():
+        return deserialize_bundled_cache_entry(content)
+
+
+__all__ = [
+    "add_identities",
+    "artifact",
+    "evaluate",
+    "first_difference",
+    "from_data",
+    "guard_manager",
+    "install",
+    "prepare_globals",
+    "runnable",
+    "to_data",
+]

@@ -1,0 +1,43 @@
+"""Libraries of kernels: of a package, and those that a killed process left half written, which are built again."""
+
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+from torch._inductor.codecache import CppCodeCache
+
+from dtensor.torch_private import kernels
+
+PROGRAM = """
+import torch
+import dtensor.compile
+
+print(torch.compile(lambda x: (x * 3).sin() + x.cos())(torch.arange(64.0)).sum().item())
+"""
+
+
+@pytest.mark.nightly
+def test_it_is_built_again(own_caches):
+    def run():
+        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    expected = run()
+    libraries = list(own_caches.rglob("*.main.so"))
+    assert libraries
+    for path in libraries:
+        path.write_bytes(b"")
+    assert run() == expected
+    assert all(path.stat().st_size > 1000 for path in libraries)
+
+
+def test_libraries_of_a_package_are_used_for_its_frames_only(tmp_path):
+    """The same source, compiled with other settings, is another library."""
+    key, library = kernels._key("int f();", "cpu", None), tmp_path / "library.so"
+    with kernels.using_kernels({key: library}):
+        inside = kernels._load_async(CppCodeCache, "int f();")
+    assert inside.__wrapped__.args == (CppCodeCache, str(library), "library")
+    with mock.patch.object(kernels, "_own", return_value=lambda: "built"):
+        assert kernels._load_async(CppCodeCache, "int f();")() == "built"
