@@ -31,9 +31,11 @@ from .interop.export import export
 from .layout.placements import Partial, Placement, Replicate, Shard
 from .mesh.mesh import init_device_mesh, prepare
 from .parallel.modules.distribute_module import distribute_module
+from .parallel.search.search import search
 from .parallel.training import grad_scaler as grad_scaler  # registers the gradient operators of GradScaler
 from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
+from .parallel.whole_model.plan import Plan
 from .rules.notation import Rule
 from .runs.records import taps as taps  # registers the operators by which compiled graphs are recorded
 from .runs.records.recorder import record, record_if_asked
@@ -79,6 +81,7 @@ __all__ = [
     "PassError",
     "Placement",
     "PlacementError",
+    "Plan",
     "RecordError",
     "ReplicaError",
     "Replicate",
@@ -107,6 +110,7 @@ __all__ = [
     "randn",
     "record",
     "register_sharding",
+    "search",
     "strict",
     "watch",
     "zeros",

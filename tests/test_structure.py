@@ -28,7 +28,7 @@ ROOMS = {
         ["tools"],
         ["__main__"],
     ],
-    "dtensor.parallel": [["modules"], ["checks"], ["fsdp"], ["styles", "whole_model", "training"]],
+    "dtensor.parallel": [["modules"], ["checks"], ["fsdp"], ["styles", "whole_model", "training"], ["search"]],
     "dtensor.runs": [["records"], ["comparing", "watching"]],
     "dtensor.rules": [
         ["rule"],
@@ -62,7 +62,7 @@ PASSES_KNOW = (
 )
 """What the passes know of dtensor: a graph, the collectives and the rules; neither tensors nor a job."""
 
-COMMANDS = ("dtensor.tools.cli", "dtensor.tools.demo", "dtensor.tools.run_commands")
+COMMANDS = ("dtensor.tools.cli", "dtensor.tools.demo", "dtensor.tools.run_commands", "dtensor.tools.plan_command")
 """The tools that also show what is compiled."""
 
 PRIVATE = "dtensor.torch_private."

@@ -4,10 +4,10 @@
 
 Only the products that `torch.utils.flop_counter` knows count as floating-point operations. Bytes are those of a
 compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free. The numbers in
-`MACHINES` are orders of magnitude, good enough to show which communication has enough computation to overlap with.
+`dtensor.layout.machine` are orders of magnitude, good enough to show which communication has enough computation to
+overlap with.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,37 +15,12 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from dtensor.layout.machine import MACHINES, Machine
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import OpOverload
 from dtensor.torch_private.symbolic_sizes import hint
 
 from .traffic import bytes_of, called
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What one rank computes with.
-
-    Attributes:
-        flops: floating-point operations per second in float32.
-        half: floating-point operations per second in float16 and bfloat16.
-        memory: memory bandwidth in bytes per second.
-        launch: seconds to start a kernel.
-    """
-
-    flops: float
-    half: float
-    memory: float
-    launch: float
-
-
-MACHINES = {
-    "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6),
-    "cuda": Machine(flops=60e12, half=500e12, memory=2.5e12, launch=3e-6),
-}
-"""Device type -> what one rank has: some cores of a server, or a current accelerator."""
-
-_HALF = (torch.float16, torch.bfloat16)
 
 
 def seconds(node: fx.Node, machine: Machine) -> float:
@@ -56,8 +31,7 @@ def seconds(node: fx.Node, machine: Machine) -> float:
     if not moved and not flops:
         return 0.0
     out = next(iter(ir.tensors(node)), None)
-    peak = machine.half if out is not None and out.dtype in _HALF else machine.flops
-    return max(flops / peak, moved / machine.memory) + machine.launch
+    return machine.seconds(flops, moved, torch.float32 if out is None else out.dtype)
 
 
 def is_free(node: fx.Node) -> bool:
@@ -118,4 +92,4 @@ def _plain(val: Any) -> Any:
     return hint(val) if isinstance(val, torch.SymInt) else val
 
 
-__all__ = ["MACHINES", "Machine", "is_free", "machine_of", "seconds"]
+__all__ = ["is_free", "machine_of", "seconds"]

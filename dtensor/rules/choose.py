@@ -31,18 +31,19 @@ class Choice:
     axes: dict[Factor, tuple[int, ...]]
 
 
-def choose(rule: Rule, operands: list[Spec], in_place: bool = False) -> Choice:
+def choose(rule: Rule, operands: list[Spec], in_place: bool = False, network: Network | None = None) -> Choice:
     """Choose the cheapest layouts for `operands`.
 
     Args:
         rule: the rule of the call.
         operands: specs of the tensor operands, all on one mesh.
         in_place: whether output 0 is operand 0, so that both get the same layout and the price includes moving it back.
+        network: the description of their mesh; None looks it up.
 
     Returns:
         The layouts of operands and outputs, and the mesh axes that shard each factor.
     """
-    network = _network(operands)
+    network = network or _network(operands)
     table = candidates(rule)
     picked: list[Candidate] = []
     shared: dict[Factor, int] = {}

@@ -489,6 +489,17 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def forward_number() -> int:
+    """The number that autograd gives to the next operator of a forward."""
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def backward_number() -> int | None:
+    """The number of the operator of the forward whose backward runs on this thread; None outside of a backward."""
+    node: Any = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
 def is_in_formula() -> bool:
     """Whether the backward of one of torch's own operators runs on this thread, not that of an autograd function."""
     node = torch._C._current_autograd_node()

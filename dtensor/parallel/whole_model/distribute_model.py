@@ -29,7 +29,8 @@ from ..checks.input_check import InputCheck
 from ..fsdp.sharded_module import FullyShardedModule
 from ..fsdp.sharding import SHARDED_AS, joint_mesh
 from ..modules.distribute_module import DISTRIBUTED, distribute_parameter
-from ..modules.forward_wrapping import made_class, with_own_code
+from ..modules.forward_wrapping import made_class, with_own_code, wrap_forward
+from .plan import INPUT, OUTPUT, Activation, Plan, check_mesh, modules_of, on_axes
 from .tp_plan import placements_of_plan
 
 Placements: TypeAlias = Mapping[str, Placement] | Sequence[Placement]
@@ -38,11 +39,14 @@ Placements: TypeAlias = Mapping[str, Placement] | Sequence[Placement]
 VIEW = "_dtensor_view"
 """The attribute of a module that holds the `_View` of its model."""
 
+USED = "_dtensor_used"
+"""The attribute of a module that holds for its parameters the placements in which its forward reads them."""
+
 
 def distribute_model(
     model: nn.Module,
     device_mesh: Any = None,
-    placements: Mapping[str, Placements] | Literal["model"] | None = None,
+    placements: Mapping[str, Placements] | Plan | Literal["model"] | None = None,
     *,
     inputs: Placements | None = None,
     outputs: Placements | None = None,
@@ -60,7 +64,8 @@ def distribute_model(
         placements: a dict from patterns of parameter and buffer names to placements, such as
             `{"*.q_proj.weight": {"tp": Shard(0)}}`. Patterns use the wildcards of `fnmatch`; `*` also matches dots. If
             several match a name, the one with most non-wildcard characters applies. Tensors that no pattern matches are
-            replicated. "model" uses the `tp_plan` of a transformers model, over the mesh axis "tp" or the only axis.
+            replicated. "model" uses the `tp_plan` of a transformers model, over the mesh axis "tp" or the only axis. A
+            `Plan`, as `dtensor.search` finds one, also says where activations and, unless `inputs` does, inputs are.
         inputs: the placements of tensors in the arguments of forward, including those in tuples, lists, dicts and
             dataclasses. None: full tensors, the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" passes its
             part of the batch, all of equal length. Tensors without that dim are full tensors; DTensors are not changed.
@@ -79,9 +84,9 @@ def distribute_model(
         `model`. Its gradients are those of one device on the global batch.
 
     Raises:
-        PlacementError: a pattern matches no name, or two match equally well; the model has no `tp_plan`, or one with an
-            unknown style; placements do not fit the mesh or a tensor, or differ between modules that share a parameter;
-            or a parameter is already a DTensor. The model is then unchanged.
+        PlacementError: a pattern matches no name, or two match equally well; the plan is for another mesh; the model
+            has no `tp_plan`, or one with an unknown style; placements do not fit the mesh or a tensor, or differ
+            between modules that share a parameter; or a parameter is already a DTensor. The model is then unchanged.
         MeshError: a parameter is fully sharded over axes that cannot be combined with those of the mesh, or there is no
             mesh.
         RuntimeError: the model was already distributed.
@@ -99,11 +104,20 @@ def distribute_model(
         if placements != "model":
             raise PlacementError(f"placements is a dict from patterns to placements, or 'model'; got {placements!r}")
         placements = placements_of_plan(model, mesh)
+    read: dict[torch.Tensor, tuple[Placement, ...]] = {}
+    around: dict[str, dict[str, Activation]] = {}
+    if isinstance(placements, Plan):
+        plan, placements = placements, placements.parameters
+        check_mesh(plan, mesh)
+        inputs = plan.inputs if inputs is None else inputs
+        read = _chosen(model, mesh, plan.used, only_named=True)
+        around = modules_of(plan, [name for name, _ in model.named_modules()])
     chosen = _chosen(model, mesh, placements or {})
     taken = _borders(inputs or {}, mesh, "inputs")
     given = None if outputs is None else _borders(outputs, mesh, "outputs")
     view = _View(mesh, taken, given, check_inputs)
     buffers: dict[torch.Tensor, DTensor] = {}
+    before = {module: dict(_own(module._parameters)) for module in model.modules()}
 
     def distribute(x: nn.Parameter, placements: Sequence[Placement]) -> nn.Parameter:
         return distribute_parameter(x, mesh, placements, src_data_rank=src_data_rank)
@@ -119,12 +133,17 @@ def distribute_model(
             if b not in buffers:  # a shared buffer stays shared
                 buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
             module._buffers[name] = buffers[b]
+    for name, borders in around.items():
+        _move_at_borders(model.get_submodule(name), mesh, borders)
     for module in model.modules():
         # Fully sharded parameters have their own property.
         names = tuple(sorted(name for name, p in _own(module._parameters) if SHARDED_AS not in vars(p)))
         if not names and type(module).forward is nn.Module.forward:
             continue  # a container such as ModuleList
         vars(module)[VIEW] = view
+        used = {n: read[p] for n, p in before[module].items() if p in read}
+        if used:
+            vars(module)[USED] = used
         module.__class__ = viewed_class(type(module), names)
         if "forward" in vars(module):
             vars(module)["forward"] = functools.partial(view, vars(module)["forward"])
@@ -236,12 +255,51 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     if not isinstance(p, DTensor) or not vars(module)[VIEW].depth:
         return p
     if not (p.requires_grad and torch.is_grad_enabled()):
-        return p
-    return p.redistribute(placements=p.placements, grad_placements=p.placements)
+        used = vars(module).get(USED, {}).get(name)
+        return p if used is None else p.redistribute(placements=used)
+    placements = vars(module).get(USED, {}).get(name, p.placements)
+    return p.redistribute(placements=placements, grad_placements=p.placements)
 
 
-def _chosen(model: nn.Module, mesh: Any, given: Mapping[str, Placements]) -> dict[torch.Tensor, tuple[Placement, ...]]:
-    """The placements of each parameter and buffer.
+def _move_at_borders(module: nn.Module, mesh: Any, borders: Mapping[str, Activation]) -> None:
+    """Move the first tensor that a module takes, or that it returns, as a plan says."""
+
+    def move(which: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        to, gradient = (on_axes(axes, mesh) for axes in (borders[which].to, borders[which].gradient))
+        return functools.partial(_moved, to=to, gradient=gradient)
+
+    if INPUT in borders:
+        arriving = move(INPUT)
+        wrap_forward(module, take=lambda _, args, kwargs: on_first(arriving, (args, kwargs)))
+    if OUTPUT in borders:
+        leaving = move(OUTPUT)
+        wrap_forward(module, give=lambda _, args, out: on_first(leaving, out))
+
+
+def _moved(x: torch.Tensor, to: Sequence[Placement], gradient: Sequence[Placement]) -> torch.Tensor:
+    if not isinstance(x, DTensor) or not x.is_floating_point():
+        return x
+    back = _fitting(gradient, x) if x.requires_grad and torch.is_grad_enabled() else None
+    return x.redistribute(placements=_fitting(to, x), grad_placements=back)
+
+
+def on_first(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
+    """`x` with the first tensor that has dims replaced by `f` of it."""
+    met = [False]
+
+    def once(a: torch.Tensor, _: str) -> torch.Tensor:
+        if met[0] or not a.dim():
+            return a
+        met[0] = True
+        return f(a)
+
+    return _mapped(once, x, "")
+
+
+def _chosen(
+    model: nn.Module, mesh: Any, given: Mapping[str, Placements], *, only_named: bool = False
+) -> dict[torch.Tensor, tuple[Placement, ...]]:
+    """The placements of each parameter and buffer; with `only_named`, of those that a pattern matches.
 
     Raises:
         PlacementError: as documented in `distribute_model`.
@@ -272,6 +330,8 @@ def _chosen(model: nn.Module, mesh: Any, given: Mapping[str, Placements]) -> dic
                 f"{list(found)}; give both names the same placements"
             )
         said[x] = name
+    if only_named:
+        return chosen
     whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
     return {x: chosen.get(x, whole) for _, x in named}
 
@@ -391,4 +451,4 @@ def _mapped(f: Callable[[torch.Tensor, str], torch.Tensor], x: Any, name: str) -
     return x
 
 
-__all__ = ["distribute_model"]
+__all__ = ["distribute_model", "on_first"]

@@ -1,0 +1,50 @@
+"""What one rank computes with: a roofline.
+
+    seconds = launch + max(floating-point operations / peak, bytes moved / memory bandwidth)
+
+A product is slower than the peak while it is small: `half_size` is the number of floating-point operations at which it
+reaches half of it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank computes with.
+
+    Attributes:
+        flops: floating-point operations per second in float32.
+        half: floating-point operations per second in float16 and bfloat16.
+        memory: memory bandwidth in bytes per second.
+        launch: seconds to start a kernel.
+        half_size: floating-point operations of a product that runs at half of the peak.
+    """
+
+    flops: float
+    half: float
+    memory: float
+    launch: float
+    half_size: float = 0.0
+
+    def peak(self, dtype: torch.dtype) -> float:
+        """Floating-point operations per second in `dtype`."""
+        return self.half if dtype in (torch.float16, torch.bfloat16) else self.flops
+
+    def seconds(self, flops: float, moved: float, dtype: torch.dtype) -> float:
+        """Seconds of a kernel that computes `flops` and moves `moved` bytes; none if it does neither."""
+        if not flops and not moved:
+            return 0.0
+        computing = (flops + self.half_size) / self.peak(dtype) if flops else 0.0
+        return max(computing, moved / self.memory) + self.launch
+
+
+MACHINES = {
+    "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6),
+    "cuda": Machine(flops=60e12, half=500e12, memory=2.5e12, launch=3e-6),
+}
+"""Device type -> what one rank has: some cores of a server, or a current accelerator."""
+
+__all__ = ["MACHINES", "Machine"]

@@ -1,0 +1,232 @@
+"""What the engine would do with a step under a plan: the layouts it chooses operator by operator, and their price.
+
+This is `dispatch` on a tape: the same rules and the same choice of the cheapest candidate for the operands at hand,
+with the prices of the search. So a plan found can be compared with what will run, and plans of one's own with it.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...rules.choose import choose
+from .states import Moves, State, layout_of, parts, state_of
+from .steps import Choices, Option, Step, Steps, Tensor, is_free, pattern, seconds_of_optimizer
+from .tape import PARAMETER, Value
+
+
+@dataclass
+class Assignment:
+    """Where tensors are, in the terms of the search.
+
+    Attributes:
+        stored: tensor of parameters, buffers or inputs -> its state; all others are replicated.
+        used: tensor of parameters -> the state in which the forward reads it.
+        borders: border of the forward -> the state in which it hands a tensor on, and that of the gradient on its way
+            back.
+    """
+
+    stored: dict[Tensor, State] = field(default_factory=dict[Tensor, State])
+    used: dict[Tensor, State] = field(default_factory=dict[Tensor, State])
+    borders: dict[Step, tuple[State, State]] = field(default_factory=dict[Step, tuple[State, State]])
+
+
+@dataclass
+class Run:
+    """What the engine does with a step.
+
+    Attributes:
+        computing: seconds of computation.
+        waiting: seconds of moves that computation waits for.
+        beside: seconds of moves of parameters and their gradients.
+        updating: seconds of the optimizer.
+        peak: the most bytes that a rank holds.
+        static: bytes of parameters, gradients and optimizer states.
+        by_path: name of a module, as a pattern -> seconds of computation, and of moves.
+        moves: (step, operand) -> from which state to which, how often, and seconds each.
+        states: step -> states of its outputs, of the last operator like it.
+    """
+
+    computing: float = 0.0
+    waiting: float = 0.0
+    beside: float = 0.0
+    updating: float = 0.0
+    peak: float = 0.0
+    static: float = 0.0
+    by_path: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    moves: Counter[Any] = field(default_factory=Counter[Any])
+    states: dict[Step, tuple[State | None, ...]] = field(default_factory=dict[Step, tuple[State | None, ...]])
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.waiting + max(self.computing, self.beside) + self.updating
+
+
+class Engine:
+    """Runs assignments on a tape.
+
+    Args:
+        steps: the step.
+        choices: the mesh and its options.
+        training: whether there is a backward and an optimizer.
+        states: tensors of its size that the optimizer keeps for a parameter.
+    """
+
+    def __init__(self, steps: Steps, choices: Choices, *, training: bool = True, states: float = 2.0) -> None:
+        self.steps, self.choices, self.training, self.kept = steps, choices, training, states
+        self.axes = len(choices.network.sizes)
+        self.whole: State = (None,) * self.axes
+        self._moves: dict[Any, Moves] = {}
+        self._chosen: dict[Any, tuple[tuple[State, ...], tuple[State | None, ...], int, float, float]] = {}
+        self._last = self._lifetimes()
+
+    def moves(self, v: Value) -> Moves:
+        """Prices of moves of a tensor."""
+        key = v.shape, v.dtype.itemsize
+        found = self._moves.get(key)
+        if found is None:
+            found = self._moves[key] = Moves(self.choices.network, *key)
+        return found
+
+    def local(self, v: Value, state: State) -> float:
+        """Bytes of a tensor that a rank holds."""
+        return v.bytes / parts(state, self.choices.network.sizes)
+
+    def run(self, given: Assignment) -> Run:
+        """Price an assignment."""
+        made = Run()
+        states: dict[Value, State] = {}
+        known: dict[tuple[Value, State, bool], bool] = {}
+        read: dict[tuple[Value, bool], State] = {}
+        held: dict[int, float] = {}
+        for v in self.steps.tape.values.values():
+            t = self.steps.which[v]
+            states[v] = given.stored.get(t, self.whole)
+            mine = self.local(v, states[v])
+            trained = v.kind == PARAMETER and self.training and v.name in self.steps.tape.gradients
+            made.static += mine * (2 + self.kept if trained else 1)
+            if trained:
+                made.updating += seconds_of_optimizer(mine, self.choices.machine, self.kept)
+        live = most = 0.0
+        for index, op in enumerate(self.steps.tape.ops):
+            step = self.steps.of[op]
+            if step.plain:
+                continue
+            ins: list[State] = []
+            for v in op.operands:
+                s = states.get(v, self.whole)
+                if v.kind == PARAMETER:
+                    t = self.steps.which[v]
+                    want = given.used.get(t)
+                    if want is not None and want != s:
+                        if (v, op.backward) not in read:
+                            read[v, op.backward] = want
+                            again = 2.0 if self.training and v.ndim > 1 and not op.backward else 1.0
+                            self._pay(made, step, v, s, want, again)
+                        s = want
+                ins.append(s)
+            if step.border:
+                if op.forward is not None:
+                    want = given.borders.get(self.steps.of[op.forward], (ins[0], ins[0]))[1]
+                else:
+                    want = given.borders.get(step, (ins[0], ins[0]))[0]
+                wanted, outs, took, extra = (want,), (want,), 0.0, 0.0
+            else:
+                wanted, outs, _, took, extra = self._choose(step, tuple(ins))
+            for v, a, b in zip(op.operands, ins, wanted):
+                if a != b and (v, b, op.backward) not in known:
+                    known[v, b, op.backward] = True
+                    self._pay(made, step, v, a, b, 1.0)
+            made.computing += took
+            made.waiting += extra
+            place = made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])
+            place[0] += took
+            place[1] += extra
+            made.states[step] = outs
+            for v, s in zip(op.outputs, outs):
+                if v is not None and s is not None:
+                    states[v] = s
+                    if v.storage not in held and not is_free(step) and v.storage in self._last:
+                        held[v.storage] = self.local(v, s)
+                        live += held[v.storage]
+            most = max(most, live)
+            for storage in self._dying.get(index, ()):
+                live -= held.pop(storage, 0.0)
+        for name, g in self.steps.tape.gradients.items():
+            p = self.steps.tape.values[PARAMETER, name]
+            step = self.steps.of.get(g.maker) if g.maker is not None else None
+            self._pay(made, step, g, states.get(g, self.whole), states[p], 1.0, gradient=True)
+        made.peak = made.static + most
+        return made
+
+    def _pay(
+        self, made: Run, step: Step | None, v: Value, a: State, b: State, times: float, gradient: bool = False
+    ) -> None:
+        if a == b:
+            return
+        price = self.moves(v).price(a, b)
+        made.moves[step, v.shape, a, b, price] += int(times)
+        if v.kind == PARAMETER or gradient:
+            made.beside += price * times
+        else:
+            made.waiting += price * times
+        if step is not None:
+            made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])[1] += price * times
+
+    def _choose(self, step: Step, ins: tuple[State, ...]) -> Any:
+        key = step, ins
+        found = self._chosen.get(key)
+        if found is None:
+            found = self._chosen[key] = self._decide(step, ins)
+        return found
+
+    def _decide(self, step: Step, ins: tuple[State, ...]) -> Any:
+        op = step.like
+        if not op.operands:
+            return (
+                (),
+                tuple([v and self.whole for v in op.outputs]),
+                1,
+                self.choices.seconds(step, Option((), (), 1)),
+                0.0,
+            )
+        specs = [self.choices.spec(v, layout_of(s, v.ndim)) for v, s in zip(op.operands, ins)]
+        rule = self.choices.rule(step)
+        picked = choose(rule, specs, step.in_place, self.choices.network)
+        wanted = tuple([state_of(x) for x in picked.inputs])
+        outs = tuple([None if x is None or v is None else state_of(x) for x, v in zip(picked.outputs, op.outputs)])
+        ways = {f: self._ways(axes) for f, axes in picked.axes.items()}
+        split = 1
+        for n in ways.values():
+            split *= n
+        option = Option(wanted, outs, split)
+        extra = self.choices.across(step, rule, picked.axes)
+        return wanted, outs, split, self.choices.seconds(step, option), extra
+
+    def _ways(self, axes: tuple[int, ...]) -> int:
+        n = 1
+        for a in axes:
+            n *= self.choices.network.sizes[a]
+        return n
+
+    def _lifetimes(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        kept = {g.storage for g in self.steps.tape.gradients.values()}
+        own = {v.storage for v in self.steps.tape.values.values()}
+        for index, op in enumerate(self.steps.tape.ops):
+            for v in (*op.operands, *op.outputs):
+                if v is not None and v.storage not in own:
+                    last[v.storage] = index
+        self._dying: dict[int, list[int]] = {}
+        for storage, index in last.items():
+            if storage not in kept:
+                self._dying.setdefault(index, []).append(storage)
+        # Gradients count as held from the start.
+        return {storage: index for storage, index in last.items() if storage not in kept}
+
+
+def _pattern_of(step: Step) -> str:
+    return pattern(step.like.path)
+
+
+__all__ = ["Assignment", "Engine", "Run"]

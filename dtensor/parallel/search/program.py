@@ -1,0 +1,494 @@
+"""The search as a mixed-integer program.
+
+    variables    for each step one of its options; for each tensor, how it moves from the state in which it is made to
+                 the states in which it is used, as a flow over single moves
+    minimise     moves that computation waits for + max(computation, moves that run beside it) + the optimizer's update
+    subject to   parameters, gradients, optimizer states and what the backward reads fit into memory
+
+Moves of parameters and of their gradients run beside computation: they are known ahead of time. A move that several
+users in one direction need is paid once, as the passes merge equal collectives. Gathered parameters are not kept: the
+backward gathers them again, and pays again.
+
+The relaxation of a flow is tight, so that the bound is close to the optimum. HiGHS (Huangfu and Hall, "Parallelizing
+the dual revised simplex method", 2018) solves it.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy
+
+from .states import Moves, State, fits, parts
+from .steps import Choices, Option, Step, Steps, Tensor, is_pointwise, seconds_of_optimizer
+from .tape import BUFFER, CONSTANT, INPUT, PARAMETER
+
+
+@dataclass
+class Solution:
+    """What the solver found.
+
+    Attributes:
+        seconds: of a step, under the model of cost.
+        bound: no assignment of states takes less, under the same model.
+        states: tensor -> the state in which it is made.
+        uses: (step, operand) -> the state in which it takes its operand; None if any.
+        variables, rows: size of the program.
+    """
+
+    seconds: float
+    bound: float
+    states: dict[Tensor, State]
+    uses: dict[tuple[Step, int], State | None]
+    variables: int
+    rows: int
+
+
+@dataclass
+class _Found:
+    """A solution as the solver gives it."""
+
+    value: float
+    bound: float
+    x: Any
+
+
+@dataclass
+class _Columns:
+    cost: list[float] = field(default_factory=list[float])
+    upper: list[float] = field(default_factory=list[float])
+    integer: list[bool] = field(default_factory=list[bool])
+
+    def add(self, cost: float = 0.0, integer: bool = False, upper: float = 1.0) -> int:
+        self.cost.append(cost)
+        self.upper.append(upper)
+        self.integer.append(integer)
+        return len(self.cost) - 1
+
+
+@dataclass
+class _Rows:
+    start: list[int] = field(default_factory=list[int])
+    index: list[int] = field(default_factory=list[int])
+    value: list[float] = field(default_factory=list[float])
+    lower: list[float] = field(default_factory=list[float])
+    upper: list[float] = field(default_factory=list[float])
+
+    def add(self, terms: dict[int, float], lower: float, upper: float) -> None:
+        self.start.append(len(self.index))
+        self.index += terms.keys()
+        self.value += terms.values()
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+INF = float("inf")
+
+SCALE = 1e6
+"""Microseconds of a second."""
+
+TOUCHED = 1e-4
+"""A variable that is larger than this in the relaxed solution may be one."""
+Chosen = dict[State, dict[int, float]]
+"""For each state the variables of which one is 1 where a tensor is in it."""
+
+
+class Program:
+    """The program of one search.
+
+    Args:
+        steps: the step to place.
+        choices: the options on a mesh.
+        training: whether there is a backward and an optimizer.
+        memory: bytes that a rank may hold; None for any.
+        transient: bytes held besides parameters, their gradients and states, and what is saved.
+        states: tensors of its size that the optimizer keeps for a parameter.
+        fixed: tensor of a parameter or input -> the state that it must have.
+        sizes_of_inputs: whether inputs may be cut.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        choices: Choices,
+        *,
+        training: bool = True,
+        memory: float | None = None,
+        transient: float = 0.0,
+        states: float = 2.0,
+        fixed: dict[Tensor, State] | None = None,
+    ) -> None:
+        self.all, self.choices, self.network = steps, choices, choices.network
+        self.sizes, self.training, self.kept = self.network.sizes, training, states
+        self.fixed = fixed or {}
+        self.columns, self.rows = _Columns(), _Rows()
+        self.made: dict[Tensor, Chosen] = {}
+        self.taken: dict[tuple[Step, int], Chosen] = {}
+        self.led: set[tuple[Step, int]] = set()
+        self.picked: dict[Step, list[tuple[int, Option]]] = {}
+        self.moves: dict[Any, Moves] = {}
+        self.computing: dict[int, float] = {}
+        self.beside: dict[int, float] = {}
+        self.held: dict[int, float] = {}
+        self.longer = self.columns.add(1.0, upper=INF)
+        self._sources()
+        for step in steps.steps:
+            self._step(step)
+        for tensor in steps.tensors:
+            self._flows(tensor)
+        self.rows.add({self.longer: 1.0, **{k: -v for k, v in self.computing.items()}}, 0.0, INF)
+        self.rows.add({self.longer: 1.0, **{k: -v for k, v in self.beside.items()}}, 0.0, INF)
+        self._saved()
+        if memory is not None:
+            self.rows.add(dict(self.held), -INF, memory - transient)
+
+    def all_states(self, tensor: Tensor, partial: bool = False) -> Iterator[State]:
+        """The states in which a tensor may be stored, or used."""
+        axes = len(self.sizes)
+        found: list[State] = [()]
+        for a in range(axes):
+            n = self.sizes[a]
+            entries: list[Any] = [None] if n == 1 else [None, *range(tensor.like.ndim), *(["sum"] if partial else [])]
+            found = [(*s, e) for s in found for e in entries]
+        return (s for s in found if fits(s, tensor.like.shape, self.sizes))
+
+    def _one_of(self, terms: Sequence[int]) -> None:
+        self.rows.add(dict.fromkeys(terms, 1.0), 1.0, 1.0)
+
+    def _sources(self) -> None:
+        machine = self.choices.machine
+        for t in self.all.tensors:
+            if t.kind not in (PARAMETER, BUFFER, INPUT) or t.step is not None:
+                continue
+            trained = t.kind == PARAMETER and self.training and t.like.dtype.is_floating_point
+            chosen: Chosen = {}
+            for s in self.all_states(t):
+                if t in self.fixed and self.fixed[t] != s:
+                    continue
+                if t.kind == INPUT and any(x not in (None, 0) for x in s) and t not in self.fixed:
+                    continue
+                local = t.like.bytes / parts(s, self.sizes)
+                cost = seconds_of_optimizer(local, machine, self.kept) if trained else 0.0
+                k = self.columns.add(cost * t.count, integer=True)
+                chosen[s] = {k: 1.0}
+                self.held[k] = local * t.count * (2 + self.kept if trained else 1)
+            self._one_of([k for terms in chosen.values() for k in terms])
+            self.made[t] = chosen
+        self._inputs_alike()
+
+    def _inputs_alike(self) -> None:
+        """All inputs are cut along their first dim over the same axes: a loader gives each rank its part of a batch."""
+        inputs = [t for t in self.all.tensors if t.kind == INPUT and t.like.ndim]
+        for axis in range(len(self.sizes)):
+            cut = [[k for s, terms in self.made[t].items() if s[axis] == 0 for k in terms] for t in inputs]
+            for one, other in pairwise(cut):
+                self.rows.add({**dict.fromkeys(one, 1.0), **dict.fromkeys(other, -1.0)}, 0.0, 0.0)
+
+    def _step(self, step: Step) -> None:
+        if step.plain:
+            return
+        if step.border:
+            self._hand_on(step)
+            return
+        options = self.choices.options(step)
+        leader = self._leader(step)
+        picked = [] if leader is None else _following([self.made[t] for t in leader], step, options)
+        follows = bool(picked)
+        if not follows:
+            picked = [(self.columns.add(0.0, integer=True), o) for o in options]
+            self._one_of([k for k, _ in picked])
+        self.picked[step] = picked
+        for k, o in picked:
+            self.columns.cost[k] += o.extra * step.count
+            self.computing[k] = self.computing.get(k, 0.0) + self.choices.seconds(step, o) * step.count
+        for i, source in enumerate(step.sources):
+            self.taken[step, i] = _grouped([(k, o.inputs[i]) for k, o in picked])
+            if follows and all(t in (leader or ()) for t in source):
+                self.led.add((step, i))
+        for j, t in enumerate(step.outputs):
+            if t is not None:
+                self.made[t] = _grouped([(k, o.outputs[j]) for k, o in picked])
+
+    def _leader(self, step: Step) -> list[Tensor] | None:
+        """The operands in whose state a step runs, if it needs no variables of its own; None if it may choose.
+
+        A step that works element by element runs in the state in which its largest operands are made: what is moved
+        before it can as well be moved before or after all steps that do so. So does a view that nothing else reads.
+        """
+        operands = [(k, next(iter(t))) for k, t in enumerate(step.sources) if not all(x.plain for x in t)]
+        if not operands or any(len(t) != 1 for t in step.sources):
+            return None
+        most = max(t.like.numel for _, t in operands)
+        found = [t for _, t in operands if t.like.numel == most]
+        for t in found:
+            if t not in self.made or t.step is None or t.count != step.count or t.step.backward != step.backward:
+                return None
+        if is_pointwise(step) and not step.in_place:
+            return found
+        (t, *others), out = found, step.outputs[0]
+        alone = not others and len(operands) == 1 and len(t.users) == 1 and not t.saved
+        return (
+            found if alone and out is not None and len(step.outputs) == 1 and t.like.bytes == out.like.bytes else None
+        )
+
+    def _hand_on(self, step: Step) -> None:
+        """A border: all that it gets are in one state."""
+        out = step.outputs[0]
+        assert out is not None
+        sources = [t for t in step.sources[0] if not t.plain]
+        if not sources:  # a plain tensor at a border
+            out.kind = CONSTANT
+            return
+        t = sources[0]
+        if len(step.sources[0]) == 1 and len(t.users) == 1 and t.step is not None and t.count == step.count:
+            self.made[out] = self.taken[step, 0] = self.made[t]
+            self.led.add((step, 0))
+            return
+        chosen: Chosen = {}
+        for s in self.all_states(out, partial=out.like.dtype.is_floating_point):
+            chosen[s] = {self.columns.add(0.0, integer=True): 1.0}
+        self._one_of([k for terms in chosen.values() for k in terms])
+        self.made[out] = self.taken[step, 0] = chosen
+
+    def _flows(self, t: Tensor) -> None:
+        if t.plain or t not in self.made:
+            return
+        users = [
+            (u, u.sources[k][t], self.taken.get((u, k))) for (u, k) in t.users if not u.plain and (u, k) not in self.led
+        ]
+        by_phase: dict[Any, list[tuple[Chosen, float]]] = {}
+        for u, n, chosen in users:
+            if chosen is None or None in chosen:
+                continue
+            by_phase.setdefault(u.backward, []).append((chosen, float(n)))
+        regather = 1.0
+        if t.kind == PARAMETER:
+            beside = True
+            regather = 2.0 if self.training and t.like.ndim > 1 else 1.0
+        else:
+            beside = False
+        for phase in by_phase.values():
+            self._flow(t, phase, beside, regather)
+        for (g, p), n in self.all.gradients.items():
+            if g is t:
+                self._flow(t, [(self.made[p], float(n))], True, 1.0)
+
+    def _flow(self, t: Tensor, users: list[tuple[Chosen, float]], beside: bool, times: float) -> None:
+        """Flows of a tensor from the states in which it is made to those in which users of one phase take it.
+
+        Several users share the move to a state in between, and each pays what else it needs.
+        """
+        made = self.made[t]
+        if len(users) > 1:
+            between: Chosen = {}
+            for s in sorted({*made, *[s for chosen, _ in users for s in chosen]}, key=str):
+                between[s] = {self.columns.add(0.0, integer=True): 1.0}
+            self._one_of([k for terms in between.values() for k in terms])
+            self._way(t, made, between, beside, times * max(n for _, n in users))
+            made = between
+        for chosen, n in users:
+            self._way(t, made, chosen, beside, times * n)
+
+    def _way(self, t: Tensor, made: Chosen, wanted: Chosen, beside: bool, times: float) -> None:
+        """A flow of a tensor from one set of states to another."""
+        key = t.like.shape, t.like.dtype.itemsize
+        moves = self.moves.setdefault(key, Moves(self.network, *key))
+        balance: dict[State, dict[int, float]] = {}
+        for a, b, price in _arcs(moves, set(made), set(wanted)):
+            k = self.columns.add(0.0, upper=INF)
+            balance.setdefault(a, {})[k] = -1.0
+            balance.setdefault(b, {})[k] = 1.0
+            self._pay(k, price * times, beside)
+        for s in sorted({*balance, *made, *wanted}, key=str):
+            terms = dict(balance.get(s, {}))
+            for k, v in made.get(s, {}).items():
+                terms[k] = terms.get(k, 0.0) + v
+            for k, v in wanted.get(s, {}).items():
+                terms[k] = terms.get(k, 0.0) - v
+            terms = {k: v for k, v in terms.items() if v}
+            if terms:
+                self.rows.add(terms, 0.0, 0.0)
+
+    def _pay(self, k: int, price: float, beside: bool) -> None:
+        if beside:
+            self.beside[k] = self.beside.get(k, 0.0) + price
+        else:
+            self.columns.cost[k] += price
+
+    def _saved(self) -> None:
+        seen: set[int] = set()
+        for t in self.all.tensors:
+            if t.saved and t in self.made and t.like.storage not in seen:
+                seen.add(t.like.storage)
+                for s, terms in self.made[t].items():
+                    for k in terms:
+                        self.held[k] = self.held.get(k, 0.0) + t.saved * t.like.bytes / parts(s, self.sizes)
+
+    def least_memory(self, *, limit: float = 20.0) -> float:
+        """A bound on the bytes that a rank holds at least, whatever the time."""
+        self.columns.cost = [0.0] * len(self.columns.cost)
+        for k, held in self.held.items():
+            self.columns.cost[k] = held * 1e-15
+        found = self.solve(gap=0.01, limit=limit)
+        return 0.0 if found is None else found.bound * 1e15
+
+    def solve(self, *, gap: float = 0.01, limit: float = 20.0) -> Solution | None:
+        """Solve it: first without integrality, by an interior point, which gives the bound; then with it, among the
+        options that the first solution takes at least in part. Only if that is too far from the bound, among all.
+
+        Args:
+            gap: how far from the bound, as a fraction, a solution may be.
+            limit: seconds.
+
+        Returns:
+            The best solution found; None if there is none.
+        """
+        began = time.monotonic()
+        lp = self._matrix()
+        relaxed = self._run(lp, gap, limit, relaxed=True)
+        if relaxed is None:
+            return None
+        upper = numpy.array(self.columns.upper)
+        lp.col_upper_ = numpy.where(numpy.array(self.columns.integer) & (relaxed.x < TOUCHED), 0.0, upper)
+        found = self._run(lp, gap / 2, limit)
+        lp.col_upper_ = upper
+        bound = relaxed.value
+        left = limit - (time.monotonic() - began)
+        if found is None or (found.value - relaxed.value > gap * found.value and left > 1):
+            more = self._run(lp, gap, left)
+            bound = bound if more is None else max(bound, more.bound)
+            found = more if found is None or (more is not None and more.value < found.value) else found
+        if found is None:
+            return None
+        states = {t: _of(chosen, found.x) for t, chosen in self.made.items()}
+        uses = {key: _of(chosen, found.x) for key, chosen in self.taken.items()}
+        return Solution(
+            found.value / SCALE,
+            min(found.value, bound) / SCALE,
+            {t: s for t, s in states.items() if s is not None},
+            uses,
+            len(self.columns.cost),
+            len(self.rows.lower),
+        )
+
+    def _matrix(self) -> Any:
+        """The program as the solver takes it, in microseconds: its tolerances are absolute."""
+        highspy = _solver()
+        lp = highspy.HighsLp()
+        n, m = len(self.columns.cost), len(self.rows.lower)
+        lp.num_col_, lp.num_row_ = n, m
+        lp.col_cost_ = numpy.array(self.columns.cost) * SCALE
+        lp.col_cost_[self.longer] = self.columns.cost[self.longer]
+        lp.col_lower_ = numpy.zeros(n)
+        lp.col_upper_ = numpy.array(self.columns.upper)
+        lp.row_lower_ = numpy.array(self.rows.lower)
+        lp.row_upper_ = numpy.array(self.rows.upper)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = numpy.array([*self.rows.start, len(self.rows.index)])
+        lp.a_matrix_.index_ = numpy.array(self.rows.index)
+        value = numpy.array(self.rows.value)
+        self._rescale(value, SCALE, lp)
+        lp.a_matrix_.value_ = value
+        kind = highspy.HighsVarType
+        lp.integrality_ = [kind.kInteger if i else kind.kContinuous for i in self.columns.integer]
+        return lp
+
+    def _run(self, lp: Any, gap: float, limit: float, relaxed: bool = False) -> "_Found | None":
+        highspy = _solver()
+        solver = highspy.Highs()
+        options: dict[str, Any] = {
+            "output_flag": False,
+            "threads": 1,
+            "time_limit": max(1.0, limit),
+            "mip_rel_gap": gap,
+            "solve_relaxation": relaxed,
+        }
+        if relaxed:
+            options |= {"solver": "ipm", "run_crossover": "off"}
+        for name, value in options.items():
+            solver.setOptionValue(name, value)
+        solver.passModel(lp)
+        solver.run()
+        info = solver.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        bound = info.objective_function_value if relaxed else info.mip_dual_bound
+        x = numpy.array(solver.getSolution().col_value)
+        return _Found(info.objective_function_value, bound, x)
+
+    def _rescale(self, value: Any, scale: float, lp: Any) -> None:
+        """Rows in seconds become rows in microseconds, and rows in bytes rows in parts of the memory."""
+        ends = [*self.rows.start[1:], len(self.rows.index)]
+        for row, (start, end) in enumerate(zip(self.rows.start, ends)):
+            if self.longer in self.rows.index[start:end]:
+                for k in range(start, end):
+                    if self.rows.index[k] != self.longer:
+                        value[k] *= scale
+            elif self.rows.upper[row] > 1e6 and self.rows.upper[row] != INF:
+                top = self.rows.upper[row]
+                value[start:end] /= top
+                lp.row_upper_[row] = 1.0
+
+
+def _solver() -> Any:
+    try:
+        import highspy
+    except ImportError:
+        raise ImportError("dtensor.search needs the solver HiGHS; write: pip install 'dtensor[search]'") from None
+    return highspy
+
+
+def _following(leaders: Sequence[Chosen], step: Step, options: Sequence[Option]) -> list[tuple[int, Option]]:
+    """For each variable that decides the states of the leading operands, the option that they leave; empty if there is
+    not exactly one for each."""
+    states: dict[int, list[State]] = {}
+    for chosen in leaders:
+        for s, terms in chosen.items():
+            for k in terms:
+                states.setdefault(k, []).append(s)
+    leading = [k for k, t in enumerate(step.sources) if len(t) == 1 and not all(x.plain for x in t)]
+    most = max(next(iter(step.sources[k])).like.numel for k in leading)
+    leading = [k for k in leading if next(iter(step.sources[k])).like.numel == most]
+    rest = [k for k in range(len(step.sources)) if k not in leading]
+    known: dict[tuple[State | None, ...], Option] = {}
+    for o in options:
+        if any("sum" in (o.inputs[k] or ()) for k in rest):
+            continue
+        key = tuple([o.inputs[k] for k in leading])
+        if None in key or key in known:
+            return []
+        known[key] = o
+    found: list[tuple[int, Option]] = []
+    for k, given in states.items():
+        if len(given) != len(leaders):
+            return []  # they are not decided by the same variables
+        o = known.get(tuple(given))
+        if o is None:
+            return []
+        found.append((k, o))
+    return found
+
+
+def _grouped(items: Sequence[tuple[int, State | None]]) -> Any:
+    found: dict[Any, dict[int, float]] = {}
+    for k, s in items:
+        found.setdefault(s, {})[k] = 1.0
+    return found
+
+
+def _of(chosen: Chosen, x: Any) -> State | None:
+    return max(chosen, key=lambda s: sum([x[k] * v for k, v in chosen[s].items()]))
+
+
+def _arcs(moves: Moves, made: set[State], wanted: set[State]) -> list[tuple[State, State, float]]:
+    """The moves on the cheapest ways from the states in `made` to those in `wanted`."""
+    found: dict[tuple[State, State], float] = {}
+    for a in sorted(made, key=str):
+        for b in sorted(wanted, key=str):
+            found.update(moves.way(a, b))
+    return [(a, b, price) for (a, b), price in found.items()]
+
+
+__all__ = ["Program", "Solution"]

@@ -1,0 +1,151 @@
+"""Layouts as the search sees them, and what it costs to change one.
+
+A state has an entry for each mesh axis: None (replicated), a dim (sharded) or a reduce op (partial). Axes that shard
+one dim do so in the order of the mesh. A tensor moves from state to state one axis at a time; what a move costs follows
+from what the other axes hold then, and the cheapest sequence of moves is the price. `dtensor.layout.planner`, which
+carries moves out, also merges moves over several axes into one, which saves no bytes but their starts.
+"""
+
+import heapq
+from collections.abc import Iterator, Sequence
+from math import inf, prod
+from typing import TypeAlias
+
+from ...layout.cost import Network, seconds
+from ...layout.layout import Layout
+from ...layout.placements import Partial, Placement, Replicate, Shard
+
+State: TypeAlias = tuple[int | str | None, ...]
+
+
+def state_of(layout: Layout) -> State:
+    """The state of a layout."""
+    found: list[int | str | None] = [None] * layout.mesh_ndim
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            found[axis] = dim
+    for axis, op in layout.partial:
+        found[axis] = op
+    return tuple(found)
+
+
+def layout_of(state: State, ndim: int) -> Layout:
+    """The layout of an `ndim`-dimensional tensor in a state."""
+    dims = tuple([tuple([a for a, s in enumerate(state) if s == d and s is not None]) for d in range(ndim)])
+    return Layout.make(len(state), dims, tuple([(a, s) for a, s in enumerate(state) if isinstance(s, str)]))
+
+
+def placements_of(state: State) -> tuple[Placement, ...]:
+    """The placements that a state stands for."""
+    return tuple([Shard(s) if isinstance(s, int) else Partial(s) if isinstance(s, str) else Replicate() for s in state])
+
+
+def parts(state: State, sizes: Sequence[int]) -> int:
+    """Into how many parts a tensor is cut."""
+    return prod([n for s, n in zip(state, sizes) if isinstance(s, int)])
+
+
+def fits(state: State, shape: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Whether every dim is cut evenly."""
+    for dim in {s for s in state if isinstance(s, int)}:
+        if dim >= len(shape) or shape[dim] % prod([n for s, n in zip(state, sizes) if s == dim]):
+            return False
+    return True
+
+
+_OPS = {
+    (int, type(None)): "all_gather",
+    (int, int): "all_to_all",
+    (str, type(None)): "all_reduce",
+    (str, int): "reduce_scatter",
+    (type(None), int): "shard",
+    (type(None), str): "partial",
+}
+
+
+class Moves:
+    """The prices of moves of a tensor with so many bytes and dims.
+
+    Args:
+        network: the mesh.
+        shape: sizes of the whole tensor.
+        itemsize: bytes of an element.
+    """
+
+    def __init__(self, network: Network, shape: tuple[int, ...], itemsize: int) -> None:
+        self.network, self.shape, self.bytes = network, shape, prod(shape) * itemsize
+        self._found: dict[State, dict[State, tuple[float, State | None]]] = {}
+
+    def step(self, state: State, axis: int, to: int | str | None) -> float:
+        """Seconds to change the entry of one axis."""
+        have, n = state[axis], self.network.sizes[axis]
+        if have == to or n == 1:
+            return 0.0
+        op = _OPS.get((type(have), type(to)))
+        if op is None:
+            return inf
+        others = parts(tuple([None if a == axis else s for a, s in enumerate(state)]), self.network.sizes)
+        size = self.bytes / others
+        return seconds(op, size / n if op in ("all_to_all", "shard") else size, n, self.network.links[axis])
+
+    def wire(self, state: State, axis: int, to: int | str | None) -> bool:
+        """Whether that change communicates."""
+        return _OPS.get((type(state[axis]), type(to)), "") not in ("shard", "partial", "")
+
+    def targets(self, state: State, axis: int) -> Iterator[int | str | None]:
+        """What the entry of one axis can become."""
+        if state[axis] is not None:
+            yield None
+        for dim in range(len(self.shape)):
+            made = (*state[:axis], dim, *state[axis + 1 :])
+            if dim != state[axis] and fits(made, self.shape, self.network.sizes):
+                yield dim
+        if state[axis] is None:
+            yield "sum"
+
+    def price(self, a: State, b: State) -> float:
+        """Seconds of the cheapest way from `a` to `b`."""
+        if a == b:
+            return 0.0
+        found = self._from(a).get(b)
+        if found is not None:
+            return found[0]
+        total, at = 0.0, a  # to shards of different lengths
+        for axis, to in enumerate(b):
+            way = (None, to) if isinstance(at[axis], int) and isinstance(to, str) else (to,)
+            for one in way:
+                total += self.step(at, axis, one)
+                at = (*at[:axis], one, *at[axis + 1 :])
+        return total
+
+    def way(self, a: State, b: State) -> dict[tuple[State, State], float]:
+        """The single moves of the cheapest way from `a` to `b`, and what each costs; none if there is no way."""
+        found, steps = self._from(a), dict[tuple[State, State], float]()
+        at: State | None = b if b in found else None
+        while at is not None and (before := found[at][1]) is not None:
+            steps[before, at] = found[at][0] - found[before][0]
+            at = before
+        return steps
+
+    def _from(self, a: State) -> dict[State, tuple[float, State | None]]:
+        found = self._found.get(a)
+        if found is not None:
+            return found
+        found = self._found[a] = {}
+        heap: list[tuple[float, int, State, State | None]] = [(0.0, 0, a, None)]
+        count = 0
+        while heap:
+            so_far, _, at, before = heapq.heappop(heap)
+            if at in found:
+                continue
+            found[at] = so_far, before
+            for axis in range(len(at)):
+                for to in self.targets(at, axis):
+                    made = (*at[:axis], to, *at[axis + 1 :])
+                    if made not in found:
+                        count += 1
+                        heapq.heappush(heap, (so_far + self.step(at, axis, to), count, made, at))
+        return found
+
+
+__all__ = ["Moves", "State", "fits", "layout_of", "parts", "placements_of", "state_of"]

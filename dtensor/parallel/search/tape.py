@@ -1,0 +1,357 @@
+"""Records a training step of a model that is not sharded, operator by operator, on fake tensors.
+
+    model, inputs -> forward, loss, backward on fake tensors -> a tape of the operators that sharding rules see
+
+It is what `dispatch` would get, in order, with global sizes. Each operator knows the module in whose forward it ran; an
+operator of the backward, the module of the operator that it differentiates. At the borders of modules the tape holds
+an operator of its own, `BORDER`, that hands a tensor on: there a plan may change layouts.
+"""
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ...errors import PlacementError
+from ...rules import Output
+from ...torch_private.core import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    UnknownValue,
+    backward_number,
+    forward_number,
+    tree_map,
+)
+from ..whole_model.distribute_model import on_first
+from ..whole_model.plan import INPUT as ARRIVING
+from ..whole_model.plan import OUTPUT as LEAVING
+
+BORDER = "border"
+"""In place of an operator: hands a tensor on at the border of a module."""
+
+PARAMETER, BUFFER, INPUT, CONSTANT, MADE = "parameter", "buffer", "input", "constant", "made"
+"""What a value is."""
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of the step.
+
+    Attributes:
+        kind: one of the constants above. CONSTANT: made by code of the model from nothing that is distributed.
+        name: of a parameter, buffer or input.
+        shape, stride, dtype: of the whole tensor.
+        storage: identifies its memory; views share it.
+        maker, index: the operator that made it, as which output; None for parameters, buffers and inputs.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    maker: "Op | None" = field(default=None, repr=False)
+    index: int = 0
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(eq=False)
+class Op:
+    """A call of an operator.
+
+    Attributes:
+        func: the operator, or BORDER.
+        args, kwargs: its arguments, with a `Value` for each tensor.
+        operands: the tensors among them, in order.
+        outputs: what it returns, None where that is no tensor.
+        many: whether it returns a tuple or list.
+        path: name of the module in whose forward it ran.
+        backward: whether it is part of the backward.
+        what: for a border, "input" or "output": of the module at `path`.
+        forward: for a border of the backward, the border that it differentiates.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    operands: list[Value]
+    outputs: list[Value | None]
+    many: bool
+    path: str
+    backward: bool
+    what: str = ""
+    forward: "Op | None" = None
+
+    @property
+    def described(self) -> tuple[Output | None, ...]:
+        """The outputs as rules take them."""
+        return tuple([None if v is None else Output(v.shape, v.stride, v.dtype) for v in self.outputs])
+
+
+@dataclass
+class Tape:
+    """A recorded step.
+
+    Attributes:
+        ops: in order.
+        values: parameters, buffers and inputs, in order, by kind and name.
+        gradients: name of a parameter -> its gradient; empty if only the forward was recorded.
+        ties: other names of a parameter or buffer -> the name that `values` has for it.
+        loss: what the backward started from, or None.
+    """
+
+    ops: list[Op] = field(default_factory=list[Op])
+    values: dict[tuple[str, str], Value] = field(default_factory=dict[tuple[str, str], Value])
+    gradients: dict[str, Value] = field(default_factory=dict[str, Value])
+    ties: dict[str, str] = field(default_factory=dict[str, str])
+    loss: Value | None = None
+
+    def of_kind(self, kind: str) -> dict[str, Value]:
+        """The values of a kind, by name."""
+        return {name: v for (k, name), v in self.values.items() if k == kind}
+
+
+Loss = Callable[[Any], torch.Tensor]
+"""Computes the loss from what the model returns."""
+
+
+def default_loss(outputs: Any) -> torch.Tensor:
+    """The loss among the outputs of a model, or else the sum of all that it returns.
+
+    A model's own `loss`, as models of transformers return it; a number; or the sum of all floating-point tensors.
+    """
+    own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+    if isinstance(own, torch.Tensor):
+        return own
+    found: list[torch.Tensor] = []
+    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else None, outputs)
+    if not found:
+        raise ValueError("the model returns no floating-point tensor; pass loss=, a function of what it returns")
+    return found[0] if len(found) == 1 and not found[0].dim() else torch.stack([x.sum() for x in found]).sum()
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape()
+        self.known: dict[int, Value] = {}
+        self.alive: list[Any] = []
+        self.open: list[str] = []
+        self.entered: list[tuple[int, str]] = [(-1, "")]
+        self.backward = self.quiet = False
+
+    def note(self, x: torch.Tensor, value: Value) -> Value:
+        """Remember which value a tensor is, and keep the tensor so that no other gets its id."""
+        self.known[id(x)] = value
+        self.alive.append(x)
+        return value
+
+    def made(self, x: torch.Tensor, kind: str = MADE, name: str = "") -> Value:
+        storage = x.untyped_storage()._cdata
+        return self.note(x, Value(kind, name, tuple(x.shape), tuple(x.stride()), x.dtype, storage))
+
+    def value(self, x: torch.Tensor) -> Value:
+        return self.known.get(id(x)) or self.made(x, CONSTANT)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.quiet or func.namespace == "prim":
+            return out
+        operands: list[Value] = []
+
+        def seen(a: Any) -> Any:
+            if isinstance(a, torch.Tensor):
+                operands.append(self.value(a))
+                return operands[-1]
+            return [seen(item) for item in a] if isinstance(a, (list, tuple)) else a
+
+        given, named = tuple([seen(a) for a in args]), {k: seen(a) for k, a in kwargs.items()}
+        many = isinstance(out, (tuple, list))
+        results = list(out) if many else [out]
+        self.add(func, given, named, operands, results, many)
+        return out
+
+    def add(self, func: Any, args: Any, kwargs: Any, operands: list[Value], results: list[Any], many: bool) -> None:
+        plain = all(v.kind == CONSTANT for v in operands)
+        op = Op(func, args, kwargs, operands, [], many, self.path(), self.backward)
+        for k, x in enumerate(results):
+            v = None
+            if isinstance(x, torch.Tensor):
+                v = self.made(x, CONSTANT if plain else MADE)
+                v.maker, v.index = op, k
+            op.outputs.append(v)
+        self.tape.ops.append(op)
+
+    def path(self) -> str:
+        if not self.backward or self.open:
+            return self.open[-1] if self.open else ""
+        number = backward_number()
+        if number is None:
+            return ""
+        return self.entered[max(0, bisect.bisect_right(self.entered, number, key=lambda e: e[0]) - 1)][1]
+
+    def cross(self, path: str) -> None:
+        """From the next operator on, the forward is in another module."""
+        self.entered.append((forward_number(), path))
+
+    def hand_on(self, x: torch.Tensor, path: str, what: str) -> torch.Tensor:
+        """A tensor at the border of a module."""
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Border.apply(x, self, path, what)  # pyright: ignore[reportReturnType]
+        return self.border(x, path, what)
+
+    def border(self, x: torch.Tensor, path: str, what: str, forward: Op | None = None) -> torch.Tensor:
+        self.quiet = True
+        made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        self.quiet = False
+        given = self.value(x)
+        value = self.made(made, CONSTANT if given.kind == CONSTANT else MADE)
+        value.storage = given.storage
+        value.maker = Op(BORDER, (given,), {}, [given], [value], False, path, self.backward, what, forward)
+        self.tape.ops.append(value.maker)
+        return made
+
+
+class _Border(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, recorder: _Recorder, path: str, what: str) -> torch.Tensor:
+        made = recorder.border(x, path, what)
+        ctx.given = recorder, path, what, recorder.tape.ops[-1]
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        recorder, path, what, forward = ctx.given
+        return recorder.border(grad, path, what, forward), None, None, None
+
+
+@contextmanager
+def _borders(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+    with ExitStack() as stack:
+        for path, module in model.named_modules():
+            if not path or type(module).forward is nn.Module.forward:
+                continue  # the model itself, or a container such as ModuleList
+
+            def enter(_: Any, args: Any, kwargs: Any, path: str = path) -> Any:
+                recorder.open.append(path)
+                recorder.cross(path)
+                return on_first(lambda x: recorder.hand_on(x, path, ARRIVING), (args, kwargs))
+
+            def leave(_: Any, args: Any, out: Any, path: str = path) -> Any:
+                out = on_first(lambda x: recorder.hand_on(x, path, LEAVING), out)
+                recorder.open.pop()
+                recorder.cross(recorder.open[-1] if recorder.open else "")
+                return out
+
+            pre = module.register_forward_pre_hook(enter, with_kwargs=True)
+            stack.callback(pre.remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        yield
+
+
+def record(
+    model: nn.Module,
+    inputs: Mapping[str, Any] | Sequence[Any] | torch.Tensor,
+    *,
+    loss: Loss | None = None,
+    training: bool = True,
+    device: str = "cpu",
+) -> Tape:
+    """Record a step of `model` on `inputs`, without computing anything.
+
+    Args:
+        model: the model; its parameters may be on the meta device.
+        inputs: arguments of its forward, with the sizes of the whole batch: a tensor, a sequence, or a dict of names.
+        loss: computes the loss from what the model returns; None for `default_loss`.
+        training: whether to record the backward, too.
+        device: the type of device on which the step will run.
+
+    Returns:
+        The tape.
+
+    Raises:
+        PlacementError: the forward needs the values of tensors, which nobody has before it runs.
+    """
+    mode, recorder = FakeTensorMode(allow_non_fake_inputs=True), _Recorder()
+    names: dict[int, str] = {}
+
+    def fake(x: torch.Tensor, grad: bool = False) -> torch.Tensor:
+        with mode:
+            made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        return made.requires_grad_() if grad else made
+
+    given: dict[str, torch.Tensor] = {}
+    parameters: dict[str, torch.Tensor] = {}
+    for kind, named in (
+        (PARAMETER, model.named_parameters(remove_duplicate=False)),
+        (BUFFER, model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, x in named:
+            if id(x) in names:
+                recorder.tape.ties[name] = names[id(x)]
+                given[name] = given[names[id(x)]]
+                continue
+            names[id(x)] = name
+            given[name] = fake(x, x.requires_grad and training)
+            recorder.tape.values[kind, name] = recorder.made(given[name], kind, name)
+            if given[name].requires_grad:
+                parameters[name] = given[name]
+    args, kwargs = _arguments(inputs)
+    count = 0
+
+    def take(x: Any) -> Any:
+        nonlocal count
+        if not isinstance(x, torch.Tensor):
+            return x
+        made, count = fake(x, x.requires_grad), count + 1
+        recorder.tape.values[INPUT, str(count)] = recorder.made(made, INPUT, str(count))
+        return made
+
+    args, kwargs = tree_map(take, args), tree_map(take, kwargs)
+    try:
+        with mode, _borders(model, recorder), recorder, torch.set_grad_enabled(training):
+            out = functional_call(model, given, args, kwargs, tie_weights=False)
+            if training:
+                total = (loss or default_loss)(out)
+                recorder.tape.loss = recorder.value(total)
+                recorder.backward = True
+                wanted = list(parameters)
+                found = torch.autograd.grad(total, [parameters[n] for n in wanted], allow_unused=True)
+                recorder.tape.gradients = {n: recorder.value(g) for n, g in zip(wanted, found) if g is not None}
+    except UnknownValue as error:
+        raise PlacementError(
+            f"the forward of {type(model).__name__} needs the values of tensors, in {error}: what it computes, or how "
+            "large that is, cannot be known before it runs; search with inputs that avoid it, or write the plan by hand"
+        ) from error
+    return recorder.tape
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+__all__ = ["BORDER", "BUFFER", "CONSTANT", "INPUT", "MADE", "PARAMETER", "Loss", "Op", "Tape", "Value"]
+__all__ += ["default_loss", "record"]

@@ -1,0 +1,259 @@
+"""A plan: where the parameters, inputs and activations of a model are, as data that can be saved, read and changed."""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ...errors import PlacementError
+from ...layout.placements import Placement, Replicate, parsed
+
+Axes: TypeAlias = dict[str, Placement]
+"""Placements by mesh axis; on axes that are left out a tensor is replicated."""
+
+FORMAT = "dtensor plan 1"
+"""The value of a file's "format" entry."""
+
+INPUT, OUTPUT = "input", "output"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan is expected to cost, for each rank.
+
+    Attributes:
+        seconds: of a step. computing: of its computation. waiting: of communication that computation waits for.
+            beside: of communication of parameters and gradients, which runs beside computation. updating: of the
+            optimizer's update.
+        bound: no placements take less, under the same model of cost; 0.0 if it was not computed.
+        memory: the most bytes held at once. static: of these, parameters with their gradients and optimizer states.
+        modules: name of a module, as a pattern -> seconds of computation, and of communication, of all of that name.
+        others: name of a well-known plan -> its seconds and memory.
+        moves: the most expensive redistributions: (module, operator, from, to, how often, seconds of all).
+        gathered: operators without a sharding rule, whose operands are gathered.
+        took: seconds of recording the step, and of solving.
+    """
+
+    seconds: float = 0.0
+    computing: float = 0.0
+    waiting: float = 0.0
+    beside: float = 0.0
+    updating: float = 0.0
+    bound: float = 0.0
+    memory: float = 0.0
+    static: float = 0.0
+    modules: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    others: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    moves: tuple[tuple[str, str, str, str, int, float], ...] = ()
+    gathered: tuple[str, ...] = ()
+    took: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def gap(self) -> float:
+        """How much of its time, at most, a better plan could save, as a fraction."""
+        return max(0.0, 1 - self.bound / self.seconds) if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Where a tensor is moved at the border of a module.
+
+    Attributes:
+        to: its placements from there on.
+        gradient: those in which its gradient comes back, where Partial() is a sum that is still to be computed.
+    """
+
+    to: Axes = field(default_factory=dict[str, Placement])
+    gradient: Axes = field(default_factory=dict[str, Placement])
+
+    def __str__(self) -> str:
+        back = "" if self.gradient == self.to else f", gradient {_words(self.gradient)}"
+        return _words(self.to) + back
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where the tensors of a model are on a mesh.
+
+    Names are patterns, in which `*` stands for anything. Placements are given by mesh axis; a tensor is replicated over
+    axes that are left out.
+
+    Attributes:
+        mesh: axis -> number of ranks.
+        parameters: name of a parameter or buffer -> where it is stored.
+        used: name of a parameter -> where it is when the forward reads it, if not where it is stored.
+        inputs: where the arguments of the model's forward are, as `distribute_model` takes it.
+        activations: name of a module, with ".input" or ".output" -> where the first tensor is that it takes or returns.
+        prediction: what the plan is expected to cost, if that was computed.
+    """
+
+    mesh: dict[str, int]
+    parameters: dict[str, Axes] = field(default_factory=dict[str, Axes])
+    used: dict[str, Axes] = field(default_factory=dict[str, Axes])
+    inputs: Axes = field(default_factory=dict[str, Placement])
+    activations: dict[str, Activation] = field(default_factory=dict[str, Activation])
+    prediction: Prediction | None = field(default=None, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        lines = [f"mesh  {', '.join([f'{axis}={n}' for axis, n in self.mesh.items()])}"]
+        if self.inputs:
+            lines.append(f"inputs  {_words(self.inputs)}")
+        for name in sorted({*self.parameters, *self.used}, key=[*self.parameters, *self.used].index):
+            stored = _words(self.parameters.get(name, {}))
+            read = f", read as {_words(self.used[name])}" if name in self.used else ""
+            lines.append(f"{name}  {stored}{read}")
+        lines += [f"{name}  {placed}" for name, placed in self.activations.items()]
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, as JSON.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        texts = {
+            "parameters": {name: _texts(axes) for name, axes in self.parameters.items()},
+            "used": {name: _texts(axes) for name, axes in self.used.items()},
+            "inputs": _texts(self.inputs),
+            "activations": {
+                name: {"to": _texts(a.to), "gradient": _texts(a.gradient)} for name, a in self.activations.items()
+            },
+        }
+        Path(path).write_text(json.dumps({"format": FORMAT, "mesh": self.mesh, **texts}, indent=2) + "\n")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan that `save` wrote, or that was written by hand.
+
+        Raises:
+            PlacementError: the file holds no plan, or something in it is no placement.
+            OSError: it cannot be read.
+        """
+        try:
+            content = json.loads(Path(path).read_text())
+            if content["format"] != FORMAT:
+                raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
+            sizes = {str(axis): int(n) for axis, n in content["mesh"].items()}
+            parameters, used = (
+                {name: _parsed(axes) for name, axes in content.get(part, {}).items()} for part in ("parameters", "used")
+            )
+            activations = {
+                name: Activation(_parsed(a["to"]), _parsed(a.get("gradient", a["to"])))
+                for name, a in content.get("activations", {}).items()
+            }
+            return Plan(sizes, parameters, used, _parsed(content.get("inputs", {})), activations)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise PlacementError(
+                f"{path} is not a plan: {error}; write one with Plan.save, as dtensor.search does"
+            ) from error
+
+    def explain(self) -> str:
+        """Return where time and memory go, what other plans would cost, and how good the plan is, as text."""
+        p = self.prediction
+        if p is None:
+            return f"{self}\n\nNothing is predicted of this plan: it was not found by dtensor.search."
+        lines = [str(self), "", _summary(p), ""]
+        if p.bound:
+            lines += [f"Within {p.gap:.1%} of the best there is, under this model of cost.", ""]
+        lines += ["Where the time goes, in all modules of a name:"]
+        rows = sorted(p.modules.items(), key=lambda item: -sum(item[1]))[:12]
+        lines += [f"  {a:>9} computing  {b:>9} communicating  {name or 'outside'}" for name, (a, b) in _times(rows)]
+        if p.moves:
+            lines += ["", "What is moved, most expensive first:"]
+            lines += [
+                f"  {_time(s):>9}  {n} x {op} in {at or 'the model'}: {a} -> {b}" for at, op, a, b, n, s in p.moves
+            ]
+        if p.others:
+            lines += ["", "Other plans:"]
+            lines += [
+                f"  {_time(s):>9} ({s / p.seconds:.2f} times)  {_size(m):>9}  {name}"
+                for name, (s, m) in p.others.items()
+            ]
+        if p.gathered:
+            lines += ["", f"Without a sharding rule, so that their operands are gathered: {', '.join(p.gathered)}"]
+        return "\n".join(lines)
+
+
+def _summary(p: Prediction) -> str:
+    return (
+        f"A step is expected to take {_time(p.seconds)}: {_time(p.computing)} of computation, {_time(p.waiting)} of "
+        f"communication that it waits for, {_time(p.beside)} beside it, {_time(p.updating)} of the optimizer. A rank "
+        f"holds at most {_size(p.memory)}, {_size(p.static)} of it parameters, gradients and optimizer states."
+    )
+
+
+def _times(rows: Sequence[tuple[str, tuple[float, float]]]) -> list[tuple[str, tuple[str, str]]]:
+    return [(name, (_time(a), _time(b))) for name, (a, b) in rows]
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _size(amount: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= scale:
+            return f"{amount / scale:.3g} {unit}"
+    return f"{amount:.0f} B"
+
+
+def _words(axes: Axes) -> str:
+    return ", ".join([f"{axis} {p}" for axis, p in axes.items()]) or "replicated"
+
+
+def _texts(axes: Axes) -> dict[str, str]:
+    return {axis: str(p) for axis, p in axes.items()}
+
+
+def _parsed(axes: Mapping[str, str]) -> Axes:
+    found = {str(axis): parsed(text) for axis, text in axes.items()}
+    if wrong := next((axis for axis, given in found.items() if len(given) != 1), None):
+        raise ValueError(f"{axes[wrong]!r} for axis {wrong!r} is not one placement, such as 'S(0)' or 'R'")
+    return {axis: given[0] for axis, given in found.items()}
+
+
+def check_mesh(plan: Plan, mesh: Any) -> None:
+    """Raise PlacementError if a mesh has other axes than the plan."""
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
+    if sizes != plan.mesh:
+        raise PlacementError(
+            f"the plan is for a mesh {plan.mesh}, and the mesh has {sizes or tuple(mesh.shape)}; make it with these "
+            "axes and sizes, or search for a plan for this one"
+        )
+
+
+def modules_of(plan: Plan, names: Sequence[str]) -> dict[str, dict[str, Activation]]:
+    """Name of a module -> "input" or "output" -> placements of its activations.
+
+    Raises:
+        PlacementError: an entry names no module of the model, or is neither of the two.
+    """
+    found: dict[str, dict[str, Activation]] = {}
+    for entry, placed in plan.activations.items():
+        name, _, which = entry.rpartition(".")
+        if which not in (INPUT, OUTPUT):
+            raise PlacementError(f"{entry!r} is not an activation; write the name of a module with .input or .output")
+        matching = [n for n in names if fnmatchcase(n, name)]
+        if not matching:
+            near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or [n for n in names if n][:3]
+            raise PlacementError(
+                f"{name!r} of {entry!r} matches no module of the model; it has for example {', '.join(near)}"
+            )
+        for n in matching:
+            found.setdefault(n, {})[which] = placed
+    return found
+
+
+def on_axes(axes: Axes, mesh: Any) -> list[Placement]:
+    """One placement for each axis of a mesh with named axes."""
+    return [axes.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
+
+
+__all__ = ["INPUT", "OUTPUT", "Activation", "Axes", "Plan", "Prediction", "check_mesh", "modules_of", "on_axes"]

@@ -1,0 +1,209 @@
+"""Plans that are found: what they compute, what they cost, and what is said where none is."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dtensor import PlacementError, Plan, Shard, distribute_model, search
+from dtensor.layout.machine import MACHINES
+from dtensor.testing import with_ranks
+
+from .programs import FAST, MODELS, SLOW, alone, made, on_ranks
+
+MESHES = {"four": {"tp": 4}, "two by two": {"dp": 2, "tp": 2}}
+LINKS = {"slow": SLOW, "fast": FAST}
+
+
+def found(name, sizes, link, **options):
+    model, batch = made(name)
+    plan = search(model, sizes, batch, links=dict.fromkeys(sizes, link), machine=MACHINES["cpu"], **options)
+    return model, batch, plan
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_found_plan_computes_what_one_device_does(name, mesh, link):
+    model, batch, plan = found(name, MESHES[mesh], LINKS[link])
+    loss, gradients = on_ranks(model, batch, plan)
+    expected, grads = alone(model, batch)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, grads)
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("name", MODELS)
+def test_no_well_known_plan_is_cheaper(name, link):
+    *_, plan = found(name, {"dp": 2, "tp": 2}, LINKS[link])
+    predicted = plan.prediction
+    assert 0 < predicted.bound <= predicted.seconds
+    assert all(predicted.seconds <= 1.01 * seconds for seconds, _ in predicted.others.values())
+
+
+def test_the_links_decide():
+    """Where sending is dear every rank computes all; where it is cheap nothing is computed twice."""
+    *_, slow = found("decoder", {"tp": 4}, SLOW)
+    *_, fast = found("decoder", {"tp": 4}, FAST)
+    assert fast.inputs or fast.parameters
+    assert slow.prediction.computing > 1.5 * fast.prediction.computing
+
+
+def test_memory_is_a_bound():
+    """With less memory than the fastest plan takes, another one is found that fits."""
+    model, batch, plan = found("wide", {"tp": 4}, SLOW)
+    most = 0.6 * plan.prediction.memory
+    _, _, small = found("wide", {"tp": 4}, SLOW, memory=most)
+    assert small.prediction.memory <= most < plan.prediction.memory
+    assert small.prediction.seconds > plan.prediction.seconds
+    loss, gradients = on_ranks(model, batch, small)
+    expected, grads = alone(model, batch)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, grads)
+
+
+def test_too_little_memory_is_an_error_that_says_how_much_is_needed():
+    with pytest.raises(PlacementError, match=r"no plan found fits into 1,000 bytes: .* at least [\d,]{5,}"):
+        found("wide", {"tp": 4}, SLOW, memory=1000)
+
+
+def test_what_is_fixed_stays():
+    fixed = {"inner.up.weight": {"tp": Shard(1)}, "inputs": {}}
+    *_, plan = found("wide", {"tp": 4}, FAST, fixed=fixed)
+    assert plan.parameters["inner.up.weight"] == {"tp": Shard(1)}
+    assert not plan.inputs
+
+
+def test_layers_that_repeat_are_named_once():
+    *_, plan = found("decoder", {"tp": 4}, FAST)
+    assert any(name.startswith("inner.layers.*.") for name in plan.parameters)
+    assert not any(".0." in name or ".1." in name for name in (*plan.parameters, *plan.used, *plan.activations))
+
+
+def test_modules_of_one_pattern_that_differ_are_named_one_by_one():
+    """`0.weight` and `2.weight` of a sequence are both `*.weight`, and have other shapes."""
+    *_, plan = found("perceptron", {"tp": 4}, FAST)
+    assert not any(name.startswith("inner.*.") for name in (*plan.parameters, *plan.used))
+
+
+def test_the_same_plan_each_time():
+    one, other = (found("decoder", {"dp": 2, "tp": 2}, FAST)[-1] for _ in range(2))
+    assert one == other
+
+
+def test_nothing_is_computed_and_the_model_stays_as_it_is():
+    model, batch = made("decoder")
+    before = copy.deepcopy(model.state_dict())
+    with torch.device("meta"):
+        inner, _ = MODELS["decoder"]()
+    search(model, {"tp": 4}, batch)
+    torch.testing.assert_close(model.state_dict(), before)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    search(inner, {"tp": 4}, batch[0].to("meta"), mode="forward")
+
+
+def test_a_forward_alone():
+    *_, plan = found("decoder", {"tp": 4}, FAST, mode="forward")
+    *_, step = found("decoder", {"tp": 4}, FAST)
+    assert plan.prediction.updating == 0
+    assert plan.prediction.seconds < step.prediction.seconds / 2
+
+
+def test_operators_without_a_rule_are_named():
+    class Rare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return torch.linalg.det(self.weight) * x.sum() + torch.ops.aten._foreach_norm([self.weight])[0]
+
+    plan = search(Rare(), {"tp": 2}, torch.randn(4, 8), mode="forward")
+    assert any("_foreach_norm" in name for name in plan.prediction.gathered)
+
+
+class Counted(nn.Module):
+    def forward(self, x):
+        return x[: int(x.sum())]
+
+
+BAD = {
+    "values": (lambda: search(Counted(), {"tp": 2}, torch.ones(4)), PlacementError, "needs the values of tensors"),
+    "mode": (lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), mode="train"), ValueError, '"training" or'),
+    "fixed": (
+        lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"wieght": {}}),
+        PlacementError,
+        "'wieght' matches no parameter",
+    ),
+    "axis": (
+        lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"weight": {"dp": Shard(0)}}),
+        PlacementError,
+        "names the axis 'dp'",
+    ),
+    "link": (
+        lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), links={"dp": FAST}),
+        ValueError,
+        "no 'dp'",
+    ),
+    "no tensor": (
+        lambda: search(nn.Identity(), {"tp": 2}, torch.ones(4, dtype=torch.long)),
+        ValueError,
+        "pass loss=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_clear_error(name):
+    call, kind, said = BAD[name]
+    with pytest.raises(kind, match=said):
+        call()
+
+
+def test_a_plan_is_a_file(tmp_path):
+    *_, plan = found("decoder", {"dp": 2, "tp": 2}, FAST)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    (tmp_path / "plan.json").write_text(
+        '{"format": "dtensor plan 1", "mesh": {"tp": 2}, "parameters": {"w": {"tp": "X"}}}'
+    )
+    with pytest.raises(PlacementError, match="is not one placement"):
+        Plan.load(tmp_path / "plan.json")
+
+
+@with_ranks(2)
+def test_a_plan_of_another_mesh_or_model(rank):
+    from dtensor import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    with pytest.raises(PlacementError, match=r"the plan is for a mesh {'dp': 2}, and the mesh has {'tp': 2}"):
+        distribute_model(nn.Linear(2, 2), mesh, Plan({"dp": 2}))
+    with pytest.raises(PlacementError, match="'wieght' matches no parameter"):
+        distribute_model(nn.Linear(2, 2), mesh, Plan({"tp": 2}, {"wieght": {"tp": Shard(0)}}))
+    with pytest.raises(PlacementError, match=r"'x' of 'x.input' matches no module"):
+        distribute_model(nn.Sequential(nn.Linear(2, 2)), mesh, Plan({"tp": 2}, activations={"x.input": None}))
+    with pytest.raises(PlacementError, match="is not an activation"):
+        distribute_model(nn.Sequential(nn.Linear(2, 2)), mesh, Plan({"tp": 2}, activations={"0.out": None}))
+
+
+@with_ranks(2)
+def test_one_rank_searches_for_all(rank):
+    from dtensor import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    model, batch = made("perceptron")
+    plan = search(model, mesh, batch)
+    assert plan.mesh == {"tp": 2}
+    assert plan.prediction.seconds > 0
+    with pytest.raises(PlacementError, match="no plan found fits"):
+        search(model, mesh, batch, memory=10)
+
+
+def test_it_explains_itself():
+    *_, plan = found("decoder", {"dp": 2, "tp": 2}, SLOW)
+    said = plan.explain()
+    for word in ("of the best there is", "Where the time goes", "replicas (DDP)", "of communication"):
+        assert word in said
+    assert "Nothing is predicted" in Plan({"tp": 2}).explain()
