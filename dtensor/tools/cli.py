@@ -31,6 +31,7 @@ from .calibration import Outcome as Constants
 from .checkpoint_commands import checkpoint
 from .demo import BACKENDS, BATCH, HEADS, SEQ, Options, Outcome, Run, default_text, demonstrate, under_torchrun
 from .demo_plans import PLANS
+from .plan_command import plan_command
 from .run_commands import COMMANDS as RUNS
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def main() -> None:
     """A distributed tensor made for torch.compile."""
 
 
-for _command in (*COMMANDS, *RUNS, checkpoint, package_command):
+for _command in (*COMMANDS, *RUNS, checkpoint, package_command, plan_command):
     main.add_command(_command)
 
 

@@ -78,7 +78,9 @@ class Engine:
         self.whole: State = (None,) * self.axes
         self._moves: dict[Any, Moves] = {}
         self._chosen: dict[Any, tuple[tuple[State, ...], tuple[State | None, ...], int, float, float]] = {}
-        self._last = self._lifetimes()
+        self._dying: dict[int, list[int]] = {}
+        for storage, index in steps.last.items():
+            self._dying.setdefault(index, []).append(storage)
 
     def moves(self, v: Value) -> Moves:
         """Prices of moves of a tensor."""
@@ -146,7 +148,7 @@ class Engine:
             for v, s in zip(op.outputs, outs):
                 if v is not None and s is not None:
                     states[v] = s
-                    if v.storage not in held and not is_free(step) and v.storage in self._last:
+                    if v.storage not in held and not is_free(step) and v.storage in self.steps.last:
                         held[v.storage] = self.local(v, s)
                         live += held[v.storage]
             most = max(most, live)
@@ -208,21 +210,6 @@ class Engine:
         for a in axes:
             n *= self.choices.network.sizes[a]
         return n
-
-    def _lifetimes(self) -> dict[int, int]:
-        last: dict[int, int] = {}
-        kept = {g.storage for g in self.steps.tape.gradients.values()}
-        own = {v.storage for v in self.steps.tape.values.values()}
-        for index, op in enumerate(self.steps.tape.ops):
-            for v in (*op.operands, *op.outputs):
-                if v is not None and v.storage not in own:
-                    last[v.storage] = index
-        self._dying: dict[int, list[int]] = {}
-        for storage, index in last.items():
-            if storage not in kept:
-                self._dying.setdefault(index, []).append(storage)
-        # Gradients count as held from the start.
-        return {storage: index for storage, index in last.items() if storage not in kept}
 
 
 def _pattern_of(step: Step) -> str:

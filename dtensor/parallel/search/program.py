@@ -318,10 +318,8 @@ class Program:
             self.columns.cost[k] += price
 
     def _saved(self) -> None:
-        seen: set[int] = set()
         for t in self.all.tensors:
-            if t.saved and t in self.made and t.like.storage not in seen:
-                seen.add(t.like.storage)
+            if t.saved and t in self.made:
                 for s, terms in self.made[t].items():
                     for k in terms:
                         self.held[k] = self.held.get(k, 0.0) + t.saved * t.like.bytes / parts(s, self.sizes)

@@ -46,6 +46,7 @@ def search(
     fixed: Mapping[str, Mapping[str, Placement]] | None = None,
     links: Mapping[str, Link] | None = None,
     machine: Machine | None = None,
+    device_type: str = "cuda",
     loss: Loss | None = None,
     mode: Mode = "training",
     optimizer_states: float = 2.0,
@@ -67,6 +68,7 @@ def search(
         fixed: names of parameters, or patterns of them, or "inputs" -> their placements by axis, which the plan keeps.
         links: axis -> its link, in place of those of the mesh.
         machine: what a rank computes with; None for the usual one of the mesh's device type.
+        device_type: of a mesh that is not there: "cuda" or "cpu".
         loss: computes the loss from what the model returns. None: its own `loss`, or a number that it returns, or the
             sum of what it returns.
         mode: "training" for forward, backward and the optimizer's update, or "forward".
@@ -87,7 +89,7 @@ def search(
     """
     if mode not in ("training", "forward"):
         raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
-    sizes, network, device = _mesh(mesh, links)
+    sizes, network, device = _mesh(mesh, links, device_type)
 
     def found() -> Plan:
         return _search(
@@ -130,10 +132,9 @@ def _once(mesh: Any, found: Callable[[], Plan]) -> Plan:
     return said[0]
 
 
-def _mesh(mesh: Any, links: Mapping[str, Link] | None) -> tuple[dict[str, int], Network, str]:
+def _mesh(mesh: Any, links: Mapping[str, Link] | None, device: str) -> tuple[dict[str, int], Network, str]:
     if isinstance(mesh, Mapping):
-        sizes, device = {str(axis): int(n) for axis, n in mesh.items()}, "cuda"
-        network, stride = Network.of(tuple(sizes.values()), INTRA), 1
+        sizes, stride = {str(axis): int(n) for axis, n in mesh.items()}, 1
         found: list[Link] = []
         for n in reversed(sizes.values()):
             stride *= n
@@ -204,6 +205,7 @@ class _Search:
     ) -> None:
         self.steps, self.choices, self.engine, self.pinned = steps, choices, engine, pinned
         self.training, self.states, self.memory, self.gap, self.limit = training, states, memory, gap, limit
+        self.sizes = choices.network.sizes
 
     def best(self) -> tuple[Assignment, Run, float]:
         """The cheapest assignment that fits, what the engine does with it, and the bound."""
@@ -211,6 +213,9 @@ class _Search:
         least: Run | None = None
         for _ in range(4):
             solution = self._solve(over)
+            if solution is None and self.memory is None:  # the time was too short: a well-known plan then
+                replicated = Assignment(stored=dict(self.pinned))
+                return self._or_known(replicated, self.engine.run(replicated), 0.0)
             if solution is None:
                 break
             bound = bound or solution.bound
@@ -219,7 +224,7 @@ class _Search:
             if least is None or run.peak < least.peak:
                 least = run
             if self.memory is None or run.peak <= self.memory:
-                made, run = self._shorter(made, run)
+                made, run = self._polished(*self._shorter(made, run), bound)
                 return self._or_known(made, run, bound)
             over += 1.02 * (run.peak - self.memory)
         raise PlacementError(self._too_large(least))
@@ -271,9 +276,7 @@ class _Search:
 
     def _shorter(self, made: Assignment, run: Run) -> tuple[Assignment, Run]:
         """The assignment without what changes nothing, by halves."""
-        groups: dict[tuple[str, str], list[Step]] = {}
-        for step in made.borders:
-            groups.setdefault((pattern(step.like.path), step.like.what), []).append(step)
+        groups = self._groups(made)
         best, price = made, run
 
         def without(some: Sequence[tuple[str, str]]) -> bool:
@@ -307,7 +310,7 @@ class _Search:
                 continue
             used = made.used.get(t, s)
             first = tuple([0 if isinstance(x, int) and u is None else x for x, u in zip(s, used)])
-            if first == s or not fits(first, t.like.shape, self.choices.network.sizes):
+            if first == s or not fits(first, t.like.shape, self.sizes):
                 continue
             tried = replace(made, stored={**made.stored, t: first})
             cost = self.engine.run(tried)
@@ -327,6 +330,31 @@ class _Search:
             if cost.seconds < run.seconds * (1 - SAME) and self._holds(cost):
                 made, run = a, cost
         return made, run, min(bound, run.seconds)
+
+    def _polished(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run]:
+        """The same with single activations elsewhere, where that helps, until it is near enough to the bound."""
+        states = sorted({s for pair in made.borders.values() for s in pair}, key=str)
+        for group in self._groups(made).values():
+            fitting = [s for s in states if all(fits(s, step.like.operands[0].shape, self.sizes) for step in group)]
+            for s in fitting:
+                for way in (0, 1):  # the tensor itself, or its gradient
+                    if run.seconds * (1 - self.gap) <= bound:
+                        return made, run
+                    if way == 0 and any(isinstance(x, str) for x in s):
+                        continue
+                    moved = {k: (s, v[1]) if way == 0 else (v[0], s) for k, v in made.borders.items() if k in group}
+                    tried = replace(made, borders={**made.borders, **moved})
+                    cost = self.engine.run(tried)
+                    if cost.seconds < run.seconds * (1 - SAME) and self._holds(cost):
+                        made, run = tried, cost
+        return made, run
+
+    def _groups(self, made: Assignment) -> dict[tuple[str, str], list[Step]]:
+        """The borders at which it moves something, by the name of the activation."""
+        groups: dict[tuple[str, str], list[Step]] = {}
+        for step in made.borders:
+            groups.setdefault((pattern(step.like.path), step.like.what), []).append(step)
+        return groups
 
 
 def _wanted(t: Tensor, solution: Solution) -> State:

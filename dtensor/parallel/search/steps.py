@@ -46,7 +46,7 @@ class Tensor:
         count: how many there are.
         step, index: what makes them, as which output; None for parameters, buffers and inputs.
         users: (step, operand) that take them, and how many times.
-        saved: how many of them the backward reads although the forward made them.
+        saved: how many of them stay until the backward.
     """
 
     like: Value
@@ -145,6 +145,7 @@ class Steps:
         of: operator -> its step.
         which: value -> its tensor.
         gradients: (tensor of gradients, tensor of parameters) -> how many.
+        last: memory -> the index of the last operator that needs it; not of parameters, inputs and gradients.
     """
 
     tape: Tape
@@ -153,6 +154,7 @@ class Steps:
     of: dict[Op, Step] = field(default_factory=dict[Op, Step])
     which: dict[Value, Tensor] = field(default_factory=dict[Value, Tensor])
     gradients: Counter[tuple[Tensor, Tensor]] = field(default_factory=Counter[tuple[Tensor, Tensor]])
+    last: dict[int, int] = field(default_factory=dict[int, int])
 
     def of_kind(self, kind: str) -> list[Tensor]:
         return [t for t in self.tensors if t.kind == kind]
@@ -205,18 +207,56 @@ def steps_of(tape: Tape) -> Steps:
                 made.which[v] = t
     for name, gradient in tape.gradients.items():
         made.gradients[made.which[gradient], made.which[tape.values[PARAMETER, name]]] += 1
+    made.last = _lifetimes(made)
+    turn = next((k for k, op in enumerate(tape.ops) if op.backward), len(tape.ops))
+    seen: set[int] = set()
+    for t in made.tensors:
+        storage = t.like.storage
+        forward = t.step is not None and not t.step.backward and not t.plain
+        if forward and made.last.get(storage, 0) >= turn and storage not in seen:
+            seen.add(storage)
+            t.saved = t.count
     for step in made.steps:
         step.moved, step.flops = _moved(step), _flops(step.like)
-    for t in made.tensors:
-        forward = t.step is None or not t.step.backward
-        if forward and t.kind not in (PARAMETER, CONSTANT):
-            t.saved = max([n for (user, _), n in t.users.items() if user.backward], default=0)
     return made
+
+
+def _lifetimes(steps: Steps) -> dict[int, int]:
+    """Memory -> the index of the last operator that needs it.
+
+    What an operator that works element by element makes is computed again in the backward, from what it read, as
+    torch's partitioner does; so what it read stays.
+    """
+    ops = steps.tape.ops
+    last: dict[int, int] = {}
+    later: dict[int, int] = {}
+    for index in reversed(range(len(ops))):
+        op, step = ops[index], steps.of[ops[index]]
+        if op.backward:
+            for v in (*op.operands, *[v for v in op.outputs if v is not None]):
+                last.setdefault(v.storage, index)
+                later.setdefault(v.storage, index)
+            continue
+        again = max([later.get(v.storage, -1) for v in op.outputs if v is not None], default=-1)
+        for v in op.operands:
+            if is_pointwise(step) or is_free(step):
+                later[v.storage] = max(later.get(v.storage, -1), again)
+            last[v.storage] = max(last.get(v.storage, -1), index)
+        for v in op.outputs:
+            if v is None or is_free(step):
+                continue
+            used = max([k for k in (last.get(v.storage, index),) if not ops[k].backward], default=index)
+            last[v.storage] = used if is_pointwise(step) else max(last.get(v.storage, index), later.get(v.storage, -1))
+    own = {v.storage for v in (*steps.tape.values.values(), *steps.tape.gradients.values())}
+    return {storage: index for storage, index in last.items() if storage not in own}
 
 
 def is_pointwise(step: Step) -> bool:
     """Whether compilers fuse it with its neighbours."""
-    return isinstance(step.like.func, OpOverload) and torch.Tag.pointwise in step.like.func.tags
+    func = step.like.func
+    return isinstance(func, OpOverload) and (
+        torch.Tag.pointwise in func.tags or func is torch.ops.aten._to_copy.default
+    )
 
 
 def is_free(step: Step) -> bool:

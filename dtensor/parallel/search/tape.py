@@ -156,6 +156,7 @@ class _Recorder(TorchDispatchMode):
         self.tape = Tape()
         self.known: dict[int, Value] = {}
         self.alive: list[Any] = []
+        self.same: dict[int, int] = {}
         self.open: list[str] = []
         self.entered: list[tuple[int, str]] = [(-1, "")]
         self.backward = self.quiet = False
@@ -167,8 +168,8 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def made(self, x: torch.Tensor, kind: str = MADE, name: str = "") -> Value:
-        storage = x.untyped_storage()._cdata
-        return self.note(x, Value(kind, name, tuple(x.shape), tuple(x.stride()), x.dtype, storage))
+        own = x.untyped_storage()._cdata
+        return self.note(x, Value(kind, name, tuple(x.shape), tuple(x.stride()), x.dtype, self.same.get(own, own)))
 
     def value(self, x: torch.Tensor) -> Value:
         return self.known.get(id(x)) or self.made(x, CONSTANT)
@@ -226,8 +227,8 @@ class _Recorder(TorchDispatchMode):
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         self.quiet = False
         given = self.value(x)
+        self.same[made.untyped_storage()._cdata] = given.storage
         value = self.made(made, CONSTANT if given.kind == CONSTANT else MADE)
-        value.storage = given.storage
         value.maker = Op(BORDER, (given,), {}, [given], [value], False, path, self.backward, what, forward)
         self.tape.ops.append(value.maker)
         return made
