@@ -44,8 +44,6 @@ def describe(value: Any) -> str:
     Raises:
         ValueError: it can be known by its identity only.
     """
-    if isinstance(value, torch.optim.Optimizer):  # Dynamo guards by value what it reads of it
-        return f"the optimizer {_named(type(value))}"
     return _describe(value, ())
 
 
@@ -69,6 +67,8 @@ def _describe(value: Any, within: tuple[int, ...]) -> str:
             return f"partial({', '.join(given)})"
         case types.MethodType():
             return f"{_describe(value.__func__, inside)} of {_named(type(value.__self__))}"
+        case torch.optim.Optimizer():  # Dynamo guards by value what it reads of it
+            return f"the optimizer {_named(type(value))}"
         case types.ModuleType():
             return f"module {value.__name__}"
         case type():

@@ -21,6 +21,7 @@ from .optimizers import Call, noted_call  # first: the version of torch is check
 # isort: split
 from torch._dynamo import bytecode_transformation, convert_frame, guards, output_graph
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.types import wrap_guarded_code
 from torch._dynamo.utils import orig_code_map
@@ -214,7 +215,8 @@ def _bypass_package(self: Any, reason: str = "", **kwargs: Any) -> None:
 
 def _reduce(self: Any, obj: Any) -> Any:
     """As torch reduces an object that guards refer to. It forgets whether a subclass's tensor requires a gradient, and
-    which it has, and what an optimizer has besides groups and state; it cannot read a gradient without guards again."""
+    which it has, and what an optimizer has besides groups and state; gradients without guards, and what methods that were replaced
+    close over, it cannot read again."""
     recorder = _recorder.get()
     if recorder is None:
         return _own_reduce(self, obj)
@@ -223,6 +225,9 @@ def _reduce(self: Any, obj: Any) -> Any:
         return ours
     if isinstance(obj, torch.optim.Optimizer):
         return _optimizer, (type(obj), {k: v if id(v) in self.guard_tree_values else None for k, v in vars(obj).items()})
+    if isinstance(obj, types.FunctionType) and id(obj.__closure__) in self.guard_tree_values:
+        parts = (obj.__code__, obj.__module__, obj.__qualname__, obj.__defaults__, obj.__closure__)
+        return type(self)._unpickle_nested_function, parts
     made = _own_reduce(self, obj)
     if not isinstance(made, tuple) or made[0] not in (self._unpickle_tensor, self._unpickle_traceable_wrapper_subclass):
         return made
@@ -353,6 +358,7 @@ def caches_are_on() -> bool:
 __all__ = [
     "FrameRecorder",
     "Handler",
+    "Unsupported",
     "caches_are_on",
     "intercept",
     "intercept_from_now_on",
