@@ -144,11 +144,11 @@ def stand_ins(
 def same_objects(found: Sequence[tuple[str, Any]], frame_globals: dict[str, Any]) -> Callable[[Any], bool]:
     """Return a check that the expressions stand for these very objects in a frame's locals.
 
-    The check does not keep an optimizer, and with it parameters, alive.
+    The check keeps neither optimizers nor functions, which may close over them, alive.
     """
     # A bound method is another object each time it is read.
     same = ["==" if isinstance(value, types.MethodType) else "is" for _, value in found]
-    weak = [isinstance(value, torch.optim.Optimizer) for _, value in found]
+    weak = [isinstance(value, (torch.optim.Optimizer, types.FunctionType)) for _, value in found]
     text = " and ".join(
         [f"({expression}) {same[i]} objects[{i}]{'()' * weak[i]}" for i, (expression, _) in enumerate(found)]
     )

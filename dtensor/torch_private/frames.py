@@ -44,6 +44,12 @@ OF_THIS_MACHINE = ("base_dir", "debug_dir_root", "compile_threads", *WHOLE)
 """Settings that say nothing about what is made: paths, threads, and what is set while a frame is recorded."""
 
 
+OF_AN_OPTIMIZER = (
+    "the step of an optimizer takes a tensor that is neither a parameter, nor a gradient, nor in the optimizer's state; "
+    "put it into the state"
+)
+
+
 @dataclass
 class FrameRecorder:
     """Collects what Dynamo makes of a frame; Dynamo takes it for a `CompilePackage`.
@@ -172,13 +178,13 @@ def _install_global_unsafe(self: Any, name: str, value: Any) -> None:
     """As Dynamo puts a value into the frame's globals."""
     _own_install_unsafe(self, name, value)
     recorder = _recorder.get()
-    if recorder is not None and not isinstance(value, dict) and not _is_optimizer(value):  # a dict: the builtins
+    if recorder is None or isinstance(value, dict):  # a dict: the builtins
+        return
+    behind = value() if isinstance(value, weakref.ref) else None
+    if isinstance(behind, torch.Tensor):
+        recorder.refused = recorder.refused or OF_AN_OPTIMIZER
+    if not isinstance(behind, torch.optim.Optimizer):  # of which only a guard asks whether it is alive
         recorder.objects.add(name)
-
-
-def _is_optimizer(value: Any) -> bool:
-    """Whether a value refers to an optimizer weakly; only a guard asks for that, whether the optimizer is alive."""
-    return isinstance(value, weakref.ref) and isinstance(value(), torch.optim.Optimizer)
 
 
 def _static_address_type(value: Any) -> Any:
@@ -224,7 +230,10 @@ def _reduce(self: Any, obj: Any) -> Any:
     if ours is not None:
         return ours
     if isinstance(obj, torch.optim.Optimizer):
-        return _optimizer, (type(obj), {k: v if id(v) in self.guard_tree_values else None for k, v in vars(obj).items()})
+        return _optimizer, (
+            type(obj),
+            {k: v if id(v) in self.guard_tree_values else None for k, v in vars(obj).items()},
+        )
     if isinstance(obj, types.FunctionType) and id(obj.__closure__) in self.guard_tree_values:
         parts = (obj.__code__, obj.__module__, obj.__qualname__, obj.__defaults__, obj.__closure__)
         return type(self)._unpickle_nested_function, parts
