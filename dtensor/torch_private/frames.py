@@ -45,8 +45,8 @@ OF_THIS_MACHINE = ("base_dir", "debug_dir_root", "compile_threads", *WHOLE)
 
 
 OF_AN_OPTIMIZER = (
-    "the step of an optimizer takes a tensor that is neither a parameter, nor a gradient, nor in the optimizer's state; "
-    "put it into the state"
+    "the step of an optimizer takes a tensor that is neither a parameter, nor a gradient, nor in the optimizer's "
+    "state; put it into the state"
 )
 
 
@@ -220,9 +220,9 @@ def _bypass_package(self: Any, reason: str = "", **kwargs: Any) -> None:
 
 
 def _reduce(self: Any, obj: Any) -> Any:
-    """As torch reduces an object that guards refer to. It forgets whether a subclass's tensor requires a gradient, and
-    which it has, and what an optimizer has besides groups and state; gradients without guards, and what methods that were replaced
-    close over, it cannot read again."""
+    """As torch reduces an object that guards refer to, but for what it forgets: whether a subclass's tensor requires a
+    gradient, and its gradient; what an optimizer has besides groups and state; what a method that was replaced closes
+    over. A gradient that no guard refers to is left out, as torch could not read the tensor again."""
     recorder = _recorder.get()
     if recorder is None:
         return _own_reduce(self, obj)
