@@ -234,10 +234,14 @@ def _reduce(self: Any, obj: Any) -> Any:
             type(obj),
             {k: v if id(v) in self.guard_tree_values else None for k, v in vars(obj).items()},
         )
-    if isinstance(obj, types.FunctionType) and id(obj.__closure__) in self.guard_tree_values:
-        parts = (obj.__code__, obj.__module__, obj.__qualname__, obj.__defaults__, obj.__closure__)
-        return type(self)._unpickle_nested_function, parts
     made = _own_reduce(self, obj)
+    if isinstance(obj, types.FunctionType):
+        closes = obj.__closure__ is not None and id(obj.__closure__) in self.guard_tree_values
+        forgotten = (
+            isinstance(made, tuple) and made[0] is guards._Missing
+        )  # releases from 2.15 on rebuild it themselves
+        parts = (obj.__code__, obj.__module__, obj.__qualname__, obj.__defaults__, obj.__closure__)
+        return (self._unpickle_nested_function, parts) if closes and forgotten else made
     if not isinstance(made, tuple) or made[0] not in (self._unpickle_tensor, self._unpickle_traceable_wrapper_subclass):
         return made
     grad = obj.grad if obj.is_leaf and id(obj.grad) in self.guard_tree_values else None
@@ -262,7 +266,7 @@ def _subclass(
 
 
 def _optimizer(kind: type, attributes: dict[str, Any]) -> Any:
-    made = kind.__new__(kind)
+    made = object.__new__(kind)
     vars(made).update(attributes)
     return made
 
