@@ -50,7 +50,8 @@ def test_one_rank_compiles_the_step_of_the_optimizer(own_caches):
     names = [sorted([*made.given, *made.taken]) for _, made, _ in found]
     assert names[0] == names[1]
     assert names[0].count("SGD.step") == 2
-    assert [made.alone for _, made, _ in found] == [[], []]
+    reasons = [why for _, made, _ in found for _, why in made.alone]
+    assert [why for why in reasons if not why.endswith("it was not compiled")] == []  # Dynamo leaves it to Python
     assert sum(compiled[0] for *_, compiled in found) == 3
 
 
