@@ -31,6 +31,7 @@ from dtensor.torch_private.kernels import binary, using_kernels
 
 from ..backends.backend import as_returned, how_returned
 from .identities import Identity, digest, identities, same_objects, stand_ins
+from .optimizers import Stepped, initialized, stepped
 
 OURS = ("torch", "dtensor")
 """Packages whose source is not compared line by line: a package holds for their versions only."""
@@ -76,6 +77,7 @@ class Entry:
         lines: the source that was compiled, its own and that of what it calls.
         guards: pickled guards of values.
         identities: guards of objects.
+        optimizers: those of which the code expects a state.
         code: what takes the place of its code.
         imports, resumed: as in `FrameRecorder`.
         backends: name -> (what AOTAutograd and Inductor made, pickled; how the results are returned).
@@ -91,6 +93,7 @@ class Entry:
     lines: tuple[Lines, ...] = field(repr=False)
     guards: bytes = field(repr=False)
     identities: tuple[Identity, ...] = field(repr=False)
+    optimizers: tuple[Stepped, ...] = field(repr=False)
     code: Any = field(repr=False)
     imports: dict[str, str] = field(repr=False)
     resumed: dict[str, Any] = field(repr=False)
@@ -154,6 +157,7 @@ def take_apart(
         tuple(dict.fromkeys(_lines([code, *made.inlined]))),
         made.guards,
         objects,
+        stepped(made.optimizers),
         frame_data.to_data(_without_path(made.code)),
         dict(made.imports),
         {name: frame_data.to_data(_without_path(resumed)) for name, resumed in made.resumed.items()},
@@ -278,6 +282,8 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
         manager = frame_data.guard_manager(entry.guards, frame.f_code, scope)
     except Exception as error:  # whatever unpickling raises
         return None, f"its guards cannot be read: {error}"
+    if difference := initialized(entry.optimizers, frame.f_locals, scope):
+        return None, difference
     if difference := frame_data.first_difference(manager, frame.f_locals):
         return None, difference
     found, difference = stand_ins(entry.identities, frame.f_locals, scope)

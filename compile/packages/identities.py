@@ -7,6 +7,7 @@ has other objects. There, an object of the same description takes its place, and
 import functools
 import hashlib
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,6 +67,8 @@ def _describe(value: Any, within: tuple[int, ...]) -> str:
             return f"partial({', '.join(given)})"
         case types.MethodType():
             return f"{_describe(value.__func__, inside)} of {_named(type(value.__self__))}"
+        case torch.optim.Optimizer():  # Dynamo guards by value what it reads of it
+            return f"the optimizer {_named(type(value))}"
         case types.ModuleType():
             return f"module {value.__name__}"
         case type():
@@ -139,11 +142,18 @@ def stand_ins(
 
 
 def same_objects(found: Sequence[tuple[str, Any]], frame_globals: dict[str, Any]) -> Callable[[Any], bool]:
-    """Return a check that the expressions stand for these very objects in a frame's locals."""
+    """Return a check that the expressions stand for these very objects in a frame's locals.
+
+    The check keeps neither optimizers nor functions, which may close over them, alive.
+    """
     # A bound method is another object each time it is read.
     same = ["==" if isinstance(value, types.MethodType) else "is" for _, value in found]
-    text = " and ".join([f"({expression}) {same[i]} objects[{i}]" for i, (expression, _) in enumerate(found)])
-    holds = evaluate(f"lambda objects: lambda L: {text}", None, frame_globals)([value for _, value in found])
+    weak = [isinstance(value, (torch.optim.Optimizer, types.FunctionType)) for _, value in found]
+    text = " and ".join(
+        [f"({expression}) {same[i]} objects[{i}]{'()' * weak[i]}" for i, (expression, _) in enumerate(found)]
+    )
+    objects = [weakref.ref(value) if weak[i] else value for i, (_, value) in enumerate(found)]
+    holds = evaluate(f"lambda objects: lambda L: {text}", None, frame_globals)(objects)
 
     def check(frame_locals: Any) -> bool:
         try:

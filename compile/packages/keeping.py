@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from dtensor.layout.chunks import uneven_noted
 from dtensor.mesh.mesh import forget_all_but_meshes, known_meshes
-from dtensor.torch_private.frames import FrameRecorder
+from dtensor.torch_private.frames import FrameRecorder, Unsupported
 from dtensor.torch_private.kernels import noted_kernels
 
 from ..backends.insert_agreement import Collectives, overheard
@@ -88,8 +88,12 @@ class Keeper:
             self.kept.entries.append(made)
             self.kept.collectives += heard
 
-        with kept(frame, compiler, keep) as recorder:
-            yield recorder
+        try:
+            with kept(frame, compiler, keep) as recorder:
+                yield recorder
+        except Unsupported:  # Dynamo leaves the frame to Python, unless the user forbids it
+            self.kept.plain.add(digest(frame.f_code))
+            raise
 
     def answer(self, frame: Any, compiler: str) -> None:
         """As `dtensor.torch_private.frames.Handler`: nothing is taken from elsewhere."""

@@ -50,7 +50,8 @@ class Package:
             PackageError: with `strict`, the frame is not in the package, or does not fit.
         """
         name = frame.f_code.co_qualname
-        if digest(frame.f_code) in self.plain:
+        code = digest(frame.f_code)
+        if code in self.plain and not any(e.digest == code for e in self.entries):
             return None
         self._compare()
         found, why = (None, self.refused) if self.refused else self._entry(frame, compiler)
@@ -58,6 +59,8 @@ class Package:
             self.taken.append(name)
             log.info("%s is taken from the package %s, not compiled", name, self.path)
             return found
+        if code in self.plain:
+            return None
         if self.strict:
             raise PackageError(f"{name} cannot be taken from the package {self.path}: {why}; make the package again")
         self.missed.append((name, why))

@@ -21,7 +21,7 @@ def rule_of(func: OpOverload) -> RuleFunction | None:
 @cache
 def _is_pointwise(name: str) -> bool:
     namespace, _, short = name.partition("::")
-    packet = getattr(torch.ops.aten, short, None) if namespace == "aten" else None
+    packet = getattr(getattr(torch.ops, namespace), short, None) if namespace in ("aten", "prims") else None
     return packet is not None and any(_tagged(getattr(packet, overload)) for overload in packet.overloads())
 
 

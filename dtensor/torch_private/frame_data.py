@@ -4,6 +4,7 @@ import importlib
 import pickle
 import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ def install(
 def _resuming(code: types.CodeType, scope: dict[str, Any], name: str) -> Any:
     if not code.co_freevars:
         return types.FunctionType(code, scope, name)
-    return lambda closure: types.FunctionType(code, scope, name, None, closure)
+    return partial(types.FunctionType, code, scope, name, None)  # of C, so that Dynamo is not asked to compile it
 
 
 def artifact(backend: str) -> Any:

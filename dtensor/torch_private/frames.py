@@ -7,6 +7,7 @@ which may answer from data, or give it a `FrameRecorder` that collects what it m
 import itertools
 import secrets
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -15,12 +16,17 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
+from .optimizers import Call, noted_call  # first: the version of torch is checked there
+
 # isort: split
-from torch._dynamo import bytecode_transformation, convert_frame, guards
+from torch._dynamo import bytecode_transformation, convert_frame, guards, output_graph
 from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.types import wrap_guarded_code
 from torch._dynamo.utils import orig_code_map
+from torch._dynamo.variables import builder
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import config as inductor_config
@@ -38,6 +44,12 @@ OF_THIS_MACHINE = ("base_dir", "debug_dir_root", "compile_threads", *WHOLE)
 """Settings that say nothing about what is made: paths, threads, and what is set while a frame is recorded."""
 
 
+OF_AN_OPTIMIZER = (
+    "the step of an optimizer takes a tensor that is neither a parameter, nor a gradient, nor in the optimizer's "
+    "state; put it into the state"
+)
+
+
 @dataclass
 class FrameRecorder:
     """Collects what Dynamo makes of a frame; Dynamo takes it for a `CompilePackage`.
@@ -51,6 +63,7 @@ class FrameRecorder:
         resumed: names in the frame's globals -> code that runs after a graph break.
         backends: names in the frame's globals -> the compiled functions.
         objects: other names in the frame's globals that were made for the compiled code.
+        optimizers: expressions -> the optimizers whose state Dynamo initialized, and by which calls.
         refused: why this cannot be taken to another process; "" if it can.
         reduce: how to pickle an object that guards refer to, as `object.__reduce__` says it; None for torch's way.
     """
@@ -63,6 +76,7 @@ class FrameRecorder:
     resumed: dict[str, types.CodeType] = field(default_factory=dict[str, types.CodeType])
     backends: dict[str, Any] = field(default_factory=dict[str, Any])
     objects: set[str] = field(default_factory=set[str])
+    optimizers: dict[str, tuple[Any, list[Call]]] = field(default_factory=dict[str, tuple[Any, list[Call]]])
     refused: str = ""
     reduce: Callable[[Any], Any] = field(default=lambda obj: None)
 
@@ -144,6 +158,9 @@ def _install() -> None:
         autograd_cache.AOTAutogradCache._lookup = staticmethod(_lookup)
         OutputGraph.install_global_unsafe = _install_global_unsafe
         OutputGraph.bypass_package = _bypass_package
+        builder.get_static_address_type = output_graph.get_static_address_type = _static_address_type
+        builder.is_from_optimizer_source = guards.is_from_optimizer_source = _is_from_optimizer_source
+        OptimizerVariable.get_python_args = _get_python_args
 
 
 _own_compile = convert_frame.ConvertFrameAssert.__call__
@@ -152,14 +169,44 @@ _own_lookup = autograd_cache.AOTAutogradCache._lookup
 _own_install_unsafe = OutputGraph.install_global_unsafe
 _own_bypass = OutputGraph.bypass_package
 _own_reduce = guards.GuardsStatePickler.reducer_override
+_own_static_address_type = builder.get_static_address_type
+_own_is_from_optimizer_source = builder.is_from_optimizer_source
+_own_python_args = OptimizerVariable.get_python_args
 
 
 def _install_global_unsafe(self: Any, name: str, value: Any) -> None:
     """As Dynamo puts a value into the frame's globals."""
     _own_install_unsafe(self, name, value)
     recorder = _recorder.get()
-    if recorder is not None and not isinstance(value, dict):  # a dict: the builtins
+    if recorder is None or isinstance(value, dict):  # a dict: the builtins
+        return
+    behind = value() if isinstance(value, weakref.ref) else None
+    if isinstance(behind, torch.Tensor):
+        recorder.refused = recorder.refused or OF_AN_OPTIMIZER
+    if not isinstance(behind, torch.optim.Optimizer):  # of which only a guard asks whether it is alive
         recorder.objects.add(name)
+
+
+def _static_address_type(value: Any) -> Any:
+    """As Dynamo tells whether a tensor is known by its address; what is recorded takes every tensor as an input."""
+    found = _own_static_address_type(value)
+    return "unguarded" if found == "guarded" and _recorder.get() is not None else found
+
+
+def _is_from_optimizer_source(source: Any) -> bool:
+    """As Dynamo tells whether a tensor is reached through an optimizer, whose parameters are known by their addresses,
+    so that gradients, and which tensors are the same, need no guards; what is recorded needs them."""
+    return _recorder.get() is None and _own_is_from_optimizer_source(source)
+
+
+def _get_python_args(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As Dynamo finds the arguments by which it initializes an optimizer's state."""
+    found = _own_python_args(self, *args, **kwargs)
+    recorder = _recorder.get()
+    if recorder is not None:
+        _, calls = recorder.optimizers.setdefault(self.source.name, (self.value, []))
+        calls.append(noted_call(self.value, *found))
+    return found
 
 
 def _bypass_package(self: Any, reason: str = "", **kwargs: Any) -> None:
@@ -173,14 +220,34 @@ def _bypass_package(self: Any, reason: str = "", **kwargs: Any) -> None:
 
 
 def _reduce(self: Any, obj: Any) -> Any:
-    """As torch reduces an object that guards refer to; it forgets whether a subclass's tensor requires a gradient."""
+    """As torch reduces an object that guards refer to, but for what it forgets: whether a subclass's tensor requires a
+    gradient, and its gradient; what an optimizer has besides groups and state; what a method that was replaced closes
+    over. A gradient that no guard refers to is left out, as torch could not read the tensor again."""
     recorder = _recorder.get()
-    ours = recorder.reduce(obj) if recorder is not None else None
+    if recorder is None:
+        return _own_reduce(self, obj)
+    ours = recorder.reduce(obj)
     if ours is not None:
         return ours
+    if isinstance(obj, torch.optim.Optimizer):
+        return _optimizer, (
+            type(obj),
+            {k: v if id(v) in self.guard_tree_values else None for k, v in vars(obj).items()},
+        )
     made = _own_reduce(self, obj)
-    subclass = isinstance(made, tuple) and made[0] == type(self)._unpickle_traceable_wrapper_subclass
-    return (_requiring_grad, made) if subclass and obj.requires_grad else made
+    if isinstance(obj, types.FunctionType):
+        closes = obj.__closure__ is not None and id(obj.__closure__) in self.guard_tree_values
+        forgotten = (
+            isinstance(made, tuple) and made[0] is guards._Missing
+        )  # releases from 2.15 on rebuild it themselves
+        parts = (obj.__code__, obj.__module__, obj.__qualname__, obj.__defaults__, obj.__closure__)
+        return (self._unpickle_nested_function, parts) if closes and forgotten else made
+    if not isinstance(made, tuple) or made[0] not in (self._unpickle_tensor, self._unpickle_traceable_wrapper_subclass):
+        return made
+    grad = obj.grad if obj.is_leaf and id(obj.grad) in self.guard_tree_values else None
+    if made[0] == self._unpickle_tensor:
+        return made[0], (*made[1][:-1], grad)
+    return _subclass, (*made, obj.requires_grad, grad)
 
 
 def _lookup(*args: Any, **kwargs: Any) -> Any:
@@ -188,8 +255,20 @@ def _lookup(*args: Any, **kwargs: Any) -> Any:
     return None if _recorder.get() is not None else _own_lookup(*args, **kwargs)
 
 
-def _requiring_grad(make: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
-    return make(*args).requires_grad_()
+def _subclass(
+    make: Callable[..., torch.Tensor], args: tuple[Any, ...], requires_grad: bool, grad: torch.Tensor | None
+) -> torch.Tensor:
+    made = make(*args)
+    if requires_grad:
+        made.requires_grad_()
+    made.grad = grad
+    return made
+
+
+def _optimizer(kind: type, attributes: dict[str, Any]) -> Any:
+    made = object.__new__(kind)
+    vars(made).update(attributes)
+    return made
 
 
 def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int = 0) -> Any:
@@ -292,6 +371,7 @@ def caches_are_on() -> bool:
 __all__ = [
     "FrameRecorder",
     "Handler",
+    "Unsupported",
     "caches_are_on",
     "intercept",
     "intercept_from_now_on",

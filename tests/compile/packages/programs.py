@@ -1,5 +1,7 @@
 """Programs that are packaged: training steps of small models, sharded by each plan."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,16 @@ def batch() -> torch.Tensor:
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
 
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True, foreach=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01),
+    "a rate that is a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+}
+
+
 def small(mesh: Any, x: torch.Tensor, kind: type = Small, steps: int = STEPS, **options: Any) -> list[float]:
     """Train a model of two linear layers by tensor parallelism; return the losses."""
     torch.manual_seed(0)
@@ -43,16 +55,20 @@ def small(mesh: Any, x: torch.Tensor, kind: type = Small, steps: int = STEPS, **
     return train(model, x, x, steps, **options)
 
 
-def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int = STEPS, **options: Any) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int = STEPS, optimizer: str = "", **options: Any
+) -> list[float]:
+    """Train a model, by a compiled step of one of `OPTIMIZERS` if it is named."""
+    made = OPTIMIZERS[optimizer or "sgd"](model.parameters())
+    step = torch.compile(made.step) if optimizer else made.step
     run, losses = torch.compile(model, **options), []
     for _ in range(steps):
         out = run(x)
         out = out.full_tensor() if hasattr(out, "full_tensor") else out
         loss = F.cross_entropy(out.flatten(0, 1), y.flatten()) if y.dtype == torch.int64 else F.mse_loss(out, y)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
+        made.zero_grad()
         losses.append(loss.item())
     return losses
 
@@ -68,7 +84,7 @@ def transformer(mesh: Any, plan: str, tokens: torch.Tensor) -> list[float]:
         model = _fully_sharded(Transformer.parallelize(model, mesh["tp"], use_seq_parallel=True), mesh["dp"])
     else:
         model = _fully_sharded(model, mesh)
-    return train(model, tokens, tokens)
+    return train(model, tokens, tokens, steps=3, optimizer="adamw")
 
 
 def _fully_sharded(model: Any, mesh: Any) -> Any:
