@@ -343,6 +343,7 @@ def test_what_dynamo_leaves_to_python_is_not_missed(safe_folder, own_caches):
 
 PROGRAM = """
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 import dtensor
 
 
@@ -352,7 +353,7 @@ def seen(*_):
 
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.AdamW(model.parameters())
-torch.optim.optimizer.register_optimizer_step_pre_hook(seen)
+register_optimizer_step_pre_hook(seen)
 step = torch.compile(optimizer.step)
 for _ in range(2):
     model(torch.ones(2, 4)).sum().backward()
