@@ -1,11 +1,13 @@
 """The command `dtensor package`."""
 
 import hashlib
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import click
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from dtensor.errors import PackageError
 
@@ -13,9 +15,30 @@ from ..recording.imagined import imagined, run_script
 from ..recording.mesh_option import Mesh
 from .package import packaging
 
+OURS = -1
+"""The number of the hook that counts steps."""
+
 
 class _Enough(SystemExit):
     """Ends the program, which took the steps that were asked for."""
+
+
+@contextmanager
+def _after_each_step(call: Callable[..., None]) -> Iterator[None]:
+    """A context in which `call` follows each step of an optimizer.
+
+    Hooks are numbered, and compiled steps guard the numbers: the program's hooks have those that they have without it.
+    """
+    own = RemovableHandle.next_id
+    handle = register_optimizer_step_post_hook(call)
+    RemovableHandle.next_id = own
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None, "torch holds the hooks of all optimizers"
+    hooks[OURS] = hooks.pop(handle.id)
+    try:
+        yield
+    finally:
+        hooks.pop(OURS)
 
 
 @click.command("package", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -40,14 +63,16 @@ def package_command(
         if not left:
             raise _Enough(0)
 
-    handle = register_optimizer_step_post_hook(stepped)
     try:
-        with imagined(mesh, as_backend=True) if mesh else nullcontext(), packaging(file) as made, suppress(_Enough):
+        with (
+            imagined(mesh, as_backend=True) if mesh else nullcontext(),
+            _after_each_step(stepped),
+            packaging(file) as made,
+            suppress(_Enough),
+        ):
             run_script(script, arguments)
     except (PackageError, OSError) as error:
         raise click.ClickException(str(error)) from error
-    finally:
-        handle.remove()
     for name, why in made.left_out:
         click.echo(f"left out: {name}: {why}", err=True)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,6 +1,8 @@
 """Compiled steps of optimizers: taken by one whose state is empty, bit by bit the same, or compiled with a reason."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -337,6 +339,45 @@ def test_what_dynamo_leaves_to_python_is_not_missed(safe_folder, own_caches):
     assert same(found, expected)
     assert compiled == (0, 0, 0)
     assert package.missed == []
+
+
+PROGRAM = """
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+import dtensor
+
+
+def seen(*_):
+    pass
+
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.AdamW(model.parameters())
+register_optimizer_step_pre_hook(seen)
+step = torch.compile(optimizer.step)
+for _ in range(2):
+    model(torch.ones(2, 4)).sum().backward()
+    step()
+    optimizer.zero_grad()
+print("steps", optimizer.state[model.weight]["step"].item())
+"""
+
+
+def test_the_command(safe_folder, own_caches, monkeypatch):
+    """The hook that counts steps is not seen by what is compiled."""
+    script, path = safe_folder / "program.py", safe_folder / "command.package"
+    script.write_text(PROGRAM)
+
+    def run(*command):
+        return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, timeout=300)
+
+    made = run("-m", "dtensor", "package", str(path), str(script))
+    assert made.returncode == 0, made.stderr
+    monkeypatch.setenv("DTENSOR_PACKAGE", str(path))
+    monkeypatch.setenv("DTENSOR_PACKAGE_STRICT", "1")
+    done = run(str(script))
+    assert done.returncode == 0, done.stderr
+    assert "steps 2.0" in done.stdout
 
 
 def test_addresses_count_unless_something_is_recorded():
