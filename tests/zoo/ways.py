@@ -9,8 +9,9 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.tensor import parallel as torch_parallel
 from torch.nn.parallel import DistributedDataParallel
 
-from dtensor import DTensor, Replicate, distribute_model, distribute_tensor, init_device_mesh
+from dtensor import DTensor, Replicate, distribute_model, distribute_tensor, init_device_mesh, search
 from dtensor.interop import convert_module
+from dtensor.layout.cost import Link
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 from .models import EXAMPLES
@@ -36,6 +37,14 @@ def two_dimensional(model: nn.Module, name: str, given: Given) -> tuple[nn.Modul
 def fully_sharded(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
     """By `fully_shard` alone."""
     return _by_layers(fully_shard, model, _data_mesh()), given
+
+
+def found(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
+    """By a plan that is searched, over links on which it pays to share the work."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plan = search(model, mesh, given, links={"tp": Link(alpha=1e-7, bandwidth=1e12, start=1e-7)})
+    assert plan.parameters or plan.inputs
+    return distribute_model(model, mesh, plan, outputs={}), plan.part(given, mesh)
 
 
 def in_styles(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
@@ -100,6 +109,7 @@ ALL, SOME, DECODERS = tuple(EXAMPLES), ("llama", "vit", "convolutions"), ("llama
 
 WAYS: dict[str, tuple[int, Callable[..., Any], tuple[str, ...]]] = {
     "tp": (2, tensor_parallel, ALL),
+    "found": (2, found, ALL),
     "fsdp": (2, fully_sharded, ALL),
     "2d": (4, two_dimensional, ALL),
     "styles": (2, in_styles, DECODERS),

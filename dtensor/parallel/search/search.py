@@ -357,19 +357,24 @@ class _Search:
         return groups
 
 
-def _wanted(t: Tensor, solution: Solution) -> State:
-    """The state in which all users of a tensor take it, or else that in which it is made."""
-    found: set[State | None] = set()
+def _wanted(t: Tensor, solution: Solution, behind: frozenset[Tensor] = frozenset()) -> State:
+    """The state in which all users of a tensor take it, be it behind a border, or else that in which it is made.
+
+    Args:
+        behind: the borders on the way to it; a module that repeats may be next to itself.
+    """
+    found: set[State] = set()
     for user, k in t.users:
-        out = user.outputs[0] if user.border else None
         if user.backward != (t.step is not None and t.step.backward):
             continue
-        found.add(
-            _wanted(out, solution) if out in solution.states and out is not None else solution.uses.get((user, k))
-        )
-    found.discard(None)
-    first = next(iter(found), None)
-    return first if first is not None and len(found) == 1 else solution.states[t]
+        out = user.outputs[0] if user.border else None
+        taken = solution.uses.get((user, k))
+        if out is not None and out in solution.states and out is not t and out not in behind:
+            found.add(_wanted(out, solution, behind | {t}))
+        elif taken is not None:
+            found.add(taken)
+    (first, *others) = found or {solution.states[t]}
+    return solution.states[t] if others else first
 
 
 def known(steps: Steps, choices: Choices) -> dict[str, Assignment]:

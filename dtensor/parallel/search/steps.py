@@ -266,7 +266,9 @@ def is_free(step: Step) -> bool:
 
 
 def _root(t: Tensor) -> Tensor:
-    while t.step is not None and is_free(t.step) and t.step.sources:
+    seen: set[Tensor] = set()
+    while t.step is not None and is_free(t.step) and t.step.sources and t not in seen:
+        seen.add(t)
         t = next(iter(t.step.sources[0]))
     return t
 
@@ -277,14 +279,21 @@ def _fused(t: Tensor) -> bool:
 
 
 def _read_in_full(t: Tensor) -> bool:
-    """Whether some user of a tensor, or of a view of it, is no pointwise operator."""
-    return any(_read_in_full_by(user) for user, _ in t.users) or not t.users
-
-
-def _read_in_full_by(step: Step) -> bool:
-    if is_free(step):
-        return any(out is not None and _read_in_full(out) for out in step.outputs)
-    return not is_pointwise(step)
+    """Whether some user of a tensor, or of a view of it, is no pointwise operator; or nothing uses it."""
+    todo, seen = [t], {t}
+    while todo:
+        at = todo.pop()
+        if not at.users:
+            return True
+        for user, _ in at.users:
+            if not is_free(user):
+                if not is_pointwise(user):
+                    return True
+                continue
+            more = [out for out in user.outputs if out is not None and out not in seen]
+            seen.update(more)
+            todo += more
+    return False
 
 
 def _moved(step: Step) -> tuple[list[float], list[float]]:

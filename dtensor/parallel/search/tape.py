@@ -18,7 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from ...errors import PlacementError
-from ...rules import Output
+from ...rules import SHAPES, Output
 from ...torch_private.core import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -176,7 +176,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = SHAPES.get(func._schema.name, func)(*args, **kwargs)
         if self.quiet or func.namespace == "prim":
             return out
         operands: list[Value] = []

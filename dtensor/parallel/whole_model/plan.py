@@ -9,8 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
+
 from ...errors import PlacementError
-from ...layout.placements import Placement, Replicate, parsed
+from ...layout.placements import Placement, Replicate, Shard, parsed
+from ...torch_private.core import tree_map
 
 Axes: TypeAlias = dict[str, Placement]
 """Placements by mesh axis; on axes that are left out a tensor is replicated."""
@@ -150,6 +153,25 @@ class Plan:
             raise PlacementError(
                 f"{path} is not a plan: {error}; write one with Plan.save, as dtensor.search does"
             ) from error
+
+    def part(self, inputs: Any, mesh: Any) -> Any:
+        """Return this rank's part of inputs that hold the whole batch: a tensor, or tensors in tuples, lists and dicts.
+
+        Raises:
+            PlacementError: the mesh has other axes than the plan.
+        """
+        check_mesh(self, mesh)
+
+        def own(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate()):
+                p = self.inputs.get(axis)
+                if isinstance(p, Shard) and p.dim < x.dim():
+                    x = x.tensor_split(self.mesh[axis], p.dim)[at]
+            return x
+
+        return tree_map(own, inputs)
 
     def explain(self) -> str:
         """Return where time and memory go, what other plans would cost, and how good the plan is, as text."""

@@ -80,14 +80,6 @@ def made(name):
     return WithLoss(inner).double(), tuple([x.double() if x.is_floating_point() else x for x in batch])
 
 
-def part(x, plan, mesh):
-    """This rank's part of an input, as a plan cuts it."""
-    for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate()):
-        if axis in plan.inputs:
-            x = x.chunk(plan.mesh[axis], plan.inputs[axis].dim)[at]
-    return x
-
-
 def alone(model, batch):
     """Loss and gradients on one device."""
     whole = copy.deepcopy(model)
@@ -102,7 +94,7 @@ def on_ranks(model, batch, plan, watch=None):
     def step(rank):
         mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
         mine = distribute_model(copy.deepcopy(model), mesh, plan, outputs={})
-        loss = mine(*[part(x, plan, mesh) for x in batch])
+        loss = mine(*plan.part(batch, mesh))
         loss.backward()
         return loss.detach(), {name: p.grad.full_tensor() for name, p in mine.named_parameters()}
 
