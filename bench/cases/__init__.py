@@ -7,7 +7,23 @@ database and over all layouts.
 
 from types import ModuleType
 
-from . import call, compile, eager, gpu, memory, operators, record, redistribute, save, scale, start, step, watch, wire
+from . import (
+    call,
+    compile,
+    eager,
+    gpu,
+    memory,
+    operators,
+    record,
+    redistribute,
+    save,
+    scale,
+    search,
+    start,
+    step,
+    watch,
+    wire,
+)
 
 
 class Case:
@@ -18,7 +34,23 @@ class Case:
         self.words = (module.__doc__ or "").split("\n")[0].partition(": ")[2]
 
 
-ORDER = (wire, step, call, eager, compile, start, memory, scale, save, watch, record, gpu, operators, redistribute)
+ORDER = (
+    wire,
+    step,
+    call,
+    eager,
+    compile,
+    start,
+    search,
+    memory,
+    scale,
+    save,
+    watch,
+    record,
+    gpu,
+    operators,
+    redistribute,
+)
 CASES = {m.__name__.rpartition(".")[2]: Case(m) for m in ORDER}
 """Name -> case, in the order in which they run."""
 
