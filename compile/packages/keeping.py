@@ -11,6 +11,7 @@ from dtensor.layout.chunks import uneven_noted
 from dtensor.mesh.mesh import forget_all_but_meshes, known_meshes
 from dtensor.torch_private.frames import FrameRecorder
 from dtensor.torch_private.kernels import noted_kernels
+from dtensor.torch_private.phases import SAVING, phase
 
 from ..backends.insert_agreement import Collectives, overheard
 from .entries import Entry, NotPortable, by_reference, take_apart
@@ -58,7 +59,8 @@ def kept(
         keep(None, heard)
         return
     try:
-        made: Entry | NotPortable = take_apart(code, recorder, kernels, compiler, place() if uneven else "")
+        with phase(SAVING):
+            made: Entry | NotPortable = take_apart(code, recorder, kernels, compiler, place() if uneven else "")
     except NotPortable as why:
         made = why
     keep(made, heard)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from dtensor.errors import PackageError
 from dtensor.torch_private.frames import FrameRecorder, no_longer
+from dtensor.torch_private.phases import LOADING, phase
 
 from .archive import World, read
 from .entries import Entry, changed_settings, changed_source, put_together
@@ -52,8 +53,9 @@ class Package:
         name = frame.f_code.co_qualname
         if digest(frame.f_code) in self.plain:
             return None
-        self._compare()
-        found, why = (None, self.refused) if self.refused else self._entry(frame, compiler)
+        with phase(LOADING):
+            self._compare()
+            found, why = (None, self.refused) if self.refused else self._entry(frame, compiler)
         if found is not None:
             self.taken.append(name)
             log.info("%s is taken from the package %s, not compiled", name, self.path)

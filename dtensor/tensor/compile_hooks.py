@@ -7,6 +7,7 @@ passes off.
 
 import importlib
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 from ..mesh import environment
@@ -20,6 +21,8 @@ from ..torch_private.compiling import (
     min_cut_partition,
     register_backend,
 )
+from ..torch_private.frames import install as stand_before_dynamo
+from ..torch_private.phases import Compilation, watch_compilations
 
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
 """The custom pass options of Inductor that the passes of plain `torch.compile` are added to."""
@@ -130,6 +133,27 @@ def load_from_now_on() -> None:
         importlib.import_module("dtensor.compile.packages.package").load_if_asked()
 
 
+class _Progress:
+    """Tells the user what is compiled, by `dtensor.compile`; see `dtensor.torch_private.phases.Watcher`."""
+
+    def began(self, compilation: Compilation) -> None:
+        _told().began(compilation)
+
+    def ended(self, compilation: Compilation) -> None:
+        _told().ended(compilation)
+
+
+@cache
+def _told() -> Any:
+    return importlib.import_module("dtensor.compile.recording.progress").Progress()
+
+
+def tell_from_now_on() -> None:
+    """Tell the user who waits what is compiled."""
+    stand_before_dynamo()
+    watch_compilations(_Progress())
+
+
 def limit_from_now_on() -> None:
     """Compile no further than the environment says, whatever backend the program names.
 
@@ -173,5 +197,6 @@ __all__ = [
     "install",
     "limit_from_now_on",
     "load_from_now_on",
+    "tell_from_now_on",
     "uninstall",
 ]

@@ -1,5 +1,7 @@
 """Packages: made in one process for ranks that are not there, loaded by these, which then compile nothing."""
 
+import time
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -103,3 +105,23 @@ def test_what_cannot_be_kept_is_named(safe_folder):
 
     with pytest.raises(PackageError, match="AOTAutograd kept nothing of a graph: another backend"):
         dtensor.compile.package(made, {"tp": 2}, (programs.batch(),), safe_folder / "x")
+
+
+def timed(rank, path):
+    """Seconds of the phases on a rank that loads a package, and those of the wall clock."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    package = dtensor.compile.load(path, strict=True)
+    began = time.perf_counter()
+    with dtensor.compile.statistics(fresh=False) as found:
+        programs.small(mesh, programs.batch())
+    wall = time.perf_counter() - began
+    package.unload()
+    return found.seconds, wall
+
+
+def test_what_is_loaded_is_neither_traced_nor_compiled(small_package):
+    for seconds, wall in run_ranks(timed, 2, small_package):
+        assert set(seconds) == {"tracing", "loading"}  # "tracing" until the package is asked
+        assert 0 <= seconds["tracing"] < 0.1 * seconds["loading"]
+        assert 0 < seconds["loading"] < wall
