@@ -14,7 +14,6 @@ from dtensor.torch_private.phases import LOADING, phase
 from .archive import World, read
 from .entries import Entry, changed_settings, changed_source, put_together
 from .identities import digest
-from .keeping import place
 
 log: logging.Logger = logging.getLogger("dtensor")
 
@@ -82,8 +81,6 @@ class Package:
         for entry in [e for e in self.entries if e.digest == code]:
             if entry.compiler != compiler:
                 difference = f"torch.compile was given {entry.compiler}, and is given {compiler}"
-            elif entry.rank and entry.rank != place():
-                difference = f"its shards are uneven, and it was compiled for {entry.rank}, not for {place()}"
             elif not (difference := changed_settings(entry) or changed_source(entry)):
                 found, difference = put_together(entry, frame)
                 if found is not None:

@@ -249,6 +249,7 @@ def init_device_mesh(
     all_here()
     mesh = torch_init_device_mesh(device_type, tuple(map(int, mesh_shape)), **options)
     prepare(mesh)
+    facts(mesh)  # so that the mesh is known before there are tensors on it
     return mesh
 
 

@@ -6,11 +6,14 @@ passes off.
 """
 
 import importlib
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
+
+import torch.distributed as dist
 
 from ..mesh import environment
+from ..mesh.mesh import known_meshes
 from ..mesh.provenance import keeps_specs
 from ..torch_private.compiling import (
     CustomInferenceAwareGraphPass,
@@ -22,6 +25,7 @@ from ..torch_private.compiling import (
     register_backend,
 )
 from ..torch_private.frames import install as stand_before_dynamo
+from ..torch_private.frames import intercept_from_now_on
 from ..torch_private.phases import Compilation, watch_compilations
 
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
@@ -125,10 +129,47 @@ def examine_from_now_on() -> None:
         importlib.import_module("dtensor.compile.bisect").watch(folder)
 
 
+SHARE = "DTENSOR_SHARE_COMPILES"
+"""The variable that says whether one rank of a job compiles for all."""
+
+
+class _Sharing:
+    """Lets one rank of a job compile for all, by `dtensor.compile`; see `dtensor.torch_private.frames.Handler`."""
+
+    anew: ClassVar[bool] = False
+
+    def answer(self, frame: Any, compiler: str) -> Any:
+        """Nothing, where there are no other ranks with which this one has a mesh."""
+        if not dist.is_initialized() or dist.get_world_size() == 1 or not known_meshes():
+            return None
+        return _shared().answer(frame, compiler)
+
+    def recording(self, frame: Any, compiler: str) -> Any:
+        return _shared().recording(frame, compiler) if known_meshes() else nullcontext()
+
+
+@cache
+def _shared() -> Any:
+    return importlib.import_module("dtensor.compile.packages.sharing").sharing
+
+
+@cache
+def share_from_now_on() -> None:
+    """Let one rank of a job compile for all."""
+    intercept_from_now_on(_Sharing(), last=True)
+
+
 def load_from_now_on() -> None:
-    """Take compiled code from a package or from other ranks, if the environment says so."""
-    if environment.setting("DTENSOR_SHARE_COMPILES"):
-        importlib.import_module("dtensor.compile.packages.sharing").share_if_asked()
+    """Take compiled code from a package, if the environment names one, and from other ranks, unless it says no.
+
+    Raises:
+        ValueError: a switch is neither 0 nor 1.
+    """
+    given = environment.setting(SHARE)
+    if given and given not in environment.SWITCH:
+        raise ValueError(f"the environment variable {SHARE} is {given!r}; write 0 or 1, or leave it unset")
+    if environment.SWITCH.get(given, True):
+        share_from_now_on()
     if environment.setting("DTENSOR_PACKAGE"):
         importlib.import_module("dtensor.compile.packages.package").load_if_asked()
 
@@ -197,6 +238,7 @@ __all__ = [
     "install",
     "limit_from_now_on",
     "load_from_now_on",
+    "share_from_now_on",
     "tell_from_now_on",
     "uninstall",
 ]

@@ -412,6 +412,13 @@ def process_groups() -> tuple[Any, ...]:
     return dist.get_rank(), tuple(sorted(groups))
 
 
+def names_of_this_rank() -> list[str]:
+    """Names of process groups that other ranks may give to other groups: torch numbers them as they are made."""
+    if not dist.is_initialized():
+        return []
+    return [name for group, name in _world.pg_names.items() if group is not dist.group.WORLD]
+
+
 def resolve_process_group(name: str) -> ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(GroupName(name))
@@ -594,6 +601,7 @@ __all__ = [
     "make_wrapper_subclass",
     "meets_only_autograd",
     "mesh_resources",
+    "names_of_this_rank",
     "never_traced",
     "next_sequence_number",
     "operator_database",

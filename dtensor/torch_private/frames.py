@@ -127,10 +127,11 @@ def intercept(handler: Handler) -> Iterator[None]:
         no_longer(handler)
 
 
-def intercept_from_now_on(handler: Handler) -> None:
-    """As `intercept`, until the process ends."""
+def intercept_from_now_on(handler: Handler, *, last: bool = False) -> None:
+    """As `intercept`, until the process ends. `last`: it is asked after all others; without its answer the frame is
+    compiled."""
     install()
-    _handlers.append(handler)
+    _handlers.insert(0 if last else len(_handlers), handler)
 
 
 def no_longer(handler: Handler) -> None:

@@ -136,6 +136,11 @@ def _finish(made: Compilation, told: list[Watcher]) -> None:
         watcher.ended(made)
 
 
+def current() -> Compilation | None:
+    """What this thread compiles."""
+    return _here.compilation
+
+
 @contextmanager
 def phase(name: str, whom: str = "") -> Iterator[None]:
     """A context that is a phase of what this thread compiles; without effect if it compiles nothing."""
@@ -192,4 +197,4 @@ def _id() -> Any:
 
 
 __all__ = ["COMPILING", "GENERATING", "LOADING", "PASSES", "PHASES", "SAVING", "TRACING", "WAITING", "Compilation"]
-__all__ += ["Watcher", "compilation", "phase", "wait_for", "watch_compilations"]
+__all__ += ["Watcher", "compilation", "current", "phase", "wait_for", "watch_compilations"]

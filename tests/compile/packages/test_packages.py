@@ -47,12 +47,12 @@ def test_ranks_that_load_compile_nothing(small_package, own_caches):
     given = ({"tp": 2}, programs.batch())
     with_package = run_ranks(loaded, 2, small_package, programs.small, *given)
     without = run_ranks(loaded, 2, None, programs.small, *given)
-    for (losses, package, compiled), (expected, _, own) in zip(with_package, without):
+    for (losses, package, compiled), (expected, *_) in zip(with_package, without):
         assert losses == expected
         assert len(package[0]) == 1
         assert package[1] == []
         assert compiled == (0, 0, 0)
-        assert own[:2] == (1, 1)
+    assert sum([own[0] for *_, own in without]) == 1  # one rank compiles for both
 
 
 def test_graph_breaks_and_recompilations(safe_folder, own_caches):
