@@ -27,7 +27,7 @@ import torch
 
 import dtensor
 from dtensor.errors import PackageError
-from dtensor.mesh.mesh import known_groups
+from dtensor.mesh.mesh import known_groups, look_up_prepared
 from dtensor.torch_private.core import backend_of, resolve_process_group
 
 from ..backends.inductor import source_hash
@@ -63,6 +63,7 @@ class World:
     @classmethod
     def here(cls) -> "World":
         """This process, with the meshes that exist in it by now."""
+        look_up_prepared()
         return cls(
             str(torch.__version__),
             platform.python_version(),

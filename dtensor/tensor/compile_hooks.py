@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 
 from ..mesh import environment
-from ..mesh.mesh import known_meshes
+from ..mesh.mesh import known_meshes, look_up_prepared
 from ..mesh.provenance import keeps_specs
 from ..torch_private.compiling import (
     CustomInferenceAwareGraphPass,
@@ -140,7 +140,7 @@ class _Sharing:
 
     def answer(self, frame: Any, compiler: str) -> Any:
         """Nothing, where there are no other ranks with which this one has a mesh."""
-        if not dist.is_initialized() or dist.get_world_size() == 1 or not known_meshes():
+        if not dist.is_initialized() or dist.get_world_size() == 1 or not look_up_prepared():
             return None
         return _shared().answer(frame, compiler)
 

@@ -13,6 +13,7 @@ import dtensor.compile
 from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile.packages import on_disk, sharing
 from dtensor.compile.packages.entries import _groups_of_this_rank, asks_for_rank
+from dtensor.layout.chunks import uneven_noted
 from dtensor.testing import fake_ranks, run_ranks
 
 from . import programs
@@ -118,6 +119,14 @@ def drawn(rank):
         ).full_tensor()
 
     return shared(rank, run)
+
+
+def test_what_is_drawn_notes_the_place_of_the_rank(fake_mesh):
+    with uneven_noted() as found:
+        torch.compile(lambda x: x + dtensor.randn(4, 4, device_mesh=x.device_mesh, placements=[Shard(0)]))(
+            ones(fake_mesh(2), placement=Shard(0))
+        )
+    assert found == {(0, ""): 0}
 
 
 def test_random_numbers(own_caches):
