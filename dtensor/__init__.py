@@ -35,7 +35,7 @@ from .parallel.search.search import search
 from .parallel.training import grad_scaler as grad_scaler  # registers the gradient operators of GradScaler
 from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
-from .parallel.whole_model.plan import Plan
+from .parallel.whole_model.plan import Activation, Plan
 from .rules.notation import Rule
 from .runs.records import taps as taps  # registers the operators by which compiled graphs are recorded
 from .runs.records.recorder import record, record_if_asked
@@ -63,9 +63,11 @@ hooks.dump_from_now_on()
 hooks.examine_from_now_on()
 hooks.limit_from_now_on()
 hooks.load_from_now_on()
+hooks.tell_from_now_on()
 record_if_asked()
 
 __all__ = [
+    "Activation",
     "AgreementError",
     "CheckpointError",
     "Checkpoints",

@@ -18,6 +18,7 @@ from dtensor.errors import InvalidInputError
 from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Pass, Raise, Regather, Schedule, SplitBatch
 from dtensor.passes.graph import ir
 from dtensor.torch_private.compiling import check_settled, static_inputs, static_placeholders
+from dtensor.torch_private.phases import PASSES, phase
 from dtensor.torch_private.symbolic_sizes import binary_products
 
 from ..estimates.meshes import mesh_groups
@@ -41,6 +42,7 @@ WATCHERS: list[Watcher] = []
 passes and the kind of the graph, such as "joint"."""
 
 
+@phase(PASSES)
 def simplify_joint(graph: fx.Graph, options: Options, *, within: bool = False) -> None:
     """Run the simplifying passes on the joint graph of forward and backward, in place.
 
@@ -60,6 +62,7 @@ def simplify_joint(graph: fx.Graph, options: Options, *, within: bool = False) -
         _run(graph, joint, options, "joint", within=within)
 
 
+@phase(PASSES)
 def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) -> None:
     """Prepare a joint graph for the partitioner, once it is known which inputs are parameters.
 
@@ -88,6 +91,7 @@ def _mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
         node.meta[ir.PARAMETER] = True
 
 
+@phase(PASSES)
 def optimise(graph: fx.Graph, options: Options, *, inference: bool = False, within: bool = False) -> None:
     """Run all passes on a forward, backward or inference graph, in place.
 

@@ -27,13 +27,13 @@ import torch
 
 import dtensor
 from dtensor.errors import PackageError
-from dtensor.mesh.mesh import known_groups
+from dtensor.mesh.mesh import known_groups, look_up_prepared
 from dtensor.torch_private.core import backend_of, resolve_process_group
 
 from ..backends.inductor import source_hash
 from .entries import Entry
 
-FORMAT = 1
+FORMAT = 2
 """The version of the file's layout."""
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -63,6 +63,7 @@ class World:
     @classmethod
     def here(cls) -> "World":
         """This process, with the meshes that exist in it by now."""
+        look_up_prepared()
         return cls(
             str(torch.__version__),
             platform.python_version(),
@@ -186,7 +187,7 @@ def read(path: Path, sha256: str = "") -> tuple[World, list[Entry], set[str]]:
     Raises:
         PackageError: there is no such file, others can write to it, it is damaged, or it is another one than stated.
     """
-    _check_place(path)
+    check_place(path)
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -223,7 +224,7 @@ def _opened(data: bytes) -> tuple[World, list[Entry], set[str]]:
     return World(**world), entries, set(manifest["plain"])
 
 
-def _check_place(path: Path) -> None:
+def check_place(path: Path) -> None:
     """Check that nobody else can write to a file or exchange it."""
     for place, what in ((path, "file"), (path.resolve().parent, "folder")):
         try:
@@ -240,4 +241,4 @@ def _check_place(path: Path) -> None:
             )
 
 
-__all__ = ["World", "read", "write"]
+__all__ = ["World", "check_place", "read", "write"]

@@ -13,23 +13,29 @@ import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import dtensor
 from dtensor.dispatch import registration, strictness
+from dtensor.layout.chunks import Lengths, chunk_length
 from dtensor.mesh import environment
+from dtensor.mesh.groups import group_rank, group_size
 from dtensor.mesh.mesh import mesh_kind, mesh_of_kind
 from dtensor.mesh.provenance import keeps_specs
 from dtensor.torch_private import frame_data, frames
+from dtensor.torch_private.core import names_of_this_rank
 from dtensor.torch_private.kernels import binary, using_kernels
 
 from ..backends.backend import as_returned, how_returned
+from ..recording.frames import Frame, remember
 from .identities import Identity, digest, identities, same_objects, stand_ins
 from .optimizers import Stepped, initialized, stepped
 
@@ -84,7 +90,11 @@ class Entry:
         kernels: hash of a kernel's source -> its library.
         compiler: backend, mode and options that torch.compile was given.
         settings: what `settings` said when it was compiled.
-        rank: this rank's place in each mesh, if what was compiled depends on it; "" if it holds for all.
+        lengths: (length, group, part): lengths that do not divide, and this rank's part of each. It holds for ranks
+            that have the same parts.
+        rank: the global rank that it holds for; None if it holds for all.
+        sizes: what Dynamo has seen of the sizes of inputs, pickled.
+        report: what is known of the frame for reports, pickled.
     """
 
     function: str
@@ -101,7 +111,10 @@ class Entry:
     kernels: dict[str, bytes] = field(repr=False)
     compiler: str
     settings: dict[str, str] = field(repr=False)
-    rank: str
+    lengths: tuple[tuple[int, str, int], ...]
+    rank: int | None
+    sizes: bytes = field(repr=False)
+    report: bytes = field(repr=False)
 
 
 def by_reference(obj: Any) -> Any:
@@ -121,9 +134,35 @@ def _pickled(value: Any) -> bytes:
     return made.getvalue()
 
 
-def take_apart(
-    code: types.CodeType, made: frames.FrameRecorder, kernels: dict[str, Callable[[], Any]], compiler: str, rank: str
-) -> Entry:
+RANKS = {"get_rank", "get_node_local_rank", "get_local_rank", "get_group_rank", "get_coordinate", "group_rank", "rank"}
+RANKS |= {"environ", "getenv"}
+"""Names by which a program asks for its rank. Dynamo puts the answer into the graph, without a guard."""
+
+
+def asks_for_rank(code: types.CodeType) -> bool:
+    """Whether code, or code inside it, may ask for the rank of its process."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return not RANKS.isdisjoint(code.co_names) or any(map(asks_for_rank, inner))
+
+
+@dataclass(frozen=True)
+class Noted:
+    """What was noted while a frame was compiled.
+
+    Attributes:
+        kernels: hash of a kernel's source -> loads its library.
+        lengths: lengths that do not divide, by the names of groups, and this rank's part of each.
+        sizes: what Dynamo has seen of the sizes of inputs.
+        frames: the frames as reports know them.
+    """
+
+    kernels: dict[str, Callable[[], Any]]
+    lengths: Lengths
+    sizes: dict[Any, Any]
+    frames: list[Frame]
+
+
+def take_apart(code: types.CodeType, made: frames.FrameRecorder, noted: Noted, compiler: str) -> Entry:
     """Return what Dynamo made of `code` as data.
 
     Raises:
@@ -134,22 +173,12 @@ def take_apart(
     assert made.code is not None
     if left := made.objects - {*made.backends, *made.resumed}:
         raise NotPortable(f"its code refers to an object of this process, {min(left)}")
-    backends = {}
-    for name, function in made.backends.items():
-        content = frame_data.artifact(name)
-        if content is None:
-            raise NotPortable(
-                "AOTAutograd kept nothing of a graph: another backend than Inductor compiles it, or caches are off, as "
-                "for a dump, a record or the option verify"
-            )
-        try:
-            backends[name] = _pickled(content), how_returned(function)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise NotPortable(f"a compiled graph cannot be pickled: {error}") from error
+    backends = {name: _backend(name, function) for name, function in made.backends.items()}
     try:
         objects = tuple(identities(made.identities))
     except ValueError as error:
         raise NotPortable(str(error)) from error
+    rank = _own_rank([code, *made.inlined], noted.lengths)
     return Entry(
         code.co_qualname,
         _module_of(code),
@@ -162,11 +191,68 @@ def take_apart(
         dict(made.imports),
         {name: frame_data.to_data(_without_path(resumed)) for name, resumed in made.resumed.items()},
         backends,
-        {key: binary(load) for key, load in kernels.items()},
+        {key: binary(load) for key, load in noted.kernels.items()},
         compiler,
         settings(),
+        () if rank is not None else tuple([(*key, part) for key, part in sorted(noted.lengths.items())]),
         rank,
+        pickle.dumps(noted.sizes),
+        _report(noted.frames),
     )
+
+
+def _report(reported: list[Frame]) -> bytes:
+    """Frames as data, for reports; none where they hold sizes that have no meaning without the trace."""
+    try:
+        return pickle.dumps([replace(frame, roots=[], folders={}) for frame in reported])
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return pickle.dumps([])
+
+
+def _backend(name: str, function: Any) -> tuple[bytes, Any]:
+    """A compiled function as data, and how its results are returned."""
+    content = frame_data.artifact(name)
+    if content is None:
+        raise NotPortable(
+            "AOTAutograd kept nothing of a graph: another backend than Inductor compiles it, or caches are off, as "
+            "for a dump, a record or the option verify"
+        )
+    if foreign := _groups_of_this_rank(frame_data.sources(content)):
+        raise NotPortable(
+            f"it communicates over the process group {foreign!r}, whose name may mean another group on another rank; "
+            "make the mesh with dtensor.init_device_mesh"
+        )
+    try:
+        return _pickled(content), how_returned(function)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise NotPortable(f"a compiled graph cannot be pickled: {error}") from error
+
+
+def _groups_of_this_rank(sources: Sequence[str]) -> str:
+    """A group in generated code that has another name on other ranks; "" if there is none."""
+    calls = [line for source in sources for line in source.splitlines() if "torch.ops." in line]
+    return next((name for name in names_of_this_rank() if any(f"'{name}'" in line for line in calls)), "")
+
+
+def _own_rank(codes: Sequence[types.CodeType], lengths: Lengths) -> int | None:
+    """The rank, if what was compiled holds for no other."""
+    foreign = {"", *names_of_this_rank()}
+    own = any(group in foreign for _, group in lengths)
+    ours = f"{Path(dtensor.__file__).parent}{os.sep}"
+    asks = any(asks_for_rank(code) for code in codes if not code.co_filename.startswith(ours))
+    return (dist.get_rank() if dist.is_initialized() else 0) if own or asks else None
+
+
+def other_parts(entry: Entry) -> str:
+    """Why `entry` does not hold for this rank, in words; "" if it does. Its meshes exist here."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if entry.rank not in (None, rank):
+        return f"it depends on the rank, and was compiled on rank {entry.rank}, not on rank {rank}"
+    for size, group, part in entry.lengths:
+        here = chunk_length(size, group_size(group), group_rank(group))
+        if here != part:
+            return f"its shards are uneven: {size} over {group}, of which it was compiled for {part}, not for {here}"
+    return ""
 
 
 def _without_path(code: types.CodeType) -> types.CodeType:
@@ -282,6 +368,8 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
         manager = frame_data.guard_manager(entry.guards, frame.f_code, scope)
     except Exception as error:  # whatever unpickling raises
         return None, f"its guards cannot be read: {error}"
+    if difference := other_parts(entry):
+        return None, difference
     if difference := initialized(entry.optimizers, frame.f_locals, scope):
         return None, difference
     if difference := frame_data.first_difference(manager, frame.f_locals):
@@ -301,10 +389,13 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
             }
     except Exception as error:  # whatever unpickling, and loading libraries of kernels, raises
         return None, f"its graphs cannot be loaded: {type(error).__name__}: {error}"
+    frame_data.see_sizes(pickle.loads(entry.sizes))
+    for known in pickle.loads(entry.report):
+        remember(known)
     file = frame.f_code.co_filename
     resumed = {name: _located(frame_data.from_data(data), file) for name, data in entry.resumed.items()}
     return frame_data.install(frame, manager, _located(frame_data.from_data(entry.code), file), resumed, backends), ""
 
 
-__all__ = ["Entry", "Lines", "NotPortable", "by_reference", "changed_settings", "changed_source", "put_together"]
-__all__ += ["settings", "take_apart"]
+__all__ = ["Entry", "Lines", "NotPortable", "Noted", "asks_for_rank", "by_reference", "changed_settings"]
+__all__ += ["changed_source", "other_parts", "put_together", "settings", "take_apart"]

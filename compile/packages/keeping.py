@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dtensor.layout.chunks import uneven_noted
-from dtensor.mesh.mesh import forget_all_but_meshes, known_meshes
+from dtensor.mesh.mesh import forget_all_but_meshes
+from dtensor.torch_private.frame_data import sizes_seen
 from dtensor.torch_private.frames import FrameRecorder, Unsupported
 from dtensor.torch_private.kernels import noted_kernels
+from dtensor.torch_private.phases import SAVING, phase
 
 from ..backends.insert_agreement import Collectives, overheard
-from .entries import Entry, NotPortable, by_reference, take_apart
+from ..recording.frames import recent_frames
+from .entries import Entry, Noted, NotPortable, by_reference, take_apart
 from .identities import digest
 
 log: logging.Logger = logging.getLogger("dtensor")
@@ -36,11 +39,6 @@ class Kept:
     collectives: list[Collectives] = field(default_factory=list[Collectives])
 
 
-def place() -> str:
-    """This rank's place in each mesh, as text."""
-    return str(sorted({(tuple(m.groups.values()), m.coordinate) for m in known_meshes() if m.groups}))
-
-
 @contextmanager
 def kept(
     frame: Any, compiler: str, keep: Callable[[Entry | NotPortable | None, list[Collectives]], None]
@@ -52,15 +50,22 @@ def kept(
     code: types.CodeType = frame.f_code
     forget_all_but_meshes()  # so that all lengths are computed again, and uneven ones noted
     recorder = FrameRecorder(reduce=by_reference)
-    with noted_kernels() as kernels, uneven_noted() as uneven, overheard() as heard:
+    sizes, before = sizes_seen(), recent_frames()
+    with noted_kernels() as kernels, uneven_noted() as lengths, overheard() as heard:
         yield recorder
     if recorder.code is None and not recorder.refused:
         keep(None, heard)
         return
     try:
-        made: Entry | NotPortable = take_apart(code, recorder, kernels, compiler, place() if uneven else "")
+        with phase(SAVING):
+            seen = {code: known for code, known in sizes_seen().items() if known != sizes.get(code)}
+            reported = [known for known in recent_frames() if not any(known is other for other in before)]
+            noted = Noted(kernels, lengths, seen, reported)
+            made: Entry | NotPortable = take_apart(code, recorder, noted, compiler)
     except NotPortable as why:
         made = why
+    except Exception as error:  # the frame is compiled, and runs; it is only not kept
+        made = NotPortable(f"{type(error).__name__}: {error}")
     keep(made, heard)
 
 
@@ -99,4 +104,4 @@ class Keeper:
         """As `dtensor.torch_private.frames.Handler`: nothing is taken from elsewhere."""
 
 
-__all__ = ["Keeper", "Kept", "kept", "place"]
+__all__ = ["Keeper", "Kept", "kept"]

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 from dtensor.errors import PackageError
 from dtensor.torch_private.frames import FrameRecorder, no_longer
+from dtensor.torch_private.phases import LOADING, phase
 
 from .archive import World, read
 from .entries import Entry, changed_settings, changed_source, put_together
 from .identities import digest
-from .keeping import place
 
 log: logging.Logger = logging.getLogger("dtensor")
 
@@ -53,8 +53,9 @@ class Package:
         code = digest(frame.f_code)
         if code in self.plain and not any(e.digest == code for e in self.entries):
             return None
-        self._compare()
-        found, why = (None, self.refused) if self.refused else self._entry(frame, compiler)
+        with phase(LOADING):
+            self._compare()
+            found, why = (None, self.refused) if self.refused else self._entry(frame, compiler)
         if found is not None:
             self.taken.append(name)
             log.info("%s is taken from the package %s, not compiled", name, self.path)
@@ -83,8 +84,6 @@ class Package:
         for entry in [e for e in self.entries if e.digest == code]:
             if entry.compiler != compiler:
                 difference = f"torch.compile was given {entry.compiler}, and is given {compiler}"
-            elif entry.rank and entry.rank != place():
-                difference = f"its shards are uneven, and it was compiled for {entry.rank}, not for {place()}"
             elif not (difference := changed_settings(entry) or changed_source(entry)):
                 found, difference = put_together(entry, frame)
                 if found is not None:

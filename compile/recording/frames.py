@@ -289,9 +289,15 @@ def current_frame() -> Frame:
     return found
 
 
+def remember(frame: Frame) -> None:
+    """Keep a frame that was compiled elsewhere."""
+    _recent.append(frame)
+
+
 def recent_frames() -> list[Frame]:
     """Return the frames that were compiled last, oldest first."""
     return list(_recent)
 
 
 __all__ = ["Asked", "Change", "Collective", "Follower", "Frame", "Story", "current_frame", "recent_frames"]
+__all__ += ["remember"]

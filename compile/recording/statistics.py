@@ -1,13 +1,14 @@
-"""Statistics on what was compiled inside a `with statistics()` block: graphs, breaks, passes and collectives."""
+"""Statistics on what was compiled in a `with statistics()` block: graphs, breaks, passes, collectives and seconds."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from dtensor.passes import CollectiveInfo, PassRecord, collectives
 from dtensor.torch_private.compiling import dynamo_counters, without_compile_caches
+from dtensor.torch_private.phases import Compilation, watch_compilations
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,16 @@ class Statistics:
         graphs: number of frames that Dynamo captured.
         graph_breaks: number of graph breaks.
         records: one `GraphRecord` for each graph that went through the passes, in order.
+        seconds: phase -> seconds of the wall clock that this rank spent in it, of all frames together. The phases are
+            "tracing" (Dynamo and AOTAutograd), "passes" (those of this library), "generating code" and "compiling
+            kernels" (Inductor), "loading" (from a package or another rank), "waiting" (for another rank that compiles)
+            and "saving" (for a package or other ranks). One that did not happen is absent.
     """
 
     graphs: int = 0
     graph_breaks: int = 0
     records: list[GraphRecord] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def forward(self) -> list[CollectiveInfo]:
@@ -51,6 +57,14 @@ class Statistics:
         """Collectives of the last backward graph, after the passes."""
         return self._last("backward")
 
+    def began(self, compilation: Compilation) -> None:
+        """As `dtensor.torch_private.phases.Watcher`."""
+
+    def ended(self, compilation: Compilation) -> None:
+        """As `dtensor.torch_private.phases.Watcher`: its seconds count."""
+        for phase, seconds in compilation.seconds.items():
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
     def _last(self, *directions: str) -> list[CollectiveInfo]:
         found = [r for r in self.records if r.direction in directions]
         return list(found[-1].collectives) if found else []
@@ -60,17 +74,24 @@ _active: list[Statistics] = []
 
 
 @contextmanager
-def statistics() -> Iterator[Statistics]:
+def statistics(*, fresh: bool = True) -> Iterator[Statistics]:
     """Record what is compiled inside the block. The counts of graphs and graph breaks are filled in when it ends.
 
-    Compile caches are bypassed inside, since a graph from a cache does not go through the passes.
+    A graph from a cache, a package or another rank does not go through the passes. So compile caches are bypassed
+    inside, and this rank compiles by itself.
+
+    Args:
+        fresh: False leaves caches, packages and sharing as they are. What comes from there is not in `records`, and how
+            long that took is in `seconds`.
     """
     made, before = Statistics(), _counted()
     _active.append(made)
+    stop = watch_compilations(made)
     try:
-        with without_compile_caches():
+        with without_compile_caches() if fresh else nullcontext():
             yield made
     finally:
+        stop()
         _active.remove(made)
         after = _counted()
         made.graphs, made.graph_breaks = after[0] - before[0], after[1] - before[1]

@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 
+from ..layout.chunks import note_place
 from ..layout.layout import Layout
 from ..mesh.groups import group_rank, group_ranks
 from ..mesh.mesh import group_between, mesh_shape
@@ -61,6 +62,7 @@ def exchanged(local: torch.Tensor, src: Spec, dst: Spec) -> torch.Tensor:
     Raises:
         MeshError: There is no process group over the ranks of both meshes.
     """
+    note_place()
     final = _without_partial(src)
     local = waited(redistribute_local(local, src, final))
     src = src.with_layout(final)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ..layout.chunks import chunk_length
+from ..layout.chunks import chunk_length, note_place
 from ..mesh.groups import group_rank, group_size
 from ..mesh.job import explain
 from ..mesh.local_sizes import divides, local_length
@@ -172,6 +172,7 @@ def _all_to_all(x: torch.Tensor, gather_dim: int, scatter_dim: int, size: Any, g
 
 
 def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kernel:
+    note_place()
     n, rank = group_size(group), group_rank(group)
     x = x.contiguous()
     row = x.view(1, -1)

@@ -6,12 +6,13 @@ object, so a guard or a cache compares them by pointer. Sizes are not part of a 
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PlacementError
 from ..torch_private.core import register_value_type
-from .chunks import chunk_length
+from .chunks import chunk_length, own_length
 from .placements import Partial, Placement, Replicate, Shard
 
 _TOKEN = re.compile(r"(?:S\((\d+)\)(?:#(\d+))?)|(R)|(?:P(?:\((\w+)\))?)")
@@ -105,6 +106,16 @@ class Layout:
         for dim, axes in enumerate(self.dims):
             for axis in axes:
                 local[dim] = chunk_length(local[dim], mesh_shape[axis], coordinate[axis])
+        return tuple(local)
+
+    def own_shape(
+        self, shape: Any, mesh_shape: tuple[int, ...], coordinate: Any, groups: Mapping[tuple[int, ...], str]
+    ) -> tuple[Any, ...]:
+        """`local_shape` of this rank, whose uneven lengths are noted by the names of the mesh's groups."""
+        local = list(shape)
+        for dim, axes in enumerate(self.dims):
+            for axis in axes:
+                local[dim] = own_length(local[dim], mesh_shape[axis], coordinate[axis], groups.get((axis,), ""))
         return tuple(local)
 
     def local_box(self, shape: Any, mesh_shape: tuple[int, ...], coordinate: Any) -> tuple[tuple[int, int], ...]:

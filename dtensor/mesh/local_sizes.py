@@ -22,7 +22,7 @@ from typing import Any
 import sympy
 import torch
 
-from ..layout.chunks import chunk_length
+from ..layout.chunks import chunk_length, own_length
 from ..torch_private.symbolic_sizes import (
     CeilDiv,
     FloorDiv,
@@ -252,7 +252,7 @@ def local_length(size: Any, group: str, *, first: bool = False) -> Any:
             return hint(part) if _is_number(part) else part
         return part
     if not isinstance(size, torch.SymInt):
-        return chunk_length(size, n, 0 if first else group_rank(group))
+        return chunk_length(size, n, 0) if first else own_length(size, n, group_rank(group), group)
     length = _lengths(size.node.shape_env).of(size, group, first)
     if not is_written(length.node.expr):
         torch.ops.dtensor.local_length(traced_size(size), group, first)
@@ -291,7 +291,8 @@ library.define("local_length(SymInt size, str group, bool first) -> SymInt")
 
 
 def _local_length(size: int, group: str, first: bool) -> int:
-    return chunk_length(size, group_size(group), 0 if first else group_rank(group))
+    n = group_size(group)
+    return chunk_length(size, n, 0) if first else own_length(size, n, group_rank(group), group)
 
 
 def _fake_local_length(size: Any, group: str, first: bool) -> Any:

@@ -22,6 +22,7 @@ from datetime import timedelta
 from itertools import combinations
 from numbers import Integral
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -314,7 +315,27 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
         name = _new_groups([list(union)])
         for root in roots:
             vars(root)[PREPARED].unions[union] = name
+    _prepared.extend([(ref(root), job()) for root in roots])
     clear_caches()  # cached decisions hold plans made without these groups and links
+
+
+_prepared: list[tuple[ref[Any], Any]] = []
+"""The meshes that were prepared in this process, and the jobs for which they were."""
+
+
+def look_up_prepared() -> bool:
+    """Look up the facts of the meshes that were prepared for this job, so that the same ones are known on all ranks.
+
+    Returns:
+        Whether the job has other ranks and any mesh is known. Groups of an earlier job may have the names of new ones.
+    """
+    here = job()
+    if here is None:
+        return False
+    _prepared[:] = [(mesh, made_for) for mesh, made_for in _prepared if mesh() is not None and made_for is here]
+    for mesh, _ in _prepared:
+        facts(mesh())
+    return bool(_facts)
 
 
 def one_object(mesh: Any) -> Any:
@@ -454,6 +475,7 @@ __all__ = [
     "init_device_mesh",
     "known_groups",
     "known_meshes",
+    "look_up_prepared",
     "mesh_kind",
     "mesh_of_kind",
     "mesh_shape",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import PlacementError
+from ..layout.chunks import note_place
 from ..layout.layout import Layout
 from ..torch_private.core import real_object
 from ..torch_private.symbolic_sizes import define_strides, hint, keep_first_definitions, number_if_guarded
@@ -89,7 +90,7 @@ class Spec:
             return (0,)
         known = facts(self.mesh)
         if self.static:
-            return self.layout.local_shape(self.shape, known.shape, coordinate)
+            return self.layout.own_shape(self.shape, known.shape, coordinate, known.groups)
         shape = list(self.shape)
         for dim, axes in enumerate(self.layout.dims):
             for axis in axes:
@@ -174,6 +175,7 @@ def chunk(spec: Spec) -> tuple[torch.Size, torch.Size]:
             f"a tensor in layout {spec.layout} holds no final values to save; "
             "write x.redistribute(placements=[Replicate(), …]) first"
         )
+    note_place()
     coordinate = spec.coordinate
     if coordinate is None:
         return torch.Size([0] * spec.ndim), torch.Size(spec.shape)

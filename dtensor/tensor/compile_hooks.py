@@ -6,10 +6,14 @@ passes off.
 """
 
 import importlib
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, nullcontext
+from functools import cache
+from typing import Any, ClassVar
+
+import torch.distributed as dist
 
 from ..mesh import environment
+from ..mesh.mesh import known_meshes, look_up_prepared
 from ..mesh.provenance import keeps_specs
 from ..torch_private.compiling import (
     CustomInferenceAwareGraphPass,
@@ -20,6 +24,9 @@ from ..torch_private.compiling import (
     min_cut_partition,
     register_backend,
 )
+from ..torch_private.frames import install as stand_before_dynamo
+from ..torch_private.frames import intercept_from_now_on
+from ..torch_private.phases import Compilation, watch_compilations
 
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
 """The custom pass options of Inductor that the passes of plain `torch.compile` are added to."""
@@ -122,12 +129,70 @@ def examine_from_now_on() -> None:
         importlib.import_module("dtensor.compile.bisect").watch(folder)
 
 
+SHARE = "DTENSOR_SHARE_COMPILES"
+"""The variable that says whether one rank of a job compiles for all."""
+
+
+class _Sharing:
+    """Lets one rank of a job compile for all, by `dtensor.compile`; see `dtensor.torch_private.frames.Handler`."""
+
+    anew: ClassVar[bool] = False
+
+    def answer(self, frame: Any, compiler: str) -> Any:
+        """Nothing, where there are no other ranks with which this one has a mesh."""
+        if not dist.is_initialized() or dist.get_world_size() == 1 or not look_up_prepared():
+            return None
+        return _shared().answer(frame, compiler)
+
+    def recording(self, frame: Any, compiler: str) -> Any:
+        return _shared().recording(frame, compiler) if known_meshes() else nullcontext()
+
+
+@cache
+def _shared() -> Any:
+    return importlib.import_module("dtensor.compile.packages.sharing").sharing
+
+
+@cache
+def share_from_now_on() -> None:
+    """Let one rank of a job compile for all."""
+    intercept_from_now_on(_Sharing(), last=True)
+
+
 def load_from_now_on() -> None:
-    """Take compiled code from a package or from other ranks, if the environment says so."""
-    if environment.setting("DTENSOR_SHARE_COMPILES"):
-        importlib.import_module("dtensor.compile.packages.sharing").share_if_asked()
+    """Take compiled code from a package, if the environment names one, and from other ranks, unless it says no.
+
+    Raises:
+        ValueError: a switch is neither 0 nor 1.
+    """
+    given = environment.setting(SHARE)
+    if given and given not in environment.SWITCH:
+        raise ValueError(f"the environment variable {SHARE} is {given!r}; write 0 or 1, or leave it unset")
+    if environment.SWITCH.get(given, True):
+        share_from_now_on()
     if environment.setting("DTENSOR_PACKAGE"):
         importlib.import_module("dtensor.compile.packages.package").load_if_asked()
+
+
+class _Progress:
+    """Tells the user what is compiled, by `dtensor.compile`; see `dtensor.torch_private.phases.Watcher`."""
+
+    def began(self, compilation: Compilation) -> None:
+        _told().began(compilation)
+
+    def ended(self, compilation: Compilation) -> None:
+        _told().ended(compilation)
+
+
+@cache
+def _told() -> Any:
+    return importlib.import_module("dtensor.compile.recording.progress").Progress()
+
+
+def tell_from_now_on() -> None:
+    """Tell the user who waits what is compiled."""
+    stand_before_dynamo()
+    watch_compilations(_Progress())
 
 
 def limit_from_now_on() -> None:
@@ -173,5 +238,7 @@ __all__ = [
     "install",
     "limit_from_now_on",
     "load_from_now_on",
+    "share_from_now_on",
+    "tell_from_now_on",
     "uninstall",
 ]

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..comm.from_plain import from_source, mesh_of
 from ..errors import MeshError, PlacementError
+from ..layout.chunks import note_place
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placements
 from ..mesh.tensor_spec import Spec, contiguous_stride
@@ -85,6 +86,8 @@ _NEUTRAL = {"sum": 0, "product": 1}
 
 def _keep_part(x: torch.Tensor, layout: Layout, mesh: Any) -> torch.Tensor:
     """This rank's part of a partial value: the first rank along an axis holds the value, the others a neutral one."""
+    if layout.partial:
+        note_place()
     for axis, op in layout.partial:
         if op in _NEUTRAL and mesh.get_local_rank(axis) > 0:
             x = torch.full_like(x, _NEUTRAL[op])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import MeshError, PlacementError
-from ..layout.chunks import chunk_length
+from ..layout.chunks import own_length
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placement, as_placements
 from ..mesh.tensor_spec import contiguous_stride
@@ -293,7 +293,7 @@ def _uneven(inputs: list[DTensor], axes: tuple[int, ...], mesh: Any) -> list[Any
 
 def _own(length: Any, axes: tuple[int, ...], mesh: Any) -> Any:
     for axis in axes:
-        length = chunk_length(length, mesh.size(axis), mesh.get_local_rank(axis))
+        length = own_length(length, mesh.size(axis), mesh.get_local_rank(axis), "")
     return length
 
 

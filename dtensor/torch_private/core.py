@@ -412,6 +412,13 @@ def process_groups() -> tuple[Any, ...]:
     return dist.get_rank(), tuple(sorted(groups))
 
 
+def names_of_this_rank() -> list[str]:
+    """Names of process groups that other ranks may give to other groups: torch numbers them as they are made."""
+    if not dist.is_initialized():
+        return []
+    return [name for group, name in _world.pg_names.items() if group is not dist.group.WORLD]
+
+
 def resolve_process_group(name: str) -> ProcessGroup:
     """The process group of that name."""
     return _resolve_process_group(GroupName(name))
@@ -487,6 +494,11 @@ def traced_into_backward() -> Any:
 def is_in_backward() -> bool:
     """Whether a backward runs on this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def storage_of(x: torch.Tensor) -> int:
+    """Which memory a tensor is in, also a fake one; valid while a tensor in it is alive."""
+    return x.untyped_storage()._cdata  # pyright: ignore[reportReturnType]
 
 
 def forward_number() -> int:
@@ -605,6 +617,7 @@ __all__ = [
     "make_wrapper_subclass",
     "meets_only_autograd",
     "mesh_resources",
+    "names_of_this_rank",
     "never_traced",
     "next_sequence_number",
     "operator_database",

@@ -1,5 +1,6 @@
 """Private APIs of Dynamo, AOTAutograd and Inductor by which what was made of a frame is data, and is a frame again."""
 
+import copy
 import importlib
 import pickle
 import types
@@ -12,7 +13,7 @@ import torch
 from .core import disable_current_modes  # first: it checks the version of torch
 
 # isort: split
-from torch._dynamo import guards
+from torch._dynamo import guards, pgo
 from torch._dynamo.output_graph import OutputGraphCommon, get_builtins_dict
 from torch._dynamo.package import SerializedCode
 from torch._dynamo.precompile_context import PrecompileContext
@@ -97,6 +98,29 @@ def _resuming(code: types.CodeType, scope: dict[str, Any], name: str) -> Any:
     return partial(types.FunctionType, code, scope, name, None)  # of C, so that Dynamo is not asked to compile it
 
 
+def sizes_seen() -> dict[Any, dict[str, Any]]:
+    """What Dynamo has seen of the sizes of inputs, by which it decides which become symbols: code -> name -> sizes."""
+    return {
+        code: {name: copy.copy(entry) for name, entry in state.automatic_dynamic.items()}
+        for code, state in pgo.get_code_state().items()
+    }
+
+
+def see_sizes(seen: dict[Any, dict[str, Any]]) -> None:
+    """Let Dynamo have seen these sizes, too, as if it had compiled what it was seen for."""
+    state = pgo.get_code_state()
+    for code, sizes in seen.items():
+        known = state[code].automatic_dynamic
+        for name, entry in sizes.items():
+            known[name] |= entry
+
+
+def sources(content: Any) -> list[str]:
+    """The code that Inductor generated for the graphs of an `artifact`."""
+    parts = [getattr(content, name, None) for name in ("compiled_fw", "compiled_bw")]
+    return [str(getattr(part.result, "source_code", "")) for part in parts if part is not None]
+
+
 def artifact(backend: str) -> Any:
     """What AOTAutograd and Inductor made of a graph, as what can be pickled; None if there is nothing."""
     found = PrecompileContext._backend_artifacts_by_key.pop(backend, None)  # pyright: ignore
@@ -121,5 +145,8 @@ __all__ = [
     "install",
     "prepare_globals",
     "runnable",
+    "see_sizes",
+    "sizes_seen",
+    "sources",
     "to_data",
 ]

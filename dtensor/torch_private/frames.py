@@ -1,7 +1,8 @@
 """Private APIs of Dynamo by which a frame that it compiled is taken apart into data, and put into another process.
 
 Dynamo asks a `ConvertFrameAssert` to compile a frame that no guarded code fits. `intercept` puts a handler before it,
-which may answer from data, or give it a `FrameRecorder` that collects what it makes.
+which may answer from data, or give it a `FrameRecorder` that collects what it makes. All of it is one `compilation`, of
+which `phases` tells.
 """
 
 import itertools
@@ -30,6 +31,8 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import config as inductor_config
+
+from .phases import compilation
 
 BY_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "CLOSURE_MATCH")
 """Guards that hold for one object of one process."""
@@ -130,7 +133,7 @@ _handlers: list[Handler] = []
 @contextmanager
 def intercept(handler: Handler) -> Iterator[None]:
     """A context in which `handler` comes before Dynamo."""
-    _install()
+    install()
     _handlers.append(handler)
     try:
         yield
@@ -138,10 +141,11 @@ def intercept(handler: Handler) -> Iterator[None]:
         no_longer(handler)
 
 
-def intercept_from_now_on(handler: Handler) -> None:
-    """As `intercept`, until the process ends."""
-    _install()
-    _handlers.append(handler)
+def intercept_from_now_on(handler: Handler, *, last: bool = False) -> None:
+    """As `intercept`, until the process ends. `last`: it is asked after all others; without its answer the frame is
+    compiled."""
+    install()
+    _handlers.insert(0 if last else len(_handlers), handler)
 
 
 def no_longer(handler: Handler) -> None:
@@ -150,7 +154,8 @@ def no_longer(handler: Handler) -> None:
         _handlers.remove(handler)
 
 
-def _install() -> None:
+def install() -> None:
+    """Stand before Dynamo from now on, without a handler at first: what it compiles is then told as a compilation."""
     if convert_frame.ConvertFrameAssert.__call__ is not _compile:
         convert_frame.ConvertFrameAssert.__call__ = _compile
         guards.CheckFunctionManager.serialize_guards = _serialize_guards
@@ -272,9 +277,26 @@ def _optimizer(kind: type, attributes: dict[str, Any]) -> Any:
 
 
 def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int = 0) -> Any:
-    left = self._export or frame.f_code in convert_frame.output_codes
-    if not _handlers or left or not convert_frame.has_tensor_in_frame(frame):
-        return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+    given = self, frame, cache_entry, hooks, frame_state
+    if self._export or frame.f_code in convert_frame.output_codes or not convert_frame.has_tensor_in_frame(frame):
+        return _own_compile(*given, skip=skip + 1)
+    with compilation(_named(frame)) as made:
+        found = _answered(*given, skip=skip + 2) if _handlers else _own_compile(*given, skip=skip + 1)
+        made.made = made.made or found.guarded_code is not None
+        return found
+
+
+def _named(frame: Any) -> str:
+    """The name of a frame's function; of a module's method, with the class of the module."""
+    owner = frame.f_locals.get("self")
+    return (
+        f"{type(owner).__name__}.{frame.f_code.co_name}"
+        if isinstance(owner, torch.nn.Module)
+        else frame.f_code.co_qualname
+    )
+
+
+def _answered(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int) -> Any:
     compiler = _described(self._torchdynamo_orig_backend)
     for handler in reversed(_handlers):
         found = handler.answer(frame, compiler)
@@ -292,12 +314,12 @@ def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: A
             if recorder is not None:
                 break
         if recorder is None:
-            return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+            return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip)
         token, own = _recorder.set(recorder), self._package
         self._package = recorder
         try:
             with _names_of_this_process(), functorch_config.patch(WHOLE):
-                return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
+                return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip)
         finally:
             self._package = own
             _recorder.reset(token)
@@ -373,6 +395,7 @@ __all__ = [
     "Handler",
     "Unsupported",
     "caches_are_on",
+    "install",
     "intercept",
     "intercept_from_now_on",
     "no_longer",

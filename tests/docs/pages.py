@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import types
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ def hooks() -> Any:
     return sys.modules["hooks_of_manual"]
 
 
+NUMBERS = count()
+
+
 def blocks(page: str, language: str) -> list[tuple[int, str]]:
     """The fenced blocks of a page in that language, each with the number of its first line."""
     text = (DOCS / page).read_text()
@@ -45,7 +49,7 @@ def run_blocks(page: str, folder: str | None = None, inner: str | None = None) -
     With `inner`, that stands for Inductor in whatever is compiled: most pages say something about graphs, and code that
     g++ makes of them takes a second a kernel.
     """
-    module = types.ModuleType("page_of_manual")  # one that Dynamo finds by its name
+    module = types.ModuleType(f"page_of_manual_{next(NUMBERS)}")  # Dynamo finds it by its name, and keeps what it found
     names = vars(module)
     kept, where, path = torch.compile, os.getcwd(), list(sys.path)
     sys.path.insert(0, str(ROOT / "examples"))

@@ -25,6 +25,7 @@ from ...torch_private.core import (
     UnknownValue,
     backward_number,
     forward_number,
+    storage_of,
     tree_map,
 )
 from ..whole_model.distribute_model import on_first
@@ -168,7 +169,7 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def made(self, x: torch.Tensor, kind: str = MADE, name: str = "") -> Value:
-        own = x.untyped_storage()._cdata
+        own = storage_of(x)
         return self.note(x, Value(kind, name, tuple(x.shape), tuple(x.stride()), x.dtype, self.same.get(own, own)))
 
     def value(self, x: torch.Tensor) -> Value:
@@ -176,7 +177,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = SHAPES.get(func._schema.name, func)(*args, **kwargs)
+        run: Any = SHAPES.get(func._schema.name, func)
+        out = run(*args, **kwargs)
         if self.quiet or func.namespace == "prim":
             return out
         operands: list[Value] = []
@@ -227,7 +229,7 @@ class _Recorder(TorchDispatchMode):
         made = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         self.quiet = False
         given = self.value(x)
-        self.same[made.untyped_storage()._cdata] = given.storage
+        self.same[storage_of(made)] = given.storage
         value = self.made(made, CONSTANT if given.kind == CONSTANT else MADE)
         value.maker = Op(BORDER, (given,), {}, [given], [value], False, path, self.backward, what, forward)
         self.tape.ops.append(value.maker)

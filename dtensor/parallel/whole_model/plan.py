@@ -15,7 +15,7 @@ from ...errors import PlacementError
 from ...layout.placements import Placement, Replicate, Shard, parsed
 from ...torch_private.core import tree_map
 
-Axes: TypeAlias = dict[str, Placement]
+Axes: TypeAlias = Mapping[str, Placement]
 """Placements by mesh axis; on axes that are left out a tensor is replicated."""
 
 FORMAT = "dtensor plan 1"
@@ -94,11 +94,11 @@ class Plan:
         prediction: what the plan is expected to cost, if that was computed.
     """
 
-    mesh: dict[str, int]
-    parameters: dict[str, Axes] = field(default_factory=dict[str, Axes])
-    used: dict[str, Axes] = field(default_factory=dict[str, Axes])
+    mesh: Mapping[str, int]
+    parameters: Mapping[str, Axes] = field(default_factory=dict[str, Axes])
+    used: Mapping[str, Axes] = field(default_factory=dict[str, Axes])
     inputs: Axes = field(default_factory=dict[str, Placement])
-    activations: dict[str, Activation] = field(default_factory=dict[str, Activation])
+    activations: Mapping[str, Activation] = field(default_factory=dict[str, Activation])
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -126,7 +126,7 @@ class Plan:
                 name: {"to": _texts(a.to), "gradient": _texts(a.gradient)} for name, a in self.activations.items()
             },
         }
-        Path(path).write_text(json.dumps({"format": FORMAT, "mesh": self.mesh, **texts}, indent=2) + "\n")
+        Path(path).write_text(json.dumps({"format": FORMAT, "mesh": dict(self.mesh), **texts}, indent=2) + "\n")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":

@@ -283,7 +283,7 @@ DAMAGES = {
     "the manifest": lambda path, target: altered(path, target, "manifest", lambda data: data[:50]),
     "a hash": lambda path, target: altered(path, target, "manifest", swapped),
     "the format": lambda path, target: altered(
-        path, target, "manifest", lambda data: data.replace(b'"format": 1', b'"format": 9')
+        path, target, "manifest", lambda data: data.replace(b'"format": 2', b'"format": 9')
     ),
 }
 

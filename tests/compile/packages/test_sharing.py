@@ -3,16 +3,18 @@
 import os
 import signal
 import time
+import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 import dtensor
+import dtensor.compile
 from dtensor import init_device_mesh
-from dtensor.compile.packages import sharing
+from dtensor.compile.packages import keeping, sharing
 from dtensor.testing import RankError, run_ranks
-from dtensor.torch_private.frames import intercept
 
 from . import programs
 from .test_packages import compiled_here
@@ -22,12 +24,12 @@ def shared(rank, run, *args, before=lambda rank: None):
     """Losses of a rank that shares, what it took and gave, and what it compiled."""
     torch._dynamo.reset()
     counters.clear()
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    handler = sharing.Sharing()
-    with intercept(handler):
-        before(rank)
-        losses = run(mesh, *args)
-    return losses, handler.shared, compiled_here()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    dtensor.compile.share()
+    sharing.sharing.shared = made = sharing.Shared()
+    before(rank)
+    losses = run(mesh, *args)
+    return losses, made, compiled_here()
 
 
 def test_one_rank_compiles(own_caches):
@@ -61,11 +63,11 @@ def uneven(mesh):
     return torch.compile(lambda x: (x * 2).sum().full_tensor())(x).item()
 
 
-def test_uneven_shards_are_compiled_by_each_rank(own_caches):
+def test_nobody_waits_for_a_rank_with_other_shards(own_caches):
     found = run_ranks(shared, 2, uneven)
     assert [losses for losses, *_ in found] == [40.0, 40.0]
     assert [compiled[0] for *_, compiled in found] == [1, 1]
-    assert "_local_tensor' size mismatch" in next(made for _, made, _ in found if made.alone).alone[0][1]
+    assert [(made.waited, len(made.given)) for _, made, _ in found] == [(0, 1), (0, 1)]
 
 
 def failing(mesh):
@@ -115,6 +117,65 @@ def test_there_is_a_limit(own_caches):
     assert found[0][0] == found[1][0]
     assert [compiled[0] for *_, compiled in found] == [1, 1]
     assert "did not finish it in 2 s" in next(made for _, made, _ in found if made.alone).alone[0][1]
+
+
+def hanging(rank):
+    """The rank that compiles hangs, as where it waits for another rank."""
+    return with_part(rank, lambda: time.sleep(12))
+
+
+def with_part(rank, part):
+    """Share, where the rank that compiles does something else meanwhile, and may do nothing for 3 seconds."""
+    stall, take_apart = sharing.STALL, keeping.take_apart
+
+    def longer(*args):
+        part()
+        return take_apart(*args)
+
+    sharing.STALL, keeping.take_apart = 3.0, longer
+    try:
+        return shared(rank, programs.small, programs.batch())
+    finally:
+        sharing.STALL, keeping.take_apart = stall, take_apart
+
+
+def test_nobody_waits_for_a_rank_that_hangs(own_caches):
+    found = run_ranks(hanging, 2)
+    assert [compiled[0] for *_, compiled in found] == [1, 1]
+    alone = next(made for _, made, _ in found if made.alone)
+    assert "has made no progress for 3 s" in alone.alone[0][1]
+
+
+def slow_but_working(rank):
+    """The rank that compiles works for longer than one may hang."""
+
+    def work():
+        end = time.thread_time() + 8
+        while time.thread_time() < end:
+            pass
+
+    return with_part(rank, work)
+
+
+def test_a_rank_that_works_is_waited_for(own_caches):
+    found = run_ranks(slow_but_working, 2)
+    assert sorted([compiled[0] for *_, compiled in found]) == [0, 1]
+    assert [made.alone for _, made, _ in found] == [[], []]
+
+
+def test_a_store_that_does_not_answer(monkeypatch):
+    """As at the end of a job, where the rank that holds it is gone."""
+    made = sharing.Sharing()
+
+    def gone(*_):
+        raise RuntimeError("Connection reset by peer")
+
+    for name, value in (("job", lambda: made), ("_can_be_shared", lambda *_: True)):
+        monkeypatch.setattr(sharing, name, value)
+    monkeypatch.setattr(sharing.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(made, "_found", gone)
+    frame = types.SimpleNamespace(f_code=gone.__code__)
+    assert made.answer(frame, "inductor") is None
 
 
 def dying(rank, *args):
