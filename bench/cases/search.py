@@ -4,7 +4,8 @@ Finding is timed for the shapes of Llama 3.1 8B on meshes of up to 128 GPUs that
 plans and of plans written by hand, tensor parallel, data parallel and fully sharded, of one model in the same
 processes: two ranks with gloo, on loopback and, if namespaces can be made, on links of 1 Gbit/s and 100 Mbit/s. All are
 applied by `distribute_model` and compiled, so that they differ in the plan alone; their losses must agree. Processor
-and link are measured first, on the ranks. "predicted" is what the plan is expected to take.
+and link are measured first, on the ranks. "predicted" is what the plan is expected to take. The model of cost is also
+held against steps that torchtitan has published (`bench.published`).
 """
 
 import copy
@@ -19,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtensor import Plan, Replicate, Shard, distribute_model, init_device_mesh, search
-from dtensor.layout.cost import Link
 from dtensor.layout.machine import Machine
 from dtensor.mesh.mesh import facts
 from dtensor.tools.calibration import Options, fit, measure
@@ -29,6 +29,8 @@ from .. import namespaces
 from ..effort import Effort
 from ..models import Llama, Sizes, named
 from ..namespaces import End
+from ..published import GPU, ROWS, WIRE
+from ..published import predicted as predicted_step
 from ..ranks import RanksFailed, on_ranks
 from ..record import Record, Setting
 from ..timing import compared, interleaved
@@ -36,9 +38,6 @@ from ..timing import compared, interleaved
 LOOPBACK, RATES = "loopback", ("1gbit", "100mbit")
 FOUND = "found"
 AXIS = "x"
-GPU = Link(alpha=4e-6, bandwidth=360e9, memory=2.4e12, launch=3e-6, start=10e-6)
-WIRE = Link(alpha=8e-6, bandwidth=45e9, memory=2.4e12, launch=3e-6, start=15e-6)
-"""Within a host of eight H100, and between hosts, per GPU."""
 
 
 class Llama8B(Sizes):
@@ -131,7 +130,7 @@ def by_hand(model: nn.Module) -> dict[str, Plan]:
 
 
 def on_rank(
-    rank: int, name: str, sizes: Sizes, links: tuple[str, ...], rounds: int, end: End | None
+    rank: int, name: str, sizes: Sizes, links: tuple[str, ...], rounds: int, code: bool, end: End | None
 ) -> dict[str, tuple[dict[str, list[float]], float, float, str]]:
     """Link -> (plan -> seconds of a step in each round, predicted seconds, gap, the plan that was found)."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS,))
@@ -148,7 +147,7 @@ def on_rank(
         plans = {FOUND: plan, **by_hand(model)}
         steps, losses = {}, {}
         for side, p in plans.items():
-            steps[side] = _step(model, mesh, p, batch)
+            steps[side] = _step(model, mesh, p, batch, code)
             losses[side] = [_mean(steps[side]()) for _ in range(3)]
         first = losses[FOUND]
         for side, others in losses.items():
@@ -161,9 +160,9 @@ def on_rank(
     return done
 
 
-def _step(model: nn.Module, mesh: Any, plan: Plan, batch: tuple[torch.Tensor, ...]) -> Any:
+def _step(model: nn.Module, mesh: Any, plan: Plan, batch: tuple[torch.Tensor, ...], code: bool) -> Any:
     mine = distribute_model(copy.deepcopy(model), mesh, plan, outputs={}, check_inputs=False)
-    run = torch.compile(mine, backend="dtensor")
+    run = torch.compile(mine, backend="dtensor", options={} if code else {"inner": "aot_eager"})
     optimizer = torch.optim.SGD(mine.parameters(), lr=1e-3)
     given = plan.part(batch, mesh)
 
@@ -211,20 +210,23 @@ def run(effort: Effort) -> Iterator[Record]:
     meshes, layers, models, sizes, rounds = effort.of(AMOUNTS)
     for shape in effort.progress(meshes, "finding"):
         yield from finding(shape, layers)
+    for row in ROWS if effort.level != "tiny" else ROWS[:1]:
+        at = Setting("search", row.name, "as published", 1, "")
+        yield at.counted("step", "s", predicted_step(row), "torchtitan", row.step, "predicted")
     without = namespaces.why_not()
     for name in effort.progress(models, "steps"):
-        yield from _steps(name, sizes, rounds, (LOOPBACK,), None)
+        yield from _steps(name, sizes, rounds, (LOOPBACK,), None, effort.level != "tiny")
         if effort.level == "tiny":
             continue
         if without:
             yield Setting("search", name, FOUND, 2, RATES[0]).missing("step", without)
         else:
             with namespaces.joined() as ends:
-                yield from _steps(name, sizes, rounds, RATES, ends)
+                yield from _steps(name, sizes, rounds, RATES, ends, True)
 
 
-def _steps(name: str, sizes: Sizes, rounds: int, links: tuple[str, ...], ends: Any) -> Iterator[Record]:
-    done = on_ranks(on_rank, 2, name, sizes, links, rounds, ends=ends)
+def _steps(name: str, sizes: Sizes, rounds: int, links: tuple[str, ...], ends: Any, code: bool) -> Iterator[Record]:
+    done = on_ranks(on_rank, 2, name, sizes, links, rounds, code, ends=ends)
     for link, (times, predicted, gap, plan) in done.items():
         at = Setting("search", name, FOUND, 2, link)
         for side in [s for s in times if s != FOUND]:

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -66,6 +67,9 @@ SAID_AFTER = 5.0
 GROUPS = 8
 """The most groups of ranks with equal shards, one of which after the other a rank tries."""
 
+
+OPTIMIZERS = str(Path(torch.optim.__file__).parent)
+"""Where code lies that is not shared: which frames of a step Dynamo compiles depends on what the rank has compiled."""
 
 log: logging.Logger = logging.getLogger("dtensor")
 
@@ -277,6 +281,7 @@ def _can_be_shared(frame: Any, compiler: str) -> bool:
         and not WATCHERS
         and not keeps_specs()
         and not asks_for_rank(frame.f_code)
+        and not frame.f_code.co_filename.startswith(OPTIMIZERS)
     )
 
 
@@ -298,7 +303,7 @@ sharing: Sharing = Sharing()
 
 
 def share() -> Shared:
-    """Let one rank of a job compile for all, from now on, also where DTENSOR_SHARE_COMPILES=0; every rank calls it.
+    """Let one rank of a job compile for all, from now on; every rank calls it. The same as DTENSOR_SHARE_COMPILES=1.
 
     Returns:
         What this rank took from others and gave to them.

@@ -21,6 +21,7 @@ class Machine:
         memory: memory bandwidth in bytes per second.
         launch: seconds to start a kernel.
         half_size: floating-point operations of a product that runs at half of the peak.
+        overlap: the part of communication that can run beside computation: on CPUs none, as it takes the same cores.
     """
 
     flops: float
@@ -28,6 +29,11 @@ class Machine:
     memory: float
     launch: float
     half_size: float = 0.0
+    overlap: float = 1.0
+
+    def together(self, computing: float, beside: float) -> float:
+        """Seconds of computation and of communication that does not wait for it."""
+        return max(computing + (1 - self.overlap) * beside, beside)
 
     def peak(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second in `dtype`."""
@@ -42,7 +48,7 @@ class Machine:
 
 
 MACHINES = {
-    "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6),
+    "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6, overlap=0.0),
     "cuda": Machine(flops=60e12, half=500e12, memory=2.5e12, launch=3e-6),
 }
 """Device type -> what one rank has: some cores of a server, or a current accelerator."""

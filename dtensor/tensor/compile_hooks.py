@@ -160,7 +160,7 @@ def share_from_now_on() -> None:
 
 
 def load_from_now_on() -> None:
-    """Take compiled code from a package, if the environment names one, and from other ranks, unless it says no.
+    """Take compiled code from a package, if the environment names one, and from other ranks, if it says so.
 
     Raises:
         ValueError: a switch is neither 0 nor 1.
@@ -168,7 +168,7 @@ def load_from_now_on() -> None:
     given = environment.setting(SHARE)
     if given and given not in environment.SWITCH:
         raise ValueError(f"the environment variable {SHARE} is {given!r}; write 0 or 1, or leave it unset")
-    if environment.SWITCH.get(given, True):
+    if environment.SWITCH.get(given, False):
         share_from_now_on()
     if environment.setting("DTENSOR_PACKAGE"):
         importlib.import_module("dtensor.compile.packages.package").load_if_asked()

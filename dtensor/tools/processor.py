@@ -46,7 +46,7 @@ def measure(device: str = "cpu", rounds: int = 9) -> Machine:
             times.append(max(1e-9, _seconds(lambda a=a, b=b: a @ b, device, rounds) - launch))
         peaks[dtype] = fit(flops, times)
     (single, size), (half, _) = peaks[torch.float32], peaks[torch.bfloat16]
-    return Machine(single, half, 2 * x.nbytes / copied, launch, size)
+    return Machine(single, half, 2 * x.nbytes / copied, launch, size, float(device != "cpu"))
 
 
 def fit(flops: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

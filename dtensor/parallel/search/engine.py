@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...layout.machine import Machine
 from ...rules.choose import choose
 from .states import Moves, State, layout_of, parts, state_of
 from .steps import Choices, Option, Step, Steps, Tensor, is_free, pattern, seconds_of_optimizer
@@ -35,6 +36,7 @@ class Run:
     """What the engine does with a step.
 
     Attributes:
+        machine: what a rank computes with.
         computing: seconds of computation.
         waiting: seconds of moves that computation waits for.
         beside: seconds of moves of parameters and their gradients.
@@ -46,6 +48,7 @@ class Run:
         states: step -> states of its outputs, of the last operator like it.
     """
 
+    machine: Machine
     computing: float = 0.0
     waiting: float = 0.0
     beside: float = 0.0
@@ -59,7 +62,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return self.waiting + max(self.computing, self.beside) + self.updating
+        return self.waiting + self.machine.together(self.computing, self.beside) + self.updating
 
 
 class Engine:
@@ -96,7 +99,7 @@ class Engine:
 
     def run(self, given: Assignment) -> Run:
         """Price an assignment."""
-        made = Run()
+        made = Run(self.choices.machine)
         states: dict[Value, State] = {}
         known: dict[tuple[Value, State, bool], bool] = {}
         read: dict[tuple[Value, bool], State] = {}

@@ -3,6 +3,7 @@
     variables    for each step one of its options; for each tensor, how it moves from the state in which it is made to
                  the states in which it is used, as a flow over single moves
     minimise     moves that computation waits for + max(computation, moves that run beside it) + the optimizer's update
+                 (where communication takes the same cores, as on CPUs, the sum of both in place of the larger)
     subject to   parameters, gradients, optimizer states and what the backward reads fit into memory
 
 Moves of parameters and of their gradients run beside computation: they are known ahead of time. A move that several
@@ -138,7 +139,10 @@ class Program:
             self._step(step)
         for tensor in steps.tensors:
             self._flows(tensor)
-        self.rows.add({self.longer: 1.0, **{k: -v for k, v in self.computing.items()}}, 0.0, INF)
+        blocked = 1 - choices.machine.overlap
+        both = {k: blocked * v for k, v in self.beside.items()} if blocked else dict[int, float]()
+        both = {k: self.computing.get(k, 0.0) + both.get(k, 0.0) for k in {**self.computing, **both}}
+        self.rows.add({self.longer: 1.0, **{k: -v for k, v in both.items()}}, 0.0, INF)
         self.rows.add({self.longer: 1.0, **{k: -v for k, v in self.beside.items()}}, 0.0, INF)
         self._saved()
         if memory is not None:

@@ -213,10 +213,7 @@ class _Search:
         least: Run | None = None
         for _ in range(4):
             solution = self._solve(over)
-            if solution is None and self.memory is None:  # the time was too short: a well-known plan then
-                replicated = Assignment(stored=dict(self.pinned))
-                return self._or_known(replicated, self.engine.run(replicated), 0.0)
-            if solution is None:
+            if solution is None:  # too little time or memory
                 break
             bound = bound or solution.bound
             made = self._followed(solution)
@@ -227,6 +224,10 @@ class _Search:
                 made, run = self._polished(*self._shorter(made, run), bound)
                 return self._or_known(made, run, bound)
             over += 1.02 * (run.peak - self.memory)
+        replicated = Assignment(stored=dict(self.pinned))
+        made, run, bound = self._or_known(replicated, self.engine.run(replicated), bound)
+        if self._holds(run):
+            return made, run, bound
         raise PlacementError(self._too_large(least))
 
     def _solve(self, over: float) -> Solution | None:
@@ -327,7 +328,7 @@ class _Search:
             if any(a.stored.get(t, self.engine.whole) != s for t, s in self.pinned.items()):
                 continue
             cost = self.engine.run(a)
-            if cost.seconds < run.seconds * (1 - SAME) and self._holds(cost):
+            if self._holds(cost) and (cost.seconds < run.seconds * (1 - SAME) or not self._holds(run)):
                 made, run = a, cost
         return made, run, min(bound, run.seconds)
 

@@ -128,6 +128,7 @@ def scheduled(mesh, name):
     return trained(mesh, programs.OPTIMIZERS[name], steps=4, first=first, after=lambda *_: schedulers[0].step())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["momentum", "adamw", "a rate that is a tensor"])
 def test_a_schedule_of_rates(name, safe_folder, own_caches):
     check(scheduled, safe_folder / "step.package", name)
@@ -150,6 +151,7 @@ def whole(mesh, name):
     return [*losses, *held(model, optimizer)], optimizer
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["momentum", "adamw"])
 def test_a_whole_step(name, safe_folder, own_caches):
     check(whole, safe_folder / "step.package", name)
@@ -170,6 +172,7 @@ def with_closure(mesh, name):
     return [*losses, *held(model, optimizer)], optimizer
 
 
+@pytest.mark.nightly
 def test_a_closure(safe_folder, own_caches):
     check(with_closure, safe_folder / "step.package", "adamw")
 
@@ -321,8 +324,12 @@ class Scaled(torch.optim.Optimizer):
 
 
 def test_what_cannot_be_kept_is_named(safe_folder, own_caches):
-    with pytest.raises(PackageError, match="neither a parameter, nor a gradient, nor in the optimizer's state; put it"):
-        dtensor.compile.package(trained, {"tp": 2}, (Scaled, "plain"), safe_folder / "x")
+    """As the error where nothing else was compiled, which depends on what this process has compiled before."""
+    try:
+        said = str(dtensor.compile.package(trained, {"tp": 2}, (Scaled, "plain"), safe_folder / "x").left_out)
+    except PackageError as error:
+        said = str(error)
+    assert "neither a parameter, nor a gradient, nor in the optimizer's state; put it" in said
 
 
 def test_what_dynamo_leaves_to_python_is_not_missed(safe_folder, own_caches):
@@ -363,6 +370,7 @@ print("steps", optimizer.state[model.weight]["step"].item())
 """
 
 
+@pytest.mark.nightly
 def test_the_command(safe_folder, own_caches, monkeypatch):
     """The hook that counts steps is not seen by what is compiled."""
     script, path = safe_folder / "program.py", safe_folder / "command.package"

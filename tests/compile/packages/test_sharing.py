@@ -42,21 +42,6 @@ def test_one_rank_compiles(own_caches):
     assert other[1].waited > leader[1].waited == 0
 
 
-def with_step(mesh, x):
-    return programs.small(mesh, x, steps=3, optimizer="momentum")
-
-
-def test_one_rank_compiles_the_step_of_the_optimizer(own_caches):
-    found = run_ranks(shared, 2, with_step, programs.batch())
-    assert found[0][0] == found[1][0]
-    names = [sorted([*made.given, *made.taken]) for _, made, _ in found]
-    assert names[0] == names[1]
-    assert names[0].count("SGD.step") == 2
-    reasons = [why for _, made, _ in found for _, why in made.alone]
-    assert [why for why in reasons if not why.endswith("it was not compiled")] == []  # Dynamo leaves it to Python
-    assert sum(compiled[0] for *_, compiled in found) == 3
-
-
 def uneven(mesh):
     """Each rank holds another number of rows, so that one cannot use what the other compiled."""
     x = dtensor.distribute_tensor(torch.ones(5, 4), mesh, [dtensor.Shard(0)])
