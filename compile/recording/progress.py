@@ -102,10 +102,8 @@ def is_shown() -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    given = environment.setting(SWITCH)
-    if given and given not in environment.SWITCH:
-        raise ValueError(f"the environment variable {SWITCH} is {given!r}; write 0 or 1, or leave it unset")
-    wanted = environment.SWITCH[given] if given else bool(known_meshes()) and sys.stderr.isatty()
+    asked = environment.is_on(SWITCH)
+    wanted = bool(known_meshes()) and sys.stderr.isatty() if asked is None else asked
     return wanted and _rank() == 0
 
 

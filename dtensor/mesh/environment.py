@@ -70,12 +70,8 @@ def switched(option: str, default: bool) -> bool:
     Raises:
         ValueError: It is neither 0 nor 1.
     """
-    given = text(option)
-    if not given:
-        return default
-    if given not in SWITCH:
-        raise ValueError(f"the environment variable {VARIABLES[option]} is {given!r}; write 0 or 1, or leave it unset")
-    return SWITCH[given]
+    found = is_on(VARIABLES[option])
+    return default if found is None else found
 
 
 def text(option: str) -> str:
@@ -86,6 +82,18 @@ def text(option: str) -> str:
 def setting(variable: str) -> str:
     """The raw text of a variable that is no option of the compiler, stripped; "" if it is unset."""
     return os.environ.get(variable, "").strip()
+
+
+def is_on(variable: str) -> bool | None:
+    """Whether a switch is on; None if it is unset.
+
+    Raises:
+        ValueError: It is neither 0 nor 1.
+    """
+    given = setting(variable)
+    if given and given not in SWITCH:
+        raise ValueError(f"the environment variable {variable} is {given!r}; write 0 or 1, or leave it unset")
+    return SWITCH.get(given)
 
 
 def level() -> str | None:
@@ -150,6 +158,7 @@ __all__ = [
     "VARIABLES",
     "findings",
     "fingerprint",
+    "is_on",
     "level",
     "options",
     "passes_are_off",

@@ -162,7 +162,7 @@ def _stays(rule: Rule, operand: int, sharded: bool) -> bool:
     return operand in rule.unread and not (sharded and any(rule.inputs[operand]))
 
 
-_MOVES = {
+MOVES = {
     (int, type(None)): "all_gather",
     (int, int): "all_to_all",
     (str, type(None)): "all_reduce",
@@ -170,13 +170,14 @@ _MOVES = {
     (type(None), int): "shard",
     (type(None), str): "partial",
 }
+"""Types of what an axis has and wants (a dim, a reduce op, or None) -> the step between them."""
 
 
 def _move(spec: Spec, have: Any, want: Any, axis: int, network: Network) -> float:
     n, link = network.sizes[axis], network.links[axis]
     others = prod(network.sizes[a] for a in spec.layout.sharded_axes if a != axis)
     size = spec.dtype.itemsize * prod(map(hint, spec.shape)) / others
-    op = _MOVES.get((type(have), type(want)))
+    op = MOVES.get((type(have), type(want)))
     if op is None:
         gather = "all_gather" if isinstance(have, int) else "all_reduce"
         return seconds(gather, size, n, link) + seconds("partial", size, n, link)
@@ -219,4 +220,4 @@ def _order(rule: Rule, factor: Factor, picked: list[Candidate], operands: list[S
     return tuple(first + [a for a in wanted if a not in first])
 
 
-__all__ = ["Choice", "Weighed", "choose", "weigh"]
+__all__ = ["MOVES", "Choice", "Weighed", "choose", "weigh"]

@@ -165,10 +165,7 @@ def load_from_now_on() -> None:
     Raises:
         ValueError: a switch is neither 0 nor 1.
     """
-    given = environment.setting(SHARE)
-    if given and given not in environment.SWITCH:
-        raise ValueError(f"the environment variable {SHARE} is {given!r}; write 0 or 1, or leave it unset")
-    if environment.SWITCH.get(given, False):
+    if environment.is_on(SHARE):
         share_from_now_on()
     if environment.setting("DTENSOR_PACKAGE"):
         importlib.import_module("dtensor.compile.packages.package").load_if_asked()

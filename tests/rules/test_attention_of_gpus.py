@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import library
 
 from dtensor.testing.rules.candidates import case as c
 from dtensor.testing.rules.candidates import floats as f
@@ -58,7 +59,7 @@ def cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, *rest, **options
 
 @pytest.fixture
 def stand_ins():
-    own = torch.library.Library("aten", "IMPL")
+    own = library.Library("aten", "IMPL")
     try:
         own.impl(NAME.format("efficient"), efficient, "CPU")
         own.impl(f"{NAME.format('efficient')}_backward", efficient_backward, "CPU")

@@ -107,7 +107,6 @@ class Program:
         transient: bytes held besides parameters, their gradients and states, and what is saved.
         states: tensors of its size that the optimizer keeps for a parameter.
         fixed: tensor of a parameter or input -> the state that it must have.
-        sizes_of_inputs: whether inputs may be cut.
     """
 
     def __init__(
@@ -168,9 +167,7 @@ class Program:
                 continue
             trained = t.kind == PARAMETER and self.training and t.like.dtype.is_floating_point
             chosen: Chosen = {}
-            for s in self.all_states(t):
-                if t in self.fixed and self.fixed[t] != s:
-                    continue
+            for s in [self.fixed[t]] if t in self.fixed else self.all_states(t):
                 if t.kind == INPUT and any(x not in (None, 0) for x in s) and t not in self.fixed:
                     continue
                 local = t.like.bytes / parts(s, self.sizes)

@@ -18,13 +18,14 @@ from torch import nn
 
 from ...errors import PlacementError
 from ...layout.cost import INTER, INTRA, Link, Network
+from ...layout.layout import Layout
 from ...layout.machine import MACHINES, Machine
-from ...layout.placements import Placement, Replicate, Shard, as_placement
+from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
 from ...mesh.mesh import facts
 from ..whole_model.plan import Activation, Axes, Plan, Prediction
 from .engine import Assignment, Engine, Run
 from .program import Program, Solution
-from .states import State, fits, placements_of
+from .states import State, fits, placements_of, state_of
 from .steps import Choices, Step, Steps, Tensor, pattern, steps_of
 from .tape import BUFFER, INPUT, PARAMETER, Loss, record
 
@@ -424,12 +425,20 @@ def _fixed(steps: Steps, fixed: Mapping[str, Mapping[str, Placement]], sizes: Ma
         if name == "inputs":
             tensors = steps.of_kind(INPUT)
         else:
-            names = [n for (kind, n) in steps.tape.values if kind in (PARAMETER, BUFFER) and fnmatchcase(n, name)]
+            known_names = [n for (kind, n) in steps.tape.values if kind in (PARAMETER, BUFFER)]
+            names = {n for n in known_names if fnmatchcase(n, name)}
+            names |= {first for other, first in steps.tape.ties.items() if fnmatchcase(other, name)}
             if not names:
                 raise PlacementError(f"fixed: {name!r} matches no parameter or buffer of the model")
             tensors = list({steps.which[v] for (_, n), v in steps.tape.values.items() if n in names})
         for t in tensors:
-            found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
+            if name == "inputs":
+                found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
+                continue
+            try:
+                found[t] = state_of(Layout.of(as_placements(placed, len(placed), t.like.ndim), t.like.ndim))
+            except PlacementError as error:
+                raise PlacementError(f"fixed: {name!r} of shape {list(t.like.shape)}: {error}") from None
     return found
 
 

@@ -14,6 +14,7 @@ from typing import TypeAlias
 from ...layout.cost import Network, seconds
 from ...layout.layout import Layout
 from ...layout.placements import Partial, Placement, Replicate, Shard
+from ...rules.choose import MOVES
 
 State: TypeAlias = tuple[int | str | None, ...]
 
@@ -53,16 +54,6 @@ def fits(state: State, shape: Sequence[int], sizes: Sequence[int]) -> bool:
     return True
 
 
-_OPS = {
-    (int, type(None)): "all_gather",
-    (int, int): "all_to_all",
-    (str, type(None)): "all_reduce",
-    (str, int): "reduce_scatter",
-    (type(None), int): "shard",
-    (type(None), str): "partial",
-}
-
-
 class Moves:
     """The prices of moves of a tensor with so many bytes and dims.
 
@@ -74,6 +65,7 @@ class Moves:
 
     def __init__(self, network: Network, shape: tuple[int, ...], itemsize: int) -> None:
         self.network, self.shape, self.bytes = network, shape, prod(shape) * itemsize
+        self._prices: dict[tuple[State, State], float] = {}
         self._found: dict[State, dict[State, tuple[float, State | None]]] = {}
 
     def step(self, state: State, axis: int, to: int | str | None) -> float:
@@ -81,16 +73,12 @@ class Moves:
         have, n = state[axis], self.network.sizes[axis]
         if have == to or n == 1:
             return 0.0
-        op = _OPS.get((type(have), type(to)))
+        op = MOVES.get((type(have), type(to)))
         if op is None:
             return inf
         others = parts(tuple([None if a == axis else s for a, s in enumerate(state)]), self.network.sizes)
         size = self.bytes / others
         return seconds(op, size / n if op in ("all_to_all", "shard") else size, n, self.network.links[axis])
-
-    def wire(self, state: State, axis: int, to: int | str | None) -> bool:
-        """Whether that change communicates."""
-        return _OPS.get((type(state[axis]), type(to)), "") not in ("shard", "partial", "")
 
     def targets(self, state: State, axis: int) -> Iterator[int | str | None]:
         """What the entry of one axis can become."""
@@ -105,26 +93,27 @@ class Moves:
 
     def price(self, a: State, b: State) -> float:
         """Seconds of the cheapest way from `a` to `b`."""
-        if a == b:
-            return 0.0
-        found = self._from(a).get(b)
-        if found is not None:
-            return found[0]
-        total, at = 0.0, a  # to shards of different lengths
-        for axis, to in enumerate(b):
-            way = (None, to) if isinstance(at[axis], int) and isinstance(to, str) else (to,)
-            for one in way:
-                total += self.step(at, axis, one)
-                at = (*at[:axis], one, *at[axis + 1 :])
-        return total
+        found = self._prices.get((a, b))
+        if found is None:
+            found = self._prices[a, b] = sum(self.way(a, b).values())
+        return found
 
     def way(self, a: State, b: State) -> dict[tuple[State, State], float]:
-        """The single moves of the cheapest way from `a` to `b`, and what each costs; none if there is no way."""
+        """The single moves of the cheapest way from `a` to `b`, and what each costs."""
         found, steps = self._from(a), dict[tuple[State, State], float]()
-        at: State | None = b if b in found else None
-        while at is not None and (before := found[at][1]) is not None:
-            steps[before, at] = found[at][0] - found[before][0]
-            at = before
+        if b in found:
+            at: State = b
+            while (before := found[at][1]) is not None:
+                steps[before, at] = found[at][0] - found[before][0]
+                at = before
+            return steps
+        at = a  # to shards of different lengths, axis by axis
+        for axis, to in enumerate(b):
+            for entry in (None, to) if isinstance(at[axis], int) and isinstance(to, str) else (to,):
+                if at[axis] != entry:
+                    after = (*at[:axis], entry, *at[axis + 1 :])
+                    steps[at, after] = self.step(at, axis, entry)
+                    at = after
         return steps
 
     def _from(self, a: State) -> dict[State, tuple[float, State | None]]:

@@ -13,7 +13,6 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from ...dispatch.decision import COMPOSITES, FOREACH, replicated
 from ...layout.cost import Network
@@ -312,6 +311,8 @@ def _moved(step: Step) -> tuple[list[float], list[float]]:
 
 
 def _flops(op: Op) -> float:
+    from torch.utils.flop_counter import flop_registry  # it takes long to import
+
     count: Any = flop_registry.get(getattr(op.func, "overloadpacket", None))
     if count is None:
         return 0.0
