@@ -24,8 +24,7 @@ from ..torch_private.compiling import (
     min_cut_partition,
     register_backend,
 )
-from ..torch_private.frames import install as stand_before_dynamo
-from ..torch_private.frames import intercept_from_now_on
+from ..torch_private.dynamo import stand_before_dynamo
 from ..torch_private.phases import Compilation, watch_compilations
 
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
@@ -156,7 +155,7 @@ def _shared() -> Any:
 @cache
 def share_from_now_on() -> None:
     """Let one rank of a job compile for all."""
-    intercept_from_now_on(_Sharing(), last=True)
+    importlib.import_module("dtensor.torch_private.frames").intercept_from_now_on(_Sharing(), last=True)
 
 
 def load_from_now_on() -> None:

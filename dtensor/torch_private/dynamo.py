@@ -12,9 +12,24 @@ from .compiling import parts_count_as_wholes  # first: it checks the version of 
 from .symbolic_sizes import free_symbols
 
 # isort: split
+from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.source import AttrSource
 from torch._library.opaque_object import is_opaque_value
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext, SubclassSymbolicContext
+
+own_compile: Callable[..., Any] = ConvertFrameAssert.__call__
+"""How Dynamo compiles a frame, before `frames` stands before it."""
+
+
+def stand_before_dynamo() -> None:
+    """Let `frames` stand before Dynamo once a frame is compiled: it takes long to import."""
+    if ConvertFrameAssert.__call__ is own_compile:
+
+        def first(self: Any, *args: Any, **kwargs: Any) -> Any:
+            importlib.import_module("dtensor.torch_private.frames").install()
+            return ConvertFrameAssert.__call__(self, *args, **kwargs)
+
+        ConvertFrameAssert.__call__ = first
 
 
 def inner_sizes_follow(cls: type) -> None:
@@ -171,4 +186,6 @@ __all__ = [
     "explain_traced_errors",
     "higher_order_take",
     "inner_sizes_follow",
+    "own_compile",
+    "stand_before_dynamo",
 ]

@@ -17,7 +17,8 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from .optimizers import Call, noted_call  # first: the version of torch is checked there
+from .dynamo import own_compile as _own_compile  # first: the version of torch is checked there
+from .optimizers import Call, noted_call
 
 # isort: split
 from torch._dynamo import bytecode_transformation, convert_frame, guards, output_graph
@@ -168,7 +169,6 @@ def install() -> None:
         OptimizerVariable.get_python_args = _get_python_args
 
 
-_own_compile = convert_frame.ConvertFrameAssert.__call__
 _own_serialize = guards.CheckFunctionManager.serialize_guards
 _own_lookup = autograd_cache.AOTAutogradCache._lookup
 _own_install_unsafe = OutputGraph.install_global_unsafe
