@@ -15,8 +15,9 @@ import torch.nn.functional as F
 
 from dtensor.layout.cost import Link, Network
 from dtensor.layout.machine import Machine
+from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Assignment, Engine, Run
-from dtensor.parallel.search.steps import Choices, Steps, pattern, steps_of
+from dtensor.parallel.search.steps import Steps, pattern, steps_of
 from dtensor.parallel.search.tape import PARAMETER, record
 
 from .models import Llama, Sizes

@@ -162,7 +162,7 @@ def _stays(rule: Rule, operand: int, sharded: bool) -> bool:
     return operand in rule.unread and not (sharded and any(rule.inputs[operand]))
 
 
-MOVES = {
+MOVES: dict[tuple[type, type], str] = {
     (int, type(None)): "all_gather",
     (int, int): "all_to_all",
     (str, type(None)): "all_reduce",

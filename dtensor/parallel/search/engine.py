@@ -10,8 +10,9 @@ from typing import Any
 
 from ...layout.machine import Machine
 from ...rules.choose import choose
+from .choices import Choices, Option, seconds_of_optimizer
 from .states import Moves, State, layout_of, parts, state_of
-from .steps import Choices, Option, Step, Steps, Tensor, is_free, pattern, seconds_of_optimizer
+from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
 
 

@@ -16,14 +16,16 @@ the dual revised simplex method", 2018) solves it.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy
 
+from .choices import Choices, Option, seconds_of_optimizer
+from .solver import INF, SCALE, TOUCHED, Columns, Rows, matrix, run
 from .states import Moves, State, fits, parts
-from .steps import Choices, Option, Step, Steps, Tensor, is_pointwise, seconds_of_optimizer
+from .steps import Step, Steps, Tensor, is_pointwise
 from .tape import BUFFER, CONSTANT, INPUT, PARAMETER
 
 
@@ -47,51 +49,6 @@ class Solution:
     rows: int
 
 
-@dataclass
-class _Found:
-    """A solution as the solver gives it."""
-
-    value: float
-    bound: float
-    x: Any
-
-
-@dataclass
-class _Columns:
-    cost: list[float] = field(default_factory=list[float])
-    upper: list[float] = field(default_factory=list[float])
-    integer: list[bool] = field(default_factory=list[bool])
-
-    def add(self, cost: float = 0.0, integer: bool = False, upper: float = 1.0) -> int:
-        self.cost.append(cost)
-        self.upper.append(upper)
-        self.integer.append(integer)
-        return len(self.cost) - 1
-
-
-@dataclass
-class _Rows:
-    start: list[int] = field(default_factory=list[int])
-    index: list[int] = field(default_factory=list[int])
-    value: list[float] = field(default_factory=list[float])
-    lower: list[float] = field(default_factory=list[float])
-    upper: list[float] = field(default_factory=list[float])
-
-    def add(self, terms: dict[int, float], lower: float, upper: float) -> None:
-        self.start.append(len(self.index))
-        self.index += terms.keys()
-        self.value += terms.values()
-        self.lower.append(lower)
-        self.upper.append(upper)
-
-
-INF = float("inf")
-
-SCALE = 1e6
-"""Microseconds of a second."""
-
-TOUCHED = 1e-4
-"""A variable that is larger than this in the relaxed solution may be one."""
 Chosen = dict[State, dict[int, float]]
 """For each state the variables of which one is 1 where a tensor is in it."""
 
@@ -123,7 +80,7 @@ class Program:
         self.all, self.choices, self.network = steps, choices, choices.network
         self.sizes, self.training, self.kept = self.network.sizes, training, states
         self.fixed = fixed or {}
-        self.columns, self.rows = _Columns(), _Rows()
+        self.columns, self.rows = Columns(), Rows()
         self.made: dict[Tensor, Chosen] = {}
         self.taken: dict[tuple[Step, int], Chosen] = {}
         self.led: set[tuple[Step, int]] = set()
@@ -132,7 +89,9 @@ class Program:
         self.computing: dict[int, float] = {}
         self.beside: dict[int, float] = {}
         self.held: dict[int, float] = {}
-        self.longer = self.columns.add(1.0, upper=INF)
+        self.longer = self.columns.add(
+            1.0 / SCALE, upper=INF
+        )  # in microseconds, as coefficients far from 1 are not exact
         self._sources()
         for step in steps.steps:
             self._step(step)
@@ -141,11 +100,11 @@ class Program:
         blocked = 1 - choices.machine.overlap
         both = {k: blocked * v for k, v in self.beside.items()} if blocked else dict[int, float]()
         both = {k: self.computing.get(k, 0.0) + both.get(k, 0.0) for k in {**self.computing, **both}}
-        self.rows.add({self.longer: 1.0, **{k: -v for k, v in both.items()}}, 0.0, INF)
-        self.rows.add({self.longer: 1.0, **{k: -v for k, v in self.beside.items()}}, 0.0, INF)
+        self.rows.add({self.longer: 1.0, **{k: -v * SCALE for k, v in both.items()}}, 0.0, INF)
+        self.rows.add({self.longer: 1.0, **{k: -v * SCALE for k, v in self.beside.items()}}, 0.0, INF)
         self._saved()
         if memory is not None:
-            self.rows.add(dict(self.held), -INF, memory - transient)
+            self.rows.add({k: v / memory for k, v in self.held.items()}, -INF, 1 - transient / memory)
 
     def all_states(self, tensor: Tensor, partial: bool = False) -> Iterator[State]:
         """The states in which a tensor may be stored, or used."""
@@ -345,18 +304,18 @@ class Program:
             The best solution found; None if there is none.
         """
         began = time.monotonic()
-        lp = self._matrix()
-        relaxed = self._run(lp, gap, limit, relaxed=True)
+        lp = matrix(self.columns, self.rows)
+        relaxed = run(lp, gap, limit, relaxed=True)
         if relaxed is None:
             return None
         upper = numpy.array(self.columns.upper)
         lp.col_upper_ = numpy.where(numpy.array(self.columns.integer) & (relaxed.x < TOUCHED), 0.0, upper)
-        found = self._run(lp, gap / 2, limit)
+        found = run(lp, gap / 2, limit)
         lp.col_upper_ = upper
         bound = relaxed.value
         left = limit - (time.monotonic() - began)
         if found is None or (found.value - relaxed.value > gap * found.value and left > 1):
-            more = self._run(lp, gap, left)
+            more = run(lp, gap, left)
             bound = bound if more is None else max(bound, more.bound)
             found = more if found is None or (more is not None and more.value < found.value) else found
         if found is None:
@@ -371,72 +330,6 @@ class Program:
             len(self.columns.cost),
             len(self.rows.lower),
         )
-
-    def _matrix(self) -> Any:
-        """The program as the solver takes it, in microseconds: its tolerances are absolute."""
-        highspy = _solver()
-        lp = highspy.HighsLp()
-        n, m = len(self.columns.cost), len(self.rows.lower)
-        lp.num_col_, lp.num_row_ = n, m
-        lp.col_cost_ = numpy.array(self.columns.cost) * SCALE
-        lp.col_cost_[self.longer] = self.columns.cost[self.longer]
-        lp.col_lower_ = numpy.zeros(n)
-        lp.col_upper_ = numpy.array(self.columns.upper)
-        lp.row_lower_ = numpy.array(self.rows.lower)
-        lp.row_upper_ = numpy.array(self.rows.upper)
-        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        lp.a_matrix_.start_ = numpy.array([*self.rows.start, len(self.rows.index)])
-        lp.a_matrix_.index_ = numpy.array(self.rows.index)
-        value = numpy.array(self.rows.value)
-        self._rescale(value, SCALE, lp)
-        lp.a_matrix_.value_ = value
-        kind = highspy.HighsVarType
-        lp.integrality_ = [kind.kInteger if i else kind.kContinuous for i in self.columns.integer]
-        return lp
-
-    def _run(self, lp: Any, gap: float, limit: float, relaxed: bool = False) -> "_Found | None":
-        highspy = _solver()
-        solver = highspy.Highs()
-        options: dict[str, Any] = {
-            "output_flag": False,
-            "threads": 1,
-            "time_limit": max(1.0, limit),
-            "mip_rel_gap": gap,
-            "solve_relaxation": relaxed,
-        }
-        if relaxed:
-            options |= {"solver": "ipm", "run_crossover": "off"}
-        for name, value in options.items():
-            solver.setOptionValue(name, value)
-        solver.passModel(lp)
-        solver.run()
-        info = solver.getInfo()
-        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-            return None
-        bound = info.objective_function_value if relaxed else info.mip_dual_bound
-        x = numpy.array(solver.getSolution().col_value)
-        return _Found(info.objective_function_value, bound, x)
-
-    def _rescale(self, value: Any, scale: float, lp: Any) -> None:
-        """Rows in seconds become rows in microseconds, and rows in bytes rows in parts of the memory."""
-        ends = [*self.rows.start[1:], len(self.rows.index)]
-        for row, (start, end) in enumerate(zip(self.rows.start, ends)):
-            if self.longer in self.rows.index[start:end]:
-                for k in range(start, end):
-                    if self.rows.index[k] != self.longer:
-                        value[k] *= scale
-            elif self.rows.upper[row] > 1e6 and self.rows.upper[row] != INF:
-                top = self.rows.upper[row]
-                value[start:end] /= top
-                lp.row_upper_[row] = 1.0
-
-
-def _solver() -> Any:
-    try:
-        import highspy
-    except ImportError:
-        raise ImportError("dtensor.search needs the solver HiGHS; write: pip install 'dtensor[search]'") from None
-    return highspy
 
 
 def _following(leaders: Sequence[Chosen], step: Step, options: Sequence[Option]) -> list[tuple[int, Option]]:

@@ -9,25 +9,27 @@ price of a plan is that of what the engine does.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from ...errors import PlacementError
 from ...layout.cost import INTER, INTRA, Link, Network
-from ...layout.layout import Layout
 from ...layout.machine import MACHINES, Machine
-from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
+from ...layout.placements import Placement
 from ...mesh.mesh import facts
-from ..whole_model.plan import Activation, Axes, Plan, Prediction
+from ..whole_model.plan import Plan
+from .choices import Choices
 from .engine import Assignment, Engine, Run
+from .known import known
+from .naming import fixed_states, plan_of, prediction
 from .program import Program, Solution
-from .states import State, fits, placements_of, state_of
-from .steps import Choices, Step, Steps, Tensor, pattern, steps_of
-from .tape import BUFFER, INPUT, PARAMETER, Loss, record
+from .states import State, fits
+from .steps import Step, Steps, Tensor, pattern, steps_of
+from .tape import INPUT, PARAMETER, Loss, record
 
 PER_HOST = 8
 """Ranks of a host, for a mesh that is given by its sizes."""
@@ -90,24 +92,25 @@ def search(
     """
     if mode not in ("training", "forward"):
         raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
+    for name, value in (("memory", memory), ("gap", gap), ("limit", limit)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is a positive number; got {value!r}")
     sizes, network, device = _mesh(mesh, links, device_type)
 
+    training = mode == "training"
+
     def found() -> Plan:
-        return _search(
-            model,
-            sizes,
-            network,
-            device,
-            inputs,
-            memory,
-            fixed or {},
-            machine or MACHINES.get(device, MACHINES["cpu"]),
-            loss,
-            mode == "training",
-            optimizer_states if mode == "training" else 0.0,
-            gap,
-            limit,
-        )
+        began = time.monotonic()
+        tape = record(model, inputs, loss=loss, training=training)
+        recorded = time.monotonic()
+        steps, here = steps_of(tape), machine or MACHINES.get(device, MACHINES["cpu"])
+        choices = Choices(torch.device(device), network, here)
+        engine = Engine(steps, choices, training=training, states=optimizer_states if training else 0.0)
+        pinned = fixed_states(steps, fixed or {}, sizes)
+        best, run, bound = _Search(steps, choices, engine, pinned, memory, gap, limit).best()
+        others = {name: engine.run(a) for name, a in known(steps, choices).items()}
+        took = recorded - began, time.monotonic() - recorded
+        return replace(plan_of(best, steps, sizes), prediction=prediction(run, bound, choices, others, took))
 
     return found() if isinstance(mesh, Mapping) else _once(mesh, found)
 
@@ -155,58 +158,21 @@ def _mesh(mesh: Any, links: Mapping[str, Link] | None, device: str) -> tuple[dic
     return sizes, Network.of(network.sizes, given), device
 
 
-class _Mesh:
-    """What specs of a mesh that is not there refer to."""
-
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
-
-
-def _search(
-    model: nn.Module,
-    sizes: dict[str, int],
-    network: Network,
-    device: str,
-    inputs: Any,
-    memory: float | None,
-    fixed: Mapping[str, Mapping[str, Placement]],
-    machine: Machine,
-    loss: Loss | None,
-    training: bool,
-    states: float,
-    gap: float,
-    limit: float,
-) -> Plan:
-    began = time.monotonic()
-    tape = record(model, inputs, loss=loss, training=training)
-    recorded = time.monotonic()
-    steps = steps_of(tape)
-    choices = Choices(_Mesh(device), network, machine)
-    engine = Engine(steps, choices, training=training, states=states)
-    pinned = _fixed(steps, fixed, sizes)
-    found = _Search(steps, choices, engine, pinned, training, states, memory, gap, limit)
-    assignment, run, bound = found.best()
-    others = {name: found.engine.run(a) for name, a in known(steps, choices).items()}
-    predicted = _prediction(run, bound, steps, choices, others, (recorded - began, time.monotonic() - recorded))
-    return replace(plan_of(assignment, steps, sizes), prediction=predicted)
-
-
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        steps: Steps,
-        choices: Choices,
-        engine: Engine,
-        pinned: dict[Tensor, State],
-        training: bool,
-        states: float,
-        memory: float | None,
-        gap: float,
-        limit: float,
-    ) -> None:
-        self.steps, self.choices, self.engine, self.pinned = steps, choices, engine, pinned
-        self.training, self.states, self.memory, self.gap, self.limit = training, states, memory, gap, limit
-        self.sizes = choices.network.sizes
+    """One search; the attributes are the arguments of `search`, as tensors and states."""
+
+    steps: Steps
+    choices: Choices
+    engine: Engine
+    pinned: dict[Tensor, State]
+    memory: float | None
+    gap: float
+    limit: float
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.choices.network.sizes
 
     def best(self) -> tuple[Assignment, Run, float]:
         """The cheapest assignment that fits, what the engine does with it, and the bound."""
@@ -232,21 +198,16 @@ class _Search:
         raise PlacementError(self._too_large(least))
 
     def _solve(self, over: float) -> Solution | None:
-        program = Program(
-            self.steps,
-            self.choices,
-            training=self.training,
-            memory=self.memory,
-            transient=over,
-            states=self.states,
-            fixed=self.pinned,
-        )
-        return program.solve(gap=self.gap, limit=self.limit)
+        return self._program(self.memory, over).solve(gap=self.gap, limit=self.limit)
+
+    def _program(self, memory: float | None = None, over: float = 0.0) -> Program:
+        """The program; `over`: bytes beside those that it counts."""
+        training, states = self.engine.training, self.engine.kept
+        given = {"training": training, "memory": memory, "transient": over, "states": states, "fixed": self.pinned}
+        return Program(self.steps, self.choices, **given)
 
     def _too_large(self, least: Run | None) -> str:
-        program = Program(self.steps, self.choices, training=self.training, states=self.states, fixed=self.pinned)
-        smallest = program.least_memory(limit=self.limit)
-        need = max(smallest, 0.0)
+        need = self._program().least_memory(limit=self.limit)
         return (
             f"no plan found fits into {self.memory:,.0f} bytes: parameters, what belongs to them and what the backward "
             f"reads take at least {need:,.0f}"
@@ -379,132 +340,4 @@ def _wanted(t: Tensor, solution: Solution, behind: frozenset[Tensor] = frozenset
     return solution.states[t] if others else first
 
 
-def known(steps: Steps, choices: Choices) -> dict[str, Assignment]:
-    """Well-known plans: replicas, and parameters cut over one axis or all, with the batch cut over all axes."""
-    sizes = choices.network.sizes
-    axes = range(len(sizes))
-    inputs = [t for t in steps.of_kind(INPUT) if t.like.ndim]
-    cut: State = (None,) * len(sizes)
-    for a in axes:
-        more = (*cut[:a], 0, *cut[a + 1 :])
-        cut = more if all(fits(more, t.like.shape, sizes) for t in inputs) else cut
-    batch = dict.fromkeys(inputs, cut)
-    found = {"replicas (DDP)": Assignment(stored=dict(batch))}
-
-    def sharded(over: Sequence[int]) -> Assignment:
-        made = Assignment(stored=dict(batch))
-        for t in steps.of_kind(PARAMETER):
-            s = _first_cut(t, over, sizes)
-            if s is not None:
-                made.stored[t] = s
-                made.used[t] = (None,) * len(sizes)
-        return made
-
-    found["fully sharded (FSDP)"] = sharded(axes)
-    if len(sizes) > 1:
-        found["fully sharded over the last axis, replicas over the others (HSDP)"] = sharded([len(sizes) - 1])
-    return found
-
-
-def _first_cut(t: Tensor, over: Sequence[int], sizes: Sequence[int]) -> State | None:
-    for dim in range(t.like.ndim):
-        s: State = tuple([dim if a in over else None for a in range(len(sizes))])
-        if fits(s, t.like.shape, sizes):
-            return s
-    return None
-
-
-def _fixed(steps: Steps, fixed: Mapping[str, Mapping[str, Placement]], sizes: Mapping[str, int]) -> dict[Tensor, State]:
-    found: dict[Tensor, State] = {}
-    for name, axes in fixed.items():
-        if unknown := [a for a in axes if a not in sizes]:
-            raise PlacementError(f"fixed: {name!r} names the axis {unknown[0]!r}, and the mesh has {list(sizes)}")
-        placed = [as_placement(axes.get(a, Replicate())) for a in sizes]
-        if any(p.is_partial() for p in placed):
-            raise PlacementError(f"fixed: {name!r} is Partial on an axis; write Shard(dim) or Replicate()")
-        if name == "inputs":
-            tensors = steps.of_kind(INPUT)
-        else:
-            known_names = [n for (kind, n) in steps.tape.values if kind in (PARAMETER, BUFFER)]
-            names = {n for n in known_names if fnmatchcase(n, name)}
-            names |= {first for other, first in steps.tape.ties.items() if fnmatchcase(other, name)}
-            if not names:
-                raise PlacementError(f"fixed: {name!r} matches no parameter or buffer of the model")
-            tensors = list({steps.which[v] for (_, n), v in steps.tape.values.items() if n in names})
-        for t in tensors:
-            if name == "inputs":
-                found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
-                continue
-            try:
-                found[t] = state_of(Layout.of(as_placements(placed, len(placed), t.like.ndim), t.like.ndim))
-            except PlacementError as error:
-                raise PlacementError(f"fixed: {name!r} of shape {list(t.like.shape)}: {error}") from None
-    return found
-
-
-def plan_of(made: Assignment, steps: Steps, sizes: Mapping[str, int]) -> Plan:
-    """An assignment in names."""
-    axes = list(sizes)
-
-    def words(s: State) -> Axes:
-        return {a: p for a, p in zip(axes, placements_of(s)) if not p.is_replicate()}
-
-    parameters, used = _named(steps, made.stored, words), _named(steps, made.used, words, all_of=True)
-    inputs: Axes = {}
-    for t in steps.of_kind(INPUT):
-        inputs |= words(made.stored.get(t, ()))
-    activations: dict[str, Activation] = {}
-    for step, (s, gradient) in made.borders.items():
-        activations[f"{pattern(step.like.path)}.{step.like.what}"] = Activation(words(s), words(gradient))
-    return Plan(dict(sizes), parameters, used, inputs, activations)
-
-
-def _named(
-    steps: Steps, states: Mapping[Tensor, State], words: Callable[[State], Axes], all_of: bool = False
-) -> dict[str, Axes]:
-    """States of parameters and buffers by name: by pattern where no other tensor has the same one."""
-    found: dict[str, Axes] = {}
-    tensors = [t for kind in (PARAMETER, BUFFER) for t in steps.of_kind(kind)]
-    for t in tensors:
-        if t not in states or not (all_of or words(states[t])):
-            continue
-        alike = [u for u in tensors if u is not t and u.name == t.name]
-        names = [n for (_, n), v in steps.tape.values.items() if steps.which[v] is t]
-        for name in names if alike else [t.name]:
-            found[name] = words(states[t])
-    return found
-
-
-def _prediction(
-    run: Run, bound: float, steps: Steps, choices: Choices, others: Mapping[str, Run], took: tuple[float, float]
-) -> Prediction:
-    merged: dict[Any, list[Any]] = {}
-    for (step, _, a, b, price), n in run.moves.items():
-        at = pattern(step.like.path) if step is not None else ""
-        name = "gradient" if step is None else "border" if step.border else step.name.removesuffix(".default")
-        entry = merged.setdefault((at, name, _text(a), _text(b)), [0, 0.0])
-        entry[0] += n
-        entry[1] += n * price
-    most = sorted(merged.items(), key=lambda item: -item[1][1])[:10]
-    return Prediction(
-        seconds=run.seconds,
-        computing=run.computing,
-        waiting=run.waiting,
-        beside=run.beside,
-        updating=run.updating,
-        bound=bound,
-        memory=run.peak,
-        static=run.static,
-        modules={name: (a, b) for name, (a, b) in run.by_path.items()},
-        others={name: (r.seconds, r.peak) for name, r in others.items()},
-        moves=tuple([(at, op, a, b, n, s) for (at, op, a, b), (n, s) in most if s]),
-        gathered=tuple(sorted(choices.gathered)),
-        took=took,
-    )
-
-
-def _text(s: State) -> str:
-    return "".join([str(p) for p in placements_of(s)])
-
-
-__all__ = ["Mode", "known", "plan_of", "search"]
+__all__ = ["Mode", "search"]

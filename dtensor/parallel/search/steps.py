@@ -6,24 +6,13 @@ numbers only. A plan treats them in the same way.
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import product
-from math import prod
 from typing import Any
 
 import torch
 
-from ...dispatch.decision import COMPOSITES, FOREACH, replicated
-from ...layout.cost import Network
-from ...layout.cost import seconds as collective_seconds
-from ...layout.layout import Layout
-from ...layout.machine import Machine
-from ...mesh.tensor_spec import Spec
-from ...rules import Call, is_in_place, rule_of
-from ...rules.rule import Candidate, Rule, candidates
+from ...rules import is_in_place
 from ...torch_private.core import OpOverload
-from .states import State
 from .tape import BORDER, CONSTANT, INPUT, PARAMETER, Op, Tape, Value
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
@@ -61,23 +50,6 @@ class Tensor:
     def plain(self) -> bool:
         """Whether code of the model makes it from nothing that is distributed, so that all ranks hold it."""
         return self.kind == CONSTANT
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to run a step: a state of each operand and output.
-
-    Attributes:
-        inputs: for each operand; None if it may be in any.
-        outputs: for each output; None where that is no tensor.
-        split: into how many parts the work is divided.
-        extra: seconds of communication inside of the operator.
-    """
-
-    inputs: tuple[State | None, ...]
-    outputs: tuple[State | None, ...]
-    split: int
-    extra: float = 0.0
 
 
 @dataclass(eq=False)
@@ -329,142 +301,4 @@ def _flops(op: Op) -> float:
         return 0.0
 
 
-class Choices:
-    """Which options each step has on a mesh.
-
-    Args:
-        mesh: the mesh.
-        network: its description.
-        machine: what a rank computes with.
-
-    Attributes:
-        gathered: operators that have no rule, so that all their operands are gathered.
-    """
-
-    def __init__(self, mesh: Any, network: Network, machine: Machine) -> None:
-        self.mesh, self.network, self.machine = mesh, network, machine
-        self.gathered: set[str] = set()
-        self._rules: dict[Step, tuple[Call, Rule]] = {}
-        self._whole: dict[int, Layout] = {}
-
-    def spec(self, v: Value, layout: Layout | None = None) -> Spec:
-        layout = layout or Layout.make(len(self.network.sizes), ((),) * v.ndim, ())
-        return Spec.make(self.mesh, layout, v.shape, v.stride, v.dtype)
-
-    def call(self, op: Op, specs: list[Spec]) -> Call:
-        """The call of an operator on operands of these specs."""
-        supply = iter(specs)
-
-        def put(a: Any) -> Any:
-            if isinstance(a, Value):
-                return next(supply)
-            return [put(item) for item in a] if isinstance(a, (list, tuple)) else a
-
-        args, kwargs = tuple([put(a) for a in op.args]), {k: put(a) for k, a in op.kwargs.items()}
-        return Call(op.func, args, kwargs, specs, op.described, op.many)
-
-    def rule(self, step: Step) -> Rule:
-        """The rule of a step."""
-        found = self._rules.get(step)
-        if found is None:
-            call = self.call(step.like, [self.spec(v) for v in step.like.operands])
-            found = self._rules[step] = call, self._rule(step, call)
-        return found[1]
-
-    def _rule(self, step: Step, call: Call) -> Rule:
-        func = step.like.func
-        name = func._schema.name
-        make = None if name.startswith(FOREACH) or name in COMPOSITES else rule_of(func)
-        if make is None:
-            if call.operands:
-                self.gathered.add(str(func))
-            return replicated(call)
-        return make(call)
-
-    def options(self, step: Step) -> list[Option]:
-        """All ways to run a step."""
-        axes = len(self.network.sizes)
-        whole: State = (None,) * axes
-        if step.plain or not step.sources:
-            return [Option((None,) * len(step.sources), tuple([v and whole for v in step.outputs]), 1)]
-        if step.border:
-            raise AssertionError("a border has no options of its own")
-        rule = self.rule(step)
-        table = [
-            c for c in candidates(rule) if not (step.in_place and 0 not in rule.unread and c.inputs[0] != c.outputs[0])
-        ]
-        table = [c for c in table if "avg" not in (*c.inputs, *c.outputs)]
-        found: dict[Any, Option] = {}
-        for picked in product(table, repeat=axes):
-            made = self._option(step, rule, picked)
-            if made is not None:
-                key = made.inputs, made.outputs
-                if key not in found or found[key].split < made.split:
-                    found[key] = made
-        return list(found.values())
-
-    def _option(self, step: Step, rule: Rule, picked: tuple[Candidate, ...]) -> Option | None:
-        sizes = self.network.sizes
-        ways: dict[str, int] = {}
-        for c, n in zip(picked, sizes):
-            if n == 1 and (c.factor is not None or any(c.inputs)):
-                return None
-            if c.factor is not None:
-                ways[c.factor] = ways.get(c.factor, 1) * n
-        for factor, n in ways.items():
-            if rule.sizes[factor] % n:
-                return None
-        ins: list[State | None] = []
-        for k, t in enumerate(step.sources):
-            if all(s.plain for s in t):
-                ins.append(None)
-                if any(isinstance(c.inputs[k], str) for c in picked):
-                    return None
-            elif k in rule.unread and not any(rule.inputs[k]):
-                ins.append(None)
-            else:
-                ins.append(tuple([c.inputs[k] for c in picked]))
-        outs = tuple([None if v is None else tuple([c.outputs[k] for c in picked]) for k, v in enumerate(step.outputs)])
-        axes: dict[str, tuple[int, ...]] = {}
-        for a, c in enumerate(picked):
-            if c.factor is not None:
-                axes[c.factor] = (*axes.get(c.factor, ()), a)
-        return Option(tuple(ins), outs, prod(ways.values()), self.across(step, rule, axes))
-
-    def across(self, step: Step, rule: Rule, axes: Mapping[str, tuple[int, ...]]) -> float:
-        """Seconds of communication inside of an operator that works across the shards of a factor, which `axes` cut:
-        about two all-reduces of a result without that factor."""
-        out = next((v for v in step.outputs if v is not None), None)
-        if rule.local is None or rule.across is None or out is None:
-            return 0.0
-        cut, sizes = [f for f in rule.across if axes.get(f)], self.network.sizes
-        total = 0.0
-        for f in cut:
-            others = prod([sizes[a] for g, over in axes.items() if g != f for a in over])
-            for a in axes[f]:
-                size = out.like.bytes / max(1, rule.sizes[f]) / others
-                total += 2 * collective_seconds("all_reduce", size, sizes[a], self.network.links[a])
-        return total
-
-    def seconds(self, step: Step, option: Option) -> float:
-        """Seconds of computation of one operator."""
-        if is_free(step):
-            return 0.0
-        sizes = self.network.sizes
-        moved = 0.0
-        for amounts, states in zip(step.moved, (option.inputs, option.outputs)):
-            for amount, state in zip(amounts, states):
-                moved += amount / prod([n for s, n in zip(state or (), sizes) if isinstance(s, int)])
-        first = next((v for v in step.outputs if v is not None), None)
-        dtype = first.like.dtype if first is not None else torch.float32
-        took = self.machine.seconds(step.flops / option.split, moved, dtype)
-        return took if step.flops or moved else 0.0
-
-
-def seconds_of_optimizer(bytes_: float, machine: Machine, states: float) -> float:
-    """Seconds of an elementwise update: parameter, gradient and states are read, and all but the gradient written."""
-    return (3 + 2 * states) * bytes_ / machine.memory
-
-
-__all__ = ["Choices", "Option", "Step", "Steps", "Tensor", "is_free", "is_pointwise", "pattern", "seconds_of_optimizer"]
-__all__ += ["steps_of"]
+__all__ = ["Step", "Steps", "Tensor", "is_free", "is_pointwise", "pattern", "steps_of"]

@@ -83,6 +83,27 @@ def test_what_is_fixed_stays():
     assert not plan.inputs
 
 
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [("inner.table.weight", Shard(-1)), ("inner.up.weight", Shard(0)), ("inner.head.weight", Shard(0))],
+    ids=["from the back", "of different lengths", "by its other name"],
+)
+def test_whatever_fits_can_be_fixed(name, placement):
+    model, batch = made("wide")
+    model.inner.up, model.inner.down = nn.Linear(16, 250).double(), nn.Linear(250, 16).double()
+    model.inner.head = nn.Linear(16, 512, bias=False)
+    model.inner.head.weight = model.inner.table.weight
+    given = {name: {"tp": placement}}
+    plan = search(model, {"tp": 4}, batch, links={"tp": SLOW}, machine=MACHINES["cpu"], fixed=given)
+    found = plan.parameters["inner.table.weight" if "head" in name else name]
+    assert found == {"tp": Shard(placement.dim % 2)}
+    assert plan.prediction.bound > 0
+    loss, gradients = on_ranks(model, batch, plan)
+    expected, grads = alone(model, batch)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, grads)
+
+
 def test_layers_that_repeat_are_named_once():
     *_, plan = found("decoder", {"tp": 4}, FAST)
     assert any(name.startswith("inner.layers.*.") for name in plan.parameters)
@@ -145,6 +166,12 @@ BAD = {
         PlacementError,
         "'wieght' matches no parameter",
     ),
+    "dim": (
+        lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"weight": {"tp": Shard(2)}}),
+        PlacementError,
+        r"'weight' of shape \[2, 2\]: Shard\(2\) does not fit",
+    ),
+    "memory": (lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), memory=0), ValueError, "memory is a posi"),
     "axis": (
         lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"weight": {"dp": Shard(0)}}),
         PlacementError,

@@ -1,0 +1,118 @@
+"""From names to tensors of a step, and back: what is fixed, the plan that is found, and what it is expected to cost."""
+
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...errors import PlacementError
+from ...layout.layout import Layout
+from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
+from ..whole_model.plan import Activation, Axes, Plan, Prediction
+from .choices import Choices
+from .engine import Assignment, Run
+from .states import State, placements_of, state_of
+from .steps import Steps, Tensor, pattern
+from .tape import BUFFER, INPUT, PARAMETER
+
+
+def fixed_states(
+    steps: Steps, fixed: Mapping[str, Mapping[str, Placement]], sizes: Mapping[str, int]
+) -> dict[Tensor, State]:
+    """The states of the tensors that `fixed` names, as `dtensor.search` takes it.
+
+    Raises:
+        PlacementError: a name matches nothing, an axis is not one of the mesh, or placements do not fit.
+    """
+    found: dict[Tensor, State] = {}
+    for name, axes in fixed.items():
+        if unknown := [a for a in axes if a not in sizes]:
+            raise PlacementError(f"fixed: {name!r} names the axis {unknown[0]!r}, and the mesh has {list(sizes)}")
+        placed = [as_placement(axes.get(a, Replicate())) for a in sizes]
+        if any(p.is_partial() for p in placed):
+            raise PlacementError(f"fixed: {name!r} is Partial on an axis; write Shard(dim) or Replicate()")
+        if name == "inputs":
+            tensors = steps.of_kind(INPUT)
+        else:
+            known_names = [n for (kind, n) in steps.tape.values if kind in (PARAMETER, BUFFER)]
+            names = {n for n in known_names if fnmatchcase(n, name)}
+            names |= {first for other, first in steps.tape.ties.items() if fnmatchcase(other, name)}
+            if not names:
+                raise PlacementError(f"fixed: {name!r} matches no parameter or buffer of the model")
+            tensors = list({steps.which[v] for (_, n), v in steps.tape.values.items() if n in names})
+        for t in tensors:
+            if name == "inputs":
+                found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
+                continue
+            try:
+                found[t] = state_of(Layout.of(as_placements(placed, len(placed), t.like.ndim), t.like.ndim))
+            except PlacementError as error:
+                raise PlacementError(f"fixed: {name!r} of shape {list(t.like.shape)}: {error}") from None
+    return found
+
+
+def plan_of(made: Assignment, steps: Steps, sizes: Mapping[str, int]) -> Plan:
+    """An assignment in names."""
+    axes = list(sizes)
+
+    def words(s: State) -> Axes:
+        return {a: p for a, p in zip(axes, placements_of(s)) if not p.is_replicate()}
+
+    parameters, used = _named(steps, made.stored, words), _named(steps, made.used, words, all_of=True)
+    inputs: Axes = {}
+    for t in steps.of_kind(INPUT):
+        inputs |= words(made.stored.get(t, ()))
+    activations: dict[str, Activation] = {}
+    for step, (s, gradient) in made.borders.items():
+        activations[f"{pattern(step.like.path)}.{step.like.what}"] = Activation(words(s), words(gradient))
+    return Plan(dict(sizes), parameters, used, inputs, activations)
+
+
+def _named(
+    steps: Steps, states: Mapping[Tensor, State], words: Callable[[State], Axes], all_of: bool = False
+) -> dict[str, Axes]:
+    """States of parameters and buffers by name: by pattern where no other tensor has the same one."""
+    found: dict[str, Axes] = {}
+    tensors = [t for kind in (PARAMETER, BUFFER) for t in steps.of_kind(kind)]
+    for t in tensors:
+        if t not in states or not (all_of or words(states[t])):
+            continue
+        alike = [u for u in tensors if u is not t and u.name == t.name]
+        names = [n for (_, n), v in steps.tape.values.items() if steps.which[v] is t]
+        for name in names if alike else [t.name]:
+            found[name] = words(states[t])
+    return found
+
+
+def prediction(
+    run: Run, bound: float, choices: Choices, others: Mapping[str, Run], took: tuple[float, float]
+) -> Prediction:
+    merged: dict[Any, list[Any]] = {}
+    for (step, _, a, b, price), n in run.moves.items():
+        at = pattern(step.like.path) if step is not None else ""
+        name = "gradient" if step is None else "border" if step.border else step.name.removesuffix(".default")
+        entry = merged.setdefault((at, name, _text(a), _text(b)), [0, 0.0])
+        entry[0] += n
+        entry[1] += n * price
+    most = sorted(merged.items(), key=lambda item: -item[1][1])[:10]
+    return Prediction(
+        seconds=run.seconds,
+        computing=run.computing,
+        waiting=run.waiting,
+        beside=run.beside,
+        updating=run.updating,
+        bound=bound,
+        memory=run.peak,
+        static=run.static,
+        modules={name: (a, b) for name, (a, b) in run.by_path.items()},
+        others={name: (r.seconds, r.peak) for name, r in others.items()},
+        moves=tuple([(at, op, a, b, n, s) for (at, op, a, b), (n, s) in most if s]),
+        gathered=tuple(sorted(choices.gathered)),
+        took=took,
+    )
+
+
+def _text(s: State) -> str:
+    return "".join([str(p) for p in placements_of(s)])
+
+
+__all__ = ["fixed_states", "plan_of", "prediction"]
