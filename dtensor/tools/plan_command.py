@@ -12,7 +12,7 @@ from dtensor.compile.recording.mesh_option import Mesh
 
 from ..errors import PlacementError
 from ..layout.cost import INTER, INTRA, Link
-from ..parallel.search.search import search
+from ..parallel.search.search import PER_HOST, search
 
 EXAMPLE = "example"
 """The function of a script that returns a model and its inputs."""
@@ -119,7 +119,7 @@ def _link(axis: str, mesh: dict[str, int], bandwidth: float) -> Link:
         inside *= mesh[name]
         if name == axis:
             break
-    usual = INTRA if inside <= 8 else INTER
+    usual = INTRA if inside <= PER_HOST else INTER
     return Link(usual.alpha, bandwidth, usual.memory, usual.launch, usual.start)
 
 

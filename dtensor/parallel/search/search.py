@@ -340,4 +340,4 @@ def _wanted(t: Tensor, solution: Solution, behind: frozenset[Tensor] = frozenset
     return solution.states[t] if others else first
 
 
-__all__ = ["Mode", "search"]
+__all__ = ["PER_HOST", "Mode", "search"]
