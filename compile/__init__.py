@@ -11,7 +11,7 @@ from .backends.options import Options
 from .packages.keeping import Kept
 from .packages.loading import Package
 from .packages.package import load, package, packaging
-from .packages.sharing import Shared, share
+from .packages.sharing import Shared, shared
 from .recording.statistics import GraphRecord, Statistics, statistics
 from .recording.watch_compiles import dump
 from .reports.report import Report, report
@@ -30,6 +30,6 @@ __all__ = [
     "package",
     "packaging",
     "report",
-    "share",
+    "shared",
     "statistics",
 ]

@@ -63,6 +63,7 @@ hooks.dump_from_now_on()
 hooks.examine_from_now_on()
 hooks.limit_from_now_on()
 hooks.load_from_now_on()
+hooks.share_from_now_on()
 hooks.tell_from_now_on()
 record_if_asked()
 

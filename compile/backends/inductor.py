@@ -13,6 +13,7 @@ from dtensor.comm.replication_check import noted
 from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.dispatch import registration, strictness
 from dtensor.mesh.local_sizes import local_lengths
+from dtensor.mesh.mesh import is_for_any_rank
 from dtensor.mesh.provenance import keeps_specs
 from dtensor.torch_private.compiling import (
     CustomInferenceAwareGraphPass,
@@ -27,7 +28,7 @@ from dtensor.torch_private.compiling import (
 from dtensor.torch_private.core import process_groups
 from dtensor.torch_private.kernels import rebuild_damaged
 
-from ..estimates.meshes import mesh_groups
+from ..estimates.meshes import mesh_groups, mesh_kinds
 from .insert_taps import insert_taps
 from .options import Options
 from .run_passes import direction, optimise, prepare_partition, simplify_joint
@@ -88,10 +89,12 @@ def trace_key() -> Any:
     It is part of the keys under which torch caches compiled code across processes. Another rule makes another graph of
     the same program, and strict mode must not find ready-made code for what it refuses. A graph names its process
     groups, but the names do not determine which ranks the groups hold, of which other groups they are the product,
-    which of the uneven shards this rank has, or whether the ranks compare the graph's inputs.
+    which of the uneven shards this rank has, or whether the ranks compare the graph's inputs. Where ranks exchange
+    compiled code, the meshes stand in place of what this rank is in them.
     """
     meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
-    return source_hash(), registration.fingerprint(), strictness.fingerprint(), process_groups(), meshes, noted()
+    groups = mesh_kinds() if is_for_any_rank() else process_groups()
+    return source_hash(), registration.fingerprint(), strictness.fingerprint(), groups, meshes, noted()
 
 
 @cache

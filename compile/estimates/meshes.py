@@ -1,7 +1,9 @@
 """The known meshes, in the form that passes and estimates take."""
 
+from typing import Any
+
 from dtensor.mesh.groups import group_ranks
-from dtensor.mesh.mesh import MeshFacts, known_meshes
+from dtensor.mesh.mesh import MeshFacts, known_meshes, mesh_kind
 from dtensor.passes import MeshGroups
 from dtensor.torch_private.core import disable_current_modes
 
@@ -14,6 +16,12 @@ def mesh_groups() -> tuple[MeshGroups, ...]:
     with disable_current_modes():
         facts = [f for f in known_meshes() if f.groups and _is_alive(f)]
     return tuple(dict.fromkeys([MeshGroups(tuple(sorted(f.groups.items())), f.network) for f in facts]))
+
+
+def mesh_kinds() -> tuple[Any, ...]:
+    """Return what the meshes are, in the same words on all ranks that have them."""
+    with disable_current_modes():
+        return tuple(sorted({mesh_kind(f.mesh) for f in known_meshes() if f.groups and _is_alive(f)}, key=str))
 
 
 def _is_alive(facts: MeshFacts) -> bool:
@@ -30,4 +38,4 @@ def _is_alive(facts: MeshFacts) -> bool:
     return True
 
 
-__all__ = ["mesh_groups"]
+__all__ = ["mesh_groups", "mesh_kinds"]

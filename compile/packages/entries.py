@@ -5,7 +5,6 @@ that takes its place, and compiled functions that the code calls, each with a fo
 """
 
 import atexit
-import io
 import linecache
 import os
 import pickle
@@ -32,15 +31,19 @@ from dtensor.mesh.mesh import mesh_kind, mesh_of_kind
 from dtensor.mesh.provenance import keeps_specs
 from dtensor.torch_private import frame_data, frames
 from dtensor.torch_private.core import names_of_this_rank
+from dtensor.torch_private.graph_cache import pickled
 from dtensor.torch_private.kernels import binary, using_kernels
 
 from ..backends.backend import as_returned, how_returned
-from ..recording.frames import Frame, remember
+from ..recording.frames import Frame, recent_frames, remember
 from .identities import Identity, digest, identities, same_objects, stand_ins
 from .optimizers import Stepped, initialized, stepped
 
 OURS = ("torch", "dtensor")
 """Packages whose source is not compared line by line: a package holds for their versions only."""
+
+OURS_IN = f"{Path(dtensor.__file__).parent}{os.sep}"
+"""Where our own code lies."""
 
 
 TYPED_IN = ("<stdin>", "<string>", "<console>", "<ipython", "ipykernel")
@@ -122,18 +125,6 @@ def by_reference(obj: Any) -> Any:
     return (mesh_of_kind, (mesh_kind(obj),)) if isinstance(obj, DeviceMesh) else None
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        found = by_reference(obj)
-        return NotImplemented if found is None else found
-
-
-def _pickled(value: Any) -> bytes:
-    made = io.BytesIO()
-    _Pickler(made).dump(value)
-    return made.getvalue()
-
-
 RANKS = {"get_rank", "get_node_local_rank", "get_local_rank", "get_group_rank", "get_coordinate", "group_rank", "rank"}
 RANKS |= {"environ", "getenv"}
 """Names by which a program asks for its rank. Dynamo puts the answer into the graph, without a guard."""
@@ -153,13 +144,13 @@ class Noted:
         kernels: hash of a kernel's source -> loads its library.
         lengths: lengths that do not divide, by the names of groups, and this rank's part of each.
         sizes: what Dynamo has seen of the sizes of inputs.
-        frames: the frames as reports know them.
+        before: the frames that reports knew before.
     """
 
     kernels: dict[str, Callable[[], Any]]
     lengths: Lengths
     sizes: dict[Any, Any]
-    frames: list[Frame]
+    before: list[Frame]
 
 
 def take_apart(code: types.CodeType, made: frames.FrameRecorder, noted: Noted, compiler: str) -> Entry:
@@ -178,7 +169,8 @@ def take_apart(code: types.CodeType, made: frames.FrameRecorder, noted: Noted, c
         objects = tuple(identities(made.identities))
     except ValueError as error:
         raise NotPortable(str(error)) from error
-    rank = _own_rank([code, *made.inlined], noted.lengths)
+    asks = any(asks_for_rank(code) for code in [code, *made.inlined] if not code.co_filename.startswith(OURS_IN))
+    lengths, rank = uneven_lengths(noted.lengths, asks)
     return Entry(
         code.co_qualname,
         _module_of(code),
@@ -191,20 +183,32 @@ def take_apart(code: types.CodeType, made: frames.FrameRecorder, noted: Noted, c
         dict(made.imports),
         {name: frame_data.to_data(_without_path(resumed)) for name, resumed in made.resumed.items()},
         backends,
-        {key: binary(load) for key, load in noted.kernels.items()},
+        libraries(noted.kernels),
         compiler,
         settings(),
-        () if rank is not None else tuple([(*key, part) for key, part in sorted(noted.lengths.items())]),
+        lengths,
         rank,
         pickle.dumps(noted.sizes),
-        _report(noted.frames),
+        reported(noted.before),
     )
 
 
-def _report(reported: list[Frame]) -> bytes:
-    """Frames as data, for reports; none where they hold sizes that have no meaning without the trace."""
+def libraries(kernels: dict[str, Callable[[], Any]]) -> dict[str, bytes]:
+    """The libraries of `noted_kernels`."""
+    return {key: binary(load) for key, load in kernels.items()}
+
+
+def as_libraries(kernels: dict[str, bytes]) -> dict[str, Path]:
+    """Files with the libraries, which last as long as this process."""
+    return {key: _on_disk(library) for key, library in kernels.items()}
+
+
+def reported(before: list[Frame]) -> bytes:
+    """The frames that were compiled since, as data for reports; none where they hold sizes that have no meaning without
+    the trace."""
+    found = [known for known in recent_frames() if not any(known is other for other in before)]
     try:
-        return pickle.dumps([replace(frame, roots=[], folders={}) for frame in reported])
+        return pickle.dumps([replace(frame, roots=[], folders={}) for frame in found])
     except (pickle.PicklingError, TypeError, AttributeError):
         return pickle.dumps([])
 
@@ -223,7 +227,7 @@ def _backend(name: str, function: Any) -> tuple[bytes, Any]:
             "make the mesh with dtensor.init_device_mesh"
         )
     try:
-        return _pickled(content), how_returned(function)
+        return pickled(content, by_reference), how_returned(function)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise NotPortable(f"a compiled graph cannot be pickled: {error}") from error
 
@@ -234,21 +238,22 @@ def _groups_of_this_rank(sources: Sequence[str]) -> str:
     return next((name for name in names_of_this_rank() if any(f"'{name}'" in line for line in calls)), "")
 
 
-def _own_rank(codes: Sequence[types.CodeType], lengths: Lengths) -> int | None:
-    """The rank, if what was compiled holds for no other."""
+def uneven_lengths(noted: Lengths, for_this_rank: bool = False) -> tuple[tuple[tuple[int, str, int], ...], int | None]:
+    """For which ranks a trace holds: (length, group, part) of each length that was split unevenly, and the global rank
+    if it holds for no other, as where it says so."""
     foreign = {"", *names_of_this_rank()}
-    own = any(group in foreign for _, group in lengths)
-    ours = f"{Path(dtensor.__file__).parent}{os.sep}"
-    asks = any(asks_for_rank(code) for code in codes if not code.co_filename.startswith(ours))
-    return (dist.get_rank() if dist.is_initialized() else 0) if own or asks else None
+    if for_this_rank or any(group in foreign for _, group in noted):
+        return (), dist.get_rank() if dist.is_initialized() else 0
+    return tuple([(*key, part) for key, part in sorted(noted.items())]), None
 
 
-def other_parts(entry: Entry) -> str:
-    """Why `entry` does not hold for this rank, in words; "" if it does. Its meshes exist here."""
+def other_part(lengths: tuple[tuple[int, str, int], ...], only: int | None) -> str:
+    """Why what was compiled for these parts, or on this rank only, does not hold for this one, in words; "" if it does.
+    Its meshes exist here."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if entry.rank not in (None, rank):
-        return f"it depends on the rank, and was compiled on rank {entry.rank}, not on rank {rank}"
-    for size, group, part in entry.lengths:
+    if only not in (None, rank):
+        return f"it depends on the rank, and was compiled on rank {only}, not on rank {rank}"
+    for size, group, part in lengths:
         here = chunk_length(size, group_size(group), group_rank(group))
         if here != part:
             return f"its shards are uneven: {size} over {group}, of which it was compiled for {part}, not for {here}"
@@ -368,7 +373,7 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
         manager = frame_data.guard_manager(entry.guards, frame.f_code, scope)
     except Exception as error:  # whatever unpickling raises
         return None, f"its guards cannot be read: {error}"
-    if difference := other_parts(entry):
+    if difference := other_part(entry.lengths, entry.rank):
         return None, difference
     if difference := initialized(entry.optimizers, frame.f_locals, scope):
         return None, difference
@@ -382,7 +387,7 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
             manager, same_objects(found, scope), "an object is another one than when it was loaded"
         )
     try:
-        with using_kernels({key: _on_disk(library) for key, library in entry.kernels.items()}):
+        with using_kernels(as_libraries(entry.kernels)):
             backends = {
                 name: as_returned(frame_data.runnable(pickle.loads(content)), how)
                 for name, (content, how) in entry.backends.items()
@@ -397,5 +402,6 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
     return frame_data.install(frame, manager, _located(frame_data.from_data(entry.code), file), resumed, backends), ""
 
 
-__all__ = ["Entry", "Lines", "NotPortable", "Noted", "asks_for_rank", "by_reference", "changed_settings"]
-__all__ += ["changed_source", "other_parts", "put_together", "settings", "take_apart"]
+__all__ = ["Entry", "Lines", "NotPortable", "Noted", "as_libraries", "asks_for_rank", "by_reference"]
+__all__ += ["changed_settings", "changed_source", "libraries", "other_part", "put_together", "reported", "settings"]
+__all__ += ["take_apart", "uneven_lengths"]

@@ -59,8 +59,7 @@ def kept(
     try:
         with phase(SAVING):
             seen = {code: known for code, known in sizes_seen().items() if known != sizes.get(code)}
-            reported = [known for known in recent_frames() if not any(known is other for other in before)]
-            noted = Noted(kernels, lengths, seen, reported)
+            noted = Noted(kernels, lengths, seen, before)
             made: Entry | NotPortable = take_apart(code, recorder, noted, compiler)
     except NotPortable as why:
         made = why

@@ -1,50 +1,50 @@
-"""One rank compiles for all: the first that needs a frame compiles it, and the others take what it made.
+"""One rank compiles for all: of the ranks that come to equal graphs, the first compiles, and the others take that.
+
+Every rank traces by itself, so that guards, constants and graph are its own. AOTAutograd and Inductor, which take most
+of the time, work once for all ranks whose graphs are equal:
 
     the first rank     leader/{key} = its number         compiles, then writes part/{key}/0, 1, … and done/{key}
-    every other rank   waits for done/{key}              takes the frame, or compiles it by itself
+    every other rank   waits for done/{key}              loads what it holds, or compiles by itself
 
-All is in the job's store. The key says what is compiled: the code of the frame, what torch.compile was given, settings,
-versions, meshes, plain values and shapes of shards that the frame is given, and how many times the rank has compiled
-this before. Ranks whose uneven shards differ in the middle of a frame form the next group, with a leader of its own. A
-rank for which other guards do not hold compiles by itself; so does one whose leader died, failed, makes no progress or
-takes too long. A rank that compiles waits for nobody, so that no two ranks wait for each other.
-
-What was compiled is kept on disk, too (`on_disk`), since the leader finds nothing in AOTAutograd's cache.
+All is in the job's store, and in AOTAutograd's cache on each machine, where the next start finds it. The key is that of
+AOTAutograd, without what differs between ranks (`keys_of_any_rank`), and with the processor and the sizes of all
+tensors in the graph. Two things of a trace depend on the rank and are not in the key: lengths of uneven shards between
+operators, and where a trace says so (`note_place`). They are noted, and ranks for which they do not hold form the next
+group, with a leader of its own. A rank whose leader died, failed, makes no progress or takes too long compiles by
+itself. A rank that compiles waits for nobody, so that no two ranks wait for each other.
 """
 
 import logging
 import pickle
 import time
 import zlib
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from dtensor.errors import ShardingError
+from dtensor.layout.chunks import Lengths, uneven_noted
 from dtensor.mesh import environment
-from dtensor.mesh.job import job
+from dtensor.mesh.job import Job, job
+from dtensor.mesh.mesh import forget_all_but_meshes, keys_of_any_rank
 from dtensor.mesh.provenance import keeps_specs
-from dtensor.tensor.compile_hooks import share_from_now_on
 from dtensor.tensor.tensor import DTensor
-from dtensor.torch_private.frames import FrameRecorder, caches_are_on
-from dtensor.torch_private.phases import LOADING, SAVING, WAITING, phase, wait_for
+from dtensor.torch_private.frames import caches_are_on
+from dtensor.torch_private.kernels import noted_kernels, using_kernels
+from dtensor.torch_private.phases import LOADING, SAVING, WAITING, current, phase, wait_for
 
 from ..backends.run_passes import WATCHERS
-from ..estimates.meshes import mesh_groups
+from ..recording.frames import Frame, recent_frames, remember
 from .archive import World
 from .beat import PULSE, Beat
-from .entries import Entry, NotPortable, asks_for_rank, changed_source, other_parts, put_together, settings
-from .identities import digest
-from .keeping import kept
-from .on_disk import from_disk, is_on_disk, to_disk
+from .entries import as_libraries, by_reference, libraries, other_part, reported, uneven_lengths
+
+SHARE = "DTENSOR_SHARE_COMPILES"
+"""The variable that says, with 0, that every rank compiles for itself."""
 
 LIMIT = "DTENSOR_SHARE_TIMEOUT"
 """The variable that says after how many seconds of waiting a rank compiles by itself."""
@@ -68,9 +68,6 @@ GROUPS = 8
 """The most groups of ranks with equal shards, one of which after the other a rank tries."""
 
 
-OPTIMIZERS = str(Path(torch.optim.__file__).parent)
-"""Where code lies that is not shared: which frames of a step Dynamo compiles depends on what the rank has compiled."""
-
 log: logging.Logger = logging.getLogger("dtensor")
 
 
@@ -79,10 +76,10 @@ class Shared:
     """What this rank took from others and gave to them.
 
     Attributes:
-        taken: names of frames that another rank compiled.
-        kept: names of frames that an earlier job on this machine compiled.
-        given: names of frames that this rank compiled for others.
-        alone: names of frames that this rank compiled although another rank had, and why.
+        taken: names of frames with a graph that another rank compiled.
+        kept: names of frames with a graph that was compiled before on this machine.
+        given: names of frames with a graph that this rank compiled for others.
+        alone: names of frames with a graph that this rank compiled although another rank had, and why.
         waited: seconds of waiting.
     """
 
@@ -93,196 +90,206 @@ class Shared:
     waited: float = 0.0
 
 
-class Sharing:
-    """Takes frames from other ranks of the job, and gives to them."""
+@dataclass(frozen=True)
+class Note:
+    """What AOTAutograd's key does not say of what was compiled.
 
-    anew: ClassVar[bool] = False
+    Attributes:
+        lengths: (length, group, part): lengths that do not divide, and the part of a rank for which this holds.
+        rank: the rank for which it holds; None if it holds for all.
+        kernels: hash of a kernel's source -> its library.
+        report: what is known of the frame for reports, pickled.
+    """
+
+    lengths: tuple[tuple[int, str, int], ...]
+    rank: int | None
+    kernels: dict[str, bytes] = field(repr=False)
+    report: bytes = field(repr=False)
+
+
+class Sharing:
+    """See `dtensor.torch_private.graph_cache.Exchange`."""
 
     def __init__(self) -> None:
         self.shared: Shared = Shared()
-        self._job: Any = None
-        self._asked: Counter[str] = Counter()
-        self._own: set[str] = set()
-        self._leading: dict[int, tuple[str, str]] = {}
 
-    def answer(self, frame: Any, compiler: str) -> Any:
-        """As `dtensor.torch_private.frames.Handler`."""
+    @contextmanager
+    def session(self) -> Iterator["Compiled | None"]:
+        """A context in which a frame is compiled; None if its graphs are not shared."""
         here = job()
-        if here is None or dist.get_world_size() == 1 or not _can_be_shared(frame, compiler):
-            return None
-        if here is not self._job:  # another job of this process, in whose store nothing was asked for
-            self._job = here
-            self._asked.clear()
-            self._own.clear()
-        if not self._own.isdisjoint((compiler, code := digest(frame.f_code))):
-            return None
+        if here is None or dist.get_world_size() == 1 or not _can_be_shared():
+            yield None
+            return
+        with ExitStack() as until_compiled:
+            made = Compiled(self.shared, here, until_compiled)
+            try:
+                yield made
+            finally:
+                made.give_up()
+
+
+class Compiled:
+    """A frame that is compiled. See `dtensor.torch_private.graph_cache.Session`."""
+
+    def __init__(self, shared: Shared, here: Job, until_compiled: ExitStack) -> None:
+        found = current()
+        self._name: str = "a frame" if found is None else found.name
+        self._shared, self._job, self._until_compiled = shared, here, until_compiled
+        self._leading: dict[str, str] = {}
+        self._taken: set[str] = set()
+        self._before: list[Frame] = recent_frames()
+        self._noted: tuple[dict[str, Callable[[], Any]], Lengths] | None = None
+
+    def takes(self, kinds: set[type]) -> bool:
+        """Other subclasses than ours may put the rank into what is made of a graph, and do not say so."""
+        return kinds <= {DTensor}
+
+    @contextmanager
+    def key_of_all(self) -> Iterator[str]:
+        """Keys with what the processor can do, which decides how kernels are built."""
+        with keys_of_any_rank():
+            yield repr((asdict(World.here()), dist.get_world_size(), str(dist.get_backend_config())))
+
+    def answers(self, key: str) -> Iterator[bytes]:
+        """What the leaders of the groups made, one after the other. Ends where this rank is a leader."""
+        why, store = "", self._job.store
         try:
-            return self._found(here, frame, compiler, code)
+            for group in range(GROUPS):
+                at = f"dtensor/graph/{key}/{group}"
+                if store.add(f"{at}/asked", 1) == 1:
+                    store.set(f"{at}/leader", str(self._job.rank))
+                    self._until_compiled.enter_context(Beat(store, f"{at}/beat"))
+                    self._leading[key] = at
+                    return
+                began = time.monotonic()
+                with phase(WAITING):
+                    content, why = self._wait(at)
+                self._shared.waited += time.monotonic() - began
+                if content is None:
+                    break
+                self._taken.add(key)
+                with phase(LOADING):
+                    yield content
+                self._taken.discard(key)
+                why = "what other ranks compiled does not hold for its sizes or shards"
         except ShardingError:
             raise
         except RuntimeError as error:
-            log.info("%s is compiled here, as the job's store does not answer: %s", frame.f_code.co_qualname, error)
-            return None
+            why = f"the job's store does not answer: {error}"
+        log.info("%s is compiled here, too: %s", self._name, why)
+        self._shared.alone.append((self._name, why))
 
-    def _found(self, here: Any, frame: Any, compiler: str, code: str) -> Any:
-        name, what = frame.f_code.co_qualname, _key(frame, compiler, code)
-        self._asked[what] += 1
-        if is_on_disk(what):
-            with phase(LOADING):
-                for entry in from_disk(what):
-                    found, _ = _put_together(entry, frame)
-                    if found is not None:
-                        self.shared.kept.append(name)
-                        return found
-        why = ""
-        for group in range(GROUPS):
-            key = f"dtensor/frame/{what}/{self._asked[what]}/{group}"
-            if here.store.add(f"{key}/asked", 1) == 1:
-                here.store.set(f"{key}/leader", str(here.rank))
-                self._leading[id(frame)] = key, what
-                return None
-            began = time.monotonic()
-            with phase(WAITING):
-                entry, why = self._wait(here, key, name)
-            self.shared.waited += time.monotonic() - began
-            if entry is None:
-                break
-            with phase(LOADING):
-                found, why = _put_together(entry, frame)
-                if found is not None:
-                    self.shared.taken.append(name)
-                    to_disk(what, entry)
-                    return found
-                if entry.rank is not None or not other_parts(entry):
-                    self._own.add(code)
-                    break
-        if "AOTAutograd kept nothing" in why:
-            self._own.add(compiler)
-        log.info("%s is compiled here, too: %s", name, why)
-        self.shared.alone.append((name, why))
-        return None
-
-    def _wait(self, here: Any, key: str, name: str) -> tuple[Entry | None, str]:
-        """What the leader made of a frame, or None and why this rank compiles it by itself."""
-        store, limit, began, poll, said = here.store, _limit(), time.monotonic(), POLL, False
-        looked, moved, beat = began, began, b""
+    def _wait(self, at: str) -> tuple[bytes | None, str]:
+        """What the leader made, or None and why this rank compiles it by itself."""
+        here, limit, began, poll, said = self._job, _limit(), time.monotonic(), POLL, False
+        store, looked, moved, beat = here.store, began, began, b""
         with here.waiting():
-            while not store.check([f"{key}/done"]):
+            while not store.check([f"{at}/done"]):
                 time.sleep(poll)
                 poll, now = min(poll * 1.2, POLL_MOST), time.monotonic()
                 if now - looked < min(PULSE, limit):
                     continue
                 looked = now
                 here.check()
-                leader = int(store.get(f"{key}/leader")) if store.check([f"{key}/leader"]) else None
+                leader = int(store.get(f"{at}/leader")) if store.check([f"{at}/leader"]) else None
                 wait_for("another rank" if leader is None else f"rank {leader}")
                 if now - began > limit:
                     return None, f"rank {leader} did not finish it in {limit:.0f} s"
                 if leader is not None and (gone := here.absent(leader)):
                     return None, gone
-                before, beat = beat, store.get(f"{key}/beat") if store.check([f"{key}/beat"]) else b""
+                before, beat = beat, store.get(f"{at}/beat") if store.check([f"{at}/beat"]) else b""
                 moved = now if before != beat else moved
                 if now - moved > STALL:
                     return None, f"rank {leader} has made no progress for {STALL:.0f} s"
                 if now - began > SAID_AFTER and not said:
                     said = True
-                    log.info("waiting for rank %s, which compiles %s", leader, name)
-            count, hash_or_why = store.get(f"{key}/done").decode().split(" ", 1)
+                    log.info("waiting for rank %s, which compiles %s", leader, self._name)
+            count, hash_or_why = store.get(f"{at}/done").decode().split(" ", 1)
             if not int(count):
                 return None, hash_or_why
-            data = b"".join([store.get(f"{key}/part/{k}") for k in range(int(count))])
-        if store.add(f"{key}/read", 1) == dist.get_world_size() - 1:
+            data = b"".join([store.get(f"{at}/part/{k}") for k in range(int(count))])
+        if store.add(f"{at}/read", 1) == dist.get_world_size() - 1:
+            store.set(f"{at}/done", "0 all ranks have taken it, and it is no longer in the store")
             for k in range(int(count)):
-                store.delete_key(f"{key}/part/{k}")
+                store.delete_key(f"{at}/part/{k}")
         if sha256(data).hexdigest() != hash_or_why:
             return None, "it did not arrive whole"
-        return pickle.loads(zlib.decompress(data)), ""
+        return zlib.decompress(data), ""
+
+    def making(self, key: str) -> None:
+        """Take all decisions anew, so that what they depend on is noted."""
+        if self._noted is None:
+            forget_all_but_meshes()
+            enter = self._until_compiled.enter_context
+            self._noted = enter(noted_kernels()), enter(uneven_noted())
+
+    def note(self) -> Note:
+        """What was noted while the frame was compiled."""
+        assert self._noted is not None, "what is noted was made here"
+        kernels, lengths = self._noted
+        with phase(SAVING):
+            return Note(*uneven_lengths(lengths), libraries(kernels), reported(self._before))
+
+    def made(self, key: str, content: bytes) -> None:
+        """Give it to the ranks that wait, and to those that come."""
+        at = self._leading.pop(key, None)
+        if at is not None:
+            with phase(SAVING):
+                _publish(self._job.store, at, content)
+            self._shared.given.append(self._name)
+
+    def give_up(self) -> None:
+        """Tell those who wait for what was not made, at the end of the frame."""
+        for at in self._leading.values():
+            _tell(self._job.store, at, f"0 rank {self._job.rank} cannot give it: AOTAutograd kept nothing of it")
+        self._leading.clear()
+
+    def fits(self, note: Note) -> bool:
+        """Whether what was noted holds for this rank, too."""
+        return not other_part(note.lengths, note.rank)
 
     @contextmanager
-    def recording(self, frame: Any, compiler: str) -> Iterator[FrameRecorder | None]:
-        """As `dtensor.torch_private.frames.Handler`."""
-        key, what = self._leading.pop(id(frame), ("", ""))
-        here = job()
-        if not key or here is None:
-            yield None
-            return
-        made: list[Entry | NotPortable | None] = []
-        try:
-            with (
-                Beat(here.store, f"{key}/beat"),
-                kept(frame, compiler, lambda entry, _: made.append(entry)) as recorder,
-            ):
-                yield recorder
-        finally:
-            with phase(SAVING):
-                _publish(here.store, key, made[0] if made else None, here.rank)
-        if made and isinstance(made[0], Entry):
-            self.shared.given.append(frame.f_code.co_qualname)
-            with phase(SAVING):
-                to_disk(what, made[0])
-        elif made and "AOTAutograd kept nothing" in str(made[0]):
-            self._own.add(compiler)
+    def using(self, key: str, note: Note) -> Iterator[None]:
+        """Load it with its kernels, which this machine need not build."""
+        (self._shared.taken if key in self._taken else self._shared.kept).append(self._name)
+        for known in pickle.loads(note.report):
+            remember(known)
+        with phase(LOADING), using_kernels(as_libraries(note.kernels)):
+            yield
+
+    def by_reference(self, obj: Any) -> Any:
+        """A mesh is pickled as what it is on every rank."""
+        return by_reference(obj)
 
 
-def _key(frame: Any, compiler: str, code: str) -> str:
-    """What is compiled, as a hash. Ranks whose graphs are certain to differ have different ones."""
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
-    values = [(name, _said(value)) for name, value in sorted(frame.f_locals.items())]
-    what = (code, compiler, sorted(settings().items()), asdict(World.here()), meshes, device, values)
-    return sha256(repr(what).encode()).hexdigest()[:32]
-
-
-PLAIN = (bool, int, float, str, type(None))
-"""Types of the values that Dynamo compares, or makes constants."""
-
-
-def _said(value: Any) -> str:
-    """A value that a frame is given, in words, as far as it may differ between ranks."""
-    if isinstance(value, PLAIN):
-        return repr(value)
-    if isinstance(value, nn.Module):
-        parameters = [*value.parameters(), *value.buffers()]
-        return f"{type(value).__name__} {[_said(x) for x in parameters if isinstance(x, DTensor)]}"
-    if isinstance(value, DTensor):
-        return str(tuple(value._local_tensor.shape))
-    return type(value).__name__
-
-
-def _put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
-    if why := changed_source(entry) or other_parts(entry):
-        return None, why
-    return put_together(entry, frame)
-
-
-def _publish(store: Any, key: str, made: Entry | NotPortable | None, rank: int) -> None:
+def _publish(store: Any, at: str, content: bytes) -> None:
+    data = zlib.compress(content, 1)
+    parts = [data[k : k + PART] for k in range(0, len(data), PART)]
     try:
-        if not isinstance(made, Entry):
-            store.set(f"{key}/done", f"0 rank {rank} cannot give it: {made or 'it was not compiled'}")
-            return
-        data = zlib.compress(pickle.dumps(made), 1)
-        parts = [data[k : k + PART] for k in range(0, len(data), PART)]
         for k, part in enumerate(parts):
-            store.set(f"{key}/part/{k}", part)
-        store.set(f"{key}/done", f"{len(parts)} {sha256(data).hexdigest()}")
+            store.set(f"{at}/part/{k}", part)
+    except RuntimeError:
+        pass  # what `_tell` says
+    _tell(store, at, f"{len(parts)} {sha256(data).hexdigest()}")
+
+
+def _tell(store: Any, at: str, what: str) -> None:
+    try:
+        store.set(f"{at}/done", what)
     except RuntimeError as error:
         log.info("what was compiled cannot be given to other ranks, as the job's store does not answer: %s", error)
 
 
-def _can_be_shared(frame: Any, compiler: str) -> bool:
-    """Whether others can use what is compiled of a frame, and nobody wants to see this rank's own graphs."""
-    name = compiler.partition(" ")[0]
+def _can_be_shared() -> bool:
+    """Whether nobody wants to see this rank's own graphs.
+
+    Raises:
+        ValueError: the switch is neither 0 nor 1.
+    """
+    if environment.is_on(SHARE) is False:
+        return False
     wanted = [environment.text("dump"), environment.text("verify") == "1", environment.findings(), environment.level()]
-    return (
-        name in ("inductor", "dtensor")
-        and not any(f"'{option}'" in compiler for option in ("inner", "dump", "verify"))
-        and caches_are_on()
-        and not any(wanted)
-        and not WATCHERS
-        and not keeps_specs()
-        and not asks_for_rank(frame.f_code)
-        and not frame.f_code.co_filename.startswith(OPTIMIZERS)
-    )
+    return caches_are_on() and not any(wanted) and not WATCHERS and not keeps_specs()
 
 
 def _limit() -> float:
@@ -302,14 +309,9 @@ sharing: Sharing = Sharing()
 """What this process takes and gives."""
 
 
-def share() -> Shared:
-    """Let one rank of a job compile for all, from now on; every rank calls it. The same as DTENSOR_SHARE_COMPILES=1.
-
-    Returns:
-        What this rank took from others and gave to them.
-    """
-    share_from_now_on()
+def shared() -> Shared:
+    """Return what this rank has taken from other ranks of its job and given to them, since the process began."""
     return sharing.shared
 
 
-__all__ = ["Shared", "Sharing", "share", "sharing"]
+__all__ = ["Compiled", "Note", "Shared", "Sharing", "shared", "sharing"]

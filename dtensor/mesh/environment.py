@@ -13,7 +13,7 @@ unset or empty has no effect. Switches are 0 or 1; lists are separated by commas
     DTENSOR_AGREEMENT=0              run graphs without comparing their collectives with those of the other ranks
 
 DTENSOR_PROGRESS=0 shows no line on the terminal while something is compiled; 1 shows it where there is none, too.
-DTENSOR_SHARE_COMPILES=1, read at import, lets one rank of a job compile for all.
+DTENSOR_SHARE_COMPILES=0 lets every rank of a job compile for itself, where one would compile for all with equal graphs.
 
 Two more are for finding out who is to blame (`dtensor.compile.bisect`). They are read at import, and hold for all that
 is compiled, by backend="dtensor" too:

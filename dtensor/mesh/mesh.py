@@ -17,6 +17,8 @@ rank's file is read.
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
@@ -447,13 +449,30 @@ def mesh_of_kind(kind: MeshKind) -> Any:
     raise MeshError(f"there is no mesh {kind[3] or kind[4]} of {kind[0]} ranks {kind[1]} here")
 
 
+_any_rank: ContextVar[bool] = ContextVar("dtensor_keys_of_any_rank", default=False)
+
+
+@contextmanager
+def keys_of_any_rank() -> Iterator[None]:
+    """A context in which cache keys of compiled code do not depend on where this rank is in its meshes."""
+    token = _any_rank.set(True)
+    try:
+        yield
+    finally:
+        _any_rank.reset(token)
+
+
+def is_for_any_rank() -> bool:
+    """Whether cache keys must not depend on the rank: within `keys_of_any_rank`."""
+    return _any_rank.get()
+
+
 def world_of(mesh: Any) -> str:
     """Text with everything about `mesh` that a traced graph may depend on, for cache keys of compiled code."""
     known = facts(mesh)
-    n = known.network
-    return repr(
-        (known.shape, known.coordinate, sorted(known.groups.items()), n.links, sorted(n.merged), mesh.device_type)
-    )
+    n, at = known.network, known.coordinate
+    place = (at is not None, mesh_kind(mesh)) if is_for_any_rank() else at
+    return repr((known.shape, place, sorted(known.groups.items()), n.links, sorted(n.merged), mesh.device_type))
 
 
 def mesh_shape(mesh: Any) -> tuple[int, ...]:
@@ -473,6 +492,8 @@ __all__ = [
     "group_between",
     "group_name",
     "init_device_mesh",
+    "is_for_any_rank",
+    "keys_of_any_rank",
     "known_groups",
     "known_meshes",
     "look_up_prepared",

@@ -6,14 +6,14 @@ passes off.
 """
 
 import importlib
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 
 from ..mesh import environment
-from ..mesh.mesh import known_meshes, look_up_prepared
+from ..mesh.mesh import look_up_prepared
 from ..mesh.provenance import keeps_specs
 from ..torch_private.compiling import (
     CustomInferenceAwareGraphPass,
@@ -25,6 +25,7 @@ from ..torch_private.compiling import (
     register_backend,
 )
 from ..torch_private.dynamo import stand_before_dynamo
+from ..torch_private.graph_cache import exchange_from_now_on
 from ..torch_private.phases import Compilation, watch_compilations
 
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")
@@ -128,44 +129,28 @@ def examine_from_now_on() -> None:
         importlib.import_module("dtensor.compile.bisect").watch(folder)
 
 
-SHARE = "DTENSOR_SHARE_COMPILES"
-"""The variable that says whether one rank of a job compiles for all."""
-
-
 class _Sharing:
-    """Lets one rank of a job compile for all, by `dtensor.compile`; see `dtensor.torch_private.frames.Handler`."""
+    """Lets one rank of a job compile for all, by `dtensor.compile`; an `Exchange` of `torch_private.graph_cache`."""
 
-    anew: ClassVar[bool] = False
-
-    def answer(self, frame: Any, compiler: str) -> Any:
-        """Nothing, where there are no other ranks with which this one has a mesh."""
+    def session(self) -> AbstractContextManager[Any]:
+        """Nothing is exchanged where there are no other ranks with which this one has a mesh."""
         if not dist.is_initialized() or dist.get_world_size() == 1 or not look_up_prepared():
-            return None
-        return _shared().answer(frame, compiler)
-
-    def recording(self, frame: Any, compiler: str) -> Any:
-        return _shared().recording(frame, compiler) if known_meshes() else nullcontext()
+            return nullcontext()
+        return importlib.import_module("dtensor.compile.packages.sharing").sharing.session()
 
 
-@cache
-def _shared() -> Any:
-    return importlib.import_module("dtensor.compile.packages.sharing").sharing
-
-
-@cache
 def share_from_now_on() -> None:
-    """Let one rank of a job compile for all."""
-    importlib.import_module("dtensor.torch_private.frames").intercept_from_now_on(_Sharing(), last=True)
+    """Let one rank of a job compile for all, unless the environment says no when something is compiled."""
+    stand_before_dynamo()
+    exchange_from_now_on(_Sharing())
 
 
 def load_from_now_on() -> None:
-    """Take compiled code from a package, if the environment names one, and from other ranks, if it says so.
+    """Take compiled code from a package, if the environment names one.
 
     Raises:
         ValueError: a switch is neither 0 nor 1.
     """
-    if environment.is_on(SHARE):
-        share_from_now_on()
     if environment.setting("DTENSOR_PACKAGE"):
         importlib.import_module("dtensor.compile.packages.package").load_if_asked()
 

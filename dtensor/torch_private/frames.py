@@ -33,6 +33,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import autograd_cache
 from torch._inductor import config as inductor_config
 
+from . import graph_cache
+from .graph_cache import WHOLE, exchanging
 from .phases import compilation
 
 BY_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "CLOSURE_MATCH")
@@ -40,9 +42,6 @@ BY_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "CLO
 
 WITHIN_A_PROCESS = ("NN_MODULE", "DICT_VERSION")
 """Guards of which nothing can be said in another process."""
-
-WHOLE = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": True}
-"""Settings of AOTAutograd with which it makes forward and backward at once, as one thing that can be pickled."""
 
 OF_THIS_MACHINE = ("base_dir", "debug_dir_root", "compile_threads", *WHOLE)
 """Settings that say nothing about what is made: paths, threads, and what is set while a frame is recorded."""
@@ -142,11 +141,10 @@ def intercept(handler: Handler) -> Iterator[None]:
         no_longer(handler)
 
 
-def intercept_from_now_on(handler: Handler, *, last: bool = False) -> None:
-    """As `intercept`, until the process ends. `last`: it is asked after all others; without its answer the frame is
-    compiled."""
+def intercept_from_now_on(handler: Handler) -> None:
+    """As `intercept`, until the process ends."""
     install()
-    _handlers.insert(0 if last else len(_handlers), handler)
+    _handlers.append(handler)
 
 
 def no_longer(handler: Handler) -> None:
@@ -167,6 +165,7 @@ def install() -> None:
         builder.get_static_address_type = output_graph.get_static_address_type = _static_address_type
         builder.is_from_optimizer_source = guards.is_from_optimizer_source = _is_from_optimizer_source
         OptimizerVariable.get_python_args = _get_python_args
+        graph_cache.install()
 
 
 _own_serialize = guards.CheckFunctionManager.serialize_guards
@@ -281,7 +280,7 @@ def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: A
     if self._export or frame.f_code in convert_frame.output_codes or not convert_frame.has_tensor_in_frame(frame):
         return _own_compile(*given, skip=skip + 1)
     with compilation(_named(frame)) as made:
-        found = _answered(*given, skip=skip + 2) if _handlers else _own_compile(*given, skip=skip + 1)
+        found = (_answered if _handlers else _compiled)(*given, skip=skip + 2)
         made.made = made.made or found.guarded_code is not None
         return found
 
@@ -314,7 +313,7 @@ def _answered(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: 
             if recorder is not None:
                 break
         if recorder is None:
-            return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip)
+            return _compiled(self, frame, cache_entry, hooks, frame_state, skip=skip + 1)
         token, own = _recorder.set(recorder), self._package
         self._package = recorder
         try:
@@ -323,6 +322,11 @@ def _answered(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: 
         finally:
             self._package = own
             _recorder.reset(token)
+
+
+def _compiled(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: Any, *, skip: int) -> Any:
+    with exchanging():
+        return _own_compile(self, frame, cache_entry, hooks, frame_state, skip=skip)
 
 
 @contextmanager

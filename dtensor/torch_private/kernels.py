@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from torch._inductor.codecache import CppCodeCache
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 _noting: list[dict[str, Callable[[], Any]]] = []
 _known: ContextVar[Mapping[str, Path] | None] = ContextVar("dtensor_kernels", default=None)
@@ -76,11 +75,6 @@ def rebuild_damaged() -> None:
     CppCodeCache._load_library = classmethod(_load_library)  # pyright: ignore
 
 
-def cache_folder() -> str:
-    """Where Inductor keeps its caches."""
-    return cache_dir()
-
-
 @contextmanager
 def noted_kernels() -> Iterator[dict[str, Callable[[], Any]]]:
     """Collect the C++ kernels that are loaded in the context: hash of the source -> loads the library."""
@@ -112,4 +106,4 @@ def using_kernels(libraries: Mapping[str, Path]) -> Iterator[None]:
         _known.reset(token)
 
 
-__all__ = ["binary", "cache_folder", "noted_kernels", "rebuild_damaged", "using_kernels"]
+__all__ = ["binary", "noted_kernels", "rebuild_damaged", "using_kernels"]

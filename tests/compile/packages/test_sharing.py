@@ -1,44 +1,50 @@
 """One rank compiles for all of a job; nobody waits for a rank that does not come."""
 
 import os
+import re
 import signal
 import time
 import types
+from contextlib import ExitStack
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import dtensor
 import dtensor.compile
 from dtensor import init_device_mesh
-from dtensor.compile.packages import keeping, sharing
+from dtensor.compile.packages import sharing
 from dtensor.testing import RankError, run_ranks
 
 from . import programs
-from .test_packages import compiled_here
 
 
 def shared(rank, run, *args, before=lambda rank: None):
-    """Losses of a rank that shares, what it took and gave, and what it compiled."""
+    """Losses of a rank that shares, what it took and gave, and how many graphs it compiled."""
     torch._dynamo.reset()
     counters.clear()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    dtensor.compile.share()
     sharing.sharing.shared = made = sharing.Shared()
     before(rank)
     losses = run(mesh, *args)
-    return losses, made, compiled_here()
+    return (
+        losses,
+        made,
+        counters["aot_autograd"]["autograd_cache_miss"] + counters["aot_autograd"]["autograd_cache_bypass"],
+    )
 
 
 def test_one_rank_compiles(own_caches):
     found = run_ranks(shared, 2, programs.small, programs.batch())
-    leader, other = sorted(found, key=lambda x: x[2], reverse=True)
+    other, leader = sorted(found, key=lambda x: x[2])
     assert leader[0] == other[0]
     assert len(leader[1].given) == len(other[1].taken) == 1
     assert leader[1].taken == other[1].given == other[1].alone == leader[1].alone == []
-    assert (leader[2][:2], other[2]) == ((1, 1), (0, 0, 0))
+    assert (leader[2], other[2]) == (1, 0)
     assert other[1].waited > leader[1].waited == 0
 
 
@@ -51,29 +57,51 @@ def uneven(mesh):
 def test_nobody_waits_for_a_rank_with_other_shards(own_caches):
     found = run_ranks(shared, 2, uneven)
     assert [losses for losses, *_ in found] == [40.0, 40.0]
-    assert [compiled[0] for *_, compiled in found] == [1, 1]
+    assert [compiled for *_, compiled in found] == [1, 1]
     assert [(made.waited, len(made.given)) for _, made, _ in found] == [(0, 1), (0, 1)]
 
 
+def switched_off(rank):
+    """Each rank compiles for itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(sharing.SHARE, "0")
+        return shared(rank, programs.small, programs.batch())
+
+
+def test_sharing_can_be_switched_off(own_caches):
+    found = run_ranks(switched_off, 2)
+    assert found[0][0] == found[1][0]
+    assert [(made, compiled) for _, made, compiled in found] == [(sharing.Shared(), 1)] * 2
+
+
 def failing(mesh):
-    def f(x):
-        torch._dynamo.graph_break()
-        return x + 1
+    """A graph that cannot be compiled."""
 
-    try:
-        torch.compile(f, fullgraph=True)(torch.ones(2))
-    except torch._dynamo.exc.Unsupported:
-        return "unsupported"
-    return ""
+    with inductor_config.patch(post_grad_custom_post_pass=Broken()):
+        try:
+            torch.compile(lambda x: x + 1)(torch.ones(2))
+        except Exception as error:
+            return "no compiler" in str(error)
+    return False
 
 
-def test_a_frame_that_cannot_be_compiled(own_caches):
-    found = run_ranks(shared, 2, failing)
-    assert [losses for losses, *_ in found] == ["unsupported"] * 2
-    assert [made.alone[0][1] for _, made, _ in found if made.alone] in (
-        ["rank 0 cannot give it: it was not compiled"],
-        ["rank 1 cannot give it: it was not compiled"],
-    )
+class Broken(CustomGraphPass):
+    def __call__(self, graph):
+        raise RuntimeError("no compiler")
+
+    def uuid(self):
+        return "broken"
+
+
+def test_a_graph_that_cannot_be_compiled(own_caches):
+    found = run_ranks(failing_in_turn, 2)
+    assert [losses for losses, *_ in found] == [True, True]
+    (said,) = [made.alone[0][1] for _, made, _ in found if made.alone]
+    assert re.fullmatch("rank [01] cannot give it: AOTAutograd kept nothing of it", said)
+
+
+def failing_in_turn(rank):
+    return shared(rank, failing)
 
 
 def slow(rank):
@@ -100,7 +128,7 @@ def limited(rank, *args):
 def test_there_is_a_limit(own_caches):
     found = run_ranks(limited, 2, programs.small, programs.batch())
     assert found[0][0] == found[1][0]
-    assert [compiled[0] for *_, compiled in found] == [1, 1]
+    assert [compiled for *_, compiled in found] == [1, 1]
     assert "did not finish it in 2 s" in next(made for _, made, _ in found if made.alone).alone[0][1]
 
 
@@ -111,22 +139,22 @@ def hanging(rank):
 
 def with_part(rank, part):
     """Share, where the rank that compiles does something else meanwhile, and may do nothing for 3 seconds."""
-    stall, take_apart = sharing.STALL, keeping.take_apart
+    stall, libraries = sharing.STALL, sharing.libraries
 
     def longer(*args):
         part()
-        return take_apart(*args)
+        return libraries(*args)
 
-    sharing.STALL, keeping.take_apart = 3.0, longer
+    sharing.STALL, sharing.libraries = 3.0, longer
     try:
         return shared(rank, programs.small, programs.batch())
     finally:
-        sharing.STALL, keeping.take_apart = stall, take_apart
+        sharing.STALL, sharing.libraries = stall, libraries
 
 
 def test_nobody_waits_for_a_rank_that_hangs(own_caches):
     found = run_ranks(hanging, 2)
-    assert [compiled[0] for *_, compiled in found] == [1, 1]
+    assert [compiled for *_, compiled in found] == [1, 1]
     alone = next(made for _, made, _ in found if made.alone)
     assert "has made no progress for 3 s" in alone.alone[0][1]
 
@@ -144,23 +172,22 @@ def slow_but_working(rank):
 
 def test_a_rank_that_works_is_waited_for(own_caches):
     found = run_ranks(slow_but_working, 2)
-    assert sorted([compiled[0] for *_, compiled in found]) == [0, 1]
+    assert sorted([compiled for *_, compiled in found]) == [0, 1]
     assert [made.alone for _, made, _ in found] == [[], []]
 
 
-def test_a_store_that_does_not_answer(monkeypatch):
+def test_a_store_that_does_not_answer():
     """As at the end of a job, where the rank that holds it is gone."""
-    made = sharing.Sharing()
 
-    def gone(*_):
-        raise RuntimeError("Connection reset by peer")
+    class Gone:
+        def add(self, *_):
+            raise RuntimeError("Connection reset by peer")
 
-    for name, value in (("job", lambda: made), ("_can_be_shared", lambda *_: True)):
-        monkeypatch.setattr(sharing, name, value)
-    monkeypatch.setattr(sharing.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(made, "_found", gone)
-    frame = types.SimpleNamespace(f_code=gone.__code__)
-    assert made.answer(frame, "inductor") is None
+    found = sharing.Shared()
+    with ExitStack() as stack:
+        frame = sharing.Compiled(found, types.SimpleNamespace(store=Gone(), rank=0), stack)
+        assert list(frame.answers("key")) == []
+    assert found.alone == [("a frame", "the job's store does not answer: Connection reset by peer")]
 
 
 def dying(rank, *args):

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import get_rank as who
+from torch.distributed import tensor as torch_tensor
 
 import dtensor
 import dtensor.compile
 from dtensor import Replicate, Shard, distribute_tensor
-from dtensor.compile.packages import on_disk, sharing
+from dtensor.compile.packages import sharing
 from dtensor.compile.packages.entries import _groups_of_this_rank, asks_for_rank
 from dtensor.layout.chunks import uneven_noted
 from dtensor.testing import fake_ranks, run_ranks
@@ -77,11 +79,30 @@ def the_environment(mesh):
     return torch.compile(lambda x: x * (int(os.environ["OF_A_RANK"]) + 1))(ones(mesh))
 
 
-def local(run):
-    def f(mesh):
-        return run(mesh).to_local()[0, 0].item()
+def under_another_name(mesh):
+    return torch.compile(lambda x: x * (who() + 1))(ones(mesh))
 
-    return f
+
+class Placed:
+    """What Dynamo finds behind an attribute of an object, which it does not guard."""
+
+    @property
+    def number(self):
+        return who()
+
+
+def a_property(mesh):
+    placed = Placed()
+    return torch.compile(lambda x: x * (placed.number + 1))(ones(mesh))
+
+
+@torch.compiler.assume_constant_result
+def assumed_constant():
+    return int(open(f"/proc/{os.getpid()}/stat").read() != "") * who()
+
+
+def a_constant(mesh):
+    return torch.compile(lambda x: x * (assumed_constant() + 1))(ones(mesh))
 
 
 def first(rank, run):
@@ -92,6 +113,7 @@ RUNS = {
     f.__name__: f
     for f in (closure, a_global, an_attribute, an_argument, a_call, a_call_inside, a_place_in_a_mesh, the_environment)
 }
+RUNS |= {f.__name__: f for f in (under_another_name, a_property, a_constant)}
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -100,6 +122,62 @@ def test_graphs_that_depend_on_the_rank(run, own_caches):
     expected = [1.0 + 1, 1.0 + 2] if run in ("closure", "a_global") else [1.0, 2.0]
     assert [value for value, *_ in found] == expected
     assert [len(made.taken) for _, made, _ in found] == [0, 0]
+
+
+def beside(rank):
+    """What depends on the rank is no part of the graph, which is the same on all ranks."""
+
+    def run(mesh):
+        out, number = torch.compile(lambda x: (x * 2, who() * 10))(ones(mesh))
+        return out.full_tensor().sum().item(), number
+
+    return shared(rank, run)
+
+
+def test_a_number_beside_the_graph(own_caches):
+    found = run_ranks(beside, 2)
+    assert [value for value, *_ in found] == [(32.0, 0), (32.0, 10)]
+    assert sorted([len(made.taken) for _, made, _ in found]) == [0, 1]
+
+
+def of_torch(rank):
+    """Torch's DTensors put the lengths of this rank's shards into a trace, and nobody notes that."""
+
+    def run(mesh):
+        x = torch_tensor.distribute_tensor(torch.arange(10.0).view(5, 2), mesh, [torch_tensor.Replicate()])
+        made = torch.compile(lambda x: x.redistribute(placements=[torch_tensor.Shard(0)]).to_local() * 2)
+        return made(x).sum().item()
+
+    return shared(rank, run)
+
+
+def test_dtensors_of_torch_are_not_shared(own_caches):
+    found = run_ranks(of_torch, 2)
+    assert [value for value, *_ in found] == [30.0, 60.0]
+    assert [(made.taken, made.given) for _, made, _ in found] == [([], [])] * 2
+
+
+def stepping(rank):
+    """A compiled step of an optimizer, whose parameters Dynamo puts into its graph."""
+
+    def run(mesh):
+        torch.manual_seed(0)
+        model = dtensor.distribute_model(nn.Linear(8, 8), mesh, {"weight": [Shard(0)], "bias": [Shard(0)]})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+        step = torch.compile(optimizer.step)
+        for _ in range(3):
+            model(torch.ones(4, 8)).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+        return [x.full_tensor() for x in model.parameters()]
+
+    return shared(rank, run)
+
+
+def test_steps_of_optimizers_are_shared(own_caches):
+    (one, first, _), (other, second, _) = run_ranks(stepping, 2)
+    assert all(map(torch.equal, one, other))
+    assert len(first.taken) + len(second.taken) == len(first.given) + len(second.given) > 0
 
 
 def test_what_asks_for_the_rank():
@@ -162,8 +240,8 @@ def test_ranks_with_equal_shards_share(program, own_caches):
     for value, made, _ in found:
         torch.testing.assert_close(value, expected)
         assert made.alone == []
-    assert sum([compiled[0] for *_, compiled in found]) == 2
-    assert found[3][2][0] == 1  # nobody has shards as short as the last rank's
+    assert sum([compiled for *_, compiled in found]) == 2
+    assert found[3][2] == 1  # nobody has shards as short as the last rank's
 
 
 def packed(rank, path):
@@ -217,7 +295,7 @@ def in_turn(rank):
 def test_sizes_that_another_rank_has_seen(own_caches):
     found = run_ranks(in_turn, 2)
     assert [values for values, *_ in found] == [[16.0, 32.0, 48.0]] * 2
-    assert [compiled[0] for *_, compiled in found] == [1, 1]  # 12 is served by the graph for any size
+    assert [compiled for *_, compiled in found] == [1, 1]  # 12 is served by the graph for any size
 
 
 def different(rank):
@@ -280,22 +358,7 @@ def test_the_next_start_compiles_nothing(own_caches):
     second = run_ranks(again, 2)
     assert [losses for losses, *_ in first] == [losses for losses, *_ in second]
     assert [len(made.kept) for _, made, _ in second] == [1, 1]
-    assert [compiled for *_, compiled in second] == [(0, 0, 0)] * 2
-
-
-def test_what_others_could_write_is_not_read(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(on_disk, "cache_folder", lambda: str(tmp_path))
-    on_disk.to_disk("x", "an entry")
-    (path,) = (tmp_path / "dtensor" / "x").iterdir()
-    assert list(on_disk.from_disk("x")) == ["an entry"]
-    path.chmod(0o666)
-    assert list(on_disk.from_disk("x")) == []
-    path.chmod(0o644)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert list(on_disk.from_disk("x")) == []
-    monkeypatch.setattr(on_disk, "cache_folder", lambda: "/proc/nowhere")
-    on_disk.to_disk("x", "an entry")
-    assert list(on_disk.from_disk("x")) == []
+    assert [compiled for *_, compiled in second] == [0, 0]
 
 
 def test_groups_that_have_other_names_on_other_ranks():
