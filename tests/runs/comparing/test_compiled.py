@@ -33,8 +33,15 @@ def record(name, folder, dtype=torch.float32, compiled=None):
     programs.step(model, given, folder, run=run)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("plan", ["sp", "fsdp"])
+@pytest.mark.parametrize(
+    ("plan", "dtype"),
+    [
+        pytest.param("sp", torch.float32, id="sp-float32"),
+        pytest.param("sp", torch.bfloat16, id="sp-bfloat16", marks=pytest.mark.nightly),
+        pytest.param("fsdp", torch.float32, id="fsdp-float32", marks=pytest.mark.nightly),
+        pytest.param("fsdp", torch.bfloat16, id="fsdp-bfloat16"),
+    ],
+)
 @with_ranks(2, timeout=300)
 def test_eager_and_compiled_agree(rank, plan, dtype, on_one_device):
     tmp_path = on_one_device
