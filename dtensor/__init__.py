@@ -31,7 +31,7 @@ from .interop.export import export
 from .layout.placements import Partial, Placement, Replicate, Shard
 from .mesh.mesh import init_device_mesh, prepare
 from .parallel.modules.distribute_module import distribute_module
-from .parallel.search.search import search
+from .parallel.search.search import predict, search
 from .parallel.training import grad_scaler as grad_scaler  # registers the gradient operators of GradScaler
 from .parallel.training import linear_cross_entropy as linear_cross_entropy  # registers the fused linear loss
 from .parallel.whole_model.distribute_model import distribute_model
@@ -108,6 +108,7 @@ __all__ = [
     "local_map",
     "logspace",
     "ones",
+    "predict",
     "prepare",
     "rand",
     "randn",

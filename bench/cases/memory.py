@@ -6,7 +6,7 @@ exist. Sides are compiled as in `step`. The bound is the simulation of the sched
 the memory that the order of a graph needs, without the savings of the compiler's fusions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -47,9 +47,14 @@ def peak(trainer: Trainer, given: tuple[Any, Any], device: str) -> int:
         before = torch.cuda.memory_allocated()
         trainer.step(*given)
         return torch.cuda.max_memory_allocated() - before
+    return allocated(lambda: trainer.step(*given))
+
+
+def allocated(run: Callable[[], object]) -> int:
+    """Return the bytes on the CPU that a call adds, at its peak, to those allocated before it."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
-        trainer.step(*given)
+        run()
     events: Any = seen.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
     changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
     held = most = 0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dtensor import Plan, Replicate, Shard, distribute_model, init_device_mesh, search
+from dtensor import DTensor, Plan, Replicate, Shard, distribute_model, init_device_mesh, search
 from dtensor.layout.machine import Machine
 from dtensor.mesh.mesh import facts
 from dtensor.tools.calibration import Options, fit, measure
@@ -147,7 +147,7 @@ def on_rank(
         plans = {FOUND: plan, **by_hand(model)}
         steps, losses = {}, {}
         for side, p in plans.items():
-            steps[side] = _step(model, mesh, p, batch, code)
+            steps[side] = Trained(model, mesh, p, batch, code)
             losses[side] = [_mean(steps[side]()) for _ in range(3)]
         first = losses[FOUND]
         for side, others in losses.items():
@@ -160,20 +160,27 @@ def on_rank(
     return done
 
 
-def _step(model: nn.Module, mesh: Any, plan: Plan, batch: tuple[torch.Tensor, ...], code: bool) -> Any:
-    mine = distribute_model(copy.deepcopy(model), mesh, plan, outputs={}, check_inputs=False)
-    run = torch.compile(mine, backend="dtensor", options={} if code else {"inner": "aot_eager"})
-    optimizer = torch.optim.SGD(mine.parameters(), lr=1e-3)
-    given = plan.part(batch, mesh)
+class Trained:
+    """A training step of a model under a plan."""
 
-    def step() -> float:
-        optimizer.zero_grad()
-        loss = run(*given)
+    def __init__(self, model: nn.Module, mesh: Any, plan: Plan, batch: tuple[torch.Tensor, ...], code: bool) -> None:
+        self.model = distribute_model(copy.deepcopy(model), mesh, plan, outputs={}, check_inputs=False)
+        self._run = torch.compile(self.model, backend="dtensor", options={} if code else {"inner": "aot_eager"})
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
+        self._given = plan.part(batch, mesh)
+
+    def __call__(self) -> float:
+        """Take a step, and return its loss."""
+        self._optimizer.zero_grad()
+        loss = self._run(*self._given)
         loss.backward()
-        optimizer.step()
+        self._optimizer.step()
         return float(loss.detach())
 
-    return step
+    def persistent(self) -> int:
+        """Return the bytes of this rank's parameters and gradients."""
+        held = [*self.model.parameters(), *[p.grad for p in self.model.parameters() if p.grad is not None]]
+        return sum([x.to_local().nbytes if isinstance(x, DTensor) else x.nbytes for x in held])
 
 
 def _mean(value: float) -> float:
@@ -235,4 +242,4 @@ def _steps(name: str, sizes: Sizes, rounds: int, links: tuple[str, ...], ends: A
         yield at.alone("gap to the bound", gap, "of 1", FOUND)
 
 
-__all__ = ["on_rank", "run"]
+__all__ = ["AXIS", "Trained", "by_hand", "model_of", "on_rank", "run"]

@@ -7,6 +7,7 @@ from typing import Any
 from ...errors import PlacementError
 from ...layout.layout import Layout
 from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
+from ..whole_model.distribute_model import pattern_for
 from ..whole_model.plan import Activation, Axes, Plan, Prediction
 from .choices import Choices
 from .engine import Assignment, Run
@@ -25,8 +26,6 @@ def fixed_states(
     """
     found: dict[Tensor, State] = {}
     for name, axes in fixed.items():
-        if unknown := [a for a in axes if a not in sizes]:
-            raise PlacementError(f"fixed: {name!r} names the axis {unknown[0]!r}, and the mesh has {list(sizes)}")
         placed = [as_placement(axes.get(a, Replicate())) for a in sizes]
         if any(p.is_partial() for p in placed):
             raise PlacementError(f"fixed: {name!r} is Partial on an axis; write Shard(dim) or Replicate()")
@@ -43,11 +42,58 @@ def fixed_states(
             if name == "inputs":
                 found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
                 continue
-            try:
-                found[t] = state_of(Layout.of(as_placements(placed, len(placed), t.like.ndim), t.like.ndim))
-            except PlacementError as error:
-                raise PlacementError(f"fixed: {name!r} of shape {list(t.like.shape)}: {error}") from None
+            found[t] = _state_of(axes, t.like.shape, sizes, f"fixed: {name}")
     return found
+
+
+def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignment:
+    """A plan in tensors and borders of a step.
+
+    Raises:
+        PlacementError: a name matches nothing; placements do not fit; or layers that are alike are placed differently.
+    """
+    made = Assignment()
+    for given, into in ((plan.parameters, made.stored), (plan.used, made.used)):
+        matched: set[str] = set()
+        for (kind, name), v in steps.tape.values.items():
+            if kind not in (PARAMETER, BUFFER):
+                continue
+            names = [name, *[other for other, first in steps.tape.ties.items() if first == name]]
+            found = [p for p in [pattern_for(n, given) for n in names] if p is not None]
+            matched.update(found)
+            state = _state_of(given[found[0]] if found else {}, v.shape, sizes, name)
+            t = steps.which[v]
+            if (found or into is made.stored) and into.setdefault(t, state) != state:
+                raise PlacementError(
+                    f"{name} and {t.like.name} are alike and have different placements in the plan; what a step costs "
+                    "is predicted for plans that place layers alike"
+                )
+        if unknown := [p for p in given if p not in matched]:
+            raise PlacementError(f"{unknown[0]!r} matches no parameter or buffer of the model")
+    for t in steps.of_kind(INPUT):
+        cut = {a: p for a, p in plan.inputs.items() if isinstance(p, Shard) and p.dim < t.like.ndim}
+        made.stored[t] = _state_of(cut, t.like.shape, sizes, "inputs")
+    for step in steps.steps:
+        if not step.border or step.backward:
+            continue
+        place = f"{step.like.path}.{step.like.what}"
+        for entry, placed in plan.activations.items():
+            if fnmatchcase(place, entry):
+                shape = step.like.operands[0].shape
+                to, gradient = (_state_of(s, shape, sizes, place) for s in (placed.to, placed.gradient))
+                made.borders[step] = to, gradient
+    return made
+
+
+def _state_of(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int], name: str) -> State:
+    """The state of a tensor of that shape; of an axis that is left out, replicated."""
+    if unknown := [a for a in axes if a not in sizes]:
+        raise PlacementError(f"{name!r} names the axis {unknown[0]!r}, and the mesh has {list(sizes)}")
+    placed = [as_placement(axes.get(a, Replicate())) for a in sizes]
+    try:
+        return state_of(Layout.of(as_placements(placed, len(placed), len(shape)), len(shape)))
+    except PlacementError as error:
+        raise PlacementError(f"{name!r} of shape {list(shape)}: {error}") from None
 
 
 def plan_of(made: Assignment, steps: Steps, sizes: Mapping[str, int]) -> Plan:
@@ -115,4 +161,4 @@ def _text(s: State) -> str:
     return "".join([str(p) for p in placements_of(s)])
 
 
-__all__ = ["fixed_states", "plan_of", "prediction"]
+__all__ = ["assignment_of", "fixed_states", "plan_of", "prediction"]

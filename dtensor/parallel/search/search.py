@@ -1,15 +1,11 @@
-"""`dtensor.search`: finds a plan for a model on a mesh.
+"""`dtensor.search` finds a plan for a model on a mesh, `dtensor.predict` says what a plan costs.
 
-    record a step -> integer program -> states of all tensors -> what the engine needs to be told of them -> plan
-
-The program chooses for each operator freely. What runs chooses greedily, operator by operator, so the plan tells it
-where parameters are, and where activations have to be for it to follow; whatever it would do anyway is left out. The
-price of a plan is that of what the engine does.
+record a step -> integer program -> states of all tensors -> what the engine needs to be told of them -> plan
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,21 +17,17 @@ from ...layout.cost import INTER, INTRA, Link, Network
 from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
 from ...mesh.mesh import facts
-from ..whole_model.plan import Plan
+from ..whole_model.plan import Plan, Prediction
+from .best import Best
 from .choices import Choices
-from .engine import Assignment, Engine, Run
+from .engine import Engine, Run
 from .known import known
-from .naming import fixed_states, plan_of, prediction
-from .program import Program, Solution
-from .states import State, fits
-from .steps import Step, Steps, Tensor, pattern, steps_of
-from .tape import INPUT, PARAMETER, Loss, record
+from .naming import assignment_of, fixed_states, plan_of, prediction
+from .steps import steps_of
+from .tape import Loss, record
 
 PER_HOST = 8
 """Ranks of a host, for a mesh that is given by its sizes."""
-
-SAME = 1e-3
-"""Plans whose prices differ by less than this fraction count as equal; the shorter one is taken."""
 
 Mode = Literal["training", "forward"]
 
@@ -90,29 +82,87 @@ def search(
         ImportError: the solver, highspy, is not installed.
         ValueError: an argument is out of its range.
     """
-    if mode not in ("training", "forward"):
-        raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
     for name, value in (("memory", memory), ("gap", gap), ("limit", limit)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is a positive number; got {value!r}")
-    sizes, network, device = _mesh(mesh, links, device_type)
-
-    training = mode == "training"
+    step = _Step(mesh, links, device_type, machine, mode, optimizer_states)
 
     def found() -> Plan:
-        began = time.monotonic()
-        tape = record(model, inputs, loss=loss, training=training)
-        recorded = time.monotonic()
-        steps, here = steps_of(tape), machine or MACHINES.get(device, MACHINES["cpu"])
-        choices = Choices(torch.device(device), network, here)
-        engine = Engine(steps, choices, training=training, states=optimizer_states if training else 0.0)
-        pinned = fixed_states(steps, fixed or {}, sizes)
-        best, run, bound = _Search(steps, choices, engine, pinned, memory, gap, limit).best()
-        others = {name: engine.run(a) for name, a in known(steps, choices).items()}
-        took = recorded - began, time.monotonic() - recorded
-        return replace(plan_of(best, steps, sizes), prediction=prediction(run, bound, choices, others, took))
+        engine = step.engine(model, inputs, loss)
+        pinned = fixed_states(engine.steps, fixed or {}, step.sizes)
+        best, run, bound = Best(engine, pinned, memory, gap, limit).found()
+        return replace(plan_of(best, engine.steps, step.sizes), prediction=step.prediction(engine, run, bound))
 
     return found() if isinstance(mesh, Mapping) else _once(mesh, found)
+
+
+def predict(
+    model: nn.Module,
+    mesh: Any,
+    inputs: Any,
+    plan: Plan,
+    *,
+    links: Mapping[str, Link] | None = None,
+    machine: Machine | None = None,
+    device_type: str = "cuda",
+    loss: Loss | None = None,
+    mode: Mode = "training",
+    optimizer_states: float = 2.0,
+) -> Plan:
+    """Predict what a step costs with a plan of your own, or with one that was changed.
+
+    Args:
+        model, mesh, inputs, links, machine, device_type, loss, mode, optimizer_states: as `search` takes them.
+        plan: the plan.
+
+    Returns:
+        The plan, with its `prediction`. The bound is 0.0: nothing was searched.
+
+    Raises:
+        PlacementError: the plan is for another mesh, a name in it matches nothing, placements do not fit, or layers
+            that are alike are placed differently.
+        ValueError: an argument is out of its range.
+    """
+    step = _Step(mesh, links, device_type, machine, mode, optimizer_states)
+    if dict(plan.mesh) != step.sizes:
+        raise PlacementError(f"the plan is for a mesh {dict(plan.mesh)}, and the mesh has {step.sizes}")
+    engine = step.engine(model, inputs, loss)
+    run = engine.run(assignment_of(plan, engine.steps, step.sizes))
+    return replace(plan, prediction=step.prediction(engine, run, 0.0))
+
+
+class _Step:
+    """What is priced, and on what; the arguments are those of `search`."""
+
+    def __init__(
+        self,
+        mesh: Any,
+        links: Mapping[str, Link] | None,
+        device_type: str,
+        machine: Machine | None,
+        mode: Mode,
+        optimizer_states: float,
+    ) -> None:
+        if mode not in ("training", "forward"):
+            raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
+        self.sizes, network, device = _mesh(mesh, links, device_type)
+        self._choices = Choices(torch.device(device), network, machine or MACHINES.get(device, MACHINES["cpu"]))
+        self._training = mode == "training"
+        self._states = optimizer_states if self._training else 0.0
+        self._began = self._recorded = 0.0
+
+    def engine(self, model: nn.Module, inputs: Any, loss: Loss | None) -> Engine:
+        """Record the step."""
+        self._began = time.monotonic()
+        tape = record(model, inputs, loss=loss, training=self._training)
+        self._recorded = time.monotonic()
+        return Engine(steps_of(tape), self._choices, training=self._training, states=self._states)
+
+    def prediction(self, engine: Engine, run: Run, bound: float) -> Prediction:
+        """What the step costs, with well-known plans beside it."""
+        others = {name: engine.run(a) for name, a in known(engine.steps, self._choices).items()}
+        took = self._recorded - self._began, time.monotonic() - self._recorded
+        return prediction(run, bound, self._choices, others, took)
 
 
 def _once(mesh: Any, found: Callable[[], Plan]) -> Plan:
@@ -158,186 +208,4 @@ def _mesh(mesh: Any, links: Mapping[str, Link] | None, device: str) -> tuple[dic
     return sizes, Network.of(network.sizes, given), device
 
 
-@dataclass
-class _Search:
-    """One search; the attributes are the arguments of `search`, as tensors and states."""
-
-    steps: Steps
-    choices: Choices
-    engine: Engine
-    pinned: dict[Tensor, State]
-    memory: float | None
-    gap: float
-    limit: float
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        return self.choices.network.sizes
-
-    def best(self) -> tuple[Assignment, Run, float]:
-        """The cheapest assignment that fits, what the engine does with it, and the bound."""
-        over, bound = 0.0, 0.0
-        least: Run | None = None
-        for _ in range(4):
-            solution = self._solve(over)
-            if solution is None:  # too little time or memory
-                break
-            bound = bound or solution.bound
-            made = self._followed(solution)
-            run = self.engine.run(made)
-            if least is None or run.peak < least.peak:
-                least = run
-            if self.memory is None or run.peak <= self.memory:
-                made, run = self._polished(*self._shorter(made, run), bound)
-                return self._or_known(made, run, bound)
-            over += 1.02 * (run.peak - self.memory)
-        replicated = Assignment(stored=dict(self.pinned))
-        made, run, bound = self._or_known(replicated, self.engine.run(replicated), bound)
-        if self._holds(run):
-            return made, run, bound
-        raise PlacementError(self._too_large(least))
-
-    def _solve(self, over: float) -> Solution | None:
-        return self._program(self.memory, over).solve(gap=self.gap, limit=self.limit)
-
-    def _program(self, memory: float | None = None, over: float = 0.0) -> Program:
-        """The program; `over`: bytes beside those that it counts."""
-        training, states = self.engine.training, self.engine.kept
-        given = {"training": training, "memory": memory, "transient": over, "states": states, "fixed": self.pinned}
-        return Program(self.steps, self.choices, **given)
-
-    def _too_large(self, least: Run | None) -> str:
-        need = self._program().least_memory(limit=self.limit)
-        return (
-            f"no plan found fits into {self.memory:,.0f} bytes: parameters, what belongs to them and what the backward "
-            f"reads take at least {need:,.0f}"
-            + (f", and the smallest plan that was tried {least.peak:,.0f}" if least is not None else "")
-            + "; use more ranks, a smaller batch, or activation checkpointing"
-        )
-
-    def _followed(self, solution: Solution) -> Assignment:
-        """All that the solution says of parameters and of borders."""
-        made = Assignment()
-        for t in self.steps.tensors:
-            if t in solution.states and t.step is None:
-                made.stored[t] = solution.states[t]
-            if t.kind == PARAMETER:
-                uses = [solution.uses.get(u) for u in t.users if not u[0].backward]
-                first = next((s for s in uses if s is not None), None)
-                if first is not None and first != made.stored.get(t) and not any(isinstance(x, str) for x in first):
-                    made.used[t] = first
-        back = {self.steps.of[op.forward]: self.steps.of[op] for op in self.steps.tape.ops if op.forward is not None}
-        for step in self.steps.steps:
-            out = step.outputs[0] if step.border else None
-            if out is None or step.backward or out not in solution.states or not out.like.dtype.is_floating_point:
-                continue
-            s = _wanted(out, solution)
-            grad = back[step].outputs[0] if step in back else None
-            if not any(isinstance(x, str) for x in s):
-                made.borders[step] = s, s if grad is None or grad not in solution.states else _wanted(grad, solution)
-        return made
-
-    def _shorter(self, made: Assignment, run: Run) -> tuple[Assignment, Run]:
-        """The assignment without what changes nothing, by halves."""
-        groups = self._groups(made)
-        best, price = made, run
-
-        def without(some: Sequence[tuple[str, str]]) -> bool:
-            nonlocal best, price
-            gone = {step for key in some for step in groups[key]}
-            tried = replace(best, borders={s: v for s, v in best.borders.items() if s not in gone})
-            cost = self.engine.run(tried)
-            if cost.seconds <= run.seconds * (1 + SAME) and self._holds(cost):
-                best, price = tried, cost
-                return True
-            return False
-
-        def halves(some: list[tuple[str, str]]) -> None:
-            if not some or without(some) or len(some) == 1:
-                return
-            halves(some[: len(some) // 2])
-            halves(some[len(some) // 2 :])
-
-        halves(list(groups))
-        for t in list(best.used):
-            tried = replace(best, used={k: v for k, v in best.used.items() if k is not t})
-            cost = self.engine.run(tried)
-            if cost.seconds <= run.seconds * (1 + SAME) and self._holds(cost):
-                best, price = tried, cost
-        return self._tidy(best, price)
-
-    def _tidy(self, made: Assignment, run: Run) -> tuple[Assignment, Run]:
-        """The same with parameters cut along their first dim, where that costs nothing."""
-        for t, s in list(made.stored.items()):
-            if t.kind == INPUT or t in self.pinned:
-                continue
-            used = made.used.get(t, s)
-            first = tuple([0 if isinstance(x, int) and u is None else x for x, u in zip(s, used)])
-            if first == s or not fits(first, t.like.shape, self.sizes):
-                continue
-            tried = replace(made, stored={**made.stored, t: first})
-            cost = self.engine.run(tried)
-            if cost.seconds <= run.seconds * (1 + SAME) and self._holds(cost):
-                made = tried
-        return made, self.engine.run(made)
-
-    def _holds(self, run: Run) -> bool:
-        return self.memory is None or run.peak <= self.memory
-
-    def _or_known(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run, float]:
-        """That, or a well-known plan if one is cheaper."""
-        for a in known(self.steps, self.choices).values():
-            if any(a.stored.get(t, self.engine.whole) != s for t, s in self.pinned.items()):
-                continue
-            cost = self.engine.run(a)
-            if self._holds(cost) and (cost.seconds < run.seconds * (1 - SAME) or not self._holds(run)):
-                made, run = a, cost
-        return made, run, min(bound, run.seconds)
-
-    def _polished(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run]:
-        """The same with single activations elsewhere, where that helps, until it is near enough to the bound."""
-        states = sorted({s for pair in made.borders.values() for s in pair}, key=str)
-        for group in self._groups(made).values():
-            fitting = [s for s in states if all(fits(s, step.like.operands[0].shape, self.sizes) for step in group)]
-            for s in fitting:
-                for way in (0, 1):  # the tensor itself, or its gradient
-                    if run.seconds * (1 - self.gap) <= bound:
-                        return made, run
-                    if way == 0 and any(isinstance(x, str) for x in s):
-                        continue
-                    moved = {k: (s, v[1]) if way == 0 else (v[0], s) for k, v in made.borders.items() if k in group}
-                    tried = replace(made, borders={**made.borders, **moved})
-                    cost = self.engine.run(tried)
-                    if cost.seconds < run.seconds * (1 - SAME) and self._holds(cost):
-                        made, run = tried, cost
-        return made, run
-
-    def _groups(self, made: Assignment) -> dict[tuple[str, str], list[Step]]:
-        """The borders at which it moves something, by the name of the activation."""
-        groups: dict[tuple[str, str], list[Step]] = {}
-        for step in made.borders:
-            groups.setdefault((pattern(step.like.path), step.like.what), []).append(step)
-        return groups
-
-
-def _wanted(t: Tensor, solution: Solution, behind: frozenset[Tensor] = frozenset()) -> State:
-    """The state in which all users of a tensor take it, be it behind a border, or else that in which it is made.
-
-    Args:
-        behind: the borders on the way to it; a module that repeats may be next to itself.
-    """
-    found: set[State] = set()
-    for user, k in t.users:
-        if user.backward != (t.step is not None and t.step.backward):
-            continue
-        out = user.outputs[0] if user.border else None
-        taken = solution.uses.get((user, k))
-        if out is not None and out in solution.states and out is not t and out not in behind:
-            found.add(_wanted(out, solution, behind | {t}))
-        elif taken is not None:
-            found.add(taken)
-    (first, *others) = found or {solution.states[t]}
-    return solution.states[t] if others else first
-
-
-__all__ = ["PER_HOST", "Mode", "search"]
+__all__ = ["PER_HOST", "Mode", "predict", "search"]

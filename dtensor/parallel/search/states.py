@@ -107,9 +107,9 @@ class Moves:
                 steps[before, at] = found[at][0] - found[before][0]
                 at = before
             return steps
-        at = a  # to shards of different lengths, axis by axis
+        at = a  # to shards of different lengths, or to terms of another kind, axis by axis
         for axis, to in enumerate(b):
-            for entry in (None, to) if isinstance(at[axis], int) and isinstance(to, str) else (to,):
+            for entry in (None, to) if isinstance(to, str) and at[axis] not in (None, to) else (to,):
                 if at[axis] != entry:
                     after = (*at[:axis], entry, *at[axis + 1 :])
                     steps[at, after] = self.step(at, axis, entry)

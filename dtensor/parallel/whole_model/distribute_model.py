@@ -320,7 +320,7 @@ def _chosen(
     chosen: dict[torch.Tensor, tuple[Placement, ...]] = {}
     said: dict[torch.Tensor, str] = {}
     for name, x in named:
-        pattern = _pattern_for(name, given)
+        pattern = pattern_for(name, given)
         if pattern is None:
             continue
         found = _placed(given[pattern], mesh, x, f"{name} ({pattern!r})")
@@ -336,7 +336,7 @@ def _chosen(
     return {x: chosen.get(x, whole) for _, x in named}
 
 
-def _pattern_for(name: str, given: Mapping[str, Placements]) -> str | None:
+def pattern_for(name: str, given: Mapping[str, Placements]) -> str | None:
     """The most specific pattern that matches a name; None if none does."""
     found = [pattern for pattern in given if fnmatchcase(name, pattern)]
     if not found:

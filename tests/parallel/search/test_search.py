@@ -1,12 +1,13 @@
 """Plans that are found: what they compute, what they cost, and what is said where none is."""
 
 import copy
+import re
 
 import pytest
 import torch
 from torch import nn
 
-from dtensor import PlacementError, Plan, Shard, distribute_model, search
+from dtensor import PlacementError, Plan, Shard, distribute_model, predict, search
 from dtensor.layout.machine import MACHINES
 from dtensor.testing import with_ranks
 
@@ -39,6 +40,34 @@ def test_a_found_plan_computes_what_one_device_does(name, mesh, link):
     expected, grads = alone(model, batch)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients, grads)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_found_plan_is_predicted_to_cost_what_the_search_says(name):
+    model, batch, plan = found(name, {"dp": 2, "tp": 2}, FAST)
+    links = dict.fromkeys(plan.mesh, FAST)
+    again = predict(made(name)[0], dict(plan.mesh), batch, plan, links=links, machine=MACHINES["cpu"])
+    assert again == plan
+    for figure in ("seconds", "computing", "waiting", "beside", "updating", "memory", "static"):
+        assert getattr(again.prediction, figure) == pytest.approx(getattr(plan.prediction, figure), rel=1e-9), figure
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (Plan({"tp": 2}), "the plan is for a mesh {'tp': 2}, and the mesh has {'dp': 2, 'tp': 2}"),
+        (Plan({"dp": 2, "tp": 2}, {"nothing": {"tp": Shard(0)}}), "'nothing' matches no parameter or buffer"),
+        (Plan({"dp": 2, "tp": 2}, {"*.wq.weight": {"pp": Shard(0)}}), "names the axis 'pp', and the mesh has"),
+        (
+            Plan({"dp": 2, "tp": 2}, {"*.0.*.wq.weight": {"tp": Shard(0)}}),
+            "are alike and have different placements in the plan",
+        ),
+    ],
+)
+def test_plans_that_cannot_be_priced(plan, said):
+    model, batch = made("decoder")
+    with pytest.raises(PlacementError, match=re.escape(said)):
+        predict(model, {"dp": 2, "tp": 2}, batch, plan)
 
 
 @pytest.mark.parametrize("link", LINKS)

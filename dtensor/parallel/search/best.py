@@ -1,0 +1,212 @@
+"""From a solution of the program to the best plan that the engine follows.
+
+The program chooses for each operator freely. What runs chooses greedily, operator by operator, so the plan tells it
+where parameters are, and where activations have to be for it to follow; whatever it would do anyway is left out. The
+price of a plan is that of what the engine does.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...errors import PlacementError
+from .choices import Choices
+from .engine import Assignment, Engine, Run
+from .known import known
+from .program import Program, Solution
+from .states import State, fits
+from .steps import Step, Steps, Tensor, pattern
+from .tape import INPUT, PARAMETER
+
+SAME = 1e-3
+"""Plans whose prices differ by less than this fraction count as equal; the shorter one is taken."""
+
+
+@dataclass
+class Best:
+    """One search; the attributes are the arguments of `search`, as tensors and states."""
+
+    engine: Engine
+    pinned: dict[Tensor, State]
+    memory: float | None
+    gap: float
+    limit: float
+
+    @property
+    def steps(self) -> Steps:
+        return self.engine.steps
+
+    @property
+    def choices(self) -> Choices:
+        return self.engine.choices
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.choices.network.sizes
+
+    def found(self) -> tuple[Assignment, Run, float]:
+        """The cheapest assignment that fits, what the engine does with it, and the bound."""
+        over, bound = 0.0, 0.0
+        least: Run | None = None
+        for _ in range(4):
+            solution = self._solve(over)
+            if solution is None:  # too little time or memory
+                break
+            bound = bound or solution.bound
+            made = self._followed(solution)
+            run = self.engine.run(made)
+            if least is None or run.peak < least.peak:
+                least = run
+            if self.memory is None or run.peak <= self.memory:
+                made, run = self._polished(*self._shorter(made, run), bound)
+                return self._or_known(made, run, bound)
+            over += 1.02 * (run.peak - self.memory)
+        replicated = Assignment(stored=dict(self.pinned))
+        made, run, bound = self._or_known(replicated, self.engine.run(replicated), bound)
+        if self._holds(run):
+            return made, run, bound
+        raise PlacementError(self._too_large(least))
+
+    def _solve(self, over: float) -> Solution | None:
+        return self._program(self.memory, over).solve(gap=self.gap, limit=self.limit)
+
+    def _program(self, memory: float | None = None, over: float = 0.0) -> Program:
+        """The program; `over`: bytes beside those that it counts."""
+        training, states = self.engine.training, self.engine.kept
+        given = {"training": training, "memory": memory, "transient": over, "states": states, "fixed": self.pinned}
+        return Program(self.steps, self.choices, **given)
+
+    def _too_large(self, least: Run | None) -> str:
+        need = self._program().least_memory(limit=self.limit)
+        return (
+            f"no plan found fits into {self.memory:,.0f} bytes: parameters, what belongs to them and what the backward "
+            f"reads take at least {need:,.0f}"
+            + (f", and the smallest plan that was tried {least.peak:,.0f}" if least is not None else "")
+            + "; use more ranks, a smaller batch, or activation checkpointing"
+        )
+
+    def _followed(self, solution: Solution) -> Assignment:
+        """All that the solution says of parameters and of borders."""
+        made = Assignment()
+        for t in self.steps.tensors:
+            if t in solution.states and t.step is None:
+                made.stored[t] = solution.states[t]
+            if t.kind == PARAMETER:
+                uses = [solution.uses.get(u) for u in t.users if not u[0].backward]
+                first = next((s for s in uses if s is not None), None)
+                if first is not None and first != made.stored.get(t) and not any(isinstance(x, str) for x in first):
+                    made.used[t] = first
+        back = {self.steps.of[op.forward]: self.steps.of[op] for op in self.steps.tape.ops if op.forward is not None}
+        for step in self.steps.steps:
+            out = step.outputs[0] if step.border else None
+            if out is None or step.backward or out not in solution.states or not out.like.dtype.is_floating_point:
+                continue
+            s = _wanted(out, solution)
+            grad = back[step].outputs[0] if step in back else None
+            if not any(isinstance(x, str) for x in s):
+                made.borders[step] = s, s if grad is None or grad not in solution.states else _wanted(grad, solution)
+        return made
+
+    def _shorter(self, made: Assignment, run: Run) -> tuple[Assignment, Run]:
+        """The assignment without what changes nothing, by halves."""
+        groups = self._groups(made)
+        best, price = made, run
+
+        def without(some: Sequence[tuple[str, str]]) -> bool:
+            nonlocal best, price
+            gone = {step for key in some for step in groups[key]}
+            tried = replace(best, borders={s: v for s, v in best.borders.items() if s not in gone})
+            cost = self.engine.run(tried)
+            if cost.seconds <= run.seconds * (1 + SAME) and self._holds(cost):
+                best, price = tried, cost
+                return True
+            return False
+
+        def halves(some: list[tuple[str, str]]) -> None:
+            if not some or without(some) or len(some) == 1:
+                return
+            halves(some[: len(some) // 2])
+            halves(some[len(some) // 2 :])
+
+        halves(list(groups))
+        for t in list(best.used):
+            tried = replace(best, used={k: v for k, v in best.used.items() if k is not t})
+            cost = self.engine.run(tried)
+            if cost.seconds <= run.seconds * (1 + SAME) and self._holds(cost):
+                best, price = tried, cost
+        return self._tidy(best, price)
+
+    def _tidy(self, made: Assignment, run: Run) -> tuple[Assignment, Run]:
+        """The same with parameters cut along their first dim, where that costs nothing."""
+        for t, s in list(made.stored.items()):
+            if t.kind == INPUT or t in self.pinned:
+                continue
+            used = made.used.get(t, s)
+            first = tuple([0 if isinstance(x, int) and u is None else x for x, u in zip(s, used)])
+            if first == s or not fits(first, t.like.shape, self.sizes):
+                continue
+            tried = replace(made, stored={**made.stored, t: first})
+            cost = self.engine.run(tried)
+            if cost.seconds <= run.seconds * (1 + SAME) and self._holds(cost):
+                made = tried
+        return made, self.engine.run(made)
+
+    def _holds(self, run: Run) -> bool:
+        return self.memory is None or run.peak <= self.memory
+
+    def _or_known(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run, float]:
+        """That, or a well-known plan if one is cheaper."""
+        for a in known(self.steps, self.choices).values():
+            if any(a.stored.get(t, self.engine.whole) != s for t, s in self.pinned.items()):
+                continue
+            cost = self.engine.run(a)
+            if self._holds(cost) and (cost.seconds < run.seconds * (1 - SAME) or not self._holds(run)):
+                made, run = a, cost
+        return made, run, min(bound, run.seconds)
+
+    def _polished(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run]:
+        """The same with single activations elsewhere, where that helps, until it is near enough to the bound."""
+        states = sorted({s for pair in made.borders.values() for s in pair}, key=str)
+        for group in self._groups(made).values():
+            fitting = [s for s in states if all(fits(s, step.like.operands[0].shape, self.sizes) for step in group)]
+            for s in fitting:
+                for way in (0, 1):  # the tensor itself, or its gradient
+                    if run.seconds * (1 - self.gap) <= bound:
+                        return made, run
+                    if way == 0 and any(isinstance(x, str) for x in s):
+                        continue
+                    moved = {k: (s, v[1]) if way == 0 else (v[0], s) for k, v in made.borders.items() if k in group}
+                    tried = replace(made, borders={**made.borders, **moved})
+                    cost = self.engine.run(tried)
+                    if cost.seconds < run.seconds * (1 - SAME) and self._holds(cost):
+                        made, run = tried, cost
+        return made, run
+
+    def _groups(self, made: Assignment) -> dict[tuple[str, str], list[Step]]:
+        """The borders at which it moves something, by the name of the activation."""
+        groups: dict[tuple[str, str], list[Step]] = {}
+        for step in made.borders:
+            groups.setdefault((pattern(step.like.path), step.like.what), []).append(step)
+        return groups
+
+
+def _wanted(t: Tensor, solution: Solution, behind: frozenset[Tensor] = frozenset()) -> State:
+    """The state in which all users of a tensor take it, be it behind a border, or else that in which it is made.
+
+    Args:
+        behind: the borders on the way to it; a module that repeats may be next to itself.
+    """
+    found: set[State] = set()
+    for user, k in t.users:
+        if user.backward != (t.step is not None and t.step.backward):
+            continue
+        out = user.outputs[0] if user.border else None
+        taken = solution.uses.get((user, k))
+        if out is not None and out in solution.states and out is not t and out not in behind:
+            found.add(_wanted(out, solution, behind | {t}))
+        elif taken is not None:
+            found.add(taken)
+    (first, *others) = found or {solution.states[t]}
+    return solution.states[t] if others else first
+
+
+__all__ = ["Best"]
