@@ -53,6 +53,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.distributed import _functional_collectives as functional_collectives
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import _mesh_resources as mesh_resources
 from torch.distributed.distributed_c10d import (
@@ -63,7 +64,6 @@ from torch.distributed.distributed_c10d import (
     _register_process_group,
     _resolve_process_group,
     _unregister_process_group,
-    _world,
 )
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import (
@@ -369,9 +369,14 @@ def is_gloo(group: ProcessGroup, device_type: str) -> bool:
     return backend_of(group, device_type).endswith("gloo")
 
 
+def _world() -> Any:
+    """Torch's record of this rank's process groups. It is another object where threads are ranks."""
+    return distributed_c10d._world
+
+
 def is_registered(group: ProcessGroup) -> bool:
     """Whether the group is currently registered, not left over from process groups that were destroyed."""
-    return group in _world.pg_names
+    return group in _world().pg_names
 
 
 def break_connections() -> None:
@@ -380,7 +385,7 @@ def break_connections() -> None:
     Other backends have `abort`. With gloo the only way is a timeout: it closes the connection on which one expires.
     """
     gloo: Any = dist.ProcessGroupGloo
-    for group in list(_world.pg_names):
+    for group in list(_world().pg_names):
         for device in group._device_types:
             backend: Any = group._get_backend(device)
             if not isinstance(backend, gloo):
@@ -406,8 +411,8 @@ def process_groups() -> tuple[Any, ...]:
     if not dist.is_initialized():
         return ()
     groups = [
-        (name, tuple(_world.pg_group_ranks[group]), str(_world.pg_backend_config[group]))
-        for group, name in _world.pg_names.items()
+        (name, tuple(_world().pg_group_ranks[group]), str(_world().pg_backend_config[group]))
+        for group, name in _world().pg_names.items()
     ]
     return dist.get_rank(), tuple(sorted(groups))
 
@@ -416,7 +421,7 @@ def names_of_this_rank() -> list[str]:
     """Names of process groups that other ranks may give to other groups: torch numbers them as they are made."""
     if not dist.is_initialized():
         return []
-    return [name for group, name in _world.pg_names.items() if group is not dist.group.WORLD]
+    return [name for group, name in _world().pg_names.items() if group is not dist.group.WORLD]
 
 
 def resolve_process_group(name: str) -> ProcessGroup:

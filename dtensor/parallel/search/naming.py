@@ -42,7 +42,7 @@ def fixed_states(
             if name == "inputs":
                 found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
                 continue
-            found[t] = _state_of(axes, t.like.shape, sizes, f"fixed: {name}")
+            found[t] = _state_of(axes, t.like.shape, sizes, f"fixed: {name!r}")
     return found
 
 
@@ -61,7 +61,7 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
             names = [name, *[other for other, first in steps.tape.ties.items() if first == name]]
             found = [p for p in [pattern_for(n, given) for n in names] if p is not None]
             matched.update(found)
-            state = _state_of(given[found[0]] if found else {}, v.shape, sizes, name)
+            state = _state_of(given[found[0]] if found else {}, v.shape, sizes, repr(name))
             t = steps.which[v]
             if (found or into is made.stored) and into.setdefault(t, state) != state:
                 raise PlacementError(
@@ -80,20 +80,20 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
         for entry, placed in plan.activations.items():
             if fnmatchcase(place, entry):
                 shape = step.like.operands[0].shape
-                to, gradient = (_state_of(s, shape, sizes, place) for s in (placed.to, placed.gradient))
+                to, gradient = (_state_of(s, shape, sizes, repr(place)) for s in (placed.to, placed.gradient))
                 made.borders[step] = to, gradient
     return made
 
 
-def _state_of(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int], name: str) -> State:
+def _state_of(axes: Axes, shape: tuple[int, ...], sizes: Mapping[str, int], said: str) -> State:
     """The state of a tensor of that shape; of an axis that is left out, replicated."""
     if unknown := [a for a in axes if a not in sizes]:
-        raise PlacementError(f"{name!r} names the axis {unknown[0]!r}, and the mesh has {list(sizes)}")
+        raise PlacementError(f"{said} names the axis {unknown[0]!r}, and the mesh has {list(sizes)}")
     placed = [as_placement(axes.get(a, Replicate())) for a in sizes]
     try:
         return state_of(Layout.of(as_placements(placed, len(placed), len(shape)), len(shape)))
     except PlacementError as error:
-        raise PlacementError(f"{name!r} of shape {list(shape)}: {error}") from None
+        raise PlacementError(f"{said} of shape {list(shape)}: {error}") from None
 
 
 def plan_of(made: Assignment, steps: Steps, sizes: Mapping[str, int]) -> Plan:

@@ -1,15 +1,14 @@
 """Caches of compiled code: hits where all is alike, and never a graph that was made for something else."""
 
 import os
-from contextlib import nullcontext
 
+import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.testing import with_ranks
-from dtensor.torch_private.frames import intercept
 
 
 def whole(x):
@@ -49,18 +48,6 @@ def test_what_a_graph_depends_on_is_in_the_key(rank, tmp_path):
     assert cut.to_local().tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0], []][rank]
 
 
-class Alone:
-    """A handler with which a rank compiles by itself."""
-
-    anew = True
-
-    def answer(self, frame, compiler):
-        return None
-
-    def recording(self, frame, compiler):
-        return nullcontext()
-
-
 @with_ranks(2)
 def test_both_caches_hit(rank):
     """Forward and backward, static and symbolic sizes."""
@@ -70,7 +57,8 @@ def test_both_caches_hit(rank):
     def f(x, w):
         return (x @ w.T).redistribute(placements=[Replicate()])
 
-    with fresh_cache(), intercept(Alone()):
+    with fresh_cache(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DTENSOR_SHARE_COMPILES", "0")
         for hits in (0, 2):
             counters.clear()
             torch.compiler.reset()

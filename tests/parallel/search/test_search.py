@@ -44,7 +44,7 @@ def test_a_found_plan_computes_what_one_device_does(name, mesh, link):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_found_plan_is_predicted_to_cost_what_the_search_says(name):
-    model, batch, plan = found(name, {"dp": 2, "tp": 2}, FAST)
+    _, batch, plan = found(name, {"dp": 2, "tp": 2}, FAST)
     links = dict.fromkeys(plan.mesh, FAST)
     again = predict(made(name)[0], dict(plan.mesh), batch, plan, links=links, machine=MACHINES["cpu"])
     assert again == plan
