@@ -58,6 +58,7 @@ class Bandwidth(click.ParamType):
 @click.option("--link", "links", type=Bandwidth(), default={}, help="Bytes per second that a rank sends along an axis.")
 @click.option("--memory", type=Bytes(), help="Bytes that a rank may hold, such as 80GB.")
 @click.option("--forward", is_flag=True, help="Only the forward, without gradients and optimizer.")
+@click.option("--what-if", is_flag=True, help="Also for faster links, twice the memory, and a batch that is not cut.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan there, as JSON.")
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 def plan_command(
@@ -66,6 +67,7 @@ def plan_command(
     links: dict[str, float],
     memory: float | None,
     forward: bool,
+    what_if: bool,
     out: Path | None,
     script: Path,
 ) -> None:
@@ -95,6 +97,7 @@ def plan_command(
             links=given,
             loss=rest[0] if rest else None,
             mode="forward" if forward else "training",
+            what_if=what_if,
         )
     except (PlacementError, ImportError, ValueError) as error:
         raise click.ClickException(str(error)) from error

@@ -4,7 +4,7 @@ record a step -> integer program -> states of all tensors -> what the engine nee
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,8 +23,9 @@ from .choices import Choices
 from .engine import Engine, Run
 from .known import known
 from .naming import assignment_of, fixed_states, plan_of, prediction
-from .steps import steps_of
-from .tape import Loss, record
+from .states import State
+from .steps import Tensor, steps_of
+from .tape import INPUT, Loss, record
 
 PER_HOST = 8
 """Ranks of a host, for a mesh that is given by its sizes."""
@@ -47,6 +48,7 @@ def search(
     optimizer_states: float = 2.0,
     gap: float = 0.01,
     limit: float = 20.0,
+    what_if: bool = False,
 ) -> Plan:
     """Find the placements with which a step takes least time.
 
@@ -71,6 +73,8 @@ def search(
             momentum, else 0.
         gap: how far from the best, as a fraction of the time, the solver may stop.
         limit: seconds after which the solver stops with the best that it has.
+        what_if: search again for a batch that is not cut, for each axis with a link twice as fast, and for twice the
+            memory, each of which takes as long; see `Prediction.what_if`.
 
     Returns:
         The plan, for `distribute_model`. Its `prediction` holds what it is expected to cost, and a bound: under the
@@ -91,7 +95,11 @@ def search(
         engine = step.engine(model, inputs, loss)
         pinned = fixed_states(engine.steps, fixed or {}, step.sizes)
         best, run, bound = Best(engine, pinned, memory, gap, limit).found()
-        return replace(plan_of(best, engine.steps, step.sizes), prediction=step.prediction(engine, run, bound))
+        predicted = step.prediction(engine, run, bound)
+        if what_if:
+            again = step.what_if(engine, pinned, memory, gap, limit)
+            predicted = replace(predicted, what_if={name: (r.seconds, r.peak) for name, r in again})
+        return replace(plan_of(best, engine.steps, step.sizes), prediction=predicted)
 
     return found() if isinstance(mesh, Mapping) else _once(mesh, found)
 
@@ -163,6 +171,28 @@ class _Step:
         others = {name: engine.run(a) for name, a in known(engine.steps, self._choices).items()}
         took = self._recorded - self._began, time.monotonic() - self._recorded
         return prediction(run, bound, self._choices, others, took)
+
+    def what_if(
+        self, engine: Engine, pinned: dict[Tensor, State], memory: float | None, gap: float, limit: float
+    ) -> Iterator[tuple[str, Run]]:
+        """The best plans under other conditions, of which each is searched."""
+        here = self._choices
+        whole: State = (None,) * len(self.sizes)
+        try:
+            uncut = {**pinned, **dict.fromkeys([t for t in engine.steps.of_kind(INPUT) if t not in pinned], whole)}
+            yield "every rank with the whole batch", Best(engine, uncut, memory, gap, limit).found()[1]
+        except PlacementError:
+            pass  # it does not fit into memory
+        for k, axis in enumerate(self.sizes):
+            links = list(here.network.links)
+            links[k] = replace(links[k], bandwidth=2 * links[k].bandwidth)
+            network = Network.of(here.network.sizes, tuple(links))
+            faster = Engine(
+                engine.steps, Choices(here.mesh, network, here.machine), training=self._training, states=self._states
+            )
+            yield f"{axis} twice as fast", Best(faster, pinned, memory, gap, limit).found()[1]
+        if memory is not None:
+            yield "twice the memory", Best(engine, pinned, 2 * memory, gap, limit).found()[1]
 
 
 def _once(mesh: Any, found: Callable[[], Plan]) -> Plan:

@@ -39,6 +39,7 @@ class Prediction:
         moves: the most expensive redistributions: (module, operator, from, to, how often, seconds of all).
         gathered: operators without a sharding rule, whose operands are gathered.
         took: seconds of recording the step, and of solving.
+        what_if: another condition -> seconds and memory of the best plan under it, if these were searched.
     """
 
     seconds: float = 0.0
@@ -54,6 +55,7 @@ class Prediction:
     moves: tuple[tuple[str, str, str, str, int, float], ...] = ()
     gathered: tuple[str, ...] = ()
     took: tuple[float, float] = (0.0, 0.0)
+    what_if: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
 
     @property
     def gap(self) -> float:
@@ -189,12 +191,10 @@ class Plan:
             lines += [
                 f"  {_time(s):>9}  {n} x {op} in {at or 'the model'}: {a} -> {b}" for at, op, a, b, n, s in p.moves
             ]
-        if p.others:
-            lines += ["", "Other plans:"]
-            lines += [
-                f"  {_time(s):>9} ({s / p.seconds:.2f} times)  {_size(m):>9}  {name}"
-                for name, (s, m) in p.others.items()
-            ]
+        for title, plans in (("Other plans:", p.others), ("The best plan, if things were otherwise:", p.what_if)):
+            if plans:
+                rows = [(f"{_time(s):>9} ({s / p.seconds:.2f} times)  {_size(m):>9}", n) for n, (s, m) in plans.items()]
+                lines += ["", title, *[f"  {figures}  {name}" for figures, name in rows]]
         if p.gathered:
             lines += ["", f"Without a sharding rule, so that their operands are gathered: {', '.join(p.gathered)}"]
         return "\n".join(lines)

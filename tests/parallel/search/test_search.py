@@ -87,6 +87,22 @@ def test_the_links_decide():
     assert slow.prediction.computing > 1.5 * fast.prediction.computing
 
 
+def test_what_if():
+    """Under a condition that is no worse, no more time is needed."""
+    *_, plan = found("wide", {"dp": 2, "tp": 2}, SLOW, memory=1e9, what_if=True)
+    seconds = {name: s for name, (s, _) in plan.prediction.what_if.items()}
+    assert list(seconds) == [
+        "every rank with the whole batch",
+        "dp twice as fast",
+        "tp twice as fast",
+        "twice the memory",
+    ]
+    whole, *better = seconds.values()
+    assert whole >= 0.98 * plan.prediction.seconds
+    assert all(s <= 1.02 * plan.prediction.seconds for s in better)
+    assert "The best plan, if things were otherwise:" in plan.explain()
+
+
 def test_memory_is_a_bound():
     """With less memory than the fastest plan takes, another one is found that fits."""
     model, batch, plan = found("wide", {"tp": 4}, SLOW)
