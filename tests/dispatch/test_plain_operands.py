@@ -185,8 +185,9 @@ def test_what_torch_makes_itself_needs_no_region(rank):
         torch.testing.assert_close(found.full_tensor(), fn(x))
 
 
-@with_threads(2)
+@with_ranks(2)
 def test_attention_with_a_plain_mask(rank):
+    """On processes: which kernel is taken is a setting of the process."""
     mesh = init_device_mesh("cpu", (2,))
     q = torch.linspace(0, 1, 2 * 4 * N * 8).sin().view(2, 4, N, 8)
     x = distribute_tensor(q, mesh, [Shard(1)])

@@ -46,21 +46,20 @@ def check(mesh, dense, places, mask=None, mask_place=None, **options):
         torch.testing.assert_close(given.grad.full_tensor(), bias.grad)
 
 
-def all_placements(rank, path, every):
+def all_placements(rank, every):
     mesh = init_device_mesh("cpu", (2,))
     single = [Replicate(), *map(Shard, range(4))]
     places = [([p],) * 3 for p in single] + [([a], [b], [b]) for a, b in itertools.permutations(single[:4], 2)]
     heads = ((4, 4), (3, 3), (4, 2), (6, 3))
     for (of_query, of_key), place, causal in [*itertools.product(heads, places, (False, True))][::every]:
-        with sdpa_kernel(path):
-            check(mesh, inputs(3, of_query, of_key), place, is_causal=causal, enable_gqa=of_query != of_key)
+        check(mesh, inputs(3, of_query, of_key), place, is_causal=causal, enable_gqa=of_query != of_key)
 
 
 @by_day_every_fifth
 @pytest.mark.parametrize("path", PATHS)
 def test_placements_causal_and_grouped(path, every):
     with sdpa_kernel(path):
-        run_threads(all_placements, 2, path, every)
+        run_threads(all_placements, 2, every)
 
 
 MASKS = [(5, 5), (1, 5), (4, 5, 5), (1, 5, 5), (2, 4, 5, 5), (2, 1, 5, 5), (1, 4, 1, 5)]
