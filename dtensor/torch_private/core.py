@@ -74,6 +74,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.nn.modules import linear_cross_entropy as _operators_of_torch_nn  # noqa: F401
 from torch.optim.optimizer import _foreach_supported_types as optim_foreach_types
+from torch.utils import _python_dispatch
 from torch.utils._debug_mode import DebugMode as TorchDebugMode
 from torch.utils._debug_mode import _OpCall as DebugOpCall
 from torch.utils._debug_mode._utils import _tensor_debug_string as tensor_debug_string
@@ -257,14 +258,22 @@ def strided_shard(dim: int, strides: int) -> Any:
     return _StridedShard(dim, split_factor=strides)
 
 
+MODE_FLAGS = tuple([name for name in vars(_python_dispatch) if name.startswith("_is_in_")])
+"""Names of the variables by which torch notes that a dispatch mode is active."""
+
+
 @contextlib.contextmanager
 def threaded_process_group() -> Any:
     """Context in which the threads of this process can be ranks of a process group with backend "threaded".
 
     A testing tool of torch, imported on call. Yields its class, whose `exception_handle` ends waiting collectives.
+
+    Torch notes in variables of the process whether a dispatch mode is active. Threads overwrite what others put back,
+    so that afterwards it would count as active, and Dynamo would compile nothing; the variables are put back here.
     """
     from torch.testing._internal.distributed import multi_threaded_pg as threaded
 
+    noted = {name: getattr(_python_dispatch, name) for name in MODE_FLAGS}
     torch._C._distributed_c10d._set_thread_isolation_mode(True)  # pyright: ignore[reportAttributeAccessIssue]
     threaded._install_threaded_pg()
     try:
@@ -272,6 +281,8 @@ def threaded_process_group() -> Any:
     finally:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
+        for name, value in noted.items():
+            setattr(_python_dispatch, name, value)
         torch._C._distributed_c10d._set_thread_isolation_mode(False)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtensor import Shard, distribute_tensor
 from dtensor.comm.collectives import ops
 from dtensor.mesh.caches import _caches as caches
 from dtensor.testing import RankError, kept_ranks, run_ranks, run_threads, with_ranks, with_threads
+from dtensor.torch_private.core import MODE_FLAGS
 
 
 @dataclass
@@ -253,3 +256,26 @@ def test_threads_carry_out_the_redistribution_operators():
     assert reduced.tolist() == [10, 11, 12, 13]
     assert swapped.tolist() == [[1], [3], [11], [13]]
     assert shard.tolist() == [12, 13]
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def overlapping(rank, turns):
+    """Each rank leaves its mode while the other is in one, or about to be."""
+    if rank == 1:
+        turns[0].wait(10)
+    with Mode():
+        turns[rank].set()
+        turns[1 + rank].wait(10)
+    turns[2 + rank].set()
+    return turns[3].wait(10)
+
+
+def test_modes_of_threads_are_over_when_the_threads_are():
+    """Torch counts them in variables of the process, which two threads restore in the wrong order."""
+    before = [getattr(_python_dispatch, name) for name in MODE_FLAGS]
+    assert run_threads(overlapping, 2, [threading.Event() for _ in range(4)]) == [True, True]
+    assert [getattr(_python_dispatch, name) for name in MODE_FLAGS] == before
