@@ -1,6 +1,7 @@
 """The options that each step has on a mesh, by the rule of its operator, and how long each computes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -90,8 +91,20 @@ class Choices:
             return replicated(call)
         return make(call)
 
-    def options(self, step: Step) -> list[Option]:
-        """All ways to run a step."""
+    def made(self, steps: Sequence[Step]) -> set[str]:
+        """Reduce ops of partial tensors that some step makes of what is not partial in the same way, and "sum".
+
+        To take a tensor in another partial state would be to make it partial first, which saves nothing.
+        """
+        found = {"sum"}
+        for step in steps:
+            if not step.plain and not step.border and step.sources:
+                for c in candidates(self.rule(step)):
+                    found.update([x for x in c.outputs if isinstance(x, str) and x not in c.inputs])
+        return found - {"avg"}
+
+    def options(self, step: Step, partial: AbstractSet[str] = frozenset(["sum"])) -> list[Option]:
+        """All ways to run a step, with operands and results that are whole, cut, or partial by these reduce ops."""
         axes = len(self.network.sizes)
         whole: State = (None,) * axes
         if step.plain or not step.sources:
@@ -102,7 +115,7 @@ class Choices:
         table = [
             c for c in candidates(rule) if not (step.in_place and 0 not in rule.unread and c.inputs[0] != c.outputs[0])
         ]
-        table = [c for c in table if "avg" not in (*c.inputs, *c.outputs)]
+        table = [c for c in table if all(not isinstance(x, str) or x in partial for x in (*c.inputs, *c.outputs))]
         found: dict[Any, Option] = {}
         for picked in product(table, repeat=axes):
             made = self._option(step, rule, picked)

@@ -80,6 +80,7 @@ class Program:
         self.all, self.choices, self.network = steps, choices, choices.network
         self.sizes, self.training, self.kept = self.network.sizes, training, states
         self.fixed = fixed or {}
+        self.partial = choices.made(steps.steps)
         self.columns, self.rows = Columns(), Rows()
         self.made: dict[Tensor, Chosen] = {}
         self.taken: dict[tuple[Step, int], Chosen] = {}
@@ -152,7 +153,7 @@ class Program:
         if step.border:
             self._hand_on(step)
             return
-        options = self.choices.options(step)
+        options = self.choices.options(step, self.partial)
         leader = self._leader(step)
         picked = [] if leader is None else _following([self.made[t] for t in leader], step, options)
         follows = bool(picked)
@@ -256,7 +257,7 @@ class Program:
         key = t.like.shape, t.like.dtype.itemsize
         moves = self.moves.setdefault(key, Moves(self.network, *key))
         balance: dict[State, dict[int, float]] = {}
-        for a, b, price in _arcs(moves, set(made), set(wanted)):
+        for a, b, price in moves.between(frozenset(made), frozenset(wanted)):
             k = self.columns.add(0.0, upper=INF)
             balance.setdefault(a, {})[k] = -1.0
             balance.setdefault(b, {})[k] = 1.0
@@ -372,15 +373,6 @@ def _grouped(items: Sequence[tuple[int, State | None]]) -> Any:
 
 def _of(chosen: Chosen, x: Any) -> State | None:
     return max(chosen, key=lambda s: sum([x[k] * v for k, v in chosen[s].items()]))
-
-
-def _arcs(moves: Moves, made: set[State], wanted: set[State]) -> list[tuple[State, State, float]]:
-    """The moves on the cheapest ways from the states in `made` to those in `wanted`."""
-    found: dict[tuple[State, State], float] = {}
-    for a in sorted(made, key=str):
-        for b in sorted(wanted, key=str):
-            found.update(moves.way(a, b))
-    return [(a, b, price) for (a, b), price in found.items()]
 
 
 __all__ = ["Program", "Solution"]

@@ -67,6 +67,8 @@ class Moves:
         self.network, self.shape, self.bytes = network, shape, prod(shape) * itemsize
         self._prices: dict[tuple[State, State], float] = {}
         self._found: dict[State, dict[State, tuple[float, State | None]]] = {}
+        self._edges: dict[State, list[tuple[State, float]]] = {}
+        self._between: dict[tuple[frozenset[State], frozenset[State]], list[tuple[State, State, float]]] = {}
 
     def step(self, state: State, axis: int, to: int | str | None) -> float:
         """Seconds to change the entry of one axis."""
@@ -90,6 +92,17 @@ class Moves:
                 yield dim
         if state[axis] is None:
             yield "sum"
+
+    def edges(self, state: State) -> list[tuple[State, float]]:
+        """The states that are one move away, and the price of the move."""
+        found = self._edges.get(state)
+        if found is None:
+            found = self._edges[state] = [
+                ((*state[:axis], to, *state[axis + 1 :]), self.step(state, axis, to))
+                for axis in range(len(state))
+                for to in self.targets(state, axis)
+            ]
+        return found
 
     def price(self, a: State, b: State) -> float:
         """Seconds of the cheapest way from `a` to `b`."""
@@ -116,6 +129,27 @@ class Moves:
                     at = after
         return steps
 
+    def between(self, made: frozenset[State], wanted: frozenset[State]) -> list[tuple[State, State, float]]:
+        """The single moves, with their prices, on the cheapest ways from each state in `made` to each in `wanted`."""
+        known = self._between.get((made, wanted))
+        if known is not None:
+            return known
+        found: dict[tuple[State, State], float] = {}
+        for a in sorted(made, key=str):
+            tree = self._from(a)
+            seen = {a}
+            for b in sorted(wanted, key=str):
+                if b not in tree:
+                    found.update(self.way(a, b))
+                    continue
+                at: State = b
+                while at not in seen and (before := tree[at][1]) is not None:
+                    seen.add(at)
+                    found[before, at] = tree[at][0] - tree[before][0]
+                    at = before
+        known = self._between[made, wanted] = [(a, b, price) for (a, b), price in found.items()]
+        return known
+
     def _from(self, a: State) -> dict[State, tuple[float, State | None]]:
         found = self._found.get(a)
         if found is not None:
@@ -128,12 +162,10 @@ class Moves:
             if at in found:
                 continue
             found[at] = so_far, before
-            for axis in range(len(at)):
-                for to in self.targets(at, axis):
-                    made = (*at[:axis], to, *at[axis + 1 :])
-                    if made not in found:
-                        count += 1
-                        heapq.heappush(heap, (so_far + self.step(at, axis, to), count, made, at))
+            for made, price in self.edges(at):
+                if made not in found:
+                    count += 1
+                    heapq.heappush(heap, (so_far + price, count, made, at))
         return found
 
 

@@ -8,7 +8,7 @@ import pytest
 from dtensor.layout.cost import Network
 from dtensor.parallel.search.states import Moves
 
-from .programs import SLOW
+from .programs import FAST, SLOW
 
 ENTRIES = (None, 0, 1, "sum", "max")
 
@@ -26,6 +26,15 @@ def test_every_move_has_a_price(shape):
             at = following.pop(at)
         assert at == b
         assert not following
+
+
+def test_what_lies_between_is_what_the_ways_are_made_of():
+    moves = Moves(Network.of((2, 4), (SLOW, FAST)), (8, 8), 4)
+    made, wanted = frozenset([("sum", None), (0, 1)]), frozenset([(None, None), (1, 0), ("max", 0)])
+    expected = {}
+    for a, b in product(made, wanted):
+        expected |= moves.way(a, b)
+    assert {(a, b): price for a, b, price in moves.between(made, wanted)} == pytest.approx(expected)
 
 
 def test_the_cheapest_way_has_several_moves():
