@@ -1,9 +1,9 @@
 """What one rank computes with: a roofline.
 
-    seconds = launch + max(floating-point operations / peak, bytes moved / memory bandwidth)
+    seconds = (launch + max(floating-point operations / peak, bytes moved / memory bandwidth)) / efficiency
 
 A product is slower than the peak while it is small: `half_size` is the number of floating-point operations at which it
-reaches half of it.
+reaches half of it. What a roofline leaves out, such as exponentials, is in the efficiency.
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ class Machine:
         launch: seconds to start a kernel.
         half_size: floating-point operations of a product that runs at half of the peak.
         overlap: the part of communication that can run beside computation: on CPUs none, as it takes the same cores.
+        efficiency: what part of the roofline's speed a model reaches.
     """
 
     flops: float
@@ -30,6 +31,7 @@ class Machine:
     launch: float
     half_size: float = 0.0
     overlap: float = 1.0
+    efficiency: float = 1.0
 
     def together(self, computing: float, beside: float) -> float:
         """Seconds of computation and of communication that does not wait for it."""
@@ -44,7 +46,7 @@ class Machine:
         if not flops and not moved:
             return 0.0
         computing = (flops + self.half_size) / self.peak(dtype) if flops else 0.0
-        return max(computing, moved / self.memory) + self.launch
+        return (max(computing, moved / self.memory) + self.launch) / self.efficiency
 
 
 MACHINES = {

@@ -11,7 +11,7 @@ from typing import Any
 from ...layout.machine import Machine
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
-from .states import Moves, State, layout_of, parts, state_of
+from .states import Moves, State, bucketed, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
 
@@ -78,6 +78,7 @@ class Engine:
 
     def __init__(self, steps: Steps, choices: Choices, *, training: bool = True, states: float = 2.0) -> None:
         self.steps, self.choices, self.training, self.kept = steps, choices, training, states
+        self.bucketed = bucketed(choices.network)
         self.axes = len(choices.network.sizes)
         self.whole: State = (None,) * self.axes
         self._moves: dict[Any, Moves] = {}
@@ -86,12 +87,12 @@ class Engine:
         for storage, index in steps.last.items():
             self._dying.setdefault(index, []).append(storage)
 
-    def moves(self, v: Value) -> Moves:
-        """Prices of moves of a tensor."""
-        key = v.shape, v.dtype.itemsize
+    def moves(self, v: Value, beside: bool) -> Moves:
+        """Prices of moves of a tensor; `beside`: in buckets, beside computation."""
+        key = v.shape, v.dtype.itemsize, beside
         found = self._moves.get(key)
         if found is None:
-            found = self._moves[key] = Moves(self.choices.network, *key)
+            found = self._moves[key] = Moves(self.bucketed if beside else self.choices.network, *key[:2])
         return found
 
     def local(self, v: Value, state: State) -> float:
@@ -170,9 +171,10 @@ class Engine:
     ) -> None:
         if a == b:
             return
-        price = self.moves(v).price(a, b)
+        beside = v.kind == PARAMETER or gradient
+        price = self.moves(v, beside).price(a, b)
         made.moves[step, v.shape, a, b, price] += int(times)
-        if v.kind == PARAMETER or gradient:
+        if beside:
             made.beside += price * times
         else:
             made.waiting += price * times

@@ -6,7 +6,8 @@
                  (where communication takes the same cores, as on CPUs, the sum of both in place of the larger)
     subject to   parameters, gradients, optimizer states and what the backward reads fit into memory
 
-Moves of parameters and of their gradients run beside computation: they are known ahead of time. A move that several
+Moves of parameters and of their gradients run beside computation: they are known ahead of time, and share buckets, so
+that their bytes count and no starts. A move that several
 users in one direction need is paid once, as the passes merge equal collectives. Gathered parameters are not kept: the
 backward gathers them again, and pays again.
 
@@ -24,7 +25,7 @@ import numpy
 
 from .choices import Choices, Option, seconds_of_optimizer
 from .solver import INF, SCALE, TOUCHED, Columns, Rows, matrix, run
-from .states import Moves, State, fits, parts
+from .states import Moves, State, bucketed, fits, parts
 from .steps import Step, Steps, Tensor, is_pointwise
 from .tape import BUFFER, CONSTANT, INPUT, PARAMETER
 
@@ -79,7 +80,7 @@ class Program:
     ) -> None:
         self.all, self.choices, self.network = steps, choices, choices.network
         self.sizes, self.training, self.kept = self.network.sizes, training, states
-        self.fixed = fixed or {}
+        self.fixed, self.bucketed = fixed or {}, bucketed(self.network)
         self.partial = choices.made(steps.steps)
         self.columns, self.rows = Columns(), Rows()
         self.made: dict[Tensor, Chosen] = {}
@@ -254,8 +255,10 @@ class Program:
 
     def _way(self, t: Tensor, made: Chosen, wanted: Chosen, beside: bool, times: float) -> None:
         """A flow of a tensor from one set of states to another."""
-        key = t.like.shape, t.like.dtype.itemsize
-        moves = self.moves.setdefault(key, Moves(self.network, *key))
+        key = t.like.shape, t.like.dtype.itemsize, beside
+        if key not in self.moves:
+            self.moves[key] = Moves(self.bucketed if beside else self.network, *key[:2])
+        moves = self.moves[key]
         balance: dict[State, dict[int, float]] = {}
         for a, b, price in moves.between(frozenset(made), frozenset(wanted)):
             k = self.columns.add(0.0, upper=INF)

@@ -8,6 +8,7 @@ carries moves out, also merges moves over several axes into one, which saves no 
 
 import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import inf, prod
 from typing import TypeAlias
 
@@ -52,6 +53,12 @@ def fits(state: State, shape: Sequence[int], sizes: Sequence[int]) -> bool:
         if dim >= len(shape) or shape[dim] % prod([n for s, n in zip(state, sizes) if s == dim]):
             return False
     return True
+
+
+def bucketed(network: Network) -> Network:
+    """The mesh as it is for what shares its collectives with much else: only bytes count, and no starts."""
+    links = [replace(link, alpha=0.0, launch=0.0, start=0.0) for link in network.links]
+    return Network.of(network.sizes, tuple(links))
 
 
 class Moves:
@@ -169,4 +176,4 @@ class Moves:
         return found
 
 
-__all__ = ["Moves", "State", "fits", "layout_of", "parts", "placements_of", "state_of"]
+__all__ = ["Moves", "State", "bucketed", "fits", "layout_of", "parts", "placements_of", "state_of"]
