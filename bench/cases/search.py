@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import config as dynamo_config
 
 from dtensor import DTensor, Plan, Replicate, Shard, distribute_model, init_device_mesh, search
 from dtensor.layout.machine import Machine
@@ -161,9 +162,13 @@ def on_rank(
 
 
 class Trained:
-    """A training step of a model under a plan."""
+    """A training step of a model under a plan.
+
+    Dynamo compiles one forward for so many plans only, and leaves it to Python then; here it compiles for all.
+    """
 
     def __init__(self, model: nn.Module, mesh: Any, plan: Plan, batch: tuple[torch.Tensor, ...], code: bool) -> None:
+        dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = 1000
         self.model = distribute_model(copy.deepcopy(model), mesh, plan, outputs={}, check_inputs=False)
         self._run = torch.compile(self.model, backend="dtensor", options={} if code else {"inner": "aot_eager"})
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
