@@ -17,11 +17,6 @@ leave_guards_untimed()
 os.environ["DTENSOR_LINKS"] = ""  # what was measured on the machine that tests is not to change plans
 
 
-def pytest_xdist_auto_num_workers(config):
-    """Half as many workers again as processors: tests of several ranks wait for each other half of the time."""
-    return math.ceil((os.cpu_count() or 1) * 1.5)
-
-
 def pytest_collection_finish(session):
     """What the tests have imported stays, so the garbage collector need not look at it."""
     gc.collect()

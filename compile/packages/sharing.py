@@ -241,7 +241,8 @@ class Compiled:
     def give_up(self) -> None:
         """Tell those who wait for what was not made, at the end of the frame."""
         for at in self._leading.values():
-            _tell(self._job.store, at, f"0 rank {self._job.rank} cannot give it: AOTAutograd kept nothing of it")
+            why = f"0 rank {self._job.rank} cannot give it: AOTAutograd kept nothing of it"
+            _tell(self._job.store, {f"{at}/done": why})
         self._leading.clear()
 
     def fits(self, note: Note) -> bool:
@@ -265,17 +266,14 @@ class Compiled:
 def _publish(store: Any, at: str, content: bytes) -> None:
     data = zlib.compress(content, 1)
     parts = [data[k : k + PART] for k in range(0, len(data), PART)]
-    try:
-        for k, part in enumerate(parts):
-            store.set(f"{at}/part/{k}", part)
-    except RuntimeError:
-        pass  # what `_tell` says
-    _tell(store, at, f"{len(parts)} {sha256(data).hexdigest()}")
+    said = {f"{at}/part/{k}": part for k, part in enumerate(parts)}
+    _tell(store, {**said, f"{at}/done": f"{len(parts)} {sha256(data).hexdigest()}"})
 
 
-def _tell(store: Any, at: str, what: str) -> None:
+def _tell(store: Any, said: dict[str, Any]) -> None:
     try:
-        store.set(f"{at}/done", what)
+        for key, value in said.items():
+            store.set(key, value)
     except RuntimeError as error:
         log.info("what was compiled cannot be given to other ranks, as the job's store does not answer: %s", error)
 

@@ -15,6 +15,9 @@ from .states import Moves, State, bucketed, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
 
+BUCKETS = 256e6
+"""Bytes of gradients that are in buckets at once, at most, as sums that are still to be computed."""
+
 
 @dataclass
 class Assignment:
@@ -83,9 +86,15 @@ class Engine:
         self.whole: State = (None,) * self.axes
         self._moves: dict[Any, Moves] = {}
         self._chosen: dict[Any, tuple[tuple[State, ...], tuple[State | None, ...], int, float, float]] = {}
-        self._dying: dict[int, list[int]] = {}
+        self._dying: dict[int, list[Any]] = {}
         for storage, index in steps.last.items():
             self._dying.setdefault(index, []).append(storage)
+        own = {v.storage: v for v in steps.tape.values.values() if v.kind == PARAMETER}
+        read: dict[tuple[Value, bool], int] = {}
+        for index, op in enumerate(steps.tape.ops):
+            read.update({(own[v.storage], op.backward): index for v in op.operands if v.storage in own})
+        for key, index in read.items():  # a gathered parameter, and views of it
+            self._dying.setdefault(index, []).append(key)
 
     def moves(self, v: Value, beside: bool) -> Moves:
         """Prices of moves of a tensor; `beside`: in buckets, beside computation."""
@@ -105,7 +114,7 @@ class Engine:
         states: dict[Value, State] = {}
         known: dict[tuple[Value, State, bool], bool] = {}
         read: dict[tuple[Value, bool], State] = {}
-        held: dict[int, float] = {}
+        held: dict[Any, float] = {}
         for v in self.steps.tape.values.values():
             t = self.steps.which[v]
             states[v] = given.stored.get(t, self.whole)
@@ -128,6 +137,8 @@ class Engine:
                     if want is not None and want != s:
                         if (v, op.backward) not in read:
                             read[v, op.backward] = want
+                            held[v, op.backward] = self.local(v, want)
+                            live += held[v, op.backward]
                             again = 2.0 if self.training and v.ndim > 1 and not op.backward else 1.0
                             self._pay(made, step, v, s, want, again)
                         s = want
@@ -140,10 +151,15 @@ class Engine:
                 wanted, outs, took, extra = (want,), (want,), 0.0, 0.0
             else:
                 wanted, outs, _, took, extra = self._choose(step, tuple(ins))
+            copies = 0.0
             for v, a, b in zip(op.operands, ins, wanted):
                 if a != b and (v, b, op.backward) not in known:
                     known[v, b, op.backward] = True
                     self._pay(made, step, v, a, b, 1.0)
+                    if v.storage in held:  # what is moved is a new tensor
+                        copies += self.local(v, b)
+                        if step.border:
+                            held[v.storage] += self.local(v, b)
             made.computing += took
             made.waiting += extra
             place = made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])
@@ -156,14 +172,18 @@ class Engine:
                     if v.storage not in held and not is_free(step) and v.storage in self.steps.last:
                         held[v.storage] = self.local(v, s)
                         live += held[v.storage]
-            most = max(most, live)
-            for storage in self._dying.get(index, ()):
-                live -= held.pop(storage, 0.0)
+            most = max(most, live + copies)
+            live += copies if step.border else 0.0
+            for gone in self._dying.get(index, ()):
+                live -= held.pop(gone, 0.0)
+        sent = 0.0
         for name, g in self.steps.tape.gradients.items():
             p = self.steps.tape.values[PARAMETER, name]
             step = self.steps.of.get(g.maker) if g.maker is not None else None
-            self._pay(made, step, g, states.get(g, self.whole), states[p], 1.0, gradient=True)
-        made.peak = made.static + most
+            if (s := states.get(g, self.whole)) != states[p]:
+                self._pay(made, step, g, s, states[p], 1.0, gradient=True)
+                sent += self.local(g, s)
+        made.peak = made.static + most + min(sent, BUCKETS)
         return made
 
     def _pay(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtensor import PlacementError, Plan, Shard, distribute_model, predict, search
+from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, predict, search
 from dtensor.layout.machine import MACHINES
 from dtensor.testing import with_ranks
 
@@ -85,6 +85,23 @@ def test_the_links_decide():
     *_, fast = found("decoder", {"tp": 4}, FAST)
     assert fast.inputs or fast.parameters
     assert slow.prediction.computing > 1.5 * fast.prediction.computing
+
+
+def test_memory_counts_what_is_gathered_and_what_is_sent():
+    """A moved activation is a new tensor; a gathered parameter is there as long as it is read; gradients wait in
+    buckets."""
+    model, x = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)), torch.ones(32, 64)
+    data, half, whole = {"tp": Shard(0)}, 16 * 64 * 4, 32 * 64 * 4
+
+    def memory(**given):
+        return predict(copy.deepcopy(model), {"tp": 2}, x, Plan({"tp": 2}, **given), mode="forward").prediction
+
+    apart, gathered = memory(inputs=data), memory(inputs=data, activations={"0.output": Activation()})
+    assert gathered.memory - apart.memory >= whole - half
+    stored = memory(inputs=data, parameters={"*.weight": data}, used={"*.weight": {}})
+    assert stored.memory - stored.static >= 64 * 64 * 4
+    trained = predict(copy.deepcopy(model), {"tp": 2}, x, Plan({"tp": 2}, inputs=data)).prediction
+    assert trained.memory - trained.static >= 2 * 64 * 64 * 4
 
 
 def test_what_if():
