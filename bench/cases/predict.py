@@ -82,8 +82,8 @@ def on_rank(
 
 def correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Return Spearman's rank correlation."""
-    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
-    return float(np.corrcoef(*ranks)[0, 1])
+    first, second = (np.argsort(np.argsort(values)) for values in (one, other))
+    return float(np.corrcoef(first, second)[0, 1])
 
 
 def run(effort: Effort) -> Iterator[Record]:
