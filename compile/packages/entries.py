@@ -19,18 +19,15 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import dtensor
 from dtensor.dispatch import registration, strictness
-from dtensor.layout.chunks import Lengths, chunk_length
+from dtensor.layout.chunks import Lengths
 from dtensor.mesh import environment
-from dtensor.mesh.groups import group_rank, group_size
 from dtensor.mesh.mesh import mesh_kind, mesh_of_kind
 from dtensor.mesh.provenance import keeps_specs
 from dtensor.torch_private import frame_data, frames
-from dtensor.torch_private.core import names_of_this_rank
 from dtensor.torch_private.graph_cache import pickled
 from dtensor.torch_private.kernels import binary, using_kernels
 
@@ -38,6 +35,7 @@ from ..backends.backend import as_returned, how_returned
 from ..recording.frames import Frame, recent_frames, remember
 from .identities import Identity, digest, identities, same_objects, stand_ins
 from .optimizers import Stepped, initialized, stepped
+from .which_ranks import asks_for_rank, group_of_this_rank, other_part, uneven_lengths
 
 OURS = ("torch", "dtensor")
 """Packages whose source is not compared line by line: a package holds for their versions only."""
@@ -125,17 +123,6 @@ def by_reference(obj: Any) -> Any:
     return (mesh_of_kind, (mesh_kind(obj),)) if isinstance(obj, DeviceMesh) else None
 
 
-RANKS = {"get_rank", "get_node_local_rank", "get_local_rank", "get_group_rank", "get_coordinate", "group_rank", "rank"}
-RANKS |= {"environ", "getenv"}
-"""Names by which a program asks for its rank. Dynamo puts the answer into the graph, without a guard."""
-
-
-def asks_for_rank(code: types.CodeType) -> bool:
-    """Whether code, or code inside it, may ask for the rank of its process."""
-    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    return not RANKS.isdisjoint(code.co_names) or any(map(asks_for_rank, inner))
-
-
 @dataclass(frozen=True)
 class Noted:
     """What was noted while a frame was compiled.
@@ -221,7 +208,7 @@ def _backend(name: str, function: Any) -> tuple[bytes, Any]:
             "AOTAutograd kept nothing of a graph: another backend than Inductor compiles it, or caches are off, as "
             "for a dump, a record or the option verify"
         )
-    if foreign := _groups_of_this_rank(frame_data.sources(content)):
+    if foreign := group_of_this_rank(frame_data.sources(content)):
         raise NotPortable(
             f"it communicates over the process group {foreign!r}, whose name may mean another group on another rank; "
             "make the mesh with dtensor.init_device_mesh"
@@ -230,34 +217,6 @@ def _backend(name: str, function: Any) -> tuple[bytes, Any]:
         return pickled(content, by_reference), how_returned(function)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise NotPortable(f"a compiled graph cannot be pickled: {error}") from error
-
-
-def _groups_of_this_rank(sources: Sequence[str]) -> str:
-    """A group in generated code that has another name on other ranks; "" if there is none."""
-    calls = [line for source in sources for line in source.splitlines() if "torch.ops." in line]
-    return next((name for name in names_of_this_rank() if any(f"'{name}'" in line for line in calls)), "")
-
-
-def uneven_lengths(noted: Lengths, for_this_rank: bool = False) -> tuple[tuple[tuple[int, str, int], ...], int | None]:
-    """For which ranks a trace holds: (length, group, part) of each length that was split unevenly, and the global rank
-    if it holds for no other, as where it says so."""
-    foreign = {"", *names_of_this_rank()}
-    if for_this_rank or any(group in foreign for _, group in noted):
-        return (), dist.get_rank() if dist.is_initialized() else 0
-    return tuple([(*key, part) for key, part in sorted(noted.items())]), None
-
-
-def other_part(lengths: tuple[tuple[int, str, int], ...], only: int | None) -> str:
-    """Why what was compiled for these parts, or on this rank only, does not hold for this one, in words; "" if it does.
-    Its meshes exist here."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if only not in (None, rank):
-        return f"it depends on the rank, and was compiled on rank {only}, not on rank {rank}"
-    for size, group, part in lengths:
-        here = chunk_length(size, group_size(group), group_rank(group))
-        if here != part:
-            return f"its shards are uneven: {size} over {group}, of which it was compiled for {part}, not for {here}"
-    return ""
 
 
 def _without_path(code: types.CodeType) -> types.CodeType:
@@ -402,6 +361,5 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
     return frame_data.install(frame, manager, _located(frame_data.from_data(entry.code), file), resumed, backends), ""
 
 
-__all__ = ["Entry", "Lines", "NotPortable", "Noted", "as_libraries", "asks_for_rank", "by_reference"]
-__all__ += ["changed_settings", "changed_source", "libraries", "other_part", "put_together", "reported", "settings"]
-__all__ += ["take_apart", "uneven_lengths"]
+__all__ = ["Entry", "Lines", "NotPortable", "Noted", "as_libraries", "by_reference", "changed_settings"]
+__all__ += ["changed_source", "libraries", "put_together", "reported", "settings", "take_apart"]

@@ -41,7 +41,8 @@ from ..backends.run_passes import WATCHERS
 from ..recording.frames import Frame, recent_frames, remember
 from .archive import World
 from .beat import PULSE, Beat
-from .entries import as_libraries, by_reference, libraries, other_part, reported, uneven_lengths
+from .entries import as_libraries, by_reference, libraries, reported
+from .which_ranks import other_part, uneven_lengths
 
 SHARE = "DTENSOR_SHARE_COMPILES"
 """The variable that says, with 0, that every rank compiles for itself."""

@@ -14,7 +14,7 @@ import dtensor
 import dtensor.compile
 from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile.packages import sharing
-from dtensor.compile.packages.entries import _groups_of_this_rank, asks_for_rank
+from dtensor.compile.packages.which_ranks import asks_for_rank, group_of_this_rank
 from dtensor.layout.chunks import uneven_noted
 from dtensor.testing import fake_ranks, run_ranks
 
@@ -375,5 +375,5 @@ def test_groups_that_have_other_names_on_other_ranks():
     with fake_ranks(4):
         name = dist.new_group([0, 1]).group_name
         code = f"buf1 = torch.ops._c10d_functional.all_reduce.default(buf0, 'sum', '{name}')"
-        assert _groups_of_this_rank([code]) == name
-        assert _groups_of_this_rank([code.replace("torch.ops.", ""), f"x = '{dist.group.WORLD.group_name}'"]) == ""
+        assert group_of_this_rank([code]) == name
+        assert group_of_this_rank([code.replace("torch.ops.", ""), f"x = '{dist.group.WORLD.group_name}'"]) == ""
