@@ -25,7 +25,7 @@ from ..ranks import on_ranks
 from ..record import Record, Setting
 from ..timing import interleaved
 from .memory import allocated
-from .search import AXIS, Trained, by_hand, model_of
+from .search import AXIS, STEPS, Trained, by_hand, model_of
 
 AMOUNTS: dict[str, tuple[tuple[str, ...], int, Sizes, int, bool]] = {
     "tiny": (("perceptron",), 2, Sizes(dim=16, seq=4, batch=4), 1, False),
@@ -61,7 +61,7 @@ def on_rank(
     model, batch = model_of(name, sizes)
     machine = measure_processor("cpu")
     link = fit(
-        measure(facts(mesh).groups[(0,)], Options(rounds=3, sizes=tuple([4**k for k in range(5, 11)])), quiet=True)
+        measure(facts(mesh).groups[(0,)], Options(sizes=tuple([4**k for k in range(5, 11)])), quiet=True)
     )
     given = by_hand(model) | {f"random {seed}": drawn(model, n, seed) for seed in range(plans)}
     steps, held, said = {}, {}, {}
@@ -76,7 +76,7 @@ def on_rank(
             step()
         dist.barrier()
         held[side] = float(step.persistent() + allocated(step))
-    times = interleaved(steps, rounds, before=dist.barrier)
+    times = interleaved(steps, rounds, STEPS, dist.barrier)
     return {side: (times[side], said[side][0], held[side], said[side][1]) for side in given}
 
 

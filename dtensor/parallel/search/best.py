@@ -23,13 +23,22 @@ SAME = 1e-3
 
 @dataclass
 class Best:
-    """One search; the attributes are the arguments of `search`, as tensors and states."""
+    """One search; the attributes are the arguments of `search`, as tensors and states.
+
+    Attributes:
+        below: only what takes fewer seconds is of interest.
+        least: bytes of the smallest plan that was tried.
+        free: whether the bound on memory made no difference.
+    """
 
     engine: Engine
     pinned: dict[Tensor, State]
     memory: float | None
     gap: float
     limit: float
+    below: float = float("inf")
+    least: float | None = None
+    free: bool = True
 
     @property
     def steps(self) -> Steps:
@@ -43,31 +52,30 @@ class Best:
     def sizes(self) -> tuple[int, ...]:
         return self.choices.network.sizes
 
-    def found(self) -> tuple[Assignment, Run, float]:
-        """The cheapest assignment that fits, what the engine does with it, and the bound."""
-        over, bound = 0.0, 0.0
-        least: Run | None = None
-        for _ in range(4):
-            solution = self._solve(over)
+    def found(self) -> tuple[Assignment, Run, float] | None:
+        """The cheapest assignment that fits, what the engine does with it, and the bound; None if none fits, or is of interest."""
+        bound = over = 0.0
+        limits = [None, self.memory, self.memory, self.memory] if self.memory is not None else [None]
+        for turn, memory in enumerate(limits):
+            solution = self._program(memory, over).solve(gap=self.gap, limit=self.limit)
             if solution is None:  # too little time or memory
                 break
-            bound = bound or solution.bound
+            if turn < 2:  # a program with less memory than there is bounds nothing
+                bound = max(bound, solution.bound)
+            if bound >= self.below:
+                return None
+            self.free = turn == 0
             made = self._followed(solution)
             run = self.engine.run(made)
-            if least is None or run.peak < least.peak:
-                least = run
-            if self.memory is None or run.peak <= self.memory:
+            if self.least is None or run.peak < self.least:
+                self.least = run.peak
+            if self._holds(run):
                 made, run = self._polished(*self._shorter(made, run), bound)
                 return self._or_known(made, run, bound)
-            over += 1.02 * (run.peak - self.memory)
+            over += 1.02 * (run.peak - memory) if memory is not None else 0.0
         replicated = Assignment(stored=dict(self.pinned))
         made, run, bound = self._or_known(replicated, self.engine.run(replicated), bound)
-        if self._holds(run):
-            return made, run, bound
-        raise PlacementError(self._too_large(least))
-
-    def _solve(self, over: float) -> Solution | None:
-        return self._program(self.memory, over).solve(gap=self.gap, limit=self.limit)
+        return (made, run, bound) if self._holds(run) else None
 
     def _program(self, memory: float | None = None, over: float = 0.0) -> Program:
         """The program; `over`: bytes beside those that it counts."""
@@ -75,13 +83,14 @@ class Best:
         given = {"training": training, "memory": memory, "transient": over, "states": states, "fixed": self.pinned}
         return Program(self.steps, self.choices, **given)
 
-    def _too_large(self, least: Run | None) -> str:
+    def too_large(self) -> str:
+        """What to say if nothing fits."""
         need = self._program().least_memory(limit=self.limit)
         return (
             f"no plan found fits into {self.memory:,.0f} bytes: parameters, what belongs to them and what the backward "
             f"reads take at least {need:,.0f}"
-            + (f", and the smallest plan that was tried {least.peak:,.0f}" if least is not None else "")
-            + "; use more ranks, a smaller batch, or activation checkpointing"
+            + (f", and the smallest plan that was tried {self.least:,.0f}" if self.least is not None else "")
+            + "; use more ranks or a smaller batch"
         )
 
     def _followed(self, solution: Solution) -> Assignment:

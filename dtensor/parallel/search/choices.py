@@ -44,15 +44,16 @@ class Choices:
 
     Args:
         mesh: the mesh.
-        network: its description.
+        network: its description, by which moves are priced.
         machine: what a rank computes with.
+        choosing: its description as the engine knows it, by which it chooses; None for the same.
 
     Attributes:
         gathered: operators that have no rule, so that all their operands are gathered.
     """
 
-    def __init__(self, mesh: Any, network: Network, machine: Machine) -> None:
-        self.mesh, self.network, self.machine = mesh, network, machine
+    def __init__(self, mesh: Any, network: Network, machine: Machine, choosing: Network | None = None) -> None:
+        self.mesh, self.network, self.machine, self.choosing = mesh, network, machine, choosing or network
         self.gathered: set[str] = set()
         self._rules: dict[Step, tuple[Call, Rule]] = {}
         self._whole: dict[int, Layout] = {}
@@ -185,7 +186,7 @@ class Choices:
 
 def seconds_of_optimizer(bytes_: float, machine: Machine, states: float) -> float:
     """Seconds of an elementwise update: parameter, gradient and states are read, and all but the gradient written."""
-    return (3 + 2 * states) * bytes_ / machine.memory
+    return (3 + 2 * states) * bytes_ / machine.memory / machine.efficiency
 
 
 __all__ = ["Choices", "Option", "seconds_of_optimizer"]

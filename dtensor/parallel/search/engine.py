@@ -11,7 +11,7 @@ from typing import Any
 from ...layout.machine import Machine
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
-from .states import Moves, State, bucketed, layout_of, parts, state_of
+from .states import Moves, State, bucketed, first_start, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
 
@@ -43,7 +43,8 @@ class Run:
         machine: what a rank computes with.
         computing: seconds of computation.
         waiting: seconds of moves that computation waits for.
-        beside: seconds of moves of parameters and their gradients.
+        beside: seconds of moves of parameters and their gradients, in buckets.
+        starts: (whether of gradients, mesh axis) -> seconds of the first bucket's start, which `beside` contains.
         updating: seconds of the optimizer.
         peak: the most bytes that a rank holds.
         static: bytes of parameters, gradients and optimizer states.
@@ -62,6 +63,7 @@ class Run:
     by_path: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     moves: Counter[Any] = field(default_factory=Counter[Any])
     states: dict[Step, tuple[State | None, ...]] = field(default_factory=dict[Step, tuple[State | None, ...]])
+    starts: dict[tuple[bool, int], float] = field(default_factory=dict[tuple[bool, int], float])
 
     @property
     def seconds(self) -> float:
@@ -93,6 +95,7 @@ class Engine:
         read: dict[tuple[Value, bool], int] = {}
         for index, op in enumerate(steps.tape.ops):
             read.update({(own[v.storage], op.backward): index for v in op.operands if v.storage in own})
+        self._in_backward = {v for v, backward in read if backward}
         for key, index in read.items():  # a gathered parameter, and views of it
             self._dying.setdefault(index, []).append(key)
 
@@ -115,15 +118,19 @@ class Engine:
         known: dict[tuple[Value, State, bool], bool] = {}
         read: dict[tuple[Value, bool], State] = {}
         held: dict[Any, float] = {}
+        grown: dict[int, float] = {}
+        live = 0.0
         for v in self.steps.tape.values.values():
             t = self.steps.which[v]
             states[v] = given.stored.get(t, self.whole)
             mine = self.local(v, states[v])
             trained = v.kind == PARAMETER and self.training and v.name in self.steps.tape.gradients
             made.static += mine * (2 + self.kept if trained else 1)
+            live -= mine if trained else 0.0  # its gradient, until there is one
             if trained:
+                grown[self.steps.tape.gradients[v.name].storage] = mine
                 made.updating += seconds_of_optimizer(mine, self.choices.machine, self.kept)
-        live = most = 0.0
+        most = live
         for index, op in enumerate(self.steps.tape.ops):
             step = self.steps.of[op]
             if step.plain:
@@ -139,7 +146,7 @@ class Engine:
                             read[v, op.backward] = want
                             held[v, op.backward] = self.local(v, want)
                             live += held[v, op.backward]
-                            again = 2.0 if self.training and v.ndim > 1 and not op.backward else 1.0
+                            again = 2.0 if self.training and v.ndim > 1 and v not in self._in_backward else 1.0
                             self._pay(made, step, v, s, want, again)
                         s = want
                 ins.append(s)
@@ -169,6 +176,7 @@ class Engine:
             for v, s in zip(op.outputs, outs):
                 if v is not None and s is not None:
                     states[v] = s
+                    live += grown.pop(v.storage, 0.0)
                     if v.storage not in held and not is_free(step) and v.storage in self.steps.last:
                         held[v.storage] = self.local(v, s)
                         live += held[v.storage]
@@ -183,7 +191,7 @@ class Engine:
             if (s := states.get(g, self.whole)) != states[p]:
                 self._pay(made, step, g, s, states[p], 1.0, gradient=True)
                 sent += self.local(g, s)
-        made.peak = made.static + most + min(sent, BUCKETS)
+        made.peak = made.static + max(most, live) + min(sent, BUCKETS)
         return made
 
     def _pay(
@@ -191,11 +199,20 @@ class Engine:
     ) -> None:
         if a == b:
             return
-        beside = v.kind == PARAMETER or gradient
-        price = self.moves(v, beside).price(a, b)
+        t = self.steps.which.get(v)
+        beside = gradient or (t is not None and self.steps.beside(t, step is not None and step.backward))
+        moves = self.moves(v, beside)
+        price = moves.price(a, b)
         made.moves[step, v.shape, a, b, price] += int(times)
         if beside:
             made.beside += price * times
+            gradient = gradient or t in self.steps.late
+            for way in moves.way(a, b) if gradient or t in self.steps.ahead else ():
+                axis, start = first_start(self.choices.network, *way)
+                start *= 1.0 if gradient else 1.0 + self.training
+                before = made.starts.get((gradient, axis), 0.0)
+                made.starts[gradient, axis] = max(before, start)
+                made.beside += max(0.0, start - before)
         else:
             made.waiting += price * times
         if step is not None:
@@ -220,7 +237,7 @@ class Engine:
             )
         specs = [self.choices.spec(v, layout_of(s, v.ndim)) for v, s in zip(op.operands, ins)]
         rule = self.choices.rule(step)
-        picked = choose(rule, specs, step.in_place, self.choices.network)
+        picked = choose(rule, specs, step.in_place, self.choices.choosing)
         wanted = tuple([state_of(x) for x in picked.inputs])
         outs = tuple([None if x is None or v is None else state_of(x) for x, v in zip(picked.outputs, op.outputs)])
         ways = {f: self._ways(axes) for f, axes in picked.axes.items()}

@@ -4,12 +4,13 @@
                  the states in which it is used, as a flow over single moves
     minimise     moves that computation waits for + max(computation, moves that run beside it) + the optimizer's update
                  (where communication takes the same cores, as on CPUs, the sum of both in place of the larger)
-    subject to   parameters, gradients, optimizer states and what the backward reads fit into memory
+    subject to   parameters and optimizer states fit into memory, with what the backward reads where it begins, and with
+                 gradients where it ends
 
 Moves of parameters and of their gradients run beside computation: they are known ahead of time, and share buckets, so
-that their bytes count and no starts. A move that several
-users in one direction need is paid once, as the passes merge equal collectives. Gathered parameters are not kept: the
-backward gathers them again, and pays again.
+that their bytes count, and over each axis the start of one bucket. A move that several users in one direction need is
+paid once, as the passes merge equal collectives. Gathered parameters are not kept: the backward gathers them again, and
+pays again.
 
 The relaxation of a flow is tight, so that the bound is close to the optimum. HiGHS (Huangfu and Hall, "Parallelizing
 the dual revised simplex method", 2018) solves it.
@@ -25,7 +26,7 @@ import numpy
 
 from .choices import Choices, Option, seconds_of_optimizer
 from .solver import INF, SCALE, TOUCHED, Columns, Rows, matrix, run
-from .states import Moves, State, bucketed, fits, parts
+from .states import Moves, State, bucketed, first_start, fits, parts
 from .steps import Step, Steps, Tensor, is_pointwise
 from .tape import BUFFER, CONSTANT, INPUT, PARAMETER
 
@@ -90,7 +91,9 @@ class Program:
         self.moves: dict[Any, Moves] = {}
         self.computing: dict[int, float] = {}
         self.beside: dict[int, float] = {}
-        self.held: dict[int, float] = {}
+        self.firsts: dict[tuple[bool, int], int] = {}
+        self.halfway: dict[int, float] = {}
+        self.at_end: dict[int, float] = {}
         self.longer = self.columns.add(
             1.0 / SCALE, upper=INF
         )  # in microseconds, as coefficients far from 1 are not exact
@@ -106,7 +109,8 @@ class Program:
         self.rows.add({self.longer: 1.0, **{k: -v * SCALE for k, v in self.beside.items()}}, 0.0, INF)
         self._saved()
         if memory is not None:
-            self.rows.add({k: v / memory for k, v in self.held.items()}, -INF, 1 - transient / memory)
+            for held in (self.halfway, self.at_end):
+                self.rows.add({k: v / memory for k, v in held.items()}, -INF, 1 - transient / memory)
 
     def all_states(self, tensor: Tensor, partial: bool = False) -> Iterator[State]:
         """The states in which a tensor may be stored, or used."""
@@ -135,7 +139,8 @@ class Program:
                 cost = seconds_of_optimizer(local, machine, self.kept) if trained else 0.0
                 k = self.columns.add(cost * t.count, integer=True)
                 chosen[s] = {k: 1.0}
-                self.held[k] = local * t.count * (2 + self.kept if trained else 1)
+                self.halfway[k] = local * t.count * (1 + self.kept if trained else 1)
+                self.at_end[k] = local * t.count * (2 + self.kept if trained else 1)
             self._one_of([k for terms in chosen.values() for k in terms])
             self.made[t] = chosen
         self._inputs_alike()
@@ -225,14 +230,13 @@ class Program:
             if chosen is None or None in chosen:
                 continue
             by_phase.setdefault(u.backward, []).append((chosen, float(n)))
-        regather = 1.0
-        if t.kind == PARAMETER:
-            beside = True
-            regather = 2.0 if self.training and t.like.ndim > 1 else 1.0
-        else:
-            beside = False
-        for phase in by_phase.values():
-            self._flow(t, phase, beside, regather)
+        for backward, phase in by_phase.items():
+            times = 1.0
+            if t.kind == PARAMETER and self.training and t.like.ndim > 1 and not backward:
+                # The backward gathers it again, if it does not anyway for what is recomputed there.
+                forward, later = (max([n for _, n in by_phase.get(b, [])], default=0.0) for b in (False, True))
+                times = max(1.0, 2.0 - later / forward)
+            self._flow(t, phase, self.all.beside(t, backward), times)
         for (g, p), n in self.all.gradients.items():
             if g is t:
                 self._flow(t, [(self.made[p], float(n))], True, 1.0)
@@ -260,11 +264,19 @@ class Program:
             self.moves[key] = Moves(self.bucketed if beside else self.network, *key[:2])
         moves = self.moves[key]
         balance: dict[State, dict[int, float]] = {}
+        starting: dict[int, dict[int, float]] = {}
         for a, b, price in moves.between(frozenset(made), frozenset(wanted)):
             k = self.columns.add(0.0, upper=INF)
             balance.setdefault(a, {})[k] = -1.0
             balance.setdefault(b, {})[k] = 1.0
             self._pay(k, price * times, beside)
+            if beside and (t in self.all.ahead or t in self.all.late):
+                axis, start = first_start(self.network, a, b)
+                if start:
+                    first = self._first(t not in self.all.ahead, axis, start)
+                    starting.setdefault(first, {})[k] = 1.0
+        for first, terms in starting.items():
+            self.rows.add({**terms, first: -2.0}, -INF, 0.0)
         for s in sorted({*balance, *made, *wanted}, key=str):
             terms = dict(balance.get(s, {}))
             for k, v in made.get(s, {}).items():
@@ -274,6 +286,14 @@ class Program:
             terms = {k: v for k, v in terms.items() if v}
             if terms:
                 self.rows.add(terms, 0.0, 0.0)
+
+    def _first(self, gradient: bool, axis: int, start: float) -> int:
+        """The variable that says whether anything is in buckets: gradients or parameters, over an axis."""
+        found = self.firsts.get((gradient, axis))
+        if found is None:
+            found = self.firsts[gradient, axis] = self.columns.add(0.0, integer=True)
+            self._pay(found, start * (1.0 if gradient else 1.0 + self.training), True)
+        return found
 
     def _pay(self, k: int, price: float, beside: bool) -> None:
         if beside:
@@ -286,19 +306,21 @@ class Program:
             if t.saved and t in self.made:
                 for s, terms in self.made[t].items():
                     for k in terms:
-                        self.held[k] = self.held.get(k, 0.0) + t.saved * t.like.bytes / parts(s, self.sizes)
+                        self.halfway[k] = self.halfway.get(k, 0.0) + t.saved * t.like.bytes / parts(s, self.sizes)
 
     def least_memory(self, *, limit: float = 20.0) -> float:
         """A bound on the bytes that a rank holds at least, whatever the time."""
         self.columns.cost = [0.0] * len(self.columns.cost)
-        for k, held in self.held.items():
-            self.columns.cost[k] = held * 1e-15
+        most = self.columns.add(1 / SCALE, upper=INF)
+        scale = max([*self.halfway.values(), *self.at_end.values()], default=1.0)
+        for held in (self.halfway, self.at_end):
+            self.rows.add({most: 1.0, **{k: -v / scale for k, v in held.items()}}, 0.0, INF)
         found = self.solve(gap=0.01, limit=limit)
-        return 0.0 if found is None else found.bound * 1e15
+        return 0.0 if found is None else found.bound * SCALE * scale
 
     def solve(self, *, gap: float = 0.01, limit: float = 20.0) -> Solution | None:
-        """Solve it: first without integrality, by an interior point, which gives the bound; then with it, among the
-        options that the first solution takes at least in part. Only if that is too far from the bound, among all.
+        """Solve it: first without integrality, which gives the bound; then with it, among the options that the first
+        solution takes at least in part. Only if that is too far from the bound, among all.
 
         Args:
             gap: how far from the bound, as a fraction, a solution may be.

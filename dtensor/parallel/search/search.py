@@ -4,6 +4,7 @@ record a step -> integer program -> states of all tensors -> what the engine nee
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -17,14 +18,14 @@ from ...layout.cost import INTER, INTRA, Link, Network
 from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
 from ...mesh.mesh import facts
-from ..whole_model.plan import Plan, Prediction
+from ..whole_model.plan import FINDERS, Plan, Prediction, recomputed_of
 from .best import Best
 from .choices import Choices
 from .engine import Engine, Run
 from .known import known
 from .naming import assignment_of, fixed_states, plan_of, prediction
 from .states import State
-from .steps import Tensor, steps_of
+from .steps import Tensor, pattern, steps_of
 from .tape import INPUT, Loss, record
 
 PER_HOST = 8
@@ -48,6 +49,7 @@ def search(
     optimizer_states: float = 2.0,
     gap: float = 0.01,
     limit: float = 20.0,
+    recomputed: Mapping[str, int] | None = None,
     what_if: bool = False,
 ) -> Plan:
     """Find the placements with which a step takes least time.
@@ -63,7 +65,8 @@ def search(
             names. They may be on the meta device.
         memory: bytes that a rank may hold at once; None for any.
         fixed: names of parameters, or patterns of them, or "inputs" -> their placements by axis, which the plan keeps.
-        links: axis -> its link, in place of those of the mesh.
+        links: axis -> its link, in place of those of the mesh. The engine chooses by those of the mesh nevertheless;
+            `dtensor.prepare` changes these.
         machine: what a rank computes with; None for the usual one of the mesh's device type.
         device_type: of a mesh that is not there: "cuda" or "cpu".
         loss: computes the loss from what the model returns. None: its own `loss`, or a number that it returns, or the
@@ -73,6 +76,8 @@ def search(
             momentum, else 0.
         gap: how far from the best, as a fraction of the time, the solver may stop.
         limit: seconds after which the solver stops with the best that it has.
+        recomputed: name of modules, or a pattern -> n, for each n-th of them to keep no activations: the backward runs
+            their forward again. None: with a bound on memory, as few layers as is fastest, else none.
         what_if: search again for a batch that is not cut, for each axis with a link twice as fast, and for twice the
             memory, each of which takes as long; see `Prediction.what_if`.
 
@@ -92,14 +97,31 @@ def search(
     step = _Step(mesh, links, device_type, machine, mode, optimizer_states)
 
     def found() -> Plan:
-        engine = step.engine(model, inputs, loss)
-        pinned = fixed_states(engine.steps, fixed or {}, step.sizes)
-        best, run, bound = Best(engine, pinned, memory, gap, limit).found()
-        predicted = step.prediction(engine, run, bound)
-        if what_if:
-            again = step.what_if(engine, pinned, memory, gap, limit)
-            predicted = replace(predicted, what_if={name: (r.seconds, r.peak) for name, r in again})
-        return replace(plan_of(best, engine.steps, step.sizes), prediction=predicted)
+        best: Plan | None = None
+        tried: Best | None = None
+        for again in [recomputed] if recomputed is not None else _recomputations(model, mode, memory):
+            given = Plan(step.sizes, recomputed=again)
+            engine = step.engine(model, inputs, loss, given)
+            pinned = fixed_states(engine.steps, fixed or {}, step.sizes)
+            below = best.prediction.seconds if best is not None and best.prediction is not None else float("inf")
+            tried = Best(engine, pinned, memory, gap, limit, below)
+            found = tried.found()
+            if best is not None and (found is None or found[1].seconds >= below):
+                break  # to compute still more again does not help either
+            if found is None:
+                continue
+            made, run, bound = found
+            predicted = step.prediction(engine, run, bound)
+            if what_if:
+                others = step.what_if(engine, pinned, memory, gap, limit)
+                predicted = replace(predicted, what_if={name: (r.seconds, r.peak) for name, r in others})
+            best = replace(plan_of(made, engine.steps, step.sizes), recomputed=again, prediction=predicted)
+            if tried.free:
+                break
+        if best is None:
+            assert tried is not None
+            raise PlacementError(tried.too_large())
+        return best
 
     return found() if isinstance(mesh, Mapping) else _once(mesh, found)
 
@@ -134,7 +156,7 @@ def predict(
     step = _Step(mesh, links, device_type, machine, mode, optimizer_states)
     if dict(plan.mesh) != step.sizes:
         raise PlacementError(f"the plan is for a mesh {dict(plan.mesh)}, and the mesh has {step.sizes}")
-    engine = step.engine(model, inputs, loss)
+    engine = step.engine(model, inputs, loss, plan)
     run = engine.run(assignment_of(plan, engine.steps, step.sizes))
     return replace(plan, prediction=step.prediction(engine, run, 0.0))
 
@@ -153,16 +175,18 @@ class _Step:
     ) -> None:
         if mode not in ("training", "forward"):
             raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
-        self.sizes, network, device = _mesh(mesh, links, device_type)
-        self._choices = Choices(torch.device(device), network, machine or MACHINES.get(device, MACHINES["cpu"]))
+        self.sizes, network, own, device = _mesh(mesh, links, device_type)
+        machine = machine or MACHINES.get(device, MACHINES["cpu"])
+        self._choices = Choices(torch.device(device), network, machine, own)
         self._training = mode == "training"
         self._states = optimizer_states if self._training else 0.0
         self._began = self._recorded = 0.0
 
-    def engine(self, model: nn.Module, inputs: Any, loss: Loss | None) -> Engine:
-        """Record the step."""
+    def engine(self, model: nn.Module, inputs: Any, loss: Loss | None, plan: Plan) -> Engine:
+        """Record the step, with what the plan computes again."""
         self._began = time.monotonic()
-        tape = record(model, inputs, loss=loss, training=self._training)
+        again = recomputed_of(plan, [name for name, _ in model.named_modules()])
+        tape = record(model, inputs, loss=loss, training=self._training, recomputed=again if self._training else ())
         self._recorded = time.monotonic()
         return Engine(steps_of(tape), self._choices, training=self._training, states=self._states)
 
@@ -178,21 +202,40 @@ class _Step:
         """The best plans under other conditions, of which each is searched."""
         here = self._choices
         whole: State = (None,) * len(self.sizes)
-        try:
-            uncut = {**pinned, **dict.fromkeys([t for t in engine.steps.of_kind(INPUT) if t not in pinned], whole)}
-            yield "every rank with the whole batch", Best(engine, uncut, memory, gap, limit).found()[1]
-        except PlacementError:
-            pass  # it does not fit into memory
+        uncut = {**pinned, **dict.fromkeys([t for t in engine.steps.of_kind(INPUT) if t not in pinned], whole)}
+        ways = [("every rank with the whole batch", Best(engine, uncut, memory, gap, limit))]
         for k, axis in enumerate(self.sizes):
             links = list(here.network.links)
             links[k] = replace(links[k], bandwidth=2 * links[k].bandwidth)
             network = Network.of(here.network.sizes, tuple(links))
-            faster = Engine(
-                engine.steps, Choices(here.mesh, network, here.machine), training=self._training, states=self._states
-            )
-            yield f"{axis} twice as fast", Best(faster, pinned, memory, gap, limit).found()[1]
+            choices = Choices(here.mesh, network, here.machine)
+            faster = Engine(engine.steps, choices, training=self._training, states=self._states)
+            ways.append((f"{axis} twice as fast", Best(faster, pinned, memory, gap, limit)))
         if memory is not None:
-            yield "twice the memory", Best(engine, pinned, 2 * memory, gap, limit).found()[1]
+            ways.append(("twice the memory", Best(engine, pinned, 2 * memory, gap, limit)))
+        for name, best in ways:
+            found = best.found()
+            if found is not None:
+                yield name, found[1]
+
+
+def _recomputations(model: nn.Module, mode: Mode, memory: float | None) -> Iterator[Mapping[str, int]]:
+    """What to try to compute again in the backward, least first."""
+    yield {}
+    layers = layers_of(model)
+    if mode == "training" and memory is not None and layers:
+        yield from [dict.fromkeys(layers, n) for n in (4, 2, 1)]
+
+
+def layers_of(model: nn.Module) -> list[str]:
+    """Patterns of the names of modules that repeat, such as layers, and are in no other module that does."""
+    numbered = [(n, m) for n, m in model.named_modules() if n.rpartition(".")[2].isdigit()]
+    counts = Counter([(pattern(name), type(module)) for name, module in numbered])
+    found: list[str] = []
+    for name in dict.fromkeys([name for (name, _), n in counts.items() if n > 1]):
+        if not any(name.startswith(f"{outer}.") for outer in found):
+            found.append(name)
+    return found
 
 
 def _once(mesh: Any, found: Callable[[], Plan]) -> Plan:
@@ -216,14 +259,18 @@ def _once(mesh: Any, found: Callable[[], Plan]) -> Plan:
     return said[0]
 
 
-def _mesh(mesh: Any, links: Mapping[str, Link] | None, device: str) -> tuple[dict[str, int], Network, str]:
+def _mesh(
+    mesh: Any, links: Mapping[str, Link] | None, device: str
+) -> tuple[dict[str, int], Network, Network | None, str]:
+    """The axes of a mesh, its network with the links given, its own if that is another, and its device type."""
+    links = links or {}
     if isinstance(mesh, Mapping):
         sizes, stride = {str(axis): int(n) for axis, n in mesh.items()}, 1
         found: list[Link] = []
         for n in reversed(sizes.values()):
             stride *= n
             found.insert(0, INTRA if stride <= PER_HOST else INTER)
-        network = Network.of(tuple(sizes.values()), tuple(found))
+        network, own = Network.of(tuple(sizes.values()), tuple(found)), None
     else:
         names = mesh.mesh_dim_names
         if not names:
@@ -231,11 +278,14 @@ def _mesh(mesh: Any, links: Mapping[str, Link] | None, device: str) -> tuple[dic
                 "a plan names the axes of the mesh, and those of this one have no names; make it with "
                 "init_device_mesh(…, mesh_dim_names=(…))"
             )
-        sizes, network, device = dict(zip(names, mesh.shape)), facts(mesh).network, mesh.device_type
-    if unknown := [axis for axis in links or {} if axis not in sizes]:
+        sizes, device = dict(zip(names, mesh.shape)), mesh.device_type
+        network = own = facts(mesh).network
+    if unknown := [axis for axis in links if axis not in sizes]:
         raise ValueError(f"links: the mesh has axes {list(sizes)} and no {unknown[0]!r}")
-    given = tuple([(links or {}).get(axis, own) for axis, own in zip(sizes, network.links)])
-    return sizes, Network.of(network.sizes, given), device
+    given = Network.of(network.sizes, tuple([links.get(axis, known) for axis, known in zip(sizes, network.links)]))
+    return sizes, given, own, device
 
 
-__all__ = ["PER_HOST", "Mode", "predict", "search"]
+FINDERS["auto"] = search
+
+__all__ = ["PER_HOST", "Mode", "layers_of", "predict", "search"]

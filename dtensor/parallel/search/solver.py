@@ -90,7 +90,7 @@ def matrix(columns: Columns, rows: Rows) -> Any:
 
 
 def run(lp: Any, gap: float, limit: float, relaxed: bool = False) -> Found | None:
-    """Solve a program, by an interior point if it is relaxed; None if no solution is found."""
+    """Solve a program; None if no solution is found."""
     highspy = highs()
     solver = highspy.Highs()
     options: dict[str, Any] = {
@@ -101,7 +101,7 @@ def run(lp: Any, gap: float, limit: float, relaxed: bool = False) -> Found | Non
         "solve_relaxation": relaxed,
     }
     if relaxed:
-        options |= {"solver": "ipm", "run_crossover": "off"}
+        options["solver"] = "simplex"
     for name, value in options.items():
         solver.setOptionValue(name, value)
     solver.passModel(lp)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf, prod
 from typing import TypeAlias
 
-from ...layout.cost import Network, seconds
+from ...layout.cost import WORK, Network, seconds
 from ...layout.layout import Layout
 from ...layout.placements import Partial, Placement, Replicate, Shard
 from ...rules.choose import MOVES
@@ -55,10 +55,25 @@ def fits(state: State, shape: Sequence[int], sizes: Sequence[int]) -> bool:
     return True
 
 
+BUCKET = 10
+"""Starts of a collective that the bytes of a full bucket take, as in `dtensor.passes`."""
+
+
 def bucketed(network: Network) -> Network:
-    """The mesh as it is for what shares its collectives with much else: only bytes count, and no starts."""
-    links = [replace(link, alpha=0.0, launch=0.0, start=0.0) for link in network.links]
+    """The mesh as it is for what shares its collectives with much else: bytes count, and their part of the starts of full
+    buckets. The first bucket's start comes on top; see `first_start`."""
+    links = [
+        replace(link, alpha=0.0, launch=0.0, start=0.0, bandwidth=link.bandwidth / (1 + 1 / BUCKET))
+        for link in network.links
+    ]
     return Network.of(network.sizes, tuple(links))
+
+
+def first_start(network: Network, a: State, b: State) -> tuple[int, float]:
+    """The axis of a single move, and the seconds that a collective takes to start over it; 0.0 if it needs none."""
+    axis = next(k for k, (x, y) in enumerate(zip(a, b)) if x != y)
+    sent = MOVES.get((type(a[axis]), type(b[axis]))) in WORK
+    return axis, seconds("all_gather", 0.0, network.sizes[axis], network.links[axis]) if sent else 0.0
 
 
 class Moves:

@@ -7,6 +7,7 @@ numbers only. A plan treats them in the same way.
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -117,6 +118,9 @@ class Steps:
         which: value -> its tensor.
         gradients: (tensor of gradients, tensor of parameters) -> how many.
         last: memory -> the index of the last operator that needs it; not of parameters, inputs and gradients.
+        ahead: parameters, and what is a view or a cast of one; their moves need wait for nothing.
+        late: gradients, and what only becomes one by views and casts; nothing in the backward waits for their moves.
+        in_passing: what the backward reads only to compute gradients of parameters, for which nothing else waits.
     """
 
     tape: Tape
@@ -126,6 +130,13 @@ class Steps:
     which: dict[Value, Tensor] = field(default_factory=dict[Value, Tensor])
     gradients: Counter[tuple[Tensor, Tensor]] = field(default_factory=Counter[tuple[Tensor, Tensor]])
     last: dict[int, int] = field(default_factory=dict[int, int])
+    ahead: set[Tensor] = field(default_factory=set[Tensor])
+    late: set[Tensor] = field(default_factory=set[Tensor])
+    in_passing: set[Tensor] = field(default_factory=set[Tensor])
+
+    def beside(self, t: Tensor, backward: bool) -> bool:
+        """Whether nothing waits for moves of a tensor to where the forward or the backward reads it."""
+        return t in self.ahead or t in self.late or (backward and t in self.in_passing)
 
     def of_kind(self, kind: str) -> list[Tensor]:
         return [t for t in self.tensors if t.kind == kind]
@@ -178,48 +189,99 @@ def steps_of(tape: Tape) -> Steps:
                 made.which[v] = t
     for name, gradient in tape.gradients.items():
         made.gradients[made.which[gradient], made.which[tape.values[PARAMETER, name]]] += 1
+    _beside(made)
     made.last = _lifetimes(made)
     turn = next((k for k, op in enumerate(tape.ops) if op.backward), len(tape.ops))
     seen: set[int] = set()
-    for t in made.tensors:
-        storage = t.like.storage
+    for v, t in made.which.items():
         forward = t.step is not None and not t.step.backward and not t.plain
-        if forward and made.last.get(storage, 0) >= turn and storage not in seen:
-            seen.add(storage)
-            t.saved = t.count
+        if forward and made.last.get(v.storage, 0) >= turn and v.storage not in seen:
+            seen.add(v.storage)
+            t.saved += 1
     for step in made.steps:
         step.moved, step.flops = _moved(step), _flops(step.like)
     return made
 
 
+def _beside(made: Steps) -> None:
+    """Find the tensors that are `ahead`, `late`, and read `in_passing`."""
+    made.ahead.update(made.of_kind(PARAMETER))
+    for step in made.steps:
+        if _hands_on(step) and all(t in made.ahead for t in step.sources[0]):
+            made.ahead.update([t for t in step.outputs if t is not None])
+    gradients = {g for g, _ in made.gradients}
+    only: set[Tensor] = set()
+    for t in reversed(made.tensors):
+        given = [u for u, _ in t.users]
+        if t in gradients if not given else all(u.backward and _all_in(u, only) for u in given):
+            only.add(t)
+        if t in gradients if not given else all(_hands_on(u) and _all_in(u, made.late) for u in given):
+            made.late.add(t)
+    for t in made.tensors:
+        users = [u for u, _ in t.users if u.backward]
+        if users and all(_all_in(u, only) for u in users):
+            made.in_passing.add(t)
+
+
+def _hands_on(step: Step) -> bool:
+    """Whether it is a view or a cast of one tensor."""
+    return len(step.sources) == 1 and (is_free(step) or step.like.func is torch.ops.aten._to_copy.default)
+
+
+def _all_in(step: Step, found: set[Tensor]) -> bool:
+    return all(t is None or t in found for t in step.outputs)
+
+
 def _lifetimes(steps: Steps) -> dict[int, int]:
     """Memory -> the index of the last operator that needs it.
 
-    What an operator that works element by element makes is computed again in the backward, from what it read, as
-    torch's partitioner does; so what it read stays.
+    What an operator that is fused makes is computed again in the backward, from what it read, so that this stays. It
+    stays itself if that takes less memory, or if the backward reads it in full, as products do. That is about what
+    torch's partitioner does by default.
     """
     ops = steps.tape.ops
     last: dict[int, int] = {}
     later: dict[int, int] = {}
+    whole: set[int] = set()
+    own = {v.storage for v in (*steps.tape.values.values(), *steps.tape.gradients.values())}
     for index in reversed(range(len(ops))):
         op, step = ops[index], steps.of[ops[index]]
+        fused = is_fused(step)
         if op.backward:
             for v in (*op.operands, *[v for v in op.outputs if v is not None]):
                 last.setdefault(v.storage, index)
                 later.setdefault(v.storage, index)
+            whole.update([v.storage for v in op.operands if not fused and not is_free(step)])
             continue
-        again = max([later.get(v.storage, -1) for v in op.outputs if v is not None], default=-1)
+        made = [v.storage for v in op.outputs if v is not None]
+        again = max([later.get(s, -1) for s in made if s not in whole], default=-1)
+        if fused and again >= 0:
+            sources = {v.storage: v.bytes for v in op.operands if v.storage not in later and v.storage not in own}
+            if sum(sources.values()) > sum([v.bytes for v in op.outputs if v is not None]):
+                whole.update(made)
+                again = -1
         for v in op.operands:
-            if is_pointwise(step) or is_free(step):
+            if fused:
                 later[v.storage] = max(later.get(v.storage, -1), again)
             last[v.storage] = max(last.get(v.storage, -1), index)
-        for v in op.outputs:
-            if v is None or is_free(step):
-                continue
-            used = max([k for k in (last.get(v.storage, index),) if not ops[k].backward], default=index)
-            last[v.storage] = used if is_pointwise(step) else max(last.get(v.storage, index), later.get(v.storage, -1))
-    own = {v.storage for v in (*steps.tape.values.values(), *steps.tape.gradients.values())}
+        for storage in made if not is_free(step) else ():
+            end = last.get(storage, index)
+            if not fused or storage in whole:
+                last[storage] = max(end, later.get(storage, -1))
+            else:
+                last[storage] = index if ops[end].backward else end
+    own |= _never_in_memory(steps, last)
     return {storage: index for storage, index in last.items() if storage not in own}
+
+
+def _never_in_memory(steps: Steps, last: dict[int, int]) -> set[int]:
+    """Memory of what fused operators make for each other, with nothing between them that is not fused."""
+    found: set[int] = set()
+    opaque = list(accumulate([not (is_free(step) or is_fused(step)) for step in map(steps.of.__getitem__, steps.tape.ops)]))
+    for index, op in enumerate(steps.tape.ops):
+        if is_fused(steps.of[op]):
+            found.update([v.storage for v in op.outputs if v and opaque[last.get(v.storage, index)] == opaque[index]])
+    return found
 
 
 def is_pointwise(step: Step) -> bool:
@@ -228,6 +290,35 @@ def is_pointwise(step: Step) -> bool:
     return isinstance(func, OpOverload) and (
         torch.Tag.pointwise in func.tags or func is torch.ops.aten._to_copy.default
     )
+
+
+FUSED = {
+    f"aten::{name}"
+    for name in (
+        "_log_softmax",
+        "_log_softmax_backward_data",
+        "_softmax",
+        "_softmax_backward_data",
+        "nll_loss_forward",
+        "nll_loss_backward",
+        "native_layer_norm",
+        "native_layer_norm_backward",
+        "_fused_rms_norm",
+        "_fused_rms_norm_backward",
+        "sum",
+        "mean",
+        "cat",
+        "slice_backward",
+        "expand",
+        "clone",
+    )
+}
+"""Operators that compilers take apart into pointwise operators, and reductions with small results."""
+
+
+def is_fused(step: Step) -> bool:
+    """Whether compilers fuse it with its neighbours, and compute it again rather than keep what it makes."""
+    return is_pointwise(step) or step.like.func._schema.name in FUSED if not step.border else False
 
 
 def is_free(step: Step) -> bool:
@@ -246,11 +337,11 @@ def _root(t: Tensor) -> Tensor:
 
 def _fused(t: Tensor) -> bool:
     root = _root(t)
-    return root.step is not None and is_pointwise(root.step)
+    return root.step is not None and is_fused(root.step)
 
 
 def _read_in_full(t: Tensor) -> bool:
-    """Whether some user of a tensor, or of a view of it, is no pointwise operator; or nothing uses it."""
+    """Whether some user of a tensor, or of a view of it, is not fused; or nothing uses it."""
     todo, seen = [t], {t}
     while todo:
         at = todo.pop()
@@ -258,7 +349,7 @@ def _read_in_full(t: Tensor) -> bool:
             return True
         for user, _ in at.users:
             if not is_free(user):
-                if not is_pointwise(user):
+                if not is_fused(user):
                     return True
                 continue
             more = [out for out in user.outputs if out is not None and out not in seen]
@@ -270,7 +361,7 @@ def _read_in_full(t: Tensor) -> bool:
 def _moved(step: Step) -> tuple[list[float], list[float]]:
     if is_free(step):
         return [0.0] * len(step.sources), [0.0] * len(step.outputs)
-    fused = is_pointwise(step)
+    fused = is_fused(step)
     read = [
         0.0 if fused and all(_fused(t) for t in source) else float(next(iter(source)).like.bytes)
         for source in step.sources

@@ -8,14 +8,16 @@ an operator of its own, `BORDER`, that hands a tensor on: there a plan may chang
 """
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from ...errors import PlacementError
 from ...rules import SHAPES, Output
@@ -273,6 +275,33 @@ def _borders(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _recomputed(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+    """The backward runs the forward of these modules again."""
+    modules = [model.get_submodule(name) for name in names]
+    own = [vars(module).get("forward") for module in modules]
+    for module in modules:
+        vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, own):
+            del vars(module)["forward"]
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
+class _Step(nn.Module):
+    """A module whose forward is a whole step of another one, in which that one has other parameters."""
+
+    def __init__(self, model: nn.Module, step: Callable[..., None]) -> None:
+        super().__init__()
+        self.model, self._run = model, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        self._run(*args, **kwargs)
+
+
 def record(
     model: nn.Module,
     inputs: Mapping[str, Any] | Sequence[Any] | torch.Tensor,
@@ -280,6 +309,7 @@ def record(
     loss: Loss | None = None,
     training: bool = True,
     device: str = "cpu",
+    recomputed: Collection[str] = (),
 ) -> Tape:
     """Record a step of `model` on `inputs`, without computing anything.
 
@@ -289,6 +319,7 @@ def record(
         loss: computes the loss from what the model returns; None for `default_loss`.
         training: whether to record the backward, too.
         device: the type of device on which the step will run.
+        recomputed: names of modules whose forward the backward runs again.
 
     Returns:
         The tape.
@@ -332,16 +363,22 @@ def record(
         return made
 
     args, kwargs = tree_map(take, args), tree_map(take, kwargs)
+
+    def step(*args: Any, **kwargs: Any) -> None:
+        out = model(*args, **kwargs)
+        if not training:
+            return
+        total = (loss or default_loss)(out)
+        recorder.tape.loss = recorder.value(total)
+        recorder.backward = True
+        wanted = list(parameters)
+        found = torch.autograd.grad(total, [parameters[n] for n in wanted], allow_unused=True)
+        recorder.tape.gradients = {n: recorder.value(g) for n, g in zip(wanted, found) if g is not None}
+
     try:
-        with mode, _borders(model, recorder), recorder, torch.set_grad_enabled(training):
-            out = functional_call(model, given, args, kwargs, tie_weights=False)
-            if training:
-                total = (loss or default_loss)(out)
-                recorder.tape.loss = recorder.value(total)
-                recorder.backward = True
-                wanted = list(parameters)
-                found = torch.autograd.grad(total, [parameters[n] for n in wanted], allow_unused=True)
-                recorder.tape.gradients = {n: recorder.value(g) for n, g in zip(wanted, found) if g is not None}
+        with mode, _borders(model, recorder), _recomputed(model, recomputed), recorder, torch.set_grad_enabled(training):
+            inside = {f"model.{name}": x for name, x in given.items()}
+            functional_call(_Step(model, step), inside, args, kwargs, tie_weights=False)
     except UnknownValue as error:
         raise PlacementError(
             f"the forward of {type(model).__name__} needs the values of tensors, in {error}: what it computes, or how "

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ...comm.from_plain import check_module, mesh_of
 from ...dispatch.global_view import global_view
@@ -29,8 +30,8 @@ from ..checks.input_check import InputCheck
 from ..fsdp.sharded_module import FullyShardedModule
 from ..fsdp.sharding import SHARDED_AS, joint_mesh
 from ..modules.distribute_module import DISTRIBUTED, distribute_parameter
-from ..modules.forward_wrapping import made_class, with_own_code, wrap_forward
-from .plan import INPUT, OUTPUT, Activation, Plan, check_mesh, modules_of, on_axes
+from ..modules.forward_wrapping import made_class, with_own_code, wrap_call, wrap_forward
+from .plan import FINDERS, INPUT, OUTPUT, Activation, Plan, check_mesh, modules_of, on_axes, recomputed_of
 from .tp_plan import placements_of_plan
 
 Placements: TypeAlias = Mapping[str, Placement] | Sequence[Placement]
@@ -46,8 +47,9 @@ USED = "_dtensor_used"
 def distribute_model(
     model: nn.Module,
     device_mesh: Any = None,
-    placements: Mapping[str, Placements] | Plan | Literal["model"] | None = None,
+    placements: Mapping[str, Placements] | Plan | Literal["model", "auto"] | None = None,
     *,
+    batch: Any = None,
     inputs: Placements | None = None,
     outputs: Placements | None = None,
     check_inputs: bool = True,
@@ -66,6 +68,8 @@ def distribute_model(
             several match a name, the one with most non-wildcard characters applies. Tensors that no pattern matches are
             replicated. "model" uses the `tp_plan` of a transformers model, over the mesh axis "tp" or the only axis. A
             `Plan`, as `dtensor.search` finds one, also says where activations and, unless `inputs` does, inputs are.
+            "auto" searches for one, for `batch`.
+        batch: for "auto", the arguments of forward as `dtensor.search` takes them, with the sizes of the whole batch.
         inputs: the placements of tensors in the arguments of forward, including those in tuples, lists, dicts and
             dataclasses. None: full tensors, the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" passes its
             part of the batch, all of equal length. Tensors without that dim are full tensors; DTensors are not changed.
@@ -101,17 +105,17 @@ def distribute_model(
     if getattr(model, DISTRIBUTED, False):
         raise RuntimeError("the model was distributed before; call distribute_model once, on the plain model")
     if isinstance(placements, str):
-        if placements != "model":
-            raise PlacementError(f"placements is a dict from patterns to placements, or 'model'; got {placements!r}")
-        placements = placements_of_plan(model, mesh)
+        placements = _by_word(placements, model, mesh, batch)
     read: dict[torch.Tensor, tuple[Placement, ...]] = {}
     around: dict[str, dict[str, Activation]] = {}
+    recomputed: list[str] = []
     if isinstance(placements, Plan):
         plan, placements = placements, placements.parameters
         check_mesh(plan, mesh)
         inputs = plan.inputs if inputs is None else inputs
         read = _chosen(model, mesh, plan.used, only_named=True)
-        around = modules_of(plan, [name for name, _ in model.named_modules()])
+        names = [name for name, _ in model.named_modules()]
+        around, recomputed = modules_of(plan, names), recomputed_of(plan, names)
     chosen = _chosen(model, mesh, placements or {})
     taken = _borders(inputs or {}, mesh, "inputs")
     given = None if outputs is None else _borders(outputs, mesh, "outputs")
@@ -133,6 +137,8 @@ def distribute_model(
             if b not in buffers:  # a shared buffer stays shared
                 buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
             module._buffers[name] = buffers[b]
+    for name in recomputed:
+        wrap_call(model.get_submodule(name), functools.partial(checkpoint, use_reentrant=False))
     for name, borders in around.items():
         _move_at_borders(model.get_submodule(name), mesh, borders)
     for module in model.modules():
@@ -149,6 +155,21 @@ def distribute_model(
             vars(module)["forward"] = functools.partial(view, vars(module)["forward"])
     setattr(model, DISTRIBUTED, True)
     return model
+
+
+def _by_word(word: str, model: nn.Module, mesh: Any, batch: Any) -> Mapping[str, Placements] | Plan:
+    if word == "model":
+        return placements_of_plan(model, mesh)
+    if word not in FINDERS:
+        raise PlacementError(
+            f"placements is a dict from patterns to placements, a Plan, 'model' or 'auto'; got {word!r}"
+        )
+    if batch is None:
+        raise PlacementError(
+            f"placements={word!r} searches for a plan, which depends on the sizes of a batch; pass batch=, the arguments "
+            "of forward of the whole batch"
+        )
+    return FINDERS[word](model, mesh, batch)
 
 
 def _own(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,6 +22,9 @@ FORMAT = "dtensor plan 1"
 """The value of a file's "format" entry."""
 
 INPUT, OUTPUT = "input", "output"
+
+FINDERS: dict[str, Callable[[Any, Any, Any], "Plan"]] = {}
+"""Word that `distribute_model` takes in place of a plan -> what finds one for a model, a mesh and a batch."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,8 @@ class Plan:
         used: name of a parameter -> where it is when the forward reads it, if not where it is stored.
         inputs: where the arguments of the model's forward are, as `distribute_model` takes it.
         activations: name of a module, with ".input" or ".output" -> where the first tensor is that it takes or returns.
+        recomputed: name of modules -> n: each n-th of these keeps no activations, and the backward runs its forward
+            again. Modules within one that the name matches are parts of it.
         prediction: what the plan is expected to cost, if that was computed.
     """
 
@@ -101,6 +106,7 @@ class Plan:
     used: Mapping[str, Axes] = field(default_factory=dict[str, Axes])
     inputs: Axes = field(default_factory=dict[str, Placement])
     activations: Mapping[str, Activation] = field(default_factory=dict[str, Activation])
+    recomputed: Mapping[str, int] = field(default_factory=dict[str, int])
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -112,6 +118,8 @@ class Plan:
             read = f", read as {_words(self.used[name])}" if name in self.used else ""
             lines.append(f"{name}  {stored}{read}")
         lines += [f"{name}  {placed}" for name, placed in self.activations.items()]
+        for name, n in self.recomputed.items():
+            lines.append(f"{name}  recomputed in the backward" + (f", one of {n}" if n > 1 else ""))
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -120,7 +128,7 @@ class Plan:
         Raises:
             OSError: it cannot be written.
         """
-        texts = {
+        texts: dict[str, Any] = {
             "parameters": {name: _texts(axes) for name, axes in self.parameters.items()},
             "used": {name: _texts(axes) for name, axes in self.used.items()},
             "inputs": _texts(self.inputs),
@@ -128,6 +136,7 @@ class Plan:
                 name: {"to": _texts(a.to), "gradient": _texts(a.gradient)} for name, a in self.activations.items()
             },
         }
+        texts["recomputed"] = dict(self.recomputed)
         Path(path).write_text(json.dumps({"format": FORMAT, "mesh": dict(self.mesh), **texts}, indent=2) + "\n")
 
     @staticmethod
@@ -150,7 +159,8 @@ class Plan:
                 name: Activation(_parsed(a["to"]), _parsed(a.get("gradient", a["to"])))
                 for name, a in content.get("activations", {}).items()
             }
-            return Plan(sizes, parameters, used, _parsed(content.get("inputs", {})), activations)
+            recomputed = {str(name): int(n) for name, n in content.get("recomputed", {}).items()}
+            return Plan(sizes, parameters, used, _parsed(content.get("inputs", {})), activations, recomputed)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlacementError(
                 f"{path} is not a plan: {error}; write one with Plan.save, as dtensor.search does"
@@ -251,6 +261,39 @@ def check_mesh(plan: Plan, mesh: Any) -> None:
         )
 
 
+def _matching(name: str, entry: str, names: Sequence[str]) -> list[str]:
+    """The modules that a name in an entry of a plan matches.
+
+    Raises:
+        PlacementError: there are none.
+    """
+    matching = [n for n in names if n and fnmatchcase(n, name)]
+    if not matching:
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or [n for n in names if n][:3]
+        raise PlacementError(
+            f"{name!r} of {entry!r} matches no module of the model; it has for example {', '.join(near)}"
+        )
+    return matching
+
+
+def recomputed_of(plan: Plan, names: Sequence[str]) -> list[str]:
+    """The modules among `names` whose forward the backward runs again, none of them within another.
+
+    Raises:
+        PlacementError: an entry names no module of the model, or its number is not positive.
+    """
+    found: list[str] = []
+    for entry, n in plan.recomputed.items():
+        if n < 1:
+            raise PlacementError(f"recomputed: each n-th of {entry!r} with n = {n}; write 1 for all, 2 for every other one")
+        outer: list[str] = []
+        for name in _matching(entry, "recomputed", names):
+            if not any(name.startswith(f"{other}.") for other in outer):
+                outer.append(name)
+        found += [name for k, name in enumerate(outer) if k % n == 0]
+    return [n for n in dict.fromkeys(found) if not any(n.startswith(f"{other}.") for other in found)]
+
+
 def modules_of(plan: Plan, names: Sequence[str]) -> dict[str, dict[str, Activation]]:
     """Name of a module -> "input" or "output" -> placements of its activations.
 
@@ -262,13 +305,7 @@ def modules_of(plan: Plan, names: Sequence[str]) -> dict[str, dict[str, Activati
         name, _, which = entry.rpartition(".")
         if which not in (INPUT, OUTPUT):
             raise PlacementError(f"{entry!r} is not an activation; write the name of a module with .input or .output")
-        matching = [n for n in names if fnmatchcase(n, name)]
-        if not matching:
-            near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or [n for n in names if n][:3]
-            raise PlacementError(
-                f"{name!r} of {entry!r} matches no module of the model; it has for example {', '.join(near)}"
-            )
-        for n in matching:
+        for n in _matching(name, entry, names):
             found.setdefault(n, {})[which] = placed
     return found
 
@@ -278,4 +315,5 @@ def on_axes(axes: Axes, mesh: Any) -> list[Placement]:
     return [axes.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
 
 
-__all__ = ["INPUT", "OUTPUT", "Activation", "Axes", "Plan", "Prediction", "check_mesh", "modules_of", "on_axes"]
+__all__ = ["FINDERS", "INPUT", "OUTPUT", "Activation", "Axes", "Plan", "Prediction", "check_mesh", "modules_of", "on_axes"]
+__all__ += ["recomputed_of"]
