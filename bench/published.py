@@ -1,29 +1,40 @@
-"""Predictions of the search's model of cost for training runs that others have published.
+"""Predictions of the search's model of cost beside steps that ran on GPUs.
 
-The rows are those in bfloat16 with torch.compile, without pipelines, of torchtitan's tables for Llama 3.1 on hosts of
-eight H100 (benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md in
-github.com/pytorch/torchtitan). Peak, memory bandwidth and links are those of data sheets; the efficiency of products,
-one number, is fitted on the first row. Activation checkpointing recomputes half of the forward if it is selective, as
-every other product is kept, and all of it if it is full. A layer's time is the difference between models of four layers
-and of two.
+`ROWS` are runs of torchtitan for Llama 3.1 on hosts of eight H100, in bfloat16 with torch.compile and without pipelines
+(benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md in
+github.com/pytorch/torchtitan). Peak, memory bandwidth and links are those of data sheets; the efficiency, one number,
+is fitted on the first row. Parameters, gradients and states are in float32 there. Selective checkpointing keeps
+attention and every other product. Memory was read as reserved by the allocator, with its gaps; what is predicted is
+allocated.
+
+`STEPS` are steps of parts of Llama 3.1 8B on one H100 (80 GB, HBM3, 700 W), without dtensor: torch 2.11 with
+torch.compile and fused AdamW, all in bfloat16, sequences of 8,192 tokens. The efficiency is fitted on the first of
+them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtensor.layout.cost import Link, Network
 from dtensor.layout.machine import Machine
 from dtensor.parallel.search.choices import Choices
-from dtensor.parallel.search.engine import Assignment, Engine, Run
+from dtensor.parallel.search.engine import Assignment, Engine
 from dtensor.parallel.search.steps import Steps, pattern, steps_of
 from dtensor.parallel.search.tape import PARAMETER, record
 
 from .models import Llama, Sizes
 
-EFFICIENCY = 0.41
-"""Of the 989 TFLOP/s of the data sheet, fitted on the first row; these GPUs ran at 500 of 700 W."""
+H100 = Machine(flops=67e12, half=989e12, memory=3.35e12, launch=3e-6, overlap=0.88, efficiency=0.64)
+"""By the data sheet; the efficiency is fitted on `STEPS`. NCCL takes about 16 of 132 multiprocessors."""
+
+H100_500W = replace(H100, memory=2.4e12, efficiency=0.42)
+"""Those of torchtitan's hosts, with HBM2e and at 500 of 700 W; the efficiency is fitted on the first of `ROWS`."""
 
 GPU = Link(alpha=4e-6, bandwidth=360e9, memory=2.4e12, launch=3e-6, start=10e-6)
 WIRE = Link(alpha=8e-6, bandwidth=45e9, memory=2.4e12, launch=3e-6, start=15e-6)
@@ -34,15 +45,16 @@ SEQ = 8192
 
 @dataclass(frozen=True)
 class Row:
-    """A published run.
+    """A step that ran.
 
     Attributes:
         name: of the model and its sharding.
         layers, dim, heads, hidden: of the model.
         batch: sequences of a rank, or of a group of tensor parallel ranks.
         fsdp, tp: number of ranks along each axis.
-        again: which part of the forward is computed again in the backward.
-        tokens: per second and GPU, as published.
+        again: what the backward computes again: "", "selective" or "full".
+        step: seconds.
+        memory: bytes, if known.
     """
 
     name: str
@@ -53,20 +65,45 @@ class Row:
     batch: int
     fsdp: int
     tp: int
-    again: float
-    tokens: float
+    again: str
+    step: float
+    memory: float | None = None
 
     @property
-    def step(self) -> float:
-        """Seconds of a step, as published."""
-        return self.batch * SEQ / self.tp / self.tokens
+    def tokens(self) -> float:
+        """Tokens per second and GPU."""
+        return self.batch * SEQ / self.tp / self.step
 
+
+def _row(name: str, layers: int, wide: tuple[int, int, int], batch: int, ranks: tuple[int, int], again: str, tokens: float,
+         memory: float | None = None) -> Row:  # fmt: skip
+    step = batch * SEQ / ranks[1] / tokens
+    return Row(name, layers, *wide, batch, *ranks, again, step, memory and memory * 2**30)
+
+
+SMALL, LARGE = (4096, 32, 14336), (8192, 64, 28672)
 
 ROWS = (
-    Row("8B, FSDP 8", 32, 4096, 32, 14336, 2, 8, 1, 0.5, 6667),
-    Row("8B, FSDP 128", 32, 4096, 32, 14336, 2, 128, 1, 0.5, 6514),
-    Row("8B, FSDP 8, TP 8", 32, 4096, 32, 14336, 12, 8, 8, 0.5, 4378),
-    Row("70B, FSDP 32, TP 8", 80, 8192, 64, 28672, 16, 32, 8, 1.0, 597.3),
+    _row("8B, FSDP 8", 32, SMALL, 2, (8, 1), "selective", 6667, 77.0),
+    _row("8B, FSDP 128", 32, SMALL, 2, (128, 1), "selective", 6514, 62.0),
+    _row("8B, FSDP 8, TP 8", 32, SMALL, 12, (8, 8), "selective", 4378),
+    _row("70B, FSDP 32, TP 8", 80, LARGE, 16, (32, 8), "full", 597.3),
+)
+
+
+def _step(layers: int, batch: int, again: str, ms: float, gb: float) -> Row:
+    how = ", layers recomputed" if again else ""
+    name = f"{layers} layers of 8B, batch {batch}{how}"
+    return Row(name, layers, *SMALL, batch, 1, 1, again, ms * 1e-3, gb * 1e9)
+
+
+STEPS = (
+    _step(2, 1, "", 90.5, 14.90),
+    _step(4, 1, "", 135.6, 20.13),
+    _step(4, 2, "", 257.7, 27.61),
+    _step(4, 2, "full", 301.0, 19.26),
+    _step(8, 1, "", 221.0, 30.61),
+    _step(8, 2, "full", 511.5, 26.24),
 )
 
 
@@ -79,38 +116,64 @@ class _Sizes(Sizes):
         return self.wide
 
 
-def predicted(row: Row) -> float:
-    """Seconds of a step."""
-    (few, few_forward), (more, more_forward) = (_runs(row, layers) for layers in (2, 4))
-
-    def whole(a: float, b: float) -> float:
-        return a + (b - a) / 2 * (row.layers - 2)
-
-    computing = whole(few.computing, more.computing)
-    computing += row.again * whole(few_forward.computing, more_forward.computing)
-    waiting = whole(few.waiting, more.waiting)
-    waiting += int(row.again) * whole(few_forward.waiting, more_forward.waiting)
-    # Parameters and their states are in float32, and moved and priced here in bfloat16.
-    together = few.machine.together(computing, whole(few.beside, more.beside))
-    return waiting + together + 2 * whole(few.updating, more.updating)
+def predicted(row: Row) -> tuple[float, float]:
+    """Seconds of a step, and bytes at its peak."""
+    model, tokens = model_of(row)
+    steps = steps_of(record(model, tokens, loss=loss_of))
+    sizes, links = mesh_of(row)
+    network = Network.of(tuple(sizes.values()), tuple(links.values()))
+    choices = Choices(torch.device("cuda"), network, machine_of(row))
+    run = Engine(steps, choices, states=states_of(row)).run(_as_published(steps, row))
+    return run.seconds, run.peak
 
 
-def _runs(row: Row, layers: int) -> tuple[Run, Run]:
-    """The whole step, and its forward."""
-    made = []
-    for training in (True, False):
-        sizes = _Sizes(layers, row.dim, SEQ, row.batch * row.fsdp, 128256, row.heads, 8, row.hidden)
-        with torch.device("meta"):
-            model = Llama(sizes).to(torch.bfloat16)
-        tokens = torch.empty(sizes.batch, SEQ, dtype=torch.long, device="meta")
-        steps = steps_of(record(model, tokens, loss=_loss, training=training))
-        machine = Machine(EFFICIENCY * 400e12, EFFICIENCY * 989e12, 0.9 * 2.4e12, 2e-6)
-        outer = GPU if row.fsdp * row.tp <= 8 else WIRE
-        shape, links = ((row.fsdp, row.tp), (outer, GPU)) if row.tp > 1 else ((row.fsdp,), (outer,))
-        choices = Choices(torch.device("cuda"), Network.of(shape, links), machine)
-        engine = Engine(steps, choices, training=training, states=2.0 if training else 0.0)
-        made.append(engine.run(_as_published(steps, row)))
-    return made[0], made[1]
+def states_of(row: Row) -> float:
+    """Tensors of a parameter's size that the optimizer keeps. In torchtitan's runs parameters, gradients and two states
+    have twice the bytes of the parameters here: together eight times as many, of which two are parameter and gradient.
+    """
+    return 2.0 if row.fsdp * row.tp == 1 else 6.0
+
+
+def model_of(row: Row, again: str | None = None) -> tuple[nn.Module, torch.Tensor]:
+    """The model, and the whole batch; `again` in place of what the row computes again."""
+    again = row.again if again is None else again
+    sizes = _Sizes(row.layers, row.dim, SEQ, row.batch * row.fsdp, 128256, row.heads, 8, row.hidden)
+    with torch.device("meta"):
+        model = Llama(sizes).to(torch.bfloat16)
+    for layer in model.layers if again else ():
+        context = {"context_fn": _selective} if again == "selective" else {}
+        how = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, **context)
+        layer.forward = partial(how, layer.forward)
+    return model, torch.empty(sizes.batch, SEQ, dtype=torch.long, device="meta")
+
+
+def mesh_of(row: Row) -> tuple[dict[str, int], dict[str, Link]]:
+    """Sizes and links of the axes."""
+    outer = GPU if row.fsdp * row.tp <= 8 else WIRE
+    sizes, links = {"fsdp": row.fsdp, "tp": row.tp}, {"fsdp": outer, "tp": GPU}
+    axes = [axis for axis in sizes if sizes[axis] > 1] or ["fsdp"]
+    return {axis: sizes[axis] for axis in axes}, {axis: links[axis] for axis in axes}
+
+
+def machine_of(row: Row) -> Machine:
+    """What it ran on."""
+    return H100 if row.fsdp * row.tp == 1 else H100_500W
+
+
+def _selective() -> Any:
+    """Keep attention, and every other product."""
+    products = {False: 0, True: 0}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(op)
+        if name.startswith("aten.mm") or name.startswith("aten.addmm"):
+            products[context.is_recompute] += 1
+            keep = products[context.is_recompute] % 2 == 1
+        else:
+            keep = "scaled_dot_product" in name
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _as_published(steps: Steps, row: Row) -> Assignment:
@@ -136,9 +199,11 @@ def _as_published(steps: Steps, row: Row) -> Assignment:
     return made
 
 
-def _loss(out: torch.Tensor) -> torch.Tensor:
+def loss_of(out: torch.Tensor) -> torch.Tensor:
+    """Cross entropy with targets of no meaning."""
     targets = torch.zeros(out.shape[:2].numel(), dtype=torch.long, device=out.device)
     return F.cross_entropy(out.flatten(0, 1).float(), targets)
 
 
-__all__ = ["GPU", "ROWS", "WIRE", "Row", "predicted"]
+__all__ = ["GPU", "H100", "H100_500W", "ROWS", "STEPS", "WIRE", "Row", "loss_of", "machine_of", "mesh_of", "model_of"]
+__all__ += ["predicted", "states_of"]

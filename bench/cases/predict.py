@@ -3,7 +3,8 @@
 Two ranks with gloo on loopback run one model under plans that are drawn at random: each parameter whole or cut along a
 dim, read as stored or whole, the batch cut or not. Each step is compiled; all take turns. Processor and link are
 measured first, on the ranks. The rank correlation is Spearman's. Memory is the peak of what the profiler reports as
-allocated in a step, beside what persists.
+allocated in a step, beside what persists; also for plans that the search found under bounds on memory, which no step may
+exceed.
 """
 
 import random
@@ -14,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import nn
 
-from dtensor import Plan, Replicate, Shard, init_device_mesh, predict
+from dtensor import Plan, Replicate, Shard, init_device_mesh, predict, search
 from dtensor.mesh.mesh import facts
 from dtensor.tools.calibration import Options, fit, measure
 from dtensor.tools.processor import measure as measure_processor
@@ -29,10 +30,15 @@ from .search import AXIS, STEPS, Trained, by_hand, model_of
 
 AMOUNTS: dict[str, tuple[tuple[str, ...], int, Sizes, int, bool]] = {
     "tiny": (("perceptron",), 2, Sizes(dim=16, seq=4, batch=4), 1, False),
-    "quick": (("decoder",), 20, Sizes(dim=128, seq=64, batch=8), 5, True),
+    "quick": (("decoder",), 20, Sizes(dim=256, seq=128, batch=8), 5, True),
     "full": (("decoder", "llama", "wide", "images"), 20, Sizes(dim=256, seq=128, batch=8), 9, True),
 }
 """Models, number of random plans, sizes, rounds, and whether code is generated."""
+
+
+WITHIN = "found within"
+BOUNDS = (0.9, 0.75, 0.6)
+"""Bounds on memory, as fractions of what data parallel takes, for which plans are searched."""
 
 
 def drawn(model: nn.Module, ranks: int, seed: int) -> Plan:
@@ -60,15 +66,16 @@ def on_rank(
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(AXIS,))
     model, batch = model_of(name, sizes)
     machine = measure_processor("cpu")
-    link = fit(
-        measure(facts(mesh).groups[(0,)], Options(sizes=tuple([4**k for k in range(5, 11)])), quiet=True)
-    )
-    given = by_hand(model) | {f"random {seed}": drawn(model, n, seed) for seed in range(plans)}
+    link = fit(measure(facts(mesh).groups[(0,)], Options(sizes=tuple([4**k for k in range(5, 11)])), quiet=True))
+    given = by_hand(model, batch) | {f"random {seed}": drawn(model, n, seed) for seed in range(plans)}
+    how: dict[str, Any] = {"links": {AXIS: link}, "machine": machine, "optimizer_states": 0.0}
+    most = predict(model, mesh, batch, given["ddp"], **how).prediction
+    assert most is not None
+    for bound in BOUNDS if plans > 2 else ():
+        given[f"{WITHIN} {bound * most.memory:.0f}"] = search(model, mesh, batch, memory=bound * most.memory, **how)
     steps, held, said = {}, {}, {}
     for side, plan in given.items():
-        expected = predict(
-            model, mesh, batch, plan, links={AXIS: link}, machine=machine, optimizer_states=0.0
-        ).prediction
+        expected = predict(model, mesh, batch, plan, **how).prediction
         assert expected is not None
         said[side] = expected.seconds, expected.memory
         step = steps[side] = Trained(model, mesh, plan, batch, code)
@@ -92,6 +99,10 @@ def run(effort: Effort) -> Iterator[Record]:
     for name in effort.progress(models, "predict"):
         found = on_ranks(on_rank, 2, name, sizes, plans, rounds, code, timeout=3000)
         at = Setting("predict", name, "random", 2)
+        bounds = {side: float(side.split()[-1]) for side in found if side.startswith(WITHIN)}
+        for side, bound in bounds.items():
+            yield at.counted("memory of a found plan", "bytes", found[side][2], "its bound", bound)
+        found = {side: f for side, f in found.items() if side not in bounds}
         measured = {side: float(np.median(times)) for side, (times, *_) in found.items()}
         yield at.alone(
             "rank correlation of times", correlation(list(measured.values()), [f[1] for f in found.values()]), "of 1"

@@ -2,16 +2,17 @@
 
 Finding is timed for the shapes of Llama 3.1 8B on meshes of up to 128 GPUs that are not there. Steps are those of found
 plans and of plans written by hand, tensor parallel, data parallel and fully sharded, of one model in the same
-processes: two ranks with gloo, on loopback and, if namespaces can be made, on links of 1 Gbit/s and 100 Mbit/s. All are
+processes: two or four ranks with gloo, on loopback and, if namespaces can be made, on links of 1 Gbit/s and 100 Mbit/s. All are
 applied by `distribute_model` and compiled, so that they differ in the plan alone; their losses must agree. Processor
 and link are measured first, on the ranks. "predicted" is what the plan is expected to take. The model of cost is also
-held against steps that torchtitan has published (`bench.published`).
+held against steps on GPUs, our own on one and those that torchtitan has published on up to 256; for these also what
+the search would have chosen, within the memory of the GPUs, and what it would gain (`bench.published`).
 """
 
 import copy
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,17 +21,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import config as dynamo_config
 
-from dtensor import DTensor, Plan, Replicate, Shard, distribute_model, init_device_mesh, search
-from dtensor.layout.machine import Machine
+from dtensor import DTensor, Plan, Replicate, Shard, distribute_model, init_device_mesh, predict, search
 from dtensor.mesh.mesh import facts
 from dtensor.tools.calibration import Options, fit, measure
 from dtensor.tools.processor import measure as measure_processor
 
 from .. import namespaces
+from ..cuts import CUTS
 from ..effort import Effort
 from ..models import Llama, Sizes, named
 from ..namespaces import End
-from ..published import GPU, ROWS, WIRE
+from ..published import GPU, H100, ROWS, STEPS, WIRE, Row, loss_of, machine_of, mesh_of, states_of
+from ..published import model_of as published_model
 from ..published import predicted as predicted_step
 from ..ranks import RanksFailed, on_ranks
 from ..record import Record, Setting
@@ -105,6 +107,9 @@ class Images(nn.Module):
 def model_of(name: str, sizes: Sizes) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a model that returns its loss, and a batch; the same on all ranks."""
     torch.manual_seed(0)
+    if name in CUTS:
+        inner, batch = CUTS[name].make()
+        return WithLoss(inner), batch
     if name == "images":
         return WithLoss(Images(sizes)), (torch.randn(2 * sizes.batch, 3, 16, 16), torch.randn(2 * sizes.batch, 16))
     family = {"perceptron": "mlp", "decoder": "transformer-2", "llama": "llama-2", "wide": "transformer-2"}[name]
@@ -116,8 +121,8 @@ def model_of(name: str, sizes: Sizes) -> tuple[nn.Module, tuple[torch.Tensor, ..
     return WithLoss(inner), (x, y)
 
 
-def by_hand(model: nn.Module) -> dict[str, Plan]:
-    """Plans as one writes them for one axis."""
+def by_hand(model: nn.Module, batch: Sequence[torch.Tensor]) -> dict[str, Plan]:
+    """Plans as one writes them for one axis; those that cut the batch only if it divides."""
     mesh, data = {AXIS: dist.get_world_size()}, {AXIS: Shard(0)}
     names = {n: p for n, p in model.named_parameters() if p.shape and p.shape[0] % mesh[AXIS] == 0}
     everywhere = {AXIS: Replicate()}
@@ -125,6 +130,8 @@ def by_hand(model: nn.Module) -> dict[str, Plan]:
     columns = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "up.weight", "w1.bias", "up.bias")
     cut = {n: {AXIS: Shard(1)} for n in names if n.endswith(rows)}
     cut |= {n: {AXIS: Shard(0)} for n in names if n.endswith((*columns, "embeddings.weight", "output.weight"))}
+    if any(len(x) % mesh[AXIS] for x in batch):
+        return {"tp": Plan(mesh, cut), "replicas": Plan(mesh)}
     return {
         "tp": Plan(mesh, cut),
         "ddp": Plan(mesh, inputs=data),
@@ -132,22 +139,47 @@ def by_hand(model: nn.Module) -> dict[str, Plan]:
     }
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured over one link.
+
+    Attributes:
+        times: plan -> seconds of a step in each round.
+        plan: the plan that was found, in words.
+        chosen: whether it has the cut that the model is made for, or None.
+        predicted, gap: of it.
+    """
+
+    times: dict[str, list[float]]
+    plan: str
+    chosen: bool | None
+    predicted: float
+    gap: float
+
+
 def on_rank(
     rank: int, name: str, sizes: Sizes, links: tuple[str, ...], rounds: int, code: bool, end: End | None
-) -> dict[str, tuple[dict[str, list[float]], float, float, str]]:
-    """Link -> (plan -> seconds of a step in each round, predicted seconds, gap, the plan that was found)."""
+) -> dict[str, Outcome]:
+    """Link -> what was measured."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS,))
     model, batch = model_of(name, sizes)
     machine = measure_processor("cpu")
-    done: dict[str, tuple[dict[str, list[float]], float, float, str]] = {}
+    done: dict[str, Outcome] = {}
+    cut = CUTS.get(name)
     for link in links:
         if end is not None and link != LOOPBACK and rank in (0, dist.get_world_size() // 2):
             namespaces.limit(end, link)
         dist.barrier()
         amount = Options(sizes=tuple([4**k for k in range(5, 11)]))
         found = fit(measure(facts(mesh).groups[(0,)], amount, quiet=True))
-        plan = search(model, mesh, batch, links={AXIS: found}, machine=machine, optimizer_states=0.0)
-        plans = {FOUND: plan, **by_hand(model)}
+        how: dict[str, Any] = {"links": {AXIS: found}, "machine": machine, "optimizer_states": 0.0}
+        memory = None
+        if cut is not None and cut.memory is not None:
+            memory = cut.memory * _held(predict(model, mesh, batch, Plan({AXIS: mesh.size()}), **how))
+        plan = search(model, mesh, batch, memory=memory, **how)
+        plans = {FOUND: plan, **by_hand(model, batch)}
+        if memory is not None:
+            plans = {side: p for side, p in plans.items() if _held(predict(model, mesh, batch, p, **how)) <= memory}
         trained: dict[str, Trained] = {}
         losses: dict[str, list[float]] = {}
         for side, p in plans.items():
@@ -160,8 +192,14 @@ def on_rank(
         times = interleaved(trained, rounds, STEPS, dist.barrier)
         predicted = plan.prediction
         assert predicted is not None
-        done[link] = times, predicted.seconds, predicted.gap, str(plan)
+        chosen = None if cut is None else cut.chosen(plan)
+        done[link] = Outcome(times, str(plan), chosen, predicted.seconds, predicted.gap)
     return done
+
+
+def _held(plan: Plan) -> float:
+    assert plan.prediction is not None
+    return plan.prediction.memory
 
 
 class Trained:
@@ -204,9 +242,8 @@ def finding(shape: tuple[int, ...], layers: int) -> Iterator[Record]:
         model = Llama(replace(LARGE, layers=layers)).to(torch.bfloat16)
     tokens = torch.empty(LARGE.batch, LARGE.seq, dtype=torch.long, device="meta")
     links = dict.fromkeys(names[:-1], WIRE) | {names[-1]: GPU}
-    machine = Machine(flops=160e12, half=400e12, memory=2.1e12, launch=2e-6)
     began = time.perf_counter()
-    plan = search(model, dict(zip(names, shape)), tokens, links=links, machine=machine, loss=_loss, limit=60.0)
+    plan = search(model, dict(zip(names, shape)), tokens, links=links, machine=H100, loss=loss_of)
     took, predicted = time.perf_counter() - began, plan.prediction
     assert predicted is not None
     at = Setting("search", f"llama-8b, {layers} layers", "x".join(map(str, shape)), 1, "")
@@ -216,8 +253,37 @@ def finding(shape: tuple[int, ...], layers: int) -> Iterator[Record]:
         yield at.counted("predicted step", "ms", 1e3 * predicted.seconds, name, 1e3 * seconds, FOUND)
 
 
-def _loss(out: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(out.flatten(0, 1), torch.zeros(out.shape[:2].numel(), dtype=torch.long, device=out.device))
+ROOM = 0.9 * 96e9
+"""Bytes of the memory of torchtitan's GPUs that a plan may take."""
+
+
+def published(row: Row) -> Iterator[Record]:
+    """Predict a step that ran, and find a plan in place of the one that it ran with."""
+    seconds, held = predicted_step(row)
+    at = Setting("search", row.name, "as it ran", row.fsdp * row.tp, "")
+    yield at.counted("tokens/s of a GPU", "", row.tokens * row.step / seconds, "measured", row.tokens, "predicted")
+    if row.memory is not None:
+        yield at.counted("memory", "GiB", held / 2**30, "measured", row.memory / 2**30, "predicted")
+    if row.fsdp * row.tp == 1:
+        return
+    model, tokens = published_model(row, again="")
+    sizes, links = mesh_of(row)
+    plan = search(
+        model,
+        sizes,
+        tokens,
+        memory=ROOM,
+        links=links,
+        machine=machine_of(row),
+        loss=loss_of,
+        optimizer_states=states_of(row),
+        limit=60.0,
+    )
+    found = plan.prediction
+    assert found is not None
+    words = str(plan).replace("\n", "; ")
+    yield at.counted("predicted step", "s", found.seconds, "as it ran", seconds, FOUND)
+    yield at.alone("predicted memory", found.memory / 2**30, "GiB", FOUND, note=words)
 
 
 def run(effort: Effort) -> Iterator[Record]:
@@ -225,29 +291,38 @@ def run(effort: Effort) -> Iterator[Record]:
     meshes, layers, models, sizes, rounds = effort.of(AMOUNTS)
     for shape in effort.progress(meshes, "finding"):
         yield from finding(shape, layers)
-    for row in ROWS if effort.level != "tiny" else ROWS[:1]:
-        at = Setting("search", row.name, "as published", 1, "")
-        yield at.counted("step", "s", predicted_step(row), "torchtitan", row.step, "predicted")
+    for row in effort.progress((*STEPS, *ROWS) if effort.level != "tiny" else STEPS[:1], "published"):
+        yield from published(row)
     without = namespaces.why_not()
-    for name in effort.progress(models, "steps"):
-        yield from _steps(name, sizes, rounds, (LOOPBACK,), None, effort.level != "tiny")
-        if effort.level == "tiny":
+    tiny = effort.level == "tiny"
+    named_cuts = () if tiny else tuple(CUTS)
+    jobs = [(name, ranks) for ranks in ((2,) if tiny else (2, 4)) for name in models] + [
+        (name, 2) for name in named_cuts
+    ]
+    for name, ranks in effort.progress(jobs, "steps"):
+        yield from _steps(name, ranks, sizes, rounds, (LOOPBACK,), None, not tiny)
+        if tiny:
             continue
         if without:
-            yield Setting("search", name, FOUND, 2, RATES[0]).missing("step", without)
+            yield Setting("search", name, FOUND, ranks, RATES[0]).missing("step", without)
         else:
             with namespaces.joined() as ends:
-                yield from _steps(name, sizes, rounds, RATES, ends, True)
+                yield from _steps(name, ranks, sizes, rounds, RATES, ends, True)
 
 
-def _steps(name: str, sizes: Sizes, rounds: int, links: tuple[str, ...], ends: Any, code: bool) -> Iterator[Record]:
-    done = on_ranks(on_rank, 2, name, sizes, links, rounds, code, ends=ends)
-    for link, (times, predicted, gap, plan) in done.items():
-        at = Setting("search", name, FOUND, 2, link)
-        for side in [s for s in times if s != FOUND]:
-            yield at.timed("step", "ms", compared(times[FOUND], times[side], 1e3), side, FOUND)
-        yield at.alone("predicted step", 1e3 * predicted, "ms", FOUND, note=plan.replace("\n", "; "))
-        yield at.alone("gap to the bound", gap, "of 1", FOUND)
+def _steps(
+    name: str, ranks: int, sizes: Sizes, rounds: int, links: tuple[str, ...], ends: Any, code: bool
+) -> Iterator[Record]:
+    done = on_ranks(on_rank, ranks, name, sizes, links, rounds, code, ends=ends, timeout=1500)
+    for link, out in done.items():
+        at = Setting("search", name, FOUND, ranks, link)
+        words = out.plan.replace("\n", "; ")
+        for side in [s for s in out.times if s != FOUND]:
+            yield at.timed("step", "ms", compared(out.times[FOUND], out.times[side], 1e3), side, FOUND)
+        yield at.alone("predicted step", 1e3 * out.predicted, "ms", FOUND, note=words)
+        yield at.alone("gap to the bound", out.gap, "of 1", FOUND)
+        if out.chosen is not None:
+            yield at.alone(f"chosen: {CUTS[name].what}", float(out.chosen), "of 1", FOUND)
 
 
 __all__ = ["AXIS", "Trained", "by_hand", "model_of", "on_rank", "run"]

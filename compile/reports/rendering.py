@@ -1,6 +1,7 @@
 """Pages: a template, with the style and the scripts that it takes, in one HTML file that needs no network.
 
-Jinja fills `assets/NAME.html`, with escaping, and inlines `shared.css`, `shared.js` and `NAME.js`. What comes from a
+Jinja fills `assets/NAME.html`, with escaping, and inlines `shared.css` and, for a page that has `NAME.js`, that and
+`shared.js`. What comes from a
 program is either escaped by the template, or embedded as JSON that the script shows as text, never as markup.
 """
 
@@ -14,20 +15,21 @@ from markupsafe import Markup
 ASSETS = Path(__file__).with_name("assets")
 
 
-def rendered(name: str, data: Any, **given: Any) -> str:
+def rendered(name: str, data: Any = None, **given: Any) -> str:
     """Return the HTML of a page.
 
     Args:
-        name: the name of its template and of its script.
+        name: the name of its template, and of its script if it has one.
         data: what the script shows, to be embedded as JSON.
         given: what the template shows.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, loader=jinja2.FileSystemLoader(ASSETS)
     )
+    scripted = (ASSETS / f"{name}.js").exists()
     return environment.get_template(f"{name}.html").render(
         style=_inlined("shared.css"),
-        script=_inlined("shared.js") + _inlined(f"{name}.js"),
+        script=_inlined("shared.js") + _inlined(f"{name}.js") if scripted else "",
         data=_as_json(data),
         **given,
     )

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dtensor.compile.recording.mesh_option import Mesh
+from dtensor.compile.reports.plan_page import write_page
 
 from ..errors import PlacementError
 from ..layout.cost import INTER, INTRA, Link
@@ -60,6 +61,7 @@ class Bandwidth(click.ParamType):
 @click.option("--forward", is_flag=True, help="Only the forward, without gradients and optimizer.")
 @click.option("--what-if", is_flag=True, help="Also for faster links, twice the memory, and a batch that is not cut.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan there, as JSON.")
+@click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the explanation there, as HTML.")
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 def plan_command(
     mesh: dict[str, int],
@@ -69,6 +71,7 @@ def plan_command(
     forward: bool,
     what_if: bool,
     out: Path | None,
+    page: Path | None,
     script: Path,
 ) -> None:
     """Find the placements with which a step takes least time, and print why.
@@ -102,11 +105,19 @@ def plan_command(
     except (PlacementError, ImportError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(plan.explain())
-    if out is not None:
-        try:
-            plan.save(out)
-        except OSError as error:
-            raise click.BadParameter(f"{out} cannot be written: {error.strerror}", param_hint="--out") from error
+    for path, option, write in (
+        (out, "--out", plan.save),
+        (page, "--page", lambda path: write_page(plan, path, f"{type(model).__name__} on {_words(mesh)}")),
+    ):
+        if path is not None:
+            try:
+                write(path)
+            except OSError as error:
+                raise click.BadParameter(f"{path} cannot be written: {error.strerror}", param_hint=option) from error
+
+
+def _words(mesh: dict[str, int]) -> str:
+    return ", ".join([f"{axis}={n}" for axis, n in mesh.items()])
 
 
 def _pair(script: Path, given: Any) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ price of a plan is that of what the engine does.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...errors import PlacementError
 from .choices import Choices
 from .engine import Assignment, Engine, Run
 from .known import known
@@ -19,6 +18,9 @@ from .tape import INPUT, PARAMETER
 
 SAME = 1e-3
 """Plans whose prices differ by less than this fraction count as equal; the shorter one is taken."""
+
+SPARE = 0.1
+"""The part of the memory of a rank that a plan leaves free, for what its prediction misses."""
 
 
 @dataclass
@@ -49,13 +51,18 @@ class Best:
         return self.engine.choices
 
     @property
+    def usable(self) -> float:
+        """Bytes that a plan may take, as predicted."""
+        return float("inf") if self.memory is None else (1 - SPARE) * self.memory
+
+    @property
     def sizes(self) -> tuple[int, ...]:
         return self.choices.network.sizes
 
     def found(self) -> tuple[Assignment, Run, float] | None:
         """The cheapest assignment that fits, what the engine does with it, and the bound; None if none fits, or is of interest."""
         bound = over = 0.0
-        limits = [None, self.memory, self.memory, self.memory] if self.memory is not None else [None]
+        limits = [None, self.usable, self.usable, self.usable] if self.memory is not None else [None]
         for turn, memory in enumerate(limits):
             solution = self._program(memory, over).solve(gap=self.gap, limit=self.limit)
             if solution is None:  # too little time or memory
@@ -87,8 +94,8 @@ class Best:
         """What to say if nothing fits."""
         need = self._program().least_memory(limit=self.limit)
         return (
-            f"no plan found fits into {self.memory:,.0f} bytes: parameters, what belongs to them and what the backward "
-            f"reads take at least {need:,.0f}"
+            f"no plan found fits into {self.memory:,.0f} bytes, of which {SPARE:.0%} are spared for what the prediction "
+            f"misses: parameters, what belongs to them and what the backward reads take at least {need:,.0f}"
             + (f", and the smallest plan that was tried {self.least:,.0f}" if self.least is not None else "")
             + "; use more ranks or a smaller batch"
         )
@@ -104,7 +111,8 @@ class Best:
                 first = next((s for s in uses if s is not None), None)
                 if first is not None and first != made.stored.get(t) and not any(isinstance(x, str) for x in first):
                     made.used[t] = first
-        back = {self.steps.of[op.forward]: self.steps.of[op] for op in self.steps.tape.ops if op.forward is not None}
+        decided = self.steps.decided
+        back = {decided[step]: step for step in decided if step.like.forward is not None}
         for step in self.steps.steps:
             out = step.outputs[0] if step.border else None
             if out is None or step.backward or out not in solution.states or not out.like.dtype.is_floating_point:
@@ -160,7 +168,7 @@ class Best:
         return made, self.engine.run(made)
 
     def _holds(self, run: Run) -> bool:
-        return self.memory is None or run.peak <= self.memory
+        return run.peak <= self.usable
 
     def _or_known(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run, float]:
         """That, or a well-known plan if one is cheaper."""
@@ -218,4 +226,4 @@ def _wanted(t: Tensor, solution: Solution, behind: frozenset[Tensor] = frozenset
     return solution.states[t] if others else first
 
 
-__all__ = ["Best"]
+__all__ = ["SPARE", "Best"]

@@ -11,7 +11,7 @@ from typing import Any
 from ...layout.machine import Machine
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
-from .states import Moves, State, bucketed, first_start, layout_of, parts, state_of
+from .states import BUCKET, Moves, State, bucketed, first_start, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
 
@@ -49,6 +49,7 @@ class Run:
         peak: the most bytes that a rank holds.
         static: bytes of parameters, gradients and optimizer states.
         by_path: name of a module, as a pattern -> seconds of computation, and of moves.
+        held: likewise -> bytes of parameters with what belongs to them, and bytes kept for the backward.
         moves: (step, operand) -> from which state to which, how often, and seconds each.
         states: step -> states of its outputs, of the last operator like it.
     """
@@ -61,6 +62,7 @@ class Run:
     peak: float = 0.0
     static: float = 0.0
     by_path: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    held: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     moves: Counter[Any] = field(default_factory=Counter[Any])
     states: dict[Step, tuple[State | None, ...]] = field(default_factory=dict[Step, tuple[State | None, ...]])
     starts: dict[tuple[bool, int], float] = field(default_factory=dict[tuple[bool, int], float])
@@ -84,6 +86,7 @@ class Engine:
     def __init__(self, steps: Steps, choices: Choices, *, training: bool = True, states: float = 2.0) -> None:
         self.steps, self.choices, self.training, self.kept = steps, choices, training, states
         self.bucketed = bucketed(choices.network)
+        self._bucket = max([BUCKET * (link.start + link.alpha) * link.bandwidth for link in choices.choosing.links])
         self.axes = len(choices.network.sizes)
         self.whole: State = (None,) * self.axes
         self._moves: dict[Any, Moves] = {}
@@ -119,13 +122,17 @@ class Engine:
         read: dict[tuple[Value, bool], State] = {}
         held: dict[Any, float] = {}
         grown: dict[int, float] = {}
-        live = 0.0
+        makers: dict[Any, Step] = {}
+        kept = False
+        live = gathered = 0.0
         for v in self.steps.tape.values.values():
             t = self.steps.which[v]
             states[v] = given.stored.get(t, self.whole)
             mine = self.local(v, states[v])
             trained = v.kind == PARAMETER and self.training and v.name in self.steps.tape.gradients
-            made.static += mine * (2 + self.kept if trained else 1)
+            static = mine * (2 + self.kept if trained else 1)
+            made.static += static
+            made.held.setdefault(pattern(v.name.rpartition(".")[0]), [0.0, 0.0])[0] += static
             live -= mine if trained else 0.0  # its gradient, until there is one
             if trained:
                 grown[self.steps.tape.gradients[v.name].storage] = mine
@@ -133,6 +140,10 @@ class Engine:
         most = live
         for index, op in enumerate(self.steps.tape.ops):
             step = self.steps.of[op]
+            if op.backward and not kept:
+                kept = True
+                for storage, maker in makers.items():
+                    made.held.setdefault(_pattern_of(maker), [0.0, 0.0])[1] += held.get(storage, 0.0)
             if step.plain:
                 continue
             ins: list[State] = []
@@ -145,16 +156,15 @@ class Engine:
                         if (v, op.backward) not in read:
                             read[v, op.backward] = want
                             held[v, op.backward] = self.local(v, want)
+                            gathered += 0.0 if op.backward else held[v, op.backward]
                             live += held[v, op.backward]
                             again = 2.0 if self.training and v.ndim > 1 and v not in self._in_backward else 1.0
                             self._pay(made, step, v, s, want, again)
                         s = want
                 ins.append(s)
             if step.border:
-                if op.forward is not None:
-                    want = given.borders.get(self.steps.of[op.forward], (ins[0], ins[0]))[1]
-                else:
-                    want = given.borders.get(step, (ins[0], ins[0]))[0]
+                decided = given.borders.get(self.steps.decided[step], (ins[0], ins[0]))
+                want = decided[op.forward is not None]
                 wanted, outs, took, extra = (want,), (want,), 0.0, 0.0
             else:
                 wanted, outs, _, took, extra = self._choose(step, tuple(ins))
@@ -163,6 +173,8 @@ class Engine:
                 if a != b and (v, b, op.backward) not in known:
                     known[v, b, op.backward] = True
                     self._pay(made, step, v, a, b, 1.0)
+                    if not op.backward and self.steps.which.get(v) in self.steps.ahead:
+                        gathered += self.local(v, b)
                     if v.storage in held:  # what is moved is a new tensor
                         copies += self.local(v, b)
                         if step.border:
@@ -179,6 +191,7 @@ class Engine:
                     live += grown.pop(v.storage, 0.0)
                     if v.storage not in held and not is_free(step) and v.storage in self.steps.last:
                         held[v.storage] = self.local(v, s)
+                        makers[v.storage] = step
                         live += held[v.storage]
             most = max(most, live + copies)
             live += copies if step.border else 0.0
@@ -191,7 +204,7 @@ class Engine:
             if (s := states.get(g, self.whole)) != states[p]:
                 self._pay(made, step, g, s, states[p], 1.0, gradient=True)
                 sent += self.local(g, s)
-        made.peak = made.static + max(most, live) + min(sent, BUCKETS)
+        made.peak = made.static + max(most + min(gathered, self._bucket), live) + min(sent, BUCKETS)
         return made
 
     def _pay(

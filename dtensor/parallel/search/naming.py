@@ -150,6 +150,7 @@ def prediction(
         memory=run.peak,
         static=run.static,
         modules={name: (a, b) for name, (a, b) in run.by_path.items()},
+        held={name: (a, b) for name, (a, b) in run.held.items()},
         others={name: (r.seconds, r.peak) for name, r in others.items()},
         moves=tuple([(at, op, a, b, n, s) for (at, op, a, b), (n, s) in most if s]),
         gathered=tuple(sorted(choices.gathered)),

@@ -208,7 +208,10 @@ class Program:
         if not sources:  # a plain tensor at a border
             out.kind = CONSTANT
             return
-        t = sources[0]
+        t, same = sources[0], self.all.decided[step].outputs[0]
+        if step.backward and step.like.forward is None and same in self.made:
+            self.made[out] = self.taken[step, 0] = self.made[same]
+            return
         if len(step.sources[0]) == 1 and len(t.users) == 1 and t.step is not None and t.count == step.count:
             self.made[out] = self.taken[step, 0] = self.made[t]
             self.led.add((step, 0))

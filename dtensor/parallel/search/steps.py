@@ -120,6 +120,8 @@ class Steps:
         last: memory -> the index of the last operator that needs it; not of parameters, inputs and gradients.
         ahead: parameters, and what is a view or a cast of one; their moves need wait for nothing.
         late: gradients, and what only becomes one by views and casts; nothing in the backward waits for their moves.
+        decided: border -> that of the forward where a plan says what happens there: for gradients, the one that they
+            come back through; for what the backward runs again, the same one.
         in_passing: what the backward reads only to compute gradients of parameters, for which nothing else waits.
     """
 
@@ -133,6 +135,7 @@ class Steps:
     ahead: set[Tensor] = field(default_factory=set[Tensor])
     late: set[Tensor] = field(default_factory=set[Tensor])
     in_passing: set[Tensor] = field(default_factory=set[Tensor])
+    decided: dict[Step, Step] = field(default_factory=dict[Step, Step])
 
     def beside(self, t: Tensor, backward: bool) -> bool:
         """Whether nothing waits for moves of a tensor to where the forward or the backward reads it."""
@@ -190,6 +193,7 @@ def steps_of(tape: Tape) -> Steps:
     for name, gradient in tape.gradients.items():
         made.gradients[made.which[gradient], made.which[tape.values[PARAMETER, name]]] += 1
     _beside(made)
+    _decided(made)
     made.last = _lifetimes(made)
     turn = next((k for k, op in enumerate(tape.ops) if op.backward), len(tape.ops))
     seen: set[int] = set()
@@ -221,6 +225,22 @@ def _beside(made: Steps) -> None:
         users = [u for u, _ in t.users if u.backward]
         if users and all(_all_in(u, only) for u in users):
             made.in_passing.add(t)
+
+
+def _decided(made: Steps) -> None:
+    """Find the borders of the forward that decide what happens at each border."""
+
+    def key(step: Step) -> Any:
+        return pattern(step.like.path), step.like.what, step.like.operands[0].shape
+
+    first: dict[Any, Step] = {}
+    for step in made.steps:
+        if step.border and step.like.forward is None:
+            made.decided[step] = first.setdefault(key(step), step) if step.backward else step
+            first.setdefault(key(step), step)
+    for step in made.steps:
+        if step.border and step.like.forward is not None:
+            made.decided[step] = made.decided[made.of[step.like.forward]]
 
 
 def _hands_on(step: Step) -> bool:
@@ -277,7 +297,9 @@ def _lifetimes(steps: Steps) -> dict[int, int]:
 def _never_in_memory(steps: Steps, last: dict[int, int]) -> set[int]:
     """Memory of what fused operators make for each other, with nothing between them that is not fused."""
     found: set[int] = set()
-    opaque = list(accumulate([not (is_free(step) or is_fused(step)) for step in map(steps.of.__getitem__, steps.tape.ops)]))
+    opaque = list(
+        accumulate([not (is_free(step) or is_fused(step)) for step in map(steps.of.__getitem__, steps.tape.ops)])
+    )
     for index, op in enumerate(steps.tape.ops):
         if is_fused(steps.of[op]):
             found.update([v.storage for v in op.outputs if v and opaque[last.get(v.storage, index)] == opaque[index]])

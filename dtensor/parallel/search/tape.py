@@ -271,7 +271,8 @@ def _borders(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
             pre = module.register_forward_pre_hook(enter, with_kwargs=True)
             stack.callback(pre.remove)
-            stack.callback(module.register_forward_hook(leave).remove)
+            # always_call: a recomputation ends, by an exception, as soon as the backward has what it needs.
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
 
 
@@ -376,7 +377,13 @@ def record(
         recorder.tape.gradients = {n: recorder.value(g) for n, g in zip(wanted, found) if g is not None}
 
     try:
-        with mode, _borders(model, recorder), _recomputed(model, recomputed), recorder, torch.set_grad_enabled(training):
+        with (
+            mode,
+            _borders(model, recorder),
+            _recomputed(model, recomputed),
+            recorder,
+            torch.set_grad_enabled(training),
+        ):
             inside = {f"model.{name}": x for name, x in given.items()}
             functional_call(_Step(model, step), inside, args, kwargs, tie_weights=False)
     except UnknownValue as error:

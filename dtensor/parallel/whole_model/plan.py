@@ -38,6 +38,8 @@ class Prediction:
         bound: no placements take less, under the same model of cost; 0.0 if it was not computed.
         memory: the most bytes held at once. static: of these, parameters with their gradients and optimizer states.
         modules: name of a module, as a pattern -> seconds of computation, and of communication, of all of that name.
+        held: name of a module, as a pattern -> bytes of parameters with what belongs to them, and bytes kept for the
+            backward, of all of that name.
         others: name of a well-known plan -> its seconds and memory.
         moves: the most expensive redistributions: (module, operator, from, to, how often, seconds of all).
         gathered: operators without a sharding rule, whose operands are gathered.
@@ -54,6 +56,7 @@ class Prediction:
     memory: float = 0.0
     static: float = 0.0
     modules: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    held: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     others: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     moves: tuple[tuple[str, str, str, str, int, float], ...] = ()
     gathered: tuple[str, ...] = ()
@@ -190,7 +193,7 @@ class Plan:
         p = self.prediction
         if p is None:
             return f"{self}\n\nNothing is predicted of this plan: it was not found by dtensor.search."
-        lines = [str(self), "", _summary(p), ""]
+        lines = [str(self), "", summary(p), ""]
         if p.bound:
             lines += [f"Within {p.gap:.1%} of the best there is, under this model of cost.", ""]
         lines += ["Where the time goes, in all modules of a name:"]
@@ -199,41 +202,46 @@ class Plan:
         if p.moves:
             lines += ["", "What is moved, most expensive first:"]
             lines += [
-                f"  {_time(s):>9}  {n} x {op} in {at or 'the model'}: {a} -> {b}" for at, op, a, b, n, s in p.moves
+                f"  {duration(s):>9}  {n} x {op} in {at or 'the model'}: {a} -> {b}" for at, op, a, b, n, s in p.moves
             ]
         for title, plans in (("Other plans:", p.others), ("The best plan, if things were otherwise:", p.what_if)):
             if plans:
-                rows = [(f"{_time(s):>9} ({s / p.seconds:.2f} times)  {_size(m):>9}", n) for n, (s, m) in plans.items()]
+                rows = [
+                    (f"{duration(s):>9} ({s / p.seconds:.2f} times)  {amount(m):>9}", n) for n, (s, m) in plans.items()
+                ]
                 lines += ["", title, *[f"  {figures}  {name}" for figures, name in rows]]
         if p.gathered:
             lines += ["", f"Without a sharding rule, so that their operands are gathered: {', '.join(p.gathered)}"]
         return "\n".join(lines)
 
 
-def _summary(p: Prediction) -> str:
+def summary(p: Prediction) -> str:
+    """What a step is expected to take and to hold, in words."""
     return (
-        f"A step is expected to take {_time(p.seconds)}: {_time(p.computing)} of computation, {_time(p.waiting)} of "
-        f"communication that it waits for, {_time(p.beside)} beside it, {_time(p.updating)} of the optimizer. A rank "
-        f"holds at most {_size(p.memory)}, {_size(p.static)} of it parameters, gradients and optimizer states."
+        f"A step is expected to take {duration(p.seconds)}: {duration(p.computing)} of computation, {duration(p.waiting)} of "
+        f"communication that it waits for, {duration(p.beside)} beside it, {duration(p.updating)} of the optimizer. A rank "
+        f"holds at most {amount(p.memory)}, {amount(p.static)} of it parameters, gradients and optimizer states."
     )
 
 
 def _times(rows: Sequence[tuple[str, tuple[float, float]]]) -> list[tuple[str, tuple[str, str]]]:
-    return [(name, (_time(a), _time(b))) for name, (a, b) in rows]
+    return [(name, (duration(a), duration(b))) for name, (a, b) in rows]
 
 
-def _time(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds in words, with three digits."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
 
 
-def _size(amount: float) -> str:
+def amount(bytes_: float) -> str:
+    """Bytes in words, with three digits."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if amount >= scale:
-            return f"{amount / scale:.3g} {unit}"
-    return f"{amount:.0f} B"
+        if bytes_ >= scale:
+            return f"{bytes_ / scale:.3g} {unit}"
+    return f"{bytes_:.0f} B"
 
 
 def _words(axes: Axes) -> str:
@@ -285,7 +293,9 @@ def recomputed_of(plan: Plan, names: Sequence[str]) -> list[str]:
     found: list[str] = []
     for entry, n in plan.recomputed.items():
         if n < 1:
-            raise PlacementError(f"recomputed: each n-th of {entry!r} with n = {n}; write 1 for all, 2 for every other one")
+            raise PlacementError(
+                f"recomputed: each n-th of {entry!r} with n = {n}; write 1 for all, 2 for every other one"
+            )
         outer: list[str] = []
         for name in _matching(entry, "recomputed", names):
             if not any(name.startswith(f"{other}.") for other in outer):
@@ -315,5 +325,16 @@ def on_axes(axes: Axes, mesh: Any) -> list[Placement]:
     return [axes.get(name, Replicate()) for name in mesh.mesh_dim_names or ()]
 
 
-__all__ = ["FINDERS", "INPUT", "OUTPUT", "Activation", "Axes", "Plan", "Prediction", "check_mesh", "modules_of", "on_axes"]
-__all__ += ["recomputed_of"]
+__all__ = [
+    "FINDERS",
+    "INPUT",
+    "OUTPUT",
+    "Activation",
+    "Axes",
+    "Plan",
+    "Prediction",
+    "check_mesh",
+    "modules_of",
+    "on_axes",
+]
+__all__ += ["amount", "duration", "recomputed_of", "summary"]
