@@ -75,10 +75,18 @@ class Row:
         return self.batch * SEQ / self.tp / self.step
 
 
-def _row(name: str, layers: int, wide: tuple[int, int, int], batch: int, ranks: tuple[int, int], again: str, tokens: float,
-         memory: float | None = None) -> Row:  # fmt: skip
+def _row(
+    name: str,
+    layers: int,
+    wide: tuple[int, int, int],
+    batch: int,
+    ranks: tuple[int, int],
+    again: str,
+    tokens: float,
+    memory: float | None = None,
+) -> Row:
     step = batch * SEQ / ranks[1] / tokens
-    return Row(name, layers, *wide, batch, *ranks, again, step, memory and memory * 2**30)
+    return Row(name, layers, *wide, batch, *ranks, again, step, None if memory is None else memory * 2**30)
 
 
 SMALL, LARGE = (4096, 32, 14336), (8192, 64, 28672)
@@ -166,7 +174,7 @@ def _selective() -> Any:
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(op)
-        if name.startswith("aten.mm") or name.startswith("aten.addmm"):
+        if name.startswith(("aten.mm", "aten.addmm")):
             products[context.is_recompute] += 1
             keep = products[context.is_recompute] % 2 == 1
         else:

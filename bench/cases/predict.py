@@ -3,8 +3,8 @@
 Two ranks with gloo on loopback run one model under plans that are drawn at random: each parameter whole or cut along a
 dim, read as stored or whole, the batch cut or not. Each step is compiled; all take turns. Processor and link are
 measured first, on the ranks. The rank correlation is Spearman's. Memory is the peak of what the profiler reports as
-allocated in a step, beside what persists; also for plans that the search found under bounds on memory, which no step may
-exceed.
+allocated in a step, beside what persists; also for plans that the search found under bounds on memory, which no step
+may exceed.
 """
 
 import random
@@ -26,7 +26,7 @@ from ..ranks import on_ranks
 from ..record import Record, Setting
 from ..timing import interleaved
 from .memory import allocated
-from .search import AXIS, STEPS, Trained, by_hand, model_of
+from .search import AXIS, TURN, Trained, by_hand, model_of
 
 AMOUNTS: dict[str, tuple[tuple[str, ...], int, Sizes, int, bool]] = {
     "tiny": (("perceptron",), 2, Sizes(dim=16, seq=4, batch=4), 1, False),
@@ -66,7 +66,7 @@ def on_rank(
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(AXIS,))
     model, batch = model_of(name, sizes)
     machine = measure_processor("cpu")
-    link = fit(measure(facts(mesh).groups[(0,)], Options(sizes=tuple([4**k for k in range(5, 11)])), quiet=True))
+    link = fit(measure(facts(mesh).groups[(0,)], Options(sizes=tuple([4**k for k in range(5, 12)])), quiet=True))
     given = by_hand(model, batch) | {f"random {seed}": drawn(model, n, seed) for seed in range(plans)}
     how: dict[str, Any] = {"links": {AXIS: link}, "machine": machine, "optimizer_states": 0.0}
     most = predict(model, mesh, batch, given["ddp"], **how).prediction
@@ -83,7 +83,7 @@ def on_rank(
             step()
         dist.barrier()
         held[side] = float(step.persistent() + allocated(step))
-    times = interleaved(steps, rounds, STEPS, dist.barrier)
+    times = interleaved(steps, rounds, TURN, dist.barrier)
     return {side: (times[side], said[side][0], held[side], said[side][1]) for side in given}
 
 

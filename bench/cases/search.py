@@ -2,11 +2,11 @@
 
 Finding is timed for the shapes of Llama 3.1 8B on meshes of up to 128 GPUs that are not there. Steps are those of found
 plans and of plans written by hand, tensor parallel, data parallel and fully sharded, of one model in the same
-processes: two or four ranks with gloo, on loopback and, if namespaces can be made, on links of 1 Gbit/s and 100 Mbit/s. All are
-applied by `distribute_model` and compiled, so that they differ in the plan alone; their losses must agree. Processor
-and link are measured first, on the ranks. "predicted" is what the plan is expected to take. The model of cost is also
-held against steps on GPUs, our own on one and those that torchtitan has published on up to 256; for these also what
-the search would have chosen, within the memory of the GPUs, and what it would gain (`bench.published`).
+processes: two or four ranks with gloo, on loopback and, if namespaces can be made, on links of 1 Gbit/s and 100 Mbit/s.
+All are applied by `distribute_model` and compiled, so that they differ in the plan alone; their losses must agree.
+Processor and link are measured first, on the ranks. "predicted" is what the plan is expected to take. The model of cost
+is also held against steps on GPUs, our own on one and those that torchtitan has published on up to 256; for these also
+what the search would have chosen, within the memory of the GPUs, and what it would gain (`bench.published`).
 """
 
 import copy
@@ -41,7 +41,7 @@ from ..timing import compared, interleaved
 LOOPBACK, RATES = "loopback", ("1gbit", "100mbit")
 FOUND = "found"
 AXIS = "x"
-STEPS = 8
+TURN = 8
 """Steps of a turn, so that most find their code and data in the processor's caches, as in training."""
 
 
@@ -170,7 +170,7 @@ def on_rank(
         if end is not None and link != LOOPBACK and rank in (0, dist.get_world_size() // 2):
             namespaces.limit(end, link)
         dist.barrier()
-        amount = Options(sizes=tuple([4**k for k in range(5, 11)]))
+        amount = Options(sizes=tuple([4**k for k in range(5, 12)]))
         found = fit(measure(facts(mesh).groups[(0,)], amount, quiet=True))
         how: dict[str, Any] = {"links": {AXIS: found}, "machine": machine, "optimizer_states": 0.0}
         memory = None
@@ -189,7 +189,7 @@ def on_rank(
         for side, others in losses.items():
             if any(abs(a - b) > 1e-3 * abs(a) for a, b in zip(first, others)):
                 raise RanksFailed(f"{name}: losses of {side} differ, {others} instead of {first}")
-        times = interleaved(trained, rounds, STEPS, dist.barrier)
+        times = interleaved(trained, rounds, TURN, dist.barrier)
         predicted = plan.prediction
         assert predicted is not None
         chosen = None if cut is None else cut.chosen(plan)
@@ -295,10 +295,8 @@ def run(effort: Effort) -> Iterator[Record]:
         yield from published(row)
     without = namespaces.why_not()
     tiny = effort.level == "tiny"
-    named_cuts = () if tiny else tuple(CUTS)
-    jobs = [(name, ranks) for ranks in ((2,) if tiny else (2, 4)) for name in models] + [
-        (name, 2) for name in named_cuts
-    ]
+    jobs = [(name, ranks) for ranks in ((2,) if tiny else (2, 4)) for name in models]
+    jobs += [] if tiny else [(name, 2) for name in CUTS]
     for name, ranks in effort.progress(jobs, "steps"):
         yield from _steps(name, ranks, sizes, rounds, (LOOPBACK,), None, not tiny)
         if tiny:

@@ -60,7 +60,7 @@ class Best:
         return self.choices.network.sizes
 
     def found(self) -> tuple[Assignment, Run, float] | None:
-        """The cheapest assignment that fits, what the engine does with it, and the bound; None if none fits, or is of interest."""
+        """The cheapest assignment that fits, what the engine does with it, and the bound; None if there is none."""
         bound = over = 0.0
         limits = [None, self.usable, self.usable, self.usable] if self.memory is not None else [None]
         for turn, memory in enumerate(limits):
@@ -94,8 +94,8 @@ class Best:
         """What to say if nothing fits."""
         need = self._program().least_memory(limit=self.limit)
         return (
-            f"no plan found fits into {self.memory:,.0f} bytes, of which {SPARE:.0%} are spared for what the prediction "
-            f"misses: parameters, what belongs to them and what the backward reads take at least {need:,.0f}"
+            f"no plan found fits into {self.memory:,.0f} bytes, of which {SPARE:.0%} are spared for what predictions "
+            f"miss: parameters, what belongs to them and what the backward reads take at least {need:,.0f}"
             + (f", and the smallest plan that was tried {self.least:,.0f}" if self.least is not None else "")
             + "; use more ranks or a smaller batch"
         )

@@ -60,8 +60,8 @@ BUCKET = 10
 
 
 def bucketed(network: Network) -> Network:
-    """The mesh as it is for what shares its collectives with much else: bytes count, and their part of the starts of full
-    buckets. The first bucket's start comes on top; see `first_start`."""
+    """The mesh as it is for what shares its collectives with much else: bytes count, and their part of the starts of
+    full buckets. The first bucket's start comes on top; see `first_start`."""
     links = [
         replace(link, alpha=0.0, launch=0.0, start=0.0, bandwidth=link.bandwidth / (1 + 1 / BUCKET))
         for link in network.links

@@ -166,8 +166,8 @@ def _by_word(word: str, model: nn.Module, mesh: Any, batch: Any) -> Mapping[str,
         )
     if batch is None:
         raise PlacementError(
-            f"placements={word!r} searches for a plan, which depends on the sizes of a batch; pass batch=, the arguments "
-            "of forward of the whole batch"
+            f"placements={word!r} searches for a plan, which depends on the sizes of a batch; pass batch=, the "
+            "arguments of forward of the whole batch"
         )
     return FINDERS[word](model, mesh, batch)
 

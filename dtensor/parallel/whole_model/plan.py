@@ -218,9 +218,10 @@ class Plan:
 def summary(p: Prediction) -> str:
     """What a step is expected to take and to hold, in words."""
     return (
-        f"A step is expected to take {duration(p.seconds)}: {duration(p.computing)} of computation, {duration(p.waiting)} of "
-        f"communication that it waits for, {duration(p.beside)} beside it, {duration(p.updating)} of the optimizer. A rank "
-        f"holds at most {amount(p.memory)}, {amount(p.static)} of it parameters, gradients and optimizer states."
+        f"A step is expected to take {duration(p.seconds)}: {duration(p.computing)} of computation, "
+        f"{duration(p.waiting)} of communication that it waits for, {duration(p.beside)} beside it, "
+        f"{duration(p.updating)} of the optimizer. A rank holds at most {amount(p.memory)}, {amount(p.static)} of it "
+        "parameters, gradients and optimizer states."
     )
 
 
