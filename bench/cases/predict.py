@@ -37,7 +37,7 @@ AMOUNTS: dict[str, tuple[tuple[str, ...], int, Sizes, int, bool]] = {
 
 
 WITHIN = "found within"
-BOUNDS = (0.9, 0.75, 0.6)
+BOUNDS = (1.0, 0.9, 0.8)
 """Bounds on memory, as fractions of what data parallel takes, for which plans are searched."""
 
 

@@ -6,14 +6,14 @@ price of a plan is that of what the engine does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from .choices import Choices
 from .engine import Assignment, Engine, Run
 from .known import known
 from .program import Program, Solution
 from .states import State, fits
-from .steps import Step, Steps, Tensor, pattern
+from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import INPUT, PARAMETER
 
 SAME = 1e-3
@@ -41,6 +41,7 @@ class Best:
     below: float = float("inf")
     least: float | None = None
     free: bool = True
+    _views: dict[Step, dict[State, State]] = field(default_factory=dict[Step, dict[State, State]])
 
     @property
     def steps(self) -> Steps:
@@ -72,8 +73,7 @@ class Best:
             if bound >= self.below:
                 return None
             self.free = turn == 0
-            made = self._followed(solution)
-            run = self.engine.run(made)
+            made, run = self._settled(self._followed(solution), solution, bound)
             if self.least is None or run.peak < self.least:
                 self.least = run.peak
             if self._holds(run):
@@ -117,11 +117,64 @@ class Best:
             out = step.outputs[0] if step.border else None
             if out is None or step.backward or out not in solution.states or not out.like.dtype.is_floating_point:
                 continue
-            s = _wanted(out, solution)
+            s = _first(self._wanted(out, solution), solution.states[out])
             grad = back[step].outputs[0] if step in back else None
             if not any(isinstance(x, str) for x in s):
-                made.borders[step] = s, s if grad is None or grad not in solution.states else _wanted(grad, solution)
+                there = grad is not None and grad in solution.states
+                made.borders[step] = s, _first(self._wanted(grad, solution), solution.states[grad]) if there else s
         return made
+
+    def _settled(self, made: Assignment, solution: Solution, bound: float) -> tuple[Assignment, Run]:
+        """The same, where users of an activation take it in different states, in that one which is cheapest for all."""
+        run = self.engine.run(made)
+        decided = self.steps.decided
+        for step in reversed(decided):
+            out, way = step.outputs[0], int(step.like.forward is not None)
+            if out is None or step.like.again or decided[step] not in made.borders or out not in solution.states:
+                continue
+            ways = self._wanted(out, solution)
+            for s in sorted(ways, key=str) if len(ways) > 1 else ():
+                if run.seconds * (1 - self.gap) <= bound:
+                    return made, run
+                if s == made.borders[decided[step]][way] or (not way and any(isinstance(x, str) for x in s)):
+                    continue
+                pair = list(made.borders[decided[step]])
+                pair[way] = s
+                tried = replace(made, borders={**made.borders, decided[step]: (pair[0], pair[1])})
+                cost = self.engine.run(tried)
+                if cost.seconds < run.seconds * (1 - SAME):
+                    made, run = tried, cost
+        return made, run
+
+    def _wanted(self, t: Tensor, solution: Solution, behind: frozenset[Tensor] = frozenset()) -> set[State]:
+        """The states in which users of a tensor take it, be it behind borders or views.
+
+        Args:
+            behind: those on the way to it; a module that repeats may be next to itself.
+        """
+        found: set[State] = set()
+        for user, k in t.users:
+            if user.backward != (t.step is not None and t.step.backward):
+                continue
+            out, taken = user.outputs[0] if user.outputs else None, solution.uses.get((user, k))
+            if out is None or out is t or out in behind or out not in solution.states or not is_free(user):
+                found.update([taken] if taken is not None else [])
+                continue
+            wanted = self._wanted(out, solution, behind | {t})
+            if user.border:
+                found.add(_first(wanted, solution.states[out]))
+            else:
+                before = self._before(user)
+                found.update([before[s] for s in wanted if s in before] or ([taken] if taken is not None else []))
+        return found
+
+    def _before(self, view: Step) -> dict[State, State]:
+        """State of what a view makes -> that of what it is made of."""
+        found = self._views.get(view)
+        if found is None:
+            pairs = [(o.outputs[0], o.inputs[0]) for o in self.choices.options(view)]
+            found = self._views[view] = {a: b for a, b in pairs if a is not None and b is not None}
+        return found
 
     def _shorter(self, made: Assignment, run: Run) -> tuple[Assignment, Run]:
         """The assignment without what changes nothing, by halves."""
@@ -206,24 +259,9 @@ class Best:
         return groups
 
 
-def _wanted(t: Tensor, solution: Solution, behind: frozenset[Tensor] = frozenset()) -> State:
-    """The state in which all users of a tensor take it, be it behind a border, or else that in which it is made.
-
-    Args:
-        behind: the borders on the way to it; a module that repeats may be next to itself.
-    """
-    found: set[State] = set()
-    for user, k in t.users:
-        if user.backward != (t.step is not None and t.step.backward):
-            continue
-        out = user.outputs[0] if user.border else None
-        taken = solution.uses.get((user, k))
-        if out is not None and out in solution.states and out is not t and out not in behind:
-            found.add(_wanted(out, solution, behind | {t}))
-        elif taken is not None:
-            found.add(taken)
-    (first, *others) = found or {solution.states[t]}
-    return solution.states[t] if others else first
+def _first(wanted: set[State], made: State) -> State:
+    """The only state that is wanted, or that in which the tensor is made."""
+    return next(iter(wanted)) if len(wanted) == 1 else made
 
 
 __all__ = ["SPARE", "Best"]

@@ -27,7 +27,7 @@ import numpy
 from .choices import Choices, Option, seconds_of_optimizer
 from .solver import INF, SCALE, TOUCHED, Columns, Rows, matrix, run
 from .states import Moves, State, bucketed, first_start, fits, parts
-from .steps import Step, Steps, Tensor, is_pointwise
+from .steps import Step, Steps, Tensor, is_free, is_pointwise
 from .tape import BUFFER, CONSTANT, INPUT, PARAMETER
 
 
@@ -159,11 +159,14 @@ class Program:
         if step.border:
             self._hand_on(step)
             return
-        options = self.choices.options(step, self.partial)
-        leader = self._leader(step)
-        picked = [] if leader is None else _following([self.made[t] for t in leader], step, options)
-        follows = bool(picked)
-        if not follows:
+        leader, picked = None, self.picked.get(self.all.first.get(step, step), [])
+        options = [] if picked else self.choices.options(step, self.partial)
+        follows = False
+        if not picked:
+            leader = self._leader(step)
+            picked = [] if leader is None else _following([self.made[t] for t in leader], step, options)
+            follows = bool(picked)
+        if not picked:
             picked = [(self.columns.add(0.0, integer=True), o) for o in options]
             self._one_of([k for k, _ in picked])
         self.picked[step] = picked
@@ -209,7 +212,7 @@ class Program:
             out.kind = CONSTANT
             return
         t, same = sources[0], self.all.decided[step].outputs[0]
-        if step.backward and step.like.forward is None and same in self.made:
+        if step.like.again and same in self.made:
             self.made[out] = self.taken[step, 0] = self.made[same]
             return
         if len(step.sources[0]) == 1 and len(t.users) == 1 and t.step is not None and t.count == step.count:
@@ -233,6 +236,11 @@ class Program:
             if chosen is None or None in chosen:
                 continue
             by_phase.setdefault(u.backward, []).append((chosen, float(n)))
+        if t.step is not None and is_free(t.step) and not t.step.border:
+            # What is moved behind a view is moved before it as well, where a plan can say so.
+            for chosen, _ in [user for phase in by_phase.values() for user in phase]:
+                self._same(self.made[t], chosen)
+            by_phase = {}
         for backward, phase in by_phase.items():
             times = 1.0
             if t.kind == PARAMETER and self.training and t.like.ndim > 1 and not backward:
@@ -243,6 +251,15 @@ class Program:
         for (g, p), n in self.all.gradients.items():
             if g is t:
                 self._flow(t, [(self.made[p], float(n))], True, 1.0)
+
+    def _same(self, made: Chosen, wanted: Chosen) -> None:
+        """A tensor is used in the state in which it is made."""
+        for s in sorted({*made, *wanted}, key=str):
+            terms = dict(made.get(s, {}))
+            for k, v in wanted.get(s, {}).items():
+                terms[k] = terms.get(k, 0.0) - v
+            if terms := {k: v for k, v in terms.items() if v}:
+                self.rows.add(terms, 0.0, 0.0)
 
     def _flow(self, t: Tensor, users: list[tuple[Chosen, float]], beside: bool, times: float) -> None:
         """Flows of a tensor from the states in which it is made to those in which users of one phase take it.

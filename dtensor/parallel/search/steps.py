@@ -122,6 +122,7 @@ class Steps:
         late: gradients, and what only becomes one by views and casts; nothing in the backward waits for their moves.
         decided: border -> that of the forward where a plan says what happens there: for gradients, the one that they
             come back through; for what the backward runs again, the same one.
+        first: step of a forward that the backward runs again -> the same step of the forward, with the same choices.
         in_passing: what the backward reads only to compute gradients of parameters, for which nothing else waits.
     """
 
@@ -136,6 +137,7 @@ class Steps:
     late: set[Tensor] = field(default_factory=set[Tensor])
     in_passing: set[Tensor] = field(default_factory=set[Tensor])
     decided: dict[Step, Step] = field(default_factory=dict[Step, Step])
+    first: dict[Step, Step] = field(default_factory=dict[Step, Step])
 
     def beside(self, t: Tensor, backward: bool) -> bool:
         """Whether nothing waits for moves of a tensor to where the forward or the backward reads it."""
@@ -167,10 +169,11 @@ def steps_of(tape: Tape) -> Steps:
     for v in tape.values.values():
         tensor(v)
     for op in tape.ops:
-        at = (op.path, op.backward)
+        at = (op.path, op.backward, op.again)
         number = places[at]
         places[at] += 1
-        key = pattern(op.path), op.backward, number, normal(op)
+        place = pattern(op.path), number, normal(op)
+        key = *place, op.backward, op.again
         step = steps.get(key)
         operands = [tensor(v) for v in op.operands]
         if step is None:
@@ -181,6 +184,8 @@ def steps_of(tape: Tape) -> Steps:
                     t.step = step
                     made.tensors.append(t)
             made.steps.append(step)
+            if op.again and (*place, False, False) in steps:
+                made.first[step] = steps[*place, False, False]
         step.count += 1
         made.of[op] = step
         for k, t in enumerate(operands):
@@ -236,7 +241,7 @@ def _decided(made: Steps) -> None:
     first: dict[Any, Step] = {}
     for step in made.steps:
         if step.border and step.like.forward is None:
-            made.decided[step] = first.setdefault(key(step), step) if step.backward else step
+            made.decided[step] = first.setdefault(key(step), step) if step.like.again else step
             first.setdefault(key(step), step)
     for step in made.steps:
         if step.border and step.like.forward is not None:

@@ -92,6 +92,7 @@ class Op:
         backward: whether it is part of the backward.
         what: for a border, "input" or "output": of the module at `path`.
         forward: for a border of the backward, the border that it differentiates.
+        again: whether it is of a forward that the backward runs again.
     """
 
     func: Any
@@ -104,6 +105,7 @@ class Op:
     backward: bool
     what: str = ""
     forward: "Op | None" = None
+    again: bool = False
 
     @property
     def described(self) -> tuple[Output | None, ...]:
@@ -199,7 +201,7 @@ class _Recorder(TorchDispatchMode):
 
     def add(self, func: Any, args: Any, kwargs: Any, operands: list[Value], results: list[Any], many: bool) -> None:
         plain = all(v.kind == CONSTANT for v in operands)
-        op = Op(func, args, kwargs, operands, [], many, self.path(), self.backward)
+        op = Op(func, args, kwargs, operands, [], many, self.path(), self.backward, again=self.again())
         for k, x in enumerate(results):
             v = None
             if isinstance(x, torch.Tensor):
@@ -207,6 +209,10 @@ class _Recorder(TorchDispatchMode):
                 v.maker, v.index = op, k
             op.outputs.append(v)
         self.tape.ops.append(op)
+
+    def again(self) -> bool:
+        """Whether the backward is running a forward again."""
+        return self.backward and bool(self.open)
 
     def path(self) -> str:
         if not self.backward or self.open:
@@ -233,7 +239,8 @@ class _Recorder(TorchDispatchMode):
         given = self.value(x)
         self.same[storage_of(made)] = given.storage
         value = self.made(made, CONSTANT if given.kind == CONSTANT else MADE)
-        value.maker = Op(BORDER, (given,), {}, [given], [value], False, path, self.backward, what, forward)
+        again = forward is None and self.again()
+        value.maker = Op(BORDER, (given,), {}, [given], [value], False, path, self.backward, what, forward, again)
         self.tape.ops.append(value.maker)
         return made
 
@@ -277,12 +284,23 @@ def _borders(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
 
 
 @contextmanager
-def _recomputed(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+def _recomputed(model: nn.Module, names: Collection[str], recorder: _Recorder) -> Iterator[None]:
     """The backward runs the forward of these modules again."""
+
+    def run(forward: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.backward:
+            return forward(*args, **kwargs)
+        recorder.open.append(name)  # the module's hooks run around the first forward only
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            recorder.open.pop()
+
     modules = [model.get_submodule(name) for name in names]
     own = [vars(module).get("forward") for module in modules]
-    for module in modules:
-        vars(module)["forward"] = partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+    for name, module in zip(names, modules):
+        whole = partial(run, module.forward, name)
+        vars(module)["forward"] = partial(checkpoint, whole, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:
@@ -380,7 +398,7 @@ def record(
         with (
             mode,
             _borders(model, recorder),
-            _recomputed(model, recomputed),
+            _recomputed(model, recomputed, recorder),
             recorder,
             torch.set_grad_enabled(training),
         ):

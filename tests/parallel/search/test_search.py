@@ -134,7 +134,7 @@ def test_memory_is_a_bound():
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed():
-    with pytest.raises(PlacementError, match=r"no plan found fits into 1,000 bytes: .* at least [\d,]{5,}"):
+    with pytest.raises(PlacementError, match=r"no plan found fits into 1,000 bytes, .* at least [\d,]{5,}"):
         found("wide", {"tp": 4}, SLOW, memory=1000)
 
 
