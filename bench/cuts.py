@@ -60,7 +60,8 @@ class Cut:
         what: the cut, in words.
         make: returns the model, and inputs and targets.
         chosen: whether a plan for the axis "x" has the cut.
-        memory: bytes that a rank may hold, as a fraction of what one device needs; None for any.
+        memory: bytes that a rank may hold, as a fraction of what it holds with data parallel; None for any. A tenth of
+            them is spared.
     """
 
     what: str
@@ -104,14 +105,14 @@ CUTS = {
     ),
     "activations": Cut(
         "activations gathered: wide layers, few rows, norms over whole rows",
-        lambda: _floats(Normed(2048, 3), 7, 2048),
+        lambda: _floats(Normed(1024, 3), 255, 1024),
         lambda plan: _is_cut(plan, "layers.*.weight", 0) and not plan.inputs,
     ),
     "weights": Cut(
         "weights gathered: many rows, and less memory than copies of all weights take",
-        lambda: _floats(Normed(512, 8), 1024, 512),
+        lambda: _floats(Normed(512, 8), 2048, 512),
         lambda plan: bool(plan.used) and bool(plan.inputs),
-        memory=0.6,
+        memory=1.05,
     ),
     "vocabulary": Cut(
         "vocabulary: a large one, few tokens",

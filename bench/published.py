@@ -30,10 +30,10 @@ from dtensor.parallel.search.tape import PARAMETER, record
 
 from .models import Llama, Sizes
 
-H100 = Machine(flops=67e12, half=989e12, memory=3.35e12, launch=3e-6, overlap=0.88, efficiency=0.64)
+H100 = Machine(flops=67e12, half=989e12, memory=3.35e12, launch=3e-6, overlap=0.88, efficiency=0.69)
 """By the data sheet; the efficiency is fitted on `STEPS`. NCCL takes about 16 of 132 multiprocessors."""
 
-H100_500W = replace(H100, memory=2.4e12, efficiency=0.42)
+H100_500W = replace(H100, memory=2.4e12, efficiency=0.463)
 """Those of torchtitan's hosts, with HBM2e and at 500 of 700 W; the efficiency is fitted on the first of `ROWS`."""
 
 GPU = Link(alpha=4e-6, bandwidth=360e9, memory=2.4e12, launch=3e-6, start=10e-6)
@@ -68,6 +68,9 @@ class Row:
     again: str
     step: float
     memory: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def tokens(self) -> float:

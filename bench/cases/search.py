@@ -175,7 +175,8 @@ def on_rank(
         how: dict[str, Any] = {"links": {AXIS: found}, "machine": machine, "optimizer_states": 0.0}
         memory = None
         if cut is not None and cut.memory is not None:
-            memory = cut.memory * _held(predict(model, mesh, batch, Plan({AXIS: mesh.size()}), **how))
+            ddp = Plan({AXIS: mesh.size()}, inputs={AXIS: Shard(0)})
+            memory = cut.memory * _held(predict(model, mesh, batch, ddp, **how))
         plan = search(model, mesh, batch, memory=memory, **how)
         plans = {FOUND: plan, **by_hand(model, batch)}
         if memory is not None:

@@ -400,9 +400,24 @@ def _moved(step: Step) -> tuple[list[float], list[float]]:
     return read, written
 
 
+ATTENTION = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 2),
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 5),
+}
+"""Name of an operator -> the place of the queries among its operands, followed by the keys; and its number of products.
+Half of each is skipped if it is causal (Dao, "FlashAttention-2", 2023)."""
+
+
 def _flops(op: Op) -> float:
     from torch.utils.flop_counter import flop_registry  # it takes long to import
 
+    name = "" if op.func == BORDER else op.func._schema.name
+    if (attention := ATTENTION.get(name)) is not None:
+        first, products = attention
+        (*_, sent, width), (*_, read, _) = (v.shape for v in op.operands[first : first + 2])
+        causal = any(a is True for a in op.args) or op.kwargs.get("is_causal") is True
+        batch = op.operands[first].numel / sent / width
+        return products * 2 * batch * sent * read * width * (0.5 if causal and sent > 1 else 1.0)
     count: Any = flop_registry.get(getattr(op.func, "overloadpacket", None))
     if count is None:
         return 0.0
