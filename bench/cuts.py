@@ -11,16 +11,16 @@ from dtensor import Plan, Shard
 
 
 class Attention(nn.Module):
-    """Causal attention with a residual connection; (batch, seq, dim) -> the same."""
+    """Attention with a residual connection; (batch, seq, dim) -> the same."""
 
-    def __init__(self, dim: int, heads: int) -> None:
+    def __init__(self, dim: int, heads: int, causal: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (w(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return x + self.wo(out.transpose(1, 2).flatten(2))
 
 
@@ -95,12 +95,12 @@ def _along(plan: Plan, dim: int) -> bool:
 CUTS = {
     "heads": Cut(
         "heads: a long way for gradients of wide projections, few tokens",
-        lambda: _floats(Attention(1024, 8), 1, 64, 1024),
+        lambda: _floats(Attention(1024, 8, True), 1, 64, 1024),
         lambda plan: _is_cut(plan, "wq.weight", 0),
     ),
     "sequence": Cut(
-        "sequence: one long sequence, one head",
-        lambda: _floats(Attention(64, 1), 1, 4096, 64),
+        "sequence: one long sequence, one head, no causal mask",
+        lambda: _floats(Attention(64, 1, False), 1, 4096, 64),
         lambda plan: _along(plan, 1),
     ),
     "activations": Cut(

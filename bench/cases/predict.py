@@ -37,7 +37,7 @@ AMOUNTS: dict[str, tuple[tuple[str, ...], int, Sizes, int, bool]] = {
 
 
 WITHIN = "found within"
-BOUNDS = (1.0, 0.9, 0.8)
+BOUNDS = (1.05, 1.0, 0.95)
 """Bounds on memory, as fractions of what data parallel takes, for which plans are searched."""
 
 
@@ -101,7 +101,8 @@ def run(effort: Effort) -> Iterator[Record]:
         at = Setting("predict", name, "random", 2)
         bounds = {side: float(side.split()[-1]) for side in found if side.startswith(WITHIN)}
         for side, bound in bounds.items():
-            yield at.counted("memory of a found plan", "bytes", found[side][2], "its bound", bound)
+            place = Setting("predict", name, side, 2)
+            yield place.counted("memory", "bytes", found[side][2], "its bound", bound)
         found = {side: f for side, f in found.items() if side not in bounds}
         measured = {side: float(np.median(times)) for side, (times, *_) in found.items()}
         yield at.alone(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..layout.cost import INTER, INTRA, Link
+from ..layout.machine import Machine
 
 SWITCH = "DTENSOR_LINKS"
 """The environment variable that names the file; set but empty, it turns the file off."""
@@ -37,6 +38,9 @@ UNITS = {
 KINDS = ("inter", "intra")
 """The links of a machine: between hosts, and within a host."""
 
+MACHINE = "machine"
+"""The entry of a machine that says what its ranks compute with."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -45,10 +49,12 @@ class Measured:
     Attributes:
         inter: The link between hosts, None if it was not measured.
         intra: The link within a host, None if it was not measured.
+        machine: What a rank computes with, None if it was not measured.
     """
 
     inter: Link | None = None
     intra: Link | None = None
+    machine: Machine | None = None
 
     @property
     def links(self) -> tuple[Link, Link]:
@@ -89,7 +95,10 @@ def read_links(path: Path) -> dict[str, Measured]:
         content = json.loads(text)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
-        return {key: Measured(**{k: _link(v) for k, v in kinds.items()}) for key, kinds in content["links"].items()}
+        return {
+            key: Measured(**{k: _machine(v) if k == MACHINE else _link(v) for k, v in kinds.items()})
+            for key, kinds in content["links"].items()
+        }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a file of measured links ({error}); remove it and run `dtensor calibrate`, "
@@ -105,6 +114,14 @@ def _link(constants: Mapping[str, Any]) -> Link:
     return Link(**numbers)
 
 
+def _machine(constants: Mapping[str, Any]) -> Machine:
+    numbers = {name: float(value) for name, value in constants.items()}
+    for name, value in numbers.items():
+        if not (isfinite(value) and value >= 0):
+            raise ValueError(f"{name} of a machine cannot be {value}")
+    return Machine(**numbers)
+
+
 def save_links(path: Path, key: str, measured: Measured) -> None:
     """Add measured links to the file and keep its other entries. The file is replaced atomically.
 
@@ -114,7 +131,7 @@ def save_links(path: Path, key: str, measured: Measured) -> None:
     """
     entries = read_links(path)
     old = entries.get(key, Measured())
-    entries[key] = Measured(measured.inter or old.inter, measured.intra or old.intra)
+    entries[key] = Measured(measured.inter or old.inter, measured.intra or old.intra, measured.machine or old.machine)
     links = {k: {kind: c for kind, c in asdict(m).items() if c is not None} for k, m in sorted(entries.items())}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
@@ -143,6 +160,7 @@ def links_here(backend: str, device_type: str) -> Measured:
 
 __all__ = [
     "KINDS",
+    "MACHINE",
     "SWITCH",
     "UNITS",
     "Measured",

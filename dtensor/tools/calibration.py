@@ -1,9 +1,10 @@
 """Calibration: measures the constants of the cost model on the links of this machine.
 
-`calibrate` starts ranks, or joins those that torchrun started. It times each collective and a local copy over several
-sizes, fits a `dtensor.layout.cost.Link` to the times of each kind of link, and saves it in the file of measured links
-(`dtensor.mesh.links`), which `dtensor.prepare` reads. It times the operators of `dtensor.comm.collectives` as they run
-eagerly, with the copies they make.
+`calibrate` starts ranks, or joins those that torchrun started. It measures what a rank computes with, on all ranks at
+once (`dtensor.tools.processor`). It times each collective and a local copy over several sizes, fits a
+`dtensor.layout.cost.Link` to the times of each kind of link, and saves both in the file of measured links
+(`dtensor.mesh.links`), which `dtensor.prepare` and `dtensor.search` read. It times the operators of
+`dtensor.comm.collectives` as they run eagerly, with the copies they make.
 
 Where a collective takes the processor, as over gloo, each call comes after some computation, and its time is the mean:
 that is how collectives run in a step. From idle ranks they can be ten times as fast. The threads that carry messages
@@ -40,11 +41,13 @@ from tqdm import tqdm
 
 from ..comm.collectives import ops
 from ..layout.cost import WORK, Link, log2_ceil, seconds, wire_bytes
+from ..layout.machine import Machine
 from ..mesh.groups import group_size
 from ..mesh.links import KINDS, Measured, links_path, machine_key, save_links
 from ..mesh.mesh import RANKS_PER_HOST, backend_of
 from ..testing import run_ranks
 from .demo import under_torchrun
+from .processor import measure as measure_processor
 
 SIZES = tuple(4**k for k in range(5, 13))
 """Sizes of the buffers in bytes: 1 KiB to 16 MiB."""
@@ -124,12 +127,14 @@ class Outcome:
     Attributes:
         key: key of the machine, backend and device type in the file of measured links.
         fits: the result for each kind of link.
+        machine: what a rank computes with.
         path: the file of measured links; None if the user has turned it off.
     """
 
     key: str
     fits: tuple[Fit, ...]
     path: Path | None
+    machine: Machine | None = None
 
 
 def calibrate(options: Options) -> Outcome | None:
@@ -169,12 +174,13 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
         if mesh[kind].size() > 1:
             timings = measure(mesh.get_group(kind).group_name, options, kind, quiet=rank != 0)
             fits.append(Fit(kind, timings, fit(timings)))
+    machine = measure_processor(options.device)
     key, path = machine_key(backend_of(mesh), options.device), links_path()
     for host in range(world // per_host):  # one after the other, as hosts may share the file
         if path is not None and rank == host * per_host:
-            save_links(path, key, Measured(**{f.kind: f.link for f in fits}))
+            save_links(path, key, Measured(**{f.kind: f.link for f in fits}, machine=machine))
         dist.barrier()
-    return Outcome(key, tuple(fits), path) if rank == 0 else None
+    return Outcome(key, tuple(fits), path, machine) if rank == 0 else None
 
 
 def measure(group: str, options: Options, label: str = "", quiet: bool = False) -> tuple[Timing, ...]:

@@ -127,13 +127,13 @@ class Sizes(click.ParamType):
 @click.option("--nproc", type=click.IntRange(min=2), help="Processes to start. Default: 2, or torchrun's.")
 @click.option("--device", type=click.Choice(tuple(DEVICES)), default="cpu", show_default=True, help="Device type.")
 @click.option("--sizes", type=Sizes(), default=",".join(map(str, SIZES)), show_default=True, help="Buffers in bytes.")
-@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Measurements per median.")
+@click.option("--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Measurements of each call.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Image file: measured and fitted times.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=600.0, show_default=True, help="Seconds in total.")
 def calibrate_command(
     nproc: int | None, device: str, sizes: tuple[int, ...], rounds: int, plot: Path | None, timeout: float
 ) -> None:
-    """Measure the cost of collectives on this machine, and save it for planning.
+    """Measure the cost of collectives and of computing on this machine, and save it for planning.
 
     The constants are saved in ~/.cache/dtensor/links.json (DTENSOR_LINKS names another file). dtensor.prepare and
     dtensor.init_device_mesh read that file on the first rank of a mesh, and all ranks plan with its constants. The
@@ -308,12 +308,18 @@ def calibrated(options: Calibration, outcome: Constants) -> str:
             measured, fitted = (f"{x * 1e6:,.1f} µs" for x in (t.seconds, fit.fitted(t)))
             rows.append((t.op, f"{t.size:,}", measured, fitted, f"{100 * fit.error(t):+.0f} %"))
         lines += [
-            f"{outcome.key}, {fit.timings[0].n} ranks, {BETWEEN[fit.kind]}; medians of {options.rounds} rounds on the "
+            f"{outcome.key}, {fit.timings[0].n} ranks, {BETWEEN[fit.kind]}; {options.rounds} rounds on the "
             "slowest rank",
             "",
             *_aligned(rows),
             "",
             *_constants(fit.link),
+            "",
+        ]
+    if (m := outcome.machine) is not None:
+        lines += [
+            f"A rank computes {m.flops / 1e9:.0f} GFLOP/s in float32 and {m.half / 1e9:.0f} in bfloat16, and moves "
+            f"{m.memory / 1e9:.1f} GB/s; a Transformer's layer reaches {m.efficiency:.0%} of what follows from that.",
             "",
         ]
     kept = f"saved in {outcome.path}" if outcome.path else "not saved, because DTENSOR_LINKS is empty"

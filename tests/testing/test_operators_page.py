@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from click.testing import CliRunner
 from torch import ops
@@ -13,7 +12,6 @@ from dtensor.tools.cli import main
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operators.md"
 
 
-@pytest.mark.nightly
 def test_the_page_is_up_to_date_and_says_what_the_engine_decides():
     done = CliRunner().invoke(main, ["operators"])
     assert done.exit_code == 0

@@ -6,12 +6,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
-from dtensor import init_device_mesh
+from dtensor import init_device_mesh, search
 from dtensor.layout.cost import WORK, Link, seconds
-from dtensor.mesh.links import machine_key, read_links
+from dtensor.layout.machine import Machine
+from dtensor.mesh.links import Measured, machine_key, read_links, save_links
 from dtensor.mesh.mesh import facts
 from dtensor.testing import with_ranks
 from dtensor.tools import calibration, cli
@@ -116,11 +118,34 @@ def test_ranks_on_two_hosts_measure_the_link_between_them(rank, tmp_path):
     assert [(t.op, t.n, t.size) for t in timings[0]] == [(op, 2, size) for op in OPS for size in options.sizes]
 
 
+def test_a_processor_is_kept_beside_its_links(tmp_path):
+    path, machine = tmp_path / "links.json", Machine(1e11, 2e11, 2e10, 1e-6, overlap=0.0, efficiency=0.8)
+    save_links(path, "here gloo cpu", Measured(machine=machine))
+    save_links(path, "here gloo cpu", Measured(intra=LINK))
+    assert read_links(path) == {"here gloo cpu": Measured(intra=LINK, machine=machine)}
+    path.write_text(path.read_text().replace("0.8", "-1"))
+    with pytest.raises(ValueError, match=r"efficiency of a machine cannot be -1\.0"):
+        read_links(path)
+
+
+@with_ranks(2)
+def test_a_search_takes_the_measured_processor(rank, tmp_path):
+    model, x = torch.nn.Linear(64, 64), torch.ones(64, 64)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    usual = search(model, mesh, x).prediction.seconds
+    os.environ["DTENSOR_LINKS"] = str(tmp_path / "links.json")
+    slow = Machine(1e6, 1e6, 1e6, 1e-6, overlap=0.0)
+    if rank == 0:
+        save_links(tmp_path / "links.json", machine_key("gloo", "cpu"), Measured(machine=slow))
+    dist.barrier()
+    assert search(model, mesh, x).prediction.seconds > 100 * usual
+
+
 def test_report():
     slower = Timing("all_reduce", 2, 1 << 20, 2e-3)
     outcome = Outcome("box gloo cpu", (Fit("intra", (slower,), LINK),), None)
     assert cli.calibrated(Options(rounds=3), outcome).splitlines() == [
-        "box gloo cpu, 2 ranks, within a host; medians of 3 rounds on the slowest rank",
+        "box gloo cpu, 2 ranks, within a host; 3 rounds on the slowest rank",
         "",
         "                bytes    measured    fitted  error",
         "all_reduce  1,048,576  2,000.0 µs  829.1 µs  -59 %",

@@ -17,7 +17,8 @@ from ...errors import PlacementError
 from ...layout.cost import INTER, INTRA, Link, Network
 from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
-from ...mesh.mesh import facts
+from ...mesh.links import links_here
+from ...mesh.mesh import backend_of, facts
 from ..whole_model.plan import FINDERS, Plan, Prediction, recomputed_of
 from .best import Best
 from .choices import Choices
@@ -67,7 +68,8 @@ def search(
         fixed: names of parameters, or patterns of them, or "inputs" -> their placements by axis, which the plan keeps.
         links: axis -> its link, in place of those of the mesh. The engine chooses by those of the mesh nevertheless;
             `dtensor.prepare` changes these.
-        machine: what a rank computes with; None for the usual one of the mesh's device type.
+        machine: what a rank computes with. None: as `dtensor calibrate` measured it, or else the usual one of the
+            mesh's device type.
         device_type: of a mesh that is not there: "cuda" or "cpu".
         loss: computes the loss from what the model returns. None: its own `loss`, or a number that it returns, or the
             sum of what it returns.
@@ -176,7 +178,7 @@ class _Step:
         if mode not in ("training", "forward"):
             raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
         self.sizes, network, own, device = _mesh(mesh, links, device_type)
-        machine = machine or MACHINES.get(device, MACHINES["cpu"])
+        machine = machine or _machine(mesh, device) or MACHINES.get(device, MACHINES["cpu"])
         self._choices = Choices(torch.device(device), network, machine, own)
         self._training = mode == "training"
         self._states = optimizer_states if self._training else 0.0
@@ -257,6 +259,11 @@ def _once(mesh: Any, found: Callable[[], Plan]) -> Plan:
     if isinstance(said[0], Exception):
         raise said[0]
     return said[0]
+
+
+def _machine(mesh: Any, device: str) -> Machine | None:
+    """What `dtensor calibrate` measured here, for a mesh that is there."""
+    return None if isinstance(mesh, Mapping) else links_here(backend_of(mesh), device).machine
 
 
 def _mesh(

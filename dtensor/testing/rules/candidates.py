@@ -199,6 +199,7 @@ class OneAxis:
 
     ndim = 1
     device_type = "cpu"
+    mesh_dim_names = None
 
     def __init__(self, n: Any) -> None:
         self.shape: tuple[int, ...] = (n,)
