@@ -115,8 +115,8 @@ CUTS = {
         memory=1.05,
     ),
     "vocabulary": Cut(
-        "vocabulary: a large one, few tokens",
-        lambda: _tokens(Words(32768, 256), 32768, 4, 16),
+        "vocabulary: a large one, many tokens",
+        lambda: _tokens(Words(32768, 256), 32768, 4, 128),
         lambda plan: _is_cut(plan, "output.weight", 0),
     ),
 }

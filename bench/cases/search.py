@@ -23,6 +23,7 @@ from torch._dynamo import config as dynamo_config
 
 from dtensor import DTensor, Plan, Replicate, Shard, distribute_model, init_device_mesh, predict, search
 from dtensor.mesh.mesh import facts
+from dtensor.parallel.search.best import SPARE
 from dtensor.tools.calibration import Options, fit, measure
 from dtensor.tools.processor import measure as measure_processor
 
@@ -180,7 +181,11 @@ def on_rank(
         plan = search(model, mesh, batch, memory=memory, **how)
         plans = {FOUND: plan, **by_hand(model, batch)}
         if memory is not None:
-            plans = {side: p for side, p in plans.items() if _held(predict(model, mesh, batch, p, **how)) <= memory}
+            plans = {
+                side: p
+                for side, p in plans.items()
+                if _held(predict(model, mesh, batch, p, **how)) <= (1 - SPARE) * memory
+            }
         trained: dict[str, Trained] = {}
         losses: dict[str, list[float]] = {}
         for side, p in plans.items():

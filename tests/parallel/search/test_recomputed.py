@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.cuts import CUTS
 from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, init_device_mesh, predict, search
-from dtensor.layout.machine import MACHINES
+from dtensor.layout.cost import Link
+from dtensor.layout.machine import MACHINES, Machine
 from dtensor.parallel.search.search import layers_of
 from dtensor.parallel.search.tape import record
 from dtensor.parallel.whole_model.plan import recomputed_of
 from dtensor.testing import run_threads, with_ranks
 
-from .programs import alone, made, on_ranks
+from .programs import WithLoss, alone, made, on_ranks
 
 CUT = {"*.w1.weight": {"tp": Shard(0)}, "*.w1.bias": {"tp": Shard(0)}, "*.w2.weight": {"tp": Shard(1)}}
 
@@ -169,6 +171,22 @@ def test_the_search_recomputes_no_more_than_it_must():
     assert some.prediction.memory <= (need + least) / 2
     assert search(Deep(), mesh, x, memory=1.3 * least).recomputed == {"layers.*": 1}
     assert search(Deep(), mesh, x, recomputed={"layers.*": 2}).recomputed == {"layers.*": 2}
+
+
+def test_a_program_that_ended_the_process_in_the_presolve_of_highs():
+    """With the rules of presolve that are left out, HiGHS 1.15 crashed at the second of these."""
+    inner, batch = CUTS["weights"].make()
+    machine = Machine(1.05e11, 4.5e11, 2.1e10, 2e-6, overlap=0.0, efficiency=0.82)
+    mesh, model = {"x": 2}, WithLoss(inner)
+    for bandwidth in (1.25e8, 1.2e7):
+        links = {"x": Link(alpha=1e-4, bandwidth=bandwidth, memory=2e10, launch=2e-5, start=1e-3)}
+        how = {"links": links, "machine": machine, "optimizer_states": 0.0, "device_type": "cpu"}
+        ddp = predict(model, mesh, batch, Plan(mesh, inputs={"x": Shard(0)}), **how).prediction.memory
+        try:
+            plan = search(model, mesh, batch, memory=1.05 * ddp, limit=1.0, recomputed={}, **how)
+            assert plan.prediction.memory <= ddp
+        except PlacementError as error:
+            assert "no plan found fits" in str(error)  # noqa: PT017
 
 
 def test_auto_searches_and_applies():
