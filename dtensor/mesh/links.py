@@ -95,10 +95,7 @@ def read_links(path: Path) -> dict[str, Measured]:
         content = json.loads(text)
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
-        return {
-            key: Measured(**{k: _machine(v) if k == MACHINE else _link(v) for k, v in kinds.items()})
-            for key, kinds in content["links"].items()
-        }
+        return {key: _measured(kinds) for key, kinds in content["links"].items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a file of measured links ({error}); remove it and run `dtensor calibrate`, "
@@ -112,6 +109,12 @@ def _link(constants: Mapping[str, Any]) -> Link:
         if not (isfinite(value) and value >= 0) or (name in ("bandwidth", "memory") and value == 0):
             raise ValueError(f"{name} cannot be {value} {UNITS[name]}")
     return Link(**numbers)
+
+
+def _measured(kinds: Mapping[str, Any]) -> Measured:
+    links = {kind: _link(constants) for kind, constants in kinds.items() if kind != MACHINE}
+    machine = _machine(kinds[MACHINE]) if MACHINE in kinds else None
+    return Measured(**links, machine=machine)
 
 
 def _machine(constants: Mapping[str, Any]) -> Machine:

@@ -120,8 +120,10 @@ class Best:
             s = _first(self._wanted(out, solution), solution.states[out])
             grad = back[step].outputs[0] if step in back else None
             if not any(isinstance(x, str) for x in s):
-                there = grad is not None and grad in solution.states
-                made.borders[step] = s, _first(self._wanted(grad, solution), solution.states[grad]) if there else s
+                back_in = s
+                if grad is not None and grad in solution.states:
+                    back_in = _first(self._wanted(grad, solution), solution.states[grad])
+                made.borders[step] = s, back_in
         return made
 
     def _settled(self, made: Assignment, solution: Solution, bound: float) -> tuple[Assignment, Run]:

@@ -14,7 +14,7 @@ from ...mesh.tensor_spec import Spec
 from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
 from ..local_calls import empty_outputs
-from ..rule import Dims, Rule
+from ..rule import Dim, Dims, Rule
 
 FUSED: dict[str, Any] = {
     "_scaled_dot_product_flash_attention_for_cpu": "attn_mask",
@@ -36,7 +36,7 @@ def _heads(call: Call) -> tuple[Dims, Dims, dict[str, Any]]:
     """Factors of queries, gradients and output; factors of keys and values; sizes."""
     q, k = call["query"], call["key"]
     sizes = {"b": q.shape[0], "h": k.shape[1]}
-    queries: Dims = ()
+    queries: Dim = ()
     if not call["is_causal"] and call.name.removesuffix("_backward") in BY_QUERY:
         sizes["s"] = q.shape[2]
         queries = ("s",)
