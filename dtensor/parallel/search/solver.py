@@ -10,9 +10,9 @@ INF = float("inf")
 SCALE = 1e6
 """Microseconds of a second: costs are in seconds, but the solver's tolerances are absolute."""
 
-CRASHING = 1 << 6 | 1 << 9
-"""Rules of presolve that are left out, of forcing rows and of doubleton equations: together they end the process for
-some programs (HiGHS 1.14 and 1.15). Nothing became slower without them."""
+CRASHING = 1 << 9
+"""The rule of presolve that is left out, of doubleton equations: with it HiGHS 1.14 and 1.15 end the process for some
+programs. Nothing became slower without it."""
 
 TOUCHED = 1e-4
 """A variable that is larger than this in the relaxed solution may be one."""

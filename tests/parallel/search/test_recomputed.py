@@ -174,7 +174,7 @@ def test_the_search_recomputes_no_more_than_it_must():
 
 
 def test_a_program_that_ended_the_process_in_the_presolve_of_highs():
-    """With the rules of presolve that are left out, HiGHS 1.15 crashed at the second of these."""
+    """With the rule of presolve that is left out, HiGHS 1.15 crashed at the second of these."""
     inner, batch = CUTS["weights"].make()
     machine = Machine(1.05e11, 4.5e11, 2.1e10, 2e-6, overlap=0.0, efficiency=0.82)
     mesh, model = {"x": 2}, WithLoss(inner)
