@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_said_before_anything_changes(entry, said):
         with pytest.raises(PlacementError, match=re.escape(said)):
             distribute_model(model, mesh, Plan({"tp": 2}, recomputed=entry))
         assert type(model.layers[0]) is nn.Sequential
-        assert type(model.layers[0][0].weight) is nn.Parameter
+        assert type(model.get_parameter("layers.0.0.weight")) is nn.Parameter
 
     run_threads(distributed, 2)
 
@@ -86,7 +86,7 @@ def test_the_forward_runs_twice_where_the_plan_says_so():
     def counted(rank):
         model, seen = Deep(8, 4), [0] * 4
         for k, layer in enumerate(model.layers):
-            layer[0].register_forward_hook(lambda *_, k=k: seen.__setitem__(k, seen[k] + 1))
+            layer.get_submodule("0").register_forward_hook(lambda *_, k=k: seen.__setitem__(k, seen[k] + 1))
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         plan = Plan({"tp": 2}, recomputed={"layers.*": 2})
         distribute_model(model, mesh, plan, outputs={})(torch.ones(2, 8)).sum().backward()
