@@ -22,7 +22,7 @@ from ...mesh.mesh import backend_of, facts
 from ..whole_model.plan import FINDERS, Plan, Prediction, recomputed_of
 from .best import Best
 from .choices import Choices
-from .engine import Engine, Run
+from .engine import Assignment, Engine, Run
 from .known import known
 from .naming import assignment_of, fixed_states, plan_of, prediction
 from .states import State
@@ -85,7 +85,7 @@ def search(
 
     Returns:
         The plan, for `distribute_model`. Its `prediction` holds what it is expected to cost, and a bound: under the
-        same model of cost, no placements take less.
+        same model of cost, no plan takes less.
 
     Raises:
         PlacementError: no plan fits into `memory`; a pattern in `fixed` matches nothing; axes of the mesh have no
@@ -99,31 +99,29 @@ def search(
     step = _Step(mesh, links, device_type, machine, mode, optimizer_states)
 
     def found() -> Plan:
-        best: Plan | None = None
+        best: tuple[Engine, dict[Tensor, State], Mapping[str, int], Assignment, Run, float] | None = None
         tried: Best | None = None
         for again in [recomputed] if recomputed is not None else _recomputations(model, mode, memory):
-            given = Plan(step.sizes, recomputed=again)
-            engine = step.engine(model, inputs, loss, given)
+            engine = step.engine(model, inputs, loss, Plan(step.sizes, recomputed=again))
             pinned = fixed_states(engine.steps, fixed or {}, step.sizes)
-            below = best.prediction.seconds if best is not None and best.prediction is not None else float("inf")
+            below = float("inf") if best is None else best[4].seconds
             tried = Best(engine, pinned, memory, gap, limit, below)
             found = tried.found()
             if best is not None and (found is None or found[1].seconds >= below):
                 break  # to compute still more again does not help either
-            if found is None:
-                continue
-            made, run, bound = found
-            predicted = step.prediction(engine, run, bound)
-            if what_if:
-                others = step.what_if(engine, pinned, memory, gap, limit)
-                predicted = replace(predicted, what_if={name: (r.seconds, r.peak) for name, r in others})
-            best = replace(plan_of(made, engine.steps, step.sizes), recomputed=again, prediction=predicted)
-            if tried.free:
-                break
+            if found is not None:
+                best = engine, pinned, again, *found
+                if tried.free:
+                    break
         if best is None:
             assert tried is not None
             raise PlacementError(tried.too_large())
-        return best
+        engine, pinned, again, made, run, bound = best
+        predicted = step.prediction(engine, run, bound)
+        if what_if:
+            others = step.what_if(engine, pinned, memory, gap, limit)
+            predicted = replace(predicted, what_if={name: (r.seconds, r.peak) for name, r in others})
+        return replace(plan_of(made, engine.steps, step.sizes), recomputed=again, prediction=predicted)
 
     return found() if isinstance(mesh, Mapping) else _once(mesh, found)
 

@@ -302,11 +302,10 @@ def _lifetimes(steps: Steps) -> dict[int, int]:
 def _never_in_memory(steps: Steps, last: dict[int, int]) -> set[int]:
     """Memory of what fused operators make for each other, with nothing between them that is not fused."""
     found: set[int] = set()
-    opaque = list(
-        accumulate([not (is_free(step) or is_fused(step)) for step in map(steps.of.__getitem__, steps.tape.ops)])
-    )
-    for index, op in enumerate(steps.tape.ops):
-        if is_fused(steps.of[op]):
+    of_each = [steps.of[op] for op in steps.tape.ops]
+    opaque = list(accumulate([not (is_free(step) or is_fused(step)) for step in of_each]))
+    for index, (op, step) in enumerate(zip(steps.tape.ops, of_each)):
+        if is_fused(step):
             found.update([v.storage for v in op.outputs if v and opaque[last.get(v.storage, index)] == opaque[index]])
     return found
 
@@ -336,7 +335,6 @@ FUSED = {
         "mean",
         "cat",
         "slice_backward",
-        "expand",
         "clone",
     )
 }
@@ -345,7 +343,7 @@ FUSED = {
 
 def is_fused(step: Step) -> bool:
     """Whether compilers fuse it with its neighbours, and compute it again rather than keep what it makes."""
-    return is_pointwise(step) or step.like.func._schema.name in FUSED if not step.border else False
+    return not step.border and (is_pointwise(step) or step.like.func._schema.name in FUSED)
 
 
 def is_free(step: Step) -> bool:
