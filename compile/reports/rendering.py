@@ -1,8 +1,8 @@
 """Pages: a template, with the style and the scripts that it takes, in one HTML file that needs no network.
 
-Jinja fills `assets/NAME.html`, with escaping, and inlines `shared.css` and, for a page that has `NAME.js`, that and
-`shared.js`. What comes from a program is either escaped by the template, or embedded as JSON that the script shows as
-text, never as markup.
+Jinja fills `assets/NAME.html`, in `base.html`, with escaping. It inlines `shared.css` and, for a page that has
+`NAME.js`, that and `shared.js`. What comes from a program is either escaped by the template, or embedded as JSON that
+the script shows as text, never as markup.
 """
 
 import json
