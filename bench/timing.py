@@ -35,7 +35,11 @@ def seconds(run: Callable[[], object], calls: int = 1) -> float:
 
 
 def interleaved(
-    runs: Mapping[str, Callable[[], object]], rounds: int, calls: int = 1, before: Callable[[], object] = lambda: None
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    calls: int = 1,
+    before: Callable[[], object] = lambda: None,
+    warm: int = 0,
 ) -> dict[str, list[float]]:
     """Time functions in rounds, in which each takes a turn; each round begins with another function.
 
@@ -44,6 +48,7 @@ def interleaved(
         rounds: number of rounds.
         calls: number of calls in a turn, over which the time is averaged.
         before: function to run, untimed, before each turn.
+        warm: number of calls at the start of a turn that are not timed, so that caches hold what they hold in a loop.
 
     Returns:
         Name -> seconds of a call, in each round.
@@ -54,6 +59,8 @@ def interleaved(
         k = i % len(names)
         for name in names[k:] + names[:k]:
             before()
+            for _ in range(warm):
+                runs[name]()
             found[name].append(seconds(runs[name], calls))
     return found
 

@@ -30,6 +30,7 @@ class Best:
     Attributes:
         below: only what takes fewer seconds is of interest.
         least: bytes of the smallest plan that was tried.
+        need: bytes that any plan takes at least; known if nothing fits.
         free: whether the bound on memory made no difference.
     """
 
@@ -40,6 +41,7 @@ class Best:
     limit: float
     below: float = float("inf")
     least: float | None = None
+    need: float = 0.0
     free: bool = True
     _views: dict[Step, dict[State, State]] = field(default_factory=dict[Step, dict[State, State]])
 
@@ -82,7 +84,18 @@ class Best:
             over += 1.02 * (run.peak - memory) if memory is not None else 0.0
         replicated = Assignment(stored=dict(self.pinned))
         made, run, bound = self._or_known(replicated, self.engine.run(replicated), bound)
+        if not self._holds(run):
+            made, run = self._smallest()
         return (made, run, bound) if self._holds(run) else None
+
+    def _smallest(self) -> tuple[Assignment, Run]:
+        """The fastest of the assignments that take about as little memory as there can be."""
+        self.need = self._program().least_memory(limit=self.limit)
+        solution = self._program(1.02 * self.need).solve(gap=self.gap, limit=self.limit)
+        made = Assignment(stored=dict(self.pinned)) if solution is None else self._followed(solution)
+        run = self.engine.run(made)
+        self.least = min(run.peak, run.peak if self.least is None else self.least)
+        return self._shorter(made, run) if self._holds(run) else (made, run)
 
     def _program(self, memory: float | None = None, over: float = 0.0) -> Program:
         """The program; `over`: bytes beside those that it counts."""
@@ -92,10 +105,9 @@ class Best:
 
     def too_large(self) -> str:
         """What to say if nothing fits."""
-        need = self._program().least_memory(limit=self.limit)
         return (
             f"no plan found fits into {self.memory:,.0f} bytes, of which {SPARE:.0%} are spared for what predictions "
-            f"miss: parameters, what belongs to them and what the backward reads take at least {need:,.0f}"
+            f"miss: parameters, what belongs to them and what the backward reads take at least {self.need:,.0f}"
             + (f", and the smallest plan that was tried {self.least:,.0f}" if self.least is not None else "")
             + "; use more ranks or a smaller batch"
         )

@@ -11,7 +11,7 @@ from typing import Any
 from ...layout.machine import Machine
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
-from .states import BUCKET, Moves, State, bucketed, first_start, layout_of, parts, state_of
+from .states import Moves, State, bucket_bytes, bucketed, first_start, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
 
@@ -85,8 +85,8 @@ class Engine:
 
     def __init__(self, steps: Steps, choices: Choices, *, training: bool = True, states: float = 2.0) -> None:
         self.steps, self.choices, self.training, self.kept = steps, choices, training, states
-        self.bucketed = bucketed(choices.network)
-        self._bucket = max([BUCKET * (link.start + link.alpha) * link.bandwidth for link in choices.choosing.links])
+        self.bucketed = bucketed(choices.network, choices.choosing)
+        self._bucket = max(map(bucket_bytes, choices.choosing.links))
         self.axes = len(choices.network.sizes)
         self.whole: State = (None,) * self.axes
         self._moves: dict[Any, Moves] = {}
@@ -102,12 +102,12 @@ class Engine:
         for key, index in read.items():  # a gathered parameter, and views of it
             self._dying.setdefault(index, []).append(key)
 
-    def moves(self, v: Value, beside: bool) -> Moves:
-        """Prices of moves of a tensor; `beside`: in buckets, beside computation."""
-        key = v.shape, v.dtype.itemsize, beside
+    def moves(self, v: Value, shared: bool) -> Moves:
+        """Prices of moves of a tensor; `shared`: in buckets."""
+        key = v.shape, v.dtype.itemsize, shared
         found = self._moves.get(key)
         if found is None:
-            found = self._moves[key] = Moves(self.bucketed if beside else self.choices.network, *key[:2])
+            found = self._moves[key] = Moves(self.bucketed if shared else self.choices.network, *key[:2])
         return found
 
     def local(self, v: Value, state: State) -> float:
@@ -214,13 +214,14 @@ class Engine:
             return
         t = self.steps.which.get(v)
         beside = gradient or (t is not None and self.steps.beside(t, step is not None and step.backward))
-        moves = self.moves(v, beside)
+        gradient = gradient or t in self.steps.late
+        shared = gradient or t in self.steps.ahead
+        moves = self.moves(v, shared)
         price = moves.price(a, b)
         made.moves[step, v.shape, a, b, price] += int(times)
         if beside:
             made.beside += price * times
-            gradient = gradient or t in self.steps.late
-            for way in moves.way(a, b) if gradient or t in self.steps.ahead else ():
+            for way in moves.way(a, b) if shared else ():
                 axis, start = first_start(self.choices.network, *way)
                 start *= 1.0 if gradient else 1.0 + self.training
                 before = made.starts.get((gradient, axis), 0.0)

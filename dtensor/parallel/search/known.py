@@ -1,47 +1,97 @@
 """Well-known plans, with which a plan that is found is compared."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from .choices import Choices
 from .engine import Assignment
 from .states import State, fits
 from .steps import Steps, Tensor
 from .tape import INPUT, PARAMETER
+from .tensor_parallel import Cuts, tensor_parallel
+
+SEQUENCE = -2
+"""The dim along which activations are cut between layers: that before the features."""
 
 
 def known(steps: Steps, choices: Choices) -> dict[str, Assignment]:
-    """Well-known plans: replicas, and parameters cut over one axis or all, with the batch cut over all axes."""
+    """Well-known plans, by name: replicas; parameters cut over one axis or all; tensor parallelism over the last axis,
+    with activations between layers whole or cut along the sequence, and with parameters whole or cut over the others.
+    Batches are cut over all axes, or all but the last.
+    """
+    return dict(_known(steps, choices))
+
+
+def _known(steps: Steps, choices: Choices) -> Iterator[tuple[str, Assignment]]:
     sizes = choices.network.sizes
     axes = range(len(sizes))
+    last, others = axes[-1], axes[:-1]
+    batch = _batch(steps, axes, sizes)
+    yield "replicas (DDP)", Assignment(stored=dict(batch))
+    yield "fully sharded (FSDP)", _sharded(steps, batch, axes, sizes)
+    if others:
+        name = "fully sharded over the last axis, replicas over the others (HSDP)"
+        yield name, _sharded(steps, batch, [last], sizes)
+    cuts = tensor_parallel(steps, choices, last)
+    if not cuts.parameters:
+        return
+    batch = _batch(steps, others, sizes)
+    for beside, over in (("", ()), (", fully sharded over the others (2-d)", others)):
+        for along in (False, True):
+            if over or not beside:
+                name = "tensor parallel" + (", sequence parallel" if along else "") + " over the last axis"
+                made = _sharded(steps, batch, over, sizes, cuts)
+                yield (name if others else name.removesuffix(" over the last axis")) + beside, (
+                    _along_sequence(made, cuts, batch, sizes) if along else made
+                )
+
+
+def _batch(steps: Steps, axes: Sequence[int], sizes: Sequence[int]) -> dict[Tensor, State]:
+    """Inputs cut over these axes, as far as all of them can be."""
     inputs = [t for t in steps.of_kind(INPUT) if t.like.ndim]
     cut: State = (None,) * len(sizes)
     for a in axes:
         more = (*cut[:a], 0, *cut[a + 1 :])
         cut = more if all(fits(more, t.like.shape, sizes) for t in inputs) else cut
-    batch = dict.fromkeys(inputs, cut)
-    found = {"replicas (DDP)": Assignment(stored=dict(batch))}
-
-    def sharded(over: Sequence[int]) -> Assignment:
-        made = Assignment(stored=dict(batch))
-        for t in steps.of_kind(PARAMETER):
-            s = _first_cut(t, over, sizes)
-            if s is not None:
-                made.stored[t] = s
-                made.used[t] = (None,) * len(sizes)
-        return made
-
-    found["fully sharded (FSDP)"] = sharded(axes)
-    if len(sizes) > 1:
-        found["fully sharded over the last axis, replicas over the others (HSDP)"] = sharded([len(sizes) - 1])
-    return found
+    return dict.fromkeys(inputs, cut)
 
 
-def _first_cut(t: Tensor, over: Sequence[int], sizes: Sequence[int]) -> State | None:
-    for dim in range(t.like.ndim):
-        s: State = tuple([dim if a in over else None for a in range(len(sizes))])
+def _sharded(
+    steps: Steps, batch: dict[Tensor, State], over: Sequence[int], sizes: Sequence[int], cuts: Cuts | None = None
+) -> Assignment:
+    """Parameters stored in shards over some axes, beside what tensor parallelism over the last one cuts."""
+    made = Assignment(stored=dict(batch))
+    whole: State = (None,) * len(sizes)
+    for t in steps.of_kind(PARAMETER):
+        dim = None if cuts is None else cuts.parameters.get(t)
+        used = (*whole[:-1], dim) if dim is not None else whole
+        stored = _first_cut(t, over, used, sizes)
+        if stored != whole:
+            made.stored[t] = stored
+        if stored != used:
+            made.used[t] = used
+    return made
+
+
+def _first_cut(t: Tensor, over: Sequence[int], used: State, sizes: Sequence[int]) -> State:
+    """The state with these axes along the first dim that they divide; as it is used, if there is none."""
+    for dim in range(t.like.ndim) if over else ():
+        s: State = tuple([dim if a in over else entry for a, entry in enumerate(used)])
         if fits(s, t.like.shape, sizes):
             return s
-    return None
+    return used
+
+
+def _along_sequence(made: Assignment, cuts: Cuts, batch: dict[Tensor, State], sizes: Sequence[int]) -> Assignment:
+    """The same with activations cut along the sequence where no weight reads them."""
+    rest = next(iter(batch.values()), (None,) * len(sizes))[:-1]
+    for borders, enters in ((cuts.entering, True), (cuts.leaving, False)):
+        for step in borders:
+            shape = step.like.operands[0].shape
+            along: State = (*rest, len(shape) + SEQUENCE)
+            if len(shape) + SEQUENCE >= 0 and fits(along, shape, sizes):
+                # The gradients of several weights that read one activation are added up before they are cut.
+                made.borders[step] = ((*rest, None), (*rest, "sum")) if enters else (along, (*rest, None))
+    return made
 
 
 __all__ = ["known"]

@@ -81,7 +81,7 @@ class Program:
     ) -> None:
         self.all, self.choices, self.network = steps, choices, choices.network
         self.sizes, self.training, self.kept = self.network.sizes, training, states
-        self.fixed, self.bucketed = fixed or {}, bucketed(self.network)
+        self.fixed, self.bucketed = fixed or {}, bucketed(self.network, choices.choosing)
         self.partial = choices.made(steps.steps)
         self.columns, self.rows = Columns(), Rows()
         self.made: dict[Tensor, Chosen] = {}
@@ -279,9 +279,10 @@ class Program:
 
     def _way(self, t: Tensor, made: Chosen, wanted: Chosen, beside: bool, times: float) -> None:
         """A flow of a tensor from one set of states to another."""
-        key = t.like.shape, t.like.dtype.itemsize, beside
+        shared = beside and (t in self.all.ahead or t in self.all.late)
+        key = t.like.shape, t.like.dtype.itemsize, shared
         if key not in self.moves:
-            self.moves[key] = Moves(self.bucketed if beside else self.network, *key[:2])
+            self.moves[key] = Moves(self.bucketed if shared else self.network, *key[:2])
         moves = self.moves[key]
         balance: dict[State, dict[int, float]] = {}
         starting: dict[int, dict[int, float]] = {}
@@ -290,7 +291,7 @@ class Program:
             balance.setdefault(a, {})[k] = -1.0
             balance.setdefault(b, {})[k] = 1.0
             self._pay(k, price * times, beside)
-            if beside and (t in self.all.ahead or t in self.all.late):
+            if shared:
                 axis, start = first_start(self.network, a, b)
                 if start:
                     first = self._first(t not in self.all.ahead, axis, start)

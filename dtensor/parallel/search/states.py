@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import inf, prod
 from typing import TypeAlias
 
-from ...layout.cost import WORK, Network, seconds
+from ...layout.cost import WORK, Link, Network, seconds
 from ...layout.layout import Layout
 from ...layout.placements import Partial, Placement, Replicate, Shard
 from ...rules.choose import MOVES
@@ -59,12 +59,23 @@ BUCKET = 10
 """Starts of a collective that the bytes of a full bucket take, as in `dtensor.passes`."""
 
 
-def bucketed(network: Network) -> Network:
+def bucket_bytes(link: Link) -> float:
+    """Bytes of a full bucket on a link, as the passes fill it."""
+    return BUCKET * (link.start + link.alpha) * link.bandwidth
+
+
+def bucketed(network: Network, choosing: Network) -> Network:
     """The mesh as it is for what shares its collectives with much else: bytes count, and their part of the starts of
-    full buckets. The first bucket's start comes on top; see `first_start`."""
+    full buckets, which are as large as by `choosing`. The first bucket's start comes on top; see `first_start`."""
     links = [
-        replace(link, alpha=0.0, launch=0.0, start=0.0, bandwidth=link.bandwidth / (1 + 1 / BUCKET))
-        for link in network.links
+        replace(
+            link,
+            alpha=0.0,
+            launch=0.0,
+            start=0.0,
+            bandwidth=1 / (1 / link.bandwidth + (link.start + link.alpha) / max(1.0, bucket_bytes(known))),
+        )
+        for link, known in zip(network.links, choosing.links)
     ]
     return Network.of(network.sizes, tuple(links))
 
@@ -191,4 +202,4 @@ class Moves:
         return found
 
 
-__all__ = ["Moves", "State", "bucketed", "fits", "layout_of", "parts", "placements_of", "state_of"]
+__all__ = ["Moves", "State", "bucket_bytes", "bucketed", "first_start", "fits", "layout_of", "parts", "placements_of", "state_of"]
