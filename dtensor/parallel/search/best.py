@@ -5,6 +5,7 @@ where parameters are, and where activations have to be for it to follow; whateve
 price of a plan is that of what the engine does.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,6 +30,7 @@ class Best:
 
     Attributes:
         below: only what takes fewer seconds is of interest.
+        until: when the solver has to be done, by `time.monotonic`.
         least: bytes of the smallest plan that was tried.
         need: bytes that any plan takes at least; known if nothing fits.
         free: whether the bound on memory made no difference.
@@ -38,7 +40,7 @@ class Best:
     pinned: dict[Tensor, State]
     memory: float | None
     gap: float
-    limit: float
+    until: float
     below: float = float("inf")
     least: float | None = None
     need: float = 0.0
@@ -62,12 +64,16 @@ class Best:
     def sizes(self) -> tuple[int, ...]:
         return self.choices.network.sizes
 
+    def _limit(self) -> float:
+        """Seconds that one program may take: half of those that are left, as there may be others."""
+        return max(1.0, (self.until - time.monotonic()) / 2)
+
     def found(self) -> tuple[Assignment, Run, float] | None:
         """The cheapest assignment that fits, what the engine does with it, and the bound; None if there is none."""
         bound = over = 0.0
         limits = [None, self.usable, self.usable, self.usable] if self.memory is not None else [None]
         for turn, memory in enumerate(limits):
-            solution = self._program(memory, over).solve(gap=self.gap, limit=self.limit)
+            solution = self._program(memory, over).solve(gap=self.gap, limit=self._limit())
             if solution is None:  # too little time or memory
                 break
             if turn < 2:  # a program with less memory than there is bounds nothing
@@ -90,8 +96,8 @@ class Best:
 
     def _smallest(self) -> tuple[Assignment, Run]:
         """The fastest of the assignments that take about as little memory as there can be."""
-        self.need = self._program().least_memory(limit=self.limit)
-        solution = self._program(1.02 * self.need).solve(gap=self.gap, limit=self.limit)
+        self.need = self._program().least_memory(limit=self._limit())
+        solution = self._program(1.02 * self.need).solve(gap=self.gap, limit=self._limit())
         made = Assignment(stored=dict(self.pinned)) if solution is None else self._followed(solution)
         run = self.engine.run(made)
         self.least = min(run.peak, run.peak if self.least is None else self.least)
@@ -127,7 +133,9 @@ class Best:
         back = {decided[step]: step for step in decided if step.like.forward is not None}
         for step in self.steps.steps:
             out = step.outputs[0] if step.border else None
-            if out is None or step.backward or out not in solution.states or not out.like.dtype.is_floating_point:
+            if out is None or decided.get(step) is not step or out not in solution.states:
+                continue
+            if not out.like.dtype.is_floating_point:
                 continue
             s = _first(self._wanted(out, solution), solution.states[out])
             grad = back[step].outputs[0] if step in back else None

@@ -11,7 +11,7 @@ from typing import Any
 from ...layout.machine import Machine
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
-from .states import Moves, State, bucket_bytes, bucketed, first_start, layout_of, parts, state_of
+from .states import Moves, State, bucket_bytes, bucketed, first_start, fitting, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
 
@@ -164,7 +164,7 @@ class Engine:
                 ins.append(s)
             if step.border:
                 decided = given.borders.get(self.steps.decided[step], (ins[0], ins[0]))
-                want = decided[op.forward is not None]
+                want = fitting(decided[op.forward is not None], op.operands[0].ndim)
                 wanted, outs, took, extra = (want,), (want,), 0.0, 0.0
             else:
                 wanted, outs, _, took, extra = self._choose(step, tuple(ins))

@@ -8,12 +8,16 @@ from ...errors import PlacementError
 from ...layout.layout import Layout
 from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
 from ..whole_model.distribute_model import pattern_for
-from ..whole_model.plan import Activation, Axes, Plan, Prediction
+from ..whole_model.plan import Activation, Axes, Plan, Prediction, matches
 from .choices import Choices
 from .engine import Assignment, Run
 from .states import State, placements_of, state_of
 from .steps import Steps, Tensor, pattern
 from .tape import BUFFER, INPUT, PARAMETER
+
+
+class Unlike(Exception):
+    """Layers that a step counts as one are placed differently."""
 
 
 def fixed_states(
@@ -50,7 +54,8 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
     """A plan in tensors and borders of a step.
 
     Raises:
-        PlacementError: a name matches nothing; placements do not fit; or layers that are alike are placed differently.
+        PlacementError: a name matches nothing, or placements do not fit.
+        Unlike: layers that count as one are placed differently.
     """
     made = Assignment()
     for given, into in ((plan.parameters, made.stored), (plan.used, made.used)):
@@ -64,24 +69,22 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
             state = _state_of(given[found[0]] if found else {}, v.shape, sizes, repr(name))
             t = steps.which[v]
             if (found or into is made.stored) and into.setdefault(t, state) != state:
-                raise PlacementError(
-                    f"{name} and {t.like.name} are alike and have different placements in the plan; what a step costs "
-                    "is predicted for plans that place layers alike"
-                )
+                raise Unlike(f"{name} and {t.like.name} are alike, and placed differently")
         if unknown := [p for p in given if p not in matched]:
             raise PlacementError(f"{unknown[0]!r} matches no parameter or buffer of the model")
     for t in steps.of_kind(INPUT):
         cut = {a: p for a, p in plan.inputs.items() if isinstance(p, Shard) and p.dim < t.like.ndim}
         made.stored[t] = _state_of(cut, t.like.shape, sizes, "inputs")
-    for step in steps.steps:
-        if not step.border or step.backward:
-            continue
-        place = f"{step.like.path}.{step.like.what}"
-        for entry, placed in plan.activations.items():
-            if fnmatchcase(place, entry):
-                shape = step.like.operands[0].shape
-                to, gradient = (_state_of(s, shape, sizes, repr(place)) for s in (placed.to, placed.gradient))
-                made.borders[step] = to, gradient
+    for step, modules in steps.places.items():
+        places = [f"{module}.{step.like.what}" for module in modules]
+        entries = [next((e for e in reversed(plan.activations) if matches(place, e)), "") for place in places]
+        placed = [plan.activations.get(entry) for entry in entries]
+        if any(activation != placed[0] for activation in placed):
+            raise Unlike(f"{places[0]} and {places[-1]} are alike, and placed differently")
+        for activation in [a for a in placed[:1] if a is not None]:
+            shape = step.like.operands[0].shape
+            to, gradient = (_state_of(s, shape, sizes, repr(places[0])) for s in (activation.to, activation.gradient))
+            made.borders[step] = to, gradient
     return made
 
 
@@ -103,29 +106,45 @@ def plan_of(made: Assignment, steps: Steps, sizes: Mapping[str, int]) -> Plan:
     def words(s: State) -> Axes:
         return {a: p for a, p in zip(axes, placements_of(s)) if not p.is_replicate()}
 
-    parameters, used = _named(steps, made.stored, words), _named(steps, made.used, words, all_of=True)
+    parameters, used = _named(steps, made.stored, words, {}), _named(steps, made.used, words, made.stored)
     inputs: Axes = {}
     for t in steps.of_kind(INPUT):
         inputs |= words(made.stored.get(t, ()))
     activations: dict[str, Activation] = {}
+    everywhere = [f"{module}.{step.like.what}" for step, modules in steps.places.items() for module in modules]
     for step, (s, gradient) in made.borders.items():
-        activations[f"{pattern(step.like.path)}.{step.like.what}"] = Activation(words(s), words(gradient))
+        places = [f"{module}.{step.like.what}" for module in steps.places[step]]
+        name = pattern(places[0])
+        alone = {place for place in everywhere if matches(place, name)} == set(places)
+        activations |= dict.fromkeys([name] if alone else places, Activation(words(s), words(gradient)))
     return Plan(dict(sizes), parameters, used, inputs, activations)
 
 
 def _named(
-    steps: Steps, states: Mapping[Tensor, State], words: Callable[[State], Axes], all_of: bool = False
+    steps: Steps, states: Mapping[Tensor, State], words: Callable[[State], Axes], otherwise: Mapping[Tensor, State]
 ) -> dict[str, Axes]:
-    """States of parameters and buffers by name: by pattern where no other tensor has the same one."""
+    """States of parameters and buffers by name: by pattern where no other tensor has the same one.
+
+    Args:
+        otherwise: states that need not be said, of those that have none in `states`.
+    """
     found: dict[str, Axes] = {}
-    tensors = [t for kind in (PARAMETER, BUFFER) for t in steps.of_kind(kind)]
-    for t in tensors:
-        if t not in states or not (all_of or words(states[t])):
-            continue
-        alike = [u for u in tensors if u is not t and u.name == t.name]
-        names = [n for (_, n), v in steps.tape.values.items() if steps.which[v] is t]
-        for name in names if alike else [t.name]:
-            found[name] = words(states[t])
+    whole: State = ()
+    values = {n: steps.which[v] for (kind, n), v in steps.tape.values.items() if kind in (PARAMETER, BUFFER)}
+    wanted = {n: words(states.get(t, otherwise.get(t, whole))) for n, t in values.items()}
+    for n, t in values.items():
+        if t in states and wanted[n] != words(otherwise.get(t, whole)):
+            alike = [u for u in values.values() if u is not t and u.name == t.name]
+            found[n if alike else t.name] = wanted[n]
+    for n in [*values, *steps.tape.ties]:  # a pattern may match more than it is meant for
+        first = steps.tape.ties.get(n, n)
+        try:
+            entry = pattern_for(n, found)
+            said = found[entry] if entry is not None else None
+        except PlacementError:
+            said = {"": Replicate()}
+        if said is not None and said != wanted[first]:
+            found[n] = wanted[first]
     return found
 
 
@@ -162,4 +181,4 @@ def _text(s: State) -> str:
     return "".join([str(p) for p in placements_of(s)])
 
 
-__all__ = ["assignment_of", "fixed_states", "plan_of", "prediction"]
+__all__ = ["Unlike", "assignment_of", "fixed_states", "plan_of", "prediction"]

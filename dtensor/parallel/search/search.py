@@ -24,9 +24,9 @@ from .best import Best
 from .choices import Choices
 from .engine import Assignment, Engine, Run
 from .known import known
-from .naming import assignment_of, fixed_states, plan_of, prediction
+from .naming import Unlike, assignment_of, fixed_states, plan_of, prediction
 from .states import State
-from .steps import Tensor, pattern, steps_of
+from .steps import Steps, Tensor, pattern, steps_of
 from .tape import INPUT, Loss, record
 
 PER_HOST = 8
@@ -77,7 +77,7 @@ def search(
         optimizer_states: how many tensors of its size the optimizer keeps for a parameter: 2 for Adam, 1 for SGD with
             momentum, else 0.
         gap: how far from the best, as a fraction of the time, the solver may stop.
-        limit: seconds after which the solver stops with the best that it has.
+        limit: seconds after which the solver stops with the best that it has; under each condition of `what_if`, again.
         recomputed: name of modules, or a pattern -> n, for each n-th of them to keep no activations: the backward runs
             their forward again. None: with a bound on memory, as few layers as is fastest, else none.
         what_if: search again for a batch that is not cut, for each axis with a link twice as fast, and for twice the
@@ -101,11 +101,12 @@ def search(
     def found() -> Plan:
         best: tuple[Engine, dict[Tensor, State], Mapping[str, int], Assignment, Run, float] | None = None
         tried: Best | None = None
+        until = time.monotonic() + limit
         for again in [recomputed] if recomputed is not None else _recomputations(model, mode, memory):
             engine = step.engine(model, inputs, loss, Plan(step.sizes, recomputed=again))
             pinned = fixed_states(engine.steps, fixed or {}, step.sizes)
             below = float("inf") if best is None else best[4].seconds
-            tried = Best(engine, pinned, memory, gap, limit, below)
+            tried = Best(engine, pinned, memory, gap, until, below)
             found = tried.found()
             if best is not None and (found is None or found[1].seconds >= below):
                 break  # to compute still more again does not help either
@@ -149,15 +150,19 @@ def predict(
         The plan, with its `prediction`. The bound is 0.0: nothing was searched.
 
     Raises:
-        PlacementError: the plan is for another mesh, a name in it matches nothing, placements do not fit, or layers
-            that are alike are placed differently.
+        PlacementError: the plan is for another mesh, a name in it matches nothing, or placements do not fit.
         ValueError: an argument is out of its range.
     """
     step = _Step(mesh, links, device_type, machine, mode, optimizer_states)
     if dict(plan.mesh) != step.sizes:
         raise PlacementError(f"the plan is for a mesh {dict(plan.mesh)}, and the mesh has {step.sizes}")
     engine = step.engine(model, inputs, loss, plan)
-    run = engine.run(assignment_of(plan, engine.steps, step.sizes))
+    try:
+        assigned = assignment_of(plan, engine.steps, step.sizes)
+    except Unlike:
+        engine = step.apart(engine)
+        assigned = assignment_of(plan, engine.steps, step.sizes)
+    run = engine.run(assigned)
     return replace(plan, prediction=step.prediction(engine, run, 0.0))
 
 
@@ -188,7 +193,14 @@ class _Step:
         again = recomputed_of(plan, [name for name, _ in model.named_modules()])
         tape = record(model, inputs, loss=loss, training=self._training, recomputed=again if self._training else ())
         self._recorded = time.monotonic()
-        return Engine(steps_of(tape), self._choices, training=self._training, states=self._states)
+        return self._engine(steps_of(tape))
+
+    def apart(self, engine: Engine) -> Engine:
+        """The same step, in which layers that are alike may be placed differently."""
+        return self._engine(steps_of(engine.steps.tape, alike=False))
+
+    def _engine(self, steps: Steps, choices: Choices | None = None) -> Engine:
+        return Engine(steps, choices or self._choices, training=self._training, states=self._states)
 
     def prediction(self, engine: Engine, run: Run, bound: float) -> Prediction:
         """What the step costs, with well-known plans beside it."""
@@ -203,18 +215,16 @@ class _Step:
         here = self._choices
         whole: State = (None,) * len(self.sizes)
         uncut = {**pinned, **dict.fromkeys([t for t in engine.steps.of_kind(INPUT) if t not in pinned], whole)}
-        ways = [("every rank with the whole batch", Best(engine, uncut, memory, gap, limit))]
+        ways = [("every rank with the whole batch", engine, uncut, memory)]
         for k, axis in enumerate(self.sizes):
             links = list(here.network.links)
             links[k] = replace(links[k], bandwidth=2 * links[k].bandwidth)
-            network = Network.of(here.network.sizes, tuple(links))
-            choices = Choices(here.mesh, network, here.machine)
-            faster = Engine(engine.steps, choices, training=self._training, states=self._states)
-            ways.append((f"{axis} twice as fast", Best(faster, pinned, memory, gap, limit)))
+            choices = Choices(here.mesh, Network.of(here.network.sizes, tuple(links)), here.machine)
+            ways.append((f"{axis} twice as fast", self._engine(engine.steps, choices), pinned, memory))
         if memory is not None:
-            ways.append(("twice the memory", Best(engine, pinned, 2 * memory, gap, limit)))
-        for name, best in ways:
-            found = best.found()
+            ways.append(("twice the memory", engine, pinned, 2 * memory))
+        for name, other, kept, most in ways:
+            found = Best(other, kept, most, gap, time.monotonic() + limit).found()
             if found is not None:
                 yield name, found[1]
 

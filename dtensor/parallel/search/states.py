@@ -55,6 +55,11 @@ def fits(state: State, shape: Sequence[int], sizes: Sequence[int]) -> bool:
     return True
 
 
+def fitting(state: State, ndim: int) -> State:
+    """The state with None in place of dims that a tensor does not have."""
+    return tuple([None if isinstance(s, int) and s >= ndim else s for s in state])
+
+
 BUCKET = 10
 """Starts of a collective that the bytes of a full bucket take, as in `dtensor.passes`."""
 
@@ -202,4 +207,4 @@ class Moves:
         return found
 
 
-__all__ = ["Moves", "State", "bucket_bytes", "bucketed", "first_start", "fits", "layout_of", "parts", "placements_of", "state_of"]
+__all__ = ["Moves", "State", "bucket_bytes", "bucketed", "first_start", "fits", "fitting", "layout_of", "parts", "placements_of", "state_of"]

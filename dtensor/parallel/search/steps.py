@@ -120,8 +120,9 @@ class Steps:
         last: memory -> the index of the last operator that needs it; not of parameters, inputs and gradients.
         ahead: parameters, and what is a view or a cast of one; their moves need wait for nothing.
         late: gradients, and what only becomes one by views and casts; nothing in the backward waits for their moves.
-        decided: border -> that of the forward where a plan says what happens there: for gradients, the one that they
-            come back through; for what the backward runs again, the same one.
+        decided: border -> the one that stands for all at which a plan says the same: those of the same modules, be it
+            in another call of them, for gradients that come back, or where the backward runs a forward again.
+        places: each of these -> the names of its modules.
         first: step of a forward that the backward runs again -> the same step of the forward, with the same choices.
         in_passing: what the backward reads only to compute gradients of parameters, for which nothing else waits.
     """
@@ -137,6 +138,7 @@ class Steps:
     late: set[Tensor] = field(default_factory=set[Tensor])
     in_passing: set[Tensor] = field(default_factory=set[Tensor])
     decided: dict[Step, Step] = field(default_factory=dict[Step, Step])
+    places: dict[Step, list[str]] = field(default_factory=dict[Step, list[str]])
     first: dict[Step, Step] = field(default_factory=dict[Step, Step])
 
     def beside(self, t: Tensor, backward: bool) -> bool:
@@ -147,8 +149,12 @@ class Steps:
         return [t for t in self.tensors if t.kind == kind]
 
 
-def steps_of(tape: Tape) -> Steps:
-    """Find what repeats in a tape."""
+def steps_of(tape: Tape, *, alike: bool = True) -> Steps:
+    """Find what repeats in a tape; unless `alike`, only within modules of one name."""
+
+    def named(name: str) -> str:
+        return pattern(name) if alike else name
+
     made = Steps(tape)
     tensors: dict[Any, Tensor] = {}
     steps: dict[Any, Step] = {}
@@ -157,7 +163,7 @@ def steps_of(tape: Tape) -> Steps:
     def tensor(v: Value) -> Tensor:
         found = made.which.get(v)
         if found is None:
-            key = v.kind, pattern(v.name) if v.kind != INPUT else v.name, v.shape, v.dtype
+            key = v.kind, named(v.name) if v.kind != INPUT else v.name, v.shape, v.dtype
             found = tensors.get(key)
             if found is None:
                 found = tensors[key] = Tensor(v, v.kind, key[1])
@@ -172,7 +178,7 @@ def steps_of(tape: Tape) -> Steps:
         at = (op.path, op.backward, op.again)
         number = places[at]
         places[at] += 1
-        place = pattern(op.path), number, normal(op)
+        place = named(op.path), number, normal(op)
         key = *place, op.backward, op.again
         step = steps.get(key)
         operands = [tensor(v) for v in op.operands]
@@ -233,19 +239,26 @@ def _beside(made: Steps) -> None:
 
 
 def _decided(made: Steps) -> None:
-    """Find the borders of the forward that decide what happens at each border."""
+    """Find the borders of the forward that decide what happens at each border, and the modules at which they are."""
+    first: dict[tuple[str, str], Step] = {}
+    joined: dict[Step, Step] = {}
 
-    def key(step: Step) -> Any:
-        return pattern(step.like.path), step.like.what, step.like.operands[0].shape
+    def root(step: Step) -> Step:
+        while joined[step] is not step:
+            step = joined[step]
+        return step
 
-    first: dict[Any, Step] = {}
+    for op in made.tape.ops:
+        if op.func == BORDER and op.forward is None:
+            step = made.of[op]
+            joined.setdefault(step, step)
+            joined[root(step)] = root(first.setdefault((op.path, op.what), step))
+    for (path, _), step in first.items():
+        made.places.setdefault(root(step), []).append(path)
     for step in made.steps:
-        if step.border and step.like.forward is None:
-            made.decided[step] = first.setdefault(key(step), step) if step.like.again else step
-            first.setdefault(key(step), step)
-    for step in made.steps:
-        if step.border and step.like.forward is not None:
-            made.decided[step] = made.decided[made.of[step.like.forward]]
+        if step.border:
+            forward = step.like.forward
+            made.decided[step] = root(step if forward is None else made.of[forward])
 
 
 def _hands_on(step: Step) -> bool:

@@ -90,8 +90,9 @@ class Activation:
 class Plan:
     """Where the tensors of a model are on a mesh.
 
-    Names are patterns, in which `*` stands for anything. Placements are given by mesh axis; a tensor is replicated over
-    axes that are left out.
+    Names are patterns. In those of parameters `*` stands for anything, as in `distribute_model`; in those of modules,
+    within one part of a name between dots, and `**` for any number of parts. Placements are given by mesh axis; a
+    tensor is replicated over axes that are left out.
 
     Attributes:
         mesh: axis -> number of ranks.
@@ -270,13 +271,26 @@ def check_mesh(plan: Plan, mesh: Any) -> None:
         )
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches the name of a module: part by part, where `**` stands for any number of parts."""
+    return _matches(name.split("."), pattern.split("."))
+
+
+def _matches(parts: Sequence[str], wanted: Sequence[str]) -> bool:
+    if not wanted:
+        return not parts
+    if wanted[0] == "**":
+        return any(_matches(parts[k:], wanted[1:]) for k in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], wanted[0]) and _matches(parts[1:], wanted[1:])
+
+
 def _matching(name: str, entry: str, names: Sequence[str]) -> list[str]:
     """The modules that a name in an entry of a plan matches.
 
     Raises:
         PlacementError: there are none.
     """
-    matching = [n for n in names if n and fnmatchcase(n, name)]
+    matching = [n for n in names if n and matches(n, name)]
     if not matching:
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.3) or [n for n in names if n][:3]
         raise PlacementError(
@@ -335,6 +349,7 @@ __all__ = [
     "Plan",
     "Prediction",
     "check_mesh",
+    "matches",
     "modules_of",
     "on_axes",
 ]
