@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dtensor import Plan, Replicate, Shard, init_device_mesh, predict, search
-from dtensor.mesh.mesh import facts
-from dtensor.tools.calibration import Options, fit, measure
 from dtensor.tools.processor import measure as measure_processor
 
 from ..effort import Effort
@@ -26,7 +24,7 @@ from ..ranks import on_ranks
 from ..record import Record, Setting
 from ..timing import interleaved
 from .memory import allocated
-from .search import AXIS, TURN, Trained, by_hand, model_of
+from .search import AXIS, TURN, WARM, Trained, by_hand, calibrated, model_of
 
 AMOUNTS: dict[str, tuple[tuple[str, ...], int, Sizes, int, bool]] = {
     "tiny": (("perceptron",), 2, Sizes(dim=16, seq=4, batch=4), 1, False),
@@ -66,9 +64,9 @@ def on_rank(
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(AXIS,))
     model, batch = model_of(name, sizes)
     machine = measure_processor("cpu")
-    link = fit(measure(facts(mesh).groups[(0,)], Options(sizes=tuple([4**k for k in range(5, 12)])), quiet=True))
-    given = by_hand(model, batch) | {f"random {seed}": drawn(model, n, seed) for seed in range(plans)}
-    how: dict[str, Any] = {"links": {AXIS: link}, "machine": machine, "optimizer_states": 0.0}
+    calibrated(mesh)
+    given = by_hand(model, batch, {AXIS: n}) | {f"random {seed}": drawn(model, n, seed) for seed in range(plans)}
+    how: dict[str, Any] = {"machine": machine, "optimizer_states": 0.0}
     most = predict(model, mesh, batch, given["ddp"], **how).prediction
     assert most is not None
     for bound in BOUNDS if plans > 2 else ():
@@ -83,7 +81,7 @@ def on_rank(
             step()
         dist.barrier()
         held[side] = float(step.persistent() + allocated(step))
-    times = interleaved(steps, rounds, TURN, dist.barrier)
+    times = interleaved(steps, rounds, TURN, dist.barrier, WARM)
     return {side: (times[side], said[side][0], held[side], said[side][1]) for side in given}
 
 

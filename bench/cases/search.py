@@ -10,6 +10,7 @@ what the search would have chosen, within the memory of the GPUs, and what it wo
 """
 
 import copy
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo import config as dynamo_config
 
-from dtensor import DTensor, Plan, Replicate, Shard, distribute_model, init_device_mesh, predict, search
+from dtensor import (
+    Activation,
+    DTensor,
+    Plan,
+    Shard,
+    distribute_model,
+    init_device_mesh,
+    predict,
+    prepare,
+    search,
+)
+from dtensor.layout.placements import Placement
 from dtensor.mesh.mesh import facts
 from dtensor.parallel.search.best import SPARE
 from dtensor.tools.calibration import Options, fit, measure
@@ -41,9 +53,9 @@ from ..timing import compared, interleaved
 
 LOOPBACK, RATES = "loopback", ("1gbit", "100mbit")
 FOUND = "found"
-AXIS = "x"
-TURN = 8
-"""Steps of a turn, so that most find their code and data in the processor's caches, as in training."""
+OUTER, AXIS = "y", "x"
+TURN, WARM = 8, 3
+"""Steps of a turn that are timed, and those before them, after which code and data are in the processor's caches."""
 
 
 class Llama8B(Sizes):
@@ -122,22 +134,45 @@ def model_of(name: str, sizes: Sizes) -> tuple[nn.Module, tuple[torch.Tensor, ..
     return WithLoss(inner), (x, y)
 
 
-def by_hand(model: nn.Module, batch: Sequence[torch.Tensor]) -> dict[str, Plan]:
-    """Plans as one writes them for one axis; those that cut the batch only if it divides."""
-    mesh, data = {AXIS: dist.get_world_size()}, {AXIS: Shard(0)}
-    names = {n: p for n, p in model.named_parameters() if p.shape and p.shape[0] % mesh[AXIS] == 0}
-    everywhere = {AXIS: Replicate()}
-    rows = ("wo.weight", "w2.weight", "down.weight", "head.weight")
-    columns = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "up.weight", "w1.bias", "up.bias")
-    cut = {n: {AXIS: Shard(1)} for n in names if n.endswith(rows)}
-    cut |= {n: {AXIS: Shard(0)} for n in names if n.endswith((*columns, "embeddings.weight", "output.weight"))}
-    if any(len(x) % mesh[AXIS] for x in batch):
-        return {"tp": Plan(mesh, cut), "replicas": Plan(mesh)}
-    return {
-        "tp": Plan(mesh, cut),
-        "ddp": Plan(mesh, inputs=data),
-        "fsdp": Plan(mesh, dict.fromkeys(names, data), dict.fromkeys(names, everywhere), data),
-    }
+ROWS_OF = ("wo.weight", "w2.weight", "down.weight", "head.weight")
+COLUMNS_OF = ("wq.weight", "wk.weight", "wv.weight", "w1.weight", "w3.weight", "up.weight", "w1.bias", "up.bias")
+TABLES = ("embeddings.weight", "output.weight")
+ENTERING = ("inner.layers.*.attention", "inner.layers.*.feed_forward", "inner.output")
+LEAVING = ("inner.layers.*.attention", "inner.layers.*.feed_forward", "inner.tok_embeddings")
+"""What tensor parallelism cuts, by the ends of names; and modules between which activations are cut along the
+sequence."""
+
+
+def by_hand(model: nn.Module, batch: Sequence[torch.Tensor], mesh: dict[str, int]) -> dict[str, Plan]:
+    """Plans as one writes them; those that cut the batch only if it divides. With two axes tensor parallelism is over
+    both of them or, in "2d", over the last one, with parameters fully sharded over the first."""
+    ranks = math.prod(mesh.values())
+    names = {n: p for n, p in model.named_parameters() if p.shape and p.shape[0] % ranks == 0}
+
+    def over(axes: Sequence[str], dim: int) -> dict[str, Placement]:
+        return {axis: Shard(dim) for axis in axes}
+
+    def tensor_parallel(axes: Sequence[str]) -> dict[str, dict[str, Placement]]:
+        cut = {n: over(axes, 1) for n in names if n.endswith(ROWS_OF)}
+        return cut | {n: over(axes, 0) for n in names if n.endswith((*COLUMNS_OF, *TABLES))}
+
+    data, everywhere = over(list(mesh), 0), over((), 0)
+    found = {"tp": Plan(mesh, tensor_parallel(list(mesh)))}
+    if any(hasattr(module, "feed_forward") for module in model.modules()):
+        along = over(list(mesh), 1)
+        borders = {f"{name}.input": Activation(everywhere, along) for name in ENTERING}
+        borders |= {f"{name}.output": Activation(along, everywhere) for name in LEAVING}
+        found["sp"] = replace(found["tp"], activations=borders)
+    if any(len(x) % ranks for x in batch):
+        return {"tp": found["tp"], "replicas": Plan(mesh)}
+    found["ddp"] = Plan(mesh, inputs=data)
+    found["fsdp"] = Plan(mesh, dict.fromkeys(names, data), dict.fromkeys(names, everywhere), data)
+    if len(mesh) > 1:
+        first, last = mesh
+        inner = {n: tensor_parallel([last]).get(n, {}) for n in names}
+        stored = {n: {first: Shard(0), **inner[n]} for n in names}
+        found["2d"] = Plan(mesh, stored, inner, over([first], 0))
+    return found
 
 
 @dataclass(frozen=True)
@@ -162,7 +197,9 @@ def on_rank(
     rank: int, name: str, sizes: Sizes, links: tuple[str, ...], rounds: int, code: bool, end: End | None
 ) -> dict[str, Outcome]:
     """Link -> what was measured."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(AXIS,))
+    n = dist.get_world_size()
+    axes = {AXIS: n} if n < 4 else {OUTER: n // 2, AXIS: 2}
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model, batch = model_of(name, sizes)
     machine = measure_processor("cpu")
     done: dict[str, Outcome] = {}
@@ -171,15 +208,14 @@ def on_rank(
         if end is not None and link != LOOPBACK and rank in (0, dist.get_world_size() // 2):
             namespaces.limit(end, link)
         dist.barrier()
-        amount = Options(sizes=tuple([4**k for k in range(5, 12)]))
-        found = fit(measure(facts(mesh).groups[(0,)], amount, quiet=True))
-        how: dict[str, Any] = {"links": {AXIS: found}, "machine": machine, "optimizer_states": 0.0}
+        calibrated(mesh)
+        how: dict[str, Any] = {"machine": machine, "optimizer_states": 0.0}
         memory = None
         if cut is not None and cut.memory is not None:
-            ddp = Plan({AXIS: mesh.size()}, inputs={AXIS: Shard(0)})
+            ddp = Plan(axes, inputs=dict.fromkeys(axes, Shard(0)))
             memory = cut.memory * _held(predict(model, mesh, batch, ddp, **how))
         plan = search(model, mesh, batch, memory=memory, **how)
-        plans = {FOUND: plan, **by_hand(model, batch)}
+        plans = {FOUND: plan, **by_hand(model, batch, axes)}
         if memory is not None:
             plans = {
                 side: p
@@ -195,12 +231,20 @@ def on_rank(
         for side, others in losses.items():
             if any(abs(a - b) > 1e-3 * abs(a) for a, b in zip(first, others)):
                 raise RanksFailed(f"{name}: losses of {side} differ, {others} instead of {first}")
-        times = interleaved(trained, rounds, TURN, dist.barrier)
+        times = interleaved(trained, rounds, TURN, dist.barrier, WARM)
         predicted = plan.prediction
         assert predicted is not None
         chosen = None if cut is None else cut.chosen(plan)
         done[link] = Outcome(times, str(plan), chosen, predicted.seconds, predicted.gap)
     return done
+
+
+def calibrated(mesh: Any) -> None:
+    """Measure the links along the axes of a mesh, for engine, passes and search. All ranks take those of the first."""
+    amount = Options(sizes=tuple([4**k for k in range(5, 12)]))
+    links = [fit(measure(facts(mesh).groups[(axis,)], amount, quiet=True)) for axis in range(mesh.ndim)]
+    dist.broadcast_object_list(links)
+    prepare(mesh, links=links)
 
 
 def _held(plan: Plan) -> float:
@@ -329,4 +373,4 @@ def _steps(
             yield at.alone(f"chosen: {CUTS[name].what}", float(out.chosen), "of 1", FOUND)
 
 
-__all__ = ["AXIS", "Trained", "by_hand", "model_of", "on_rank", "run"]
+__all__ = ["AXIS", "TURN", "WARM", "Trained", "by_hand", "calibrated", "model_of", "on_rank", "run"]

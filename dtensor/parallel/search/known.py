@@ -40,8 +40,9 @@ def _known(steps: Steps, choices: Choices) -> Iterator[tuple[str, Assignment]]:
             if over or not beside:
                 name = "tensor parallel" + (", sequence parallel" if along else "") + " over the last axis"
                 made = _sharded(steps, batch, over, sizes, cuts)
-                yield (name if others else name.removesuffix(" over the last axis")) + beside, (
-                    _along_sequence(made, cuts, batch, sizes) if along else made
+                yield (
+                    (name if others else name.removesuffix(" over the last axis")) + beside,
+                    (_along_sequence(made, cuts, batch, sizes) if along else made),
                 )
 
 

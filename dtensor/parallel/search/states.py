@@ -207,4 +207,16 @@ class Moves:
         return found
 
 
-__all__ = ["Moves", "State", "bucket_bytes", "bucketed", "first_start", "fits", "fitting", "layout_of", "parts", "placements_of", "state_of"]
+__all__ = [
+    "Moves",
+    "State",
+    "bucket_bytes",
+    "bucketed",
+    "first_start",
+    "fits",
+    "fitting",
+    "layout_of",
+    "parts",
+    "placements_of",
+    "state_of",
+]

@@ -93,7 +93,8 @@ class _Walk:
             if t in self.from_weight and j != k and isinstance(c.inputs[j], int):
                 added = self.from_weight[t][0]
                 dims = [d for d in range(added.like.ndim) if self._moved(t, d) == c.inputs[j]]
-                self.cuts.parameters.update({added: d for d in dims[:1]})
+                if dims:
+                    self.cuts.parameters[added] = dims[0]
         if c.outputs[0] == "sum":
             self.cuts.leaving += _behind(step)
         else:
