@@ -24,9 +24,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from dtensor.layout.cost import Link, Network
 from dtensor.layout.machine import Machine
 from dtensor.parallel.search.choices import Choices
-from dtensor.parallel.search.engine import Assignment, Engine
-from dtensor.parallel.search.steps import Steps, pattern, steps_of
-from dtensor.parallel.search.tape import PARAMETER, record
+from dtensor.parallel.search.engine import Engine
+from dtensor.parallel.search.known import known
+from dtensor.parallel.search.regime import Regime
+from dtensor.parallel.search.steps import steps_of
+from dtensor.parallel.search.tape import record
 
 from .models import Llama, Sizes
 
@@ -138,9 +140,16 @@ def predicted(row: Row) -> tuple[float, float]:
     sizes, links = mesh_of(row)
     network = Network.of(tuple(sizes.values()), tuple(links.values()))
     choices = Choices(torch.device("cuda"), network, machine_of(row))
-    run = Engine(steps, choices, states=states_of(row)).run(_as_published(steps, row))
+    run = Engine(steps, choices, Regime(states=states_of(row))).run(known(steps, choices)[plan_name(row)])
     extra = 0.0 if row.fsdp * row.tp == 1 else EAGER_LOSS * 4.0 * row.batch * SEQ * VOCAB / row.tp
     return run.seconds, run.peak + extra
+
+
+def plan_name(row: Row) -> str:
+    """The well-known plan with which it ran."""
+    if row.tp == 1:
+        return "fully sharded (FSDP)"
+    return "tensor parallel, sequence parallel over the last axis, fully sharded over the others (2-d)"
 
 
 def states_of(row: Row) -> float:
@@ -190,29 +199,6 @@ def _selective() -> Any:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _as_published(steps: Steps, row: Row) -> Assignment:
-    """Fully sharded over the first axis; with a second one, tensor parallel with activations cut along the sequence."""
-    made = Assignment()
-    two = row.tp > 1
-    for t in steps.tensors:
-        if t.step is None and t.kind == "input":
-            made.stored[t] = (0, None) if two else (0,)
-        if t.kind == PARAMETER:
-            rows = t.name.endswith(("wo.weight", "w2.weight"))
-            inner = None if t.like.ndim == 1 else 1 if rows else 0
-            made.stored[t] = (0, inner) if two else (0,)
-            made.used[t] = (None, inner) if two else (None,)
-    whole, cut = (0, None), (0, 1)
-    for step in steps.steps if two else ():
-        if step.border and not step.backward:
-            module, what = pattern(step.like.path).rpartition(".")[2], step.like.what
-            if what == "input" and module in ("attention", "feed_forward", "output"):
-                made.borders[step] = whole, cut
-            if what == "output" and module in ("attention", "feed_forward", "tok_embeddings"):
-                made.borders[step] = cut, whole
-    return made
 
 
 def loss_of(out: torch.Tensor) -> torch.Tensor:

@@ -261,7 +261,9 @@ class Trained:
     def __init__(self, model: nn.Module, mesh: Any, plan: Plan, batch: tuple[torch.Tensor, ...], code: bool) -> None:
         dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = 1000
         self.model = distribute_model(copy.deepcopy(model), mesh, plan, outputs={}, check_inputs=False)
-        self._run = torch.compile(self.model, backend="dtensor", options={} if code else {"inner": "aot_eager"})
+        self._run = torch.compile(
+            self.model, backend="dtensor", options={**plan.options, **({} if code else {"inner": "aot_eager"})}
+        )
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         self._given = plan.part(batch, mesh)
 

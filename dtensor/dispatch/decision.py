@@ -22,6 +22,7 @@ from ..layout.layout import Layout
 from ..mesh.local_sizes import written as written_size
 from ..mesh.tensor_spec import Spec
 from ..rules import (
+    FOR_EMPTY,
     MASKS,
     RULES,
     SHAPES,
@@ -32,7 +33,6 @@ from ..rules import (
     is_in_place,
     needs_whole,
     rule_of,
-    unless_empty,
 )
 from ..rules.choose import Choice
 from ..rules.rule import Rule
@@ -292,7 +292,7 @@ def _local(call: Call, rule: Rule, choice: Any, mesh: Any) -> Callable[..., Any]
 
 def _needs_local(rule: Rule, choice: Choice, operands: list[Spec]) -> bool:
     """Whether the rule's `local` differs from the plain operator in the layouts of `choice`."""
-    if rule.local is unless_empty and all(o.static for o in operands):
+    if rule.local in FOR_EMPTY and all(o.static for o in operands):
         return any(map(is_empty_somewhere, operands, choice.inputs))
     return rule.across is None or any(choice.axes.get(f) for f in rule.across)
 

@@ -31,7 +31,7 @@ from .families import (
 )
 from .families.advanced_indexing import MASKS
 from .families.replicated import WHOLE, needs_whole
-from .local_calls import unless_empty
+from .local_calls import FOR_EMPTY
 from .lookup import rule_of
 from .rule import Candidate, Rule, candidates
 
@@ -62,6 +62,7 @@ FAMILIES = (
 
 __all__ = [
     "FAMILIES",
+    "FOR_EMPTY",
     "MASKS",
     "RULES",
     "SHAPES",
@@ -78,5 +79,4 @@ __all__ = [
     "is_in_place",
     "needs_whole",
     "rule_of",
-    "unless_empty",
 ]

@@ -61,6 +61,17 @@ def has_empty_shard(call: LocalCall) -> bool:
     return any(t.numel() == 0 and 0 not in spec.shape for t, spec in zip(tensors, call.call.operands))
 
 
+FOR_EMPTY: set[Any] = set()
+"""Functions, as rules have them for `local`, that run the operator itself unless a shard is empty."""
+
+
+def for_empty(run: Callable[[LocalCall], Any]) -> Callable[[LocalCall], Any]:
+    """Add a function to `FOR_EMPTY`."""
+    FOR_EMPTY.add(run)
+    return run
+
+
+@for_empty
 def unless_empty(call: LocalCall) -> Any:
     """Run the operator, except on a rank with an empty shard, which many kernels refuse; that rank returns zeros."""
     return empty_outputs(call) if has_empty_shard(call) else call.run()
@@ -78,9 +89,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 __all__ = [
+    "FOR_EMPTY",
     "all_reduce",
     "axes_of",
     "empty_outputs",
+    "for_empty",
     "guarded",
     "has_empty_shard",
     "is_sharded",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..layout.machine import Machine
+from ..layout.machine import MACHINES, Machine
 from ..parallel.search.search import predict
 from ..parallel.whole_model.plan import Plan
 
@@ -55,7 +55,7 @@ def measure(device: str = "cpu", rounds: int = 9) -> Machine:
             times.append(max(1e-9, _seconds(lambda a=a, b=b: a @ b, device, rounds) - launch))
         peaks[dtype] = fit(flops, times)
     (single, size), (half, _) = peaks[torch.float32], peaks[torch.bfloat16]
-    roofline = Machine(single, half, 2 * x.nbytes / copied, launch, size, float(device != "cpu"))
+    roofline = Machine(single, half, 2 * x.nbytes / copied, launch, size, MACHINES[device].overlap)
     return replace(roofline, efficiency=_efficiency(roofline, device, rounds))
 
 

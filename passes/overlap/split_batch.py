@@ -10,7 +10,7 @@ from torch import fx
 
 from dtensor.layout.layout import Layout
 from dtensor.mesh.tensor_spec import Spec
-from dtensor.rules import Call, Candidate, Output, Rule, candidates, rule_of, unless_empty
+from dtensor.rules import FOR_EMPTY, Call, Candidate, Output, Rule, candidates, rule_of
 from dtensor.rules.call import replaced
 from dtensor.rules.families.pointwise import pointwise
 from dtensor.torch_private.core import OpOverload
@@ -239,7 +239,7 @@ def _runs(rule: Rule, c: Candidate, parts: int) -> bool:
     """Whether the operator itself, and not a replacement, runs on even parts of the candidate's factor."""
     if c.factor is None or rule.written or rule.sizes[c.factor] % parts or rule.sizes[c.factor] == 0:
         return False
-    if rule.local not in (None, unless_empty) and (rule.across is None or c.factor in rule.across):
+    if rule.local is not None and rule.local not in FOR_EMPTY and (rule.across is None or c.factor in rule.across):
         return False
     made = [o for o, dims in zip(c.outputs, rule.outputs, strict=True) if dims is not None]
     return all(o == "sum" or isinstance(o, int) for o in made)

@@ -65,8 +65,9 @@ class Best:
         return self.choices.network.sizes
 
     def _limit(self) -> float:
-        """Seconds that one program may take: half of those that are left, as there may be others."""
-        return max(1.0, (self.until - time.monotonic()) / 2)
+        """Seconds that one program may take: those that are left or, as there are others with a bound on memory, half."""
+        left = self.until - time.monotonic()
+        return max(1.0, left if self.memory is None else left / 2)
 
     def found(self) -> tuple[Assignment, Run, float] | None:
         """The cheapest assignment that fits, what the engine does with it, and the bound; None if there is none."""
@@ -105,9 +106,7 @@ class Best:
 
     def _program(self, memory: float | None = None, over: float = 0.0) -> Program:
         """The program; `over`: bytes beside those that it counts."""
-        training, states = self.engine.training, self.engine.kept
-        given = {"training": training, "memory": memory, "transient": over, "states": states, "fixed": self.pinned}
-        return Program(self.steps, self.choices, **given)
+        return Program(self.steps, self.choices, self.engine.regime, memory=memory, transient=over, fixed=self.pinned)
 
     def too_large(self) -> str:
         """What to say if nothing fits."""

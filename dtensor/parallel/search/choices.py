@@ -169,8 +169,8 @@ class Choices:
                 total += 2 * collective_seconds("all_reduce", size, sizes[a], self.network.links[a])
         return total
 
-    def seconds(self, step: Step, option: Option) -> float:
-        """Seconds of computation of one operator."""
+    def seconds(self, step: Step, option: Option, parts: int = 1) -> float:
+        """Seconds of computation of one operator, on microbatches one by one if there are several `parts`."""
         if is_free(step):
             return 0.0
         sizes = self.network.sizes
@@ -180,7 +180,7 @@ class Choices:
                 moved += amount / prod([n for s, n in zip(state or (), sizes) if isinstance(s, int)])
         first = next((v for v in step.outputs if v is not None), None)
         dtype = first.like.dtype if first is not None else torch.float32
-        took = self.machine.seconds(step.flops / option.split, moved, dtype)
+        took = parts * self.machine.seconds(step.flops / option.split / parts, moved / parts, dtype)
         return took if step.flops or moved else 0.0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ...layout.machine import Machine
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
+from .regime import USUAL, Regime, on_parts
 from .states import Moves, State, bucket_bytes, bucketed, first_start, fitting, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
@@ -41,10 +42,12 @@ class Run:
 
     Attributes:
         machine: what a rank computes with.
-        computing: seconds of computation.
+        parts: number of microbatches.
+        sent: whether any gradient of a parameter is moved.
         waiting: seconds of moves that computation waits for.
-        beside: seconds of moves of parameters and their gradients, in buckets.
-        starts: (whether of gradients, mesh axis) -> seconds of the first bucket's start, which `beside` contains.
+        forward, backward: seconds of computation, and of moves that run beside it.
+        starts: (whether of gradients, whether in the backward, mesh axis) -> seconds of the first bucket's start, which
+            is contained in those of moves.
         updating: seconds of the optimizer.
         peak: the most bytes that a rank holds.
         static: bytes of parameters, gradients and optimizer states.
@@ -55,22 +58,35 @@ class Run:
     """
 
     machine: Machine
-    computing: float = 0.0
+    forward: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    backward: list[float] = field(default_factory=lambda: [0.0, 0.0])
     waiting: float = 0.0
-    beside: float = 0.0
     updating: float = 0.0
+    parts: int = 1
+    sent: bool = False
     peak: float = 0.0
     static: float = 0.0
     by_path: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     held: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     moves: Counter[Any] = field(default_factory=Counter[Any])
     states: dict[Step, tuple[State | None, ...]] = field(default_factory=dict[Step, tuple[State | None, ...]])
-    starts: dict[tuple[bool, int], float] = field(default_factory=dict[tuple[bool, int], float])
+    starts: dict[tuple[bool, bool, int], float] = field(default_factory=dict[tuple[bool, bool, int], float])
 
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        return self.waiting + self.machine.together(self.computing, self.beside) + self.updating
+        together = [self.machine.together(*phase) for phase in (self.forward, self.backward)]
+        return self.waiting + sum(together) + self.updating
+
+    @property
+    def computing(self) -> float:
+        """Seconds of computation."""
+        return self.forward[0] + self.backward[0]
+
+    @property
+    def beside(self) -> float:
+        """Seconds of moves that run beside computation."""
+        return self.forward[1] + self.backward[1]
 
 
 class Engine:
@@ -79,12 +95,12 @@ class Engine:
     Args:
         steps: the step.
         choices: the mesh and its options.
-        training: whether there is a backward and an optimizer.
-        states: tensors of its size that the optimizer keeps for a parameter.
+        regime: how it is run.
     """
 
-    def __init__(self, steps: Steps, choices: Choices, *, training: bool = True, states: float = 2.0) -> None:
-        self.steps, self.choices, self.training, self.kept = steps, choices, training, states
+    def __init__(self, steps: Steps, choices: Choices, regime: Regime = USUAL) -> None:
+        self.steps, self.choices, self.regime = steps, choices, regime
+        self.training, self.kept = regime.training, regime.states
         self.bucketed = bucketed(choices.network, choices.choosing)
         self._bucket = max(map(bucket_bytes, choices.choosing.links))
         self.axes = len(choices.network.sizes)
@@ -102,9 +118,9 @@ class Engine:
         for key, index in read.items():  # a gathered parameter, and views of it
             self._dying.setdefault(index, []).append(key)
 
-    def moves(self, v: Value, shared: bool) -> Moves:
-        """Prices of moves of a tensor; `shared`: in buckets."""
-        key = v.shape, v.dtype.itemsize, shared
+    def moves(self, v: Value, shared: bool, itemsize: int) -> Moves:
+        """Prices of moves of a tensor, sent with so many bytes for an element; `shared`: in buckets."""
+        key = v.shape, itemsize, shared
         found = self._moves.get(key)
         if found is None:
             found = self._moves[key] = Moves(self.bucketed if shared else self.choices.network, *key[:2])
@@ -116,7 +132,12 @@ class Engine:
 
     def run(self, given: Assignment) -> Run:
         """Price an assignment."""
-        made = Run(self.choices.machine)
+        made = Run(self.choices.machine, parts=self.regime.parts)
+        sizes = self.choices.network.sizes
+        if not all(
+            self.regime.divides(t.like.shape, given.stored.get(t, self.whole), sizes) for t in self.steps.batch()
+        ):
+            made.parts = 1
         states: dict[Value, State] = {}
         known: dict[tuple[Value, State, bool], bool] = {}
         read: dict[tuple[Value, bool], State] = {}
@@ -158,8 +179,8 @@ class Engine:
                             held[v, op.backward] = self.local(v, want)
                             gathered += 0.0 if op.backward else held[v, op.backward]
                             live += held[v, op.backward]
-                            again = 2.0 if self.training and v.ndim > 1 and v not in self._in_backward else 1.0
-                            self._pay(made, step, v, s, want, again)
+                            again = self.training and v.ndim > 1 and v not in self._in_backward
+                            self._pay(made, step, v, s, want, again=again)
                         s = want
                 ins.append(s)
             if step.border:
@@ -167,19 +188,19 @@ class Engine:
                 want = fitting(decided[op.forward is not None], op.operands[0].ndim)
                 wanted, outs, took, extra = (want,), (want,), 0.0, 0.0
             else:
-                wanted, outs, _, took, extra = self._choose(step, tuple(ins))
+                wanted, outs, _, took, extra = self._choose(step, tuple(ins), made.parts)
             copies = 0.0
             for v, a, b in zip(op.operands, ins, wanted):
                 if a != b and (v, b, op.backward) not in known:
                     known[v, b, op.backward] = True
-                    self._pay(made, step, v, a, b, 1.0)
+                    self._pay(made, step, v, a, b)
                     if not op.backward and self.steps.which.get(v) in self.steps.ahead:
                         gathered += self.local(v, b)
                     if v.storage in held:  # what is moved is a new tensor
                         copies += self.local(v, b)
                         if step.border:
                             held[v.storage] += self.local(v, b)
-            made.computing += took
+            (made.backward if op.backward else made.forward)[0] += took
             made.waiting += extra
             place = made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])
             place[0] += took
@@ -202,51 +223,58 @@ class Engine:
             p = self.steps.tape.values[PARAMETER, name]
             step = self.steps.of.get(g.maker) if g.maker is not None else None
             if (s := states.get(g, self.whole)) != states[p]:
-                self._pay(made, step, g, s, states[p], 1.0, gradient=True)
+                self._pay(made, step, g, s, states[p], final=True)
                 sent += self.local(g, s)
         made.peak = made.static + max(most + min(gathered, self._bucket), live) + min(sent, BUCKETS)
         return made
 
     def _pay(
-        self, made: Run, step: Step | None, v: Value, a: State, b: State, times: float, gradient: bool = False
+        self, made: Run, step: Step | None, v: Value, a: State, b: State, *, again: bool = False, final: bool = False
     ) -> None:
+        """Pay for a move; `again`: for a parameter, in the backward too; `final`: of the gradient of a parameter."""
         if a == b:
             return
-        t = self.steps.which.get(v)
-        beside = gradient or (t is not None and self.steps.beside(t, step is not None and step.backward))
-        gradient = gradient or t in self.steps.late
+        t, backward = self.steps.which.get(v), final or (step is not None and step.backward)
+        beside = final or (t is not None and self.steps.beside(t, backward))
+        gradient = final or t in self.steps.late
         shared = gradient or t in self.steps.ahead
-        moves = self.moves(v, shared)
+        made.sent |= final
+        moves = self.moves(v, shared, self.regime.itemsize(v.dtype) if final else v.dtype.itemsize)
         price = moves.price(a, b)
-        made.moves[step, v.shape, a, b, price] += int(times)
-        if beside:
-            made.beside += price * times
-            for way in moves.way(a, b) if shared else ():
-                axis, start = first_start(self.choices.network, *way)
-                start *= 1.0 if gradient else 1.0 + self.training
-                before = made.starts.get((gradient, axis), 0.0)
-                made.starts[gradient, axis] = max(before, start)
-                made.beside += max(0.0, start - before)
-        else:
-            made.waiting += price * times
+        phases = [made.forward, made.backward] if again else [made.backward if backward else made.forward]
+        made.moves[step, v.shape, a, b, price] += len(phases)
+        for way, cost in moves.way(a, b).items():
+            axis, start = first_start(self.choices.network, *way)
+            if shared:
+                for k, phase in enumerate(phases):
+                    kind = gradient, backward or k > 0, axis
+                    before = made.starts.get(kind, 0.0)
+                    made.starts[kind] = max(before, start)
+                    phase[1] += cost + max(0.0, start - before)
+            elif beside:
+                phases[0][1] += cost
+            elif made.parts > 1 and on_parts(*way):
+                phases[0][1] += cost + (made.parts - 1) * start
+            else:
+                made.waiting += cost
         if step is not None:
-            made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])[1] += price * times
+            made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])[1] += price * len(phases)
 
-    def _choose(self, step: Step, ins: tuple[State, ...]) -> Any:
-        key = step, ins
+    def _choose(self, step: Step, ins: tuple[State, ...], parts: int) -> Any:
+        key = step, ins, parts
         found = self._chosen.get(key)
         if found is None:
-            found = self._chosen[key] = self._decide(step, ins)
+            found = self._chosen[key] = self._decide(step, ins, parts)
         return found
 
-    def _decide(self, step: Step, ins: tuple[State, ...]) -> Any:
+    def _decide(self, step: Step, ins: tuple[State, ...], parts: int) -> Any:
         op = step.like
         if not op.operands:
             return (
                 (),
                 tuple([v and self.whole for v in op.outputs]),
                 1,
-                self.choices.seconds(step, Option((), (), 1)),
+                self.choices.seconds(step, Option((), (), 1), parts),
                 0.0,
             )
         specs = [self.choices.spec(v, layout_of(s, v.ndim)) for v, s in zip(op.operands, ins)]
@@ -260,7 +288,7 @@ class Engine:
             split *= n
         option = Option(wanted, outs, split)
         extra = self.choices.across(step, rule, picked.axes)
-        return wanted, outs, split, self.choices.seconds(step, option), extra
+        return wanted, outs, split, self.choices.seconds(step, option, parts), extra
 
     def _ways(self, axes: tuple[int, ...]) -> int:
         n = 1

@@ -40,10 +40,8 @@ def _known(steps: Steps, choices: Choices) -> Iterator[tuple[str, Assignment]]:
             if over or not beside:
                 name = "tensor parallel" + (", sequence parallel" if along else "") + " over the last axis"
                 made = _sharded(steps, batch, over, sizes, cuts)
-                yield (
-                    (name if others else name.removesuffix(" over the last axis")) + beside,
-                    (_along_sequence(made, cuts, batch, sizes) if along else made),
-                )
+                _moved(made, cuts, batch, sizes, along)
+                yield (name if others else name.removesuffix(" over the last axis")) + beside, made
 
 
 def _batch(steps: Steps, axes: Sequence[int], sizes: Sequence[int]) -> dict[Tensor, State]:
@@ -82,17 +80,19 @@ def _first_cut(t: Tensor, over: Sequence[int], used: State, sizes: Sequence[int]
     return used
 
 
-def _along_sequence(made: Assignment, cuts: Cuts, batch: dict[Tensor, State], sizes: Sequence[int]) -> Assignment:
-    """The same with activations cut along the sequence where no weight reads them."""
+def _moved(made: Assignment, cuts: Cuts, batch: dict[Tensor, State], sizes: Sequence[int], along: bool) -> None:
+    """Activations where weights that are cut read and make them: whole there, and between them whole or cut along the
+    sequence."""
     rest = next(iter(batch.values()), (None,) * len(sizes))[:-1]
+    whole: State = (*rest, None)
     for borders, enters in ((cuts.entering, True), (cuts.leaving, False)):
         for step in borders:
             shape = step.like.operands[0].shape
-            along: State = (*rest, len(shape) + SEQUENCE)
-            if len(shape) + SEQUENCE >= 0 and fits(along, shape, sizes):
-                # The gradients of several weights that read one activation are added up before they are cut.
-                made.borders[step] = ((*rest, None), (*rest, "sum")) if enters else (along, (*rest, None))
-    return made
+            cut: State = (*rest, len(shape) + SEQUENCE)
+            if not fits(whole, shape, sizes):
+                continue
+            between = cut if along and len(shape) + SEQUENCE >= 0 and fits(cut, shape, sizes) else whole
+            made.borders[step] = (whole, between) if enters else (between, whole)
 
 
 __all__ = ["known"]

@@ -2,8 +2,8 @@
 
     variables    for each step one of its options; for each tensor, how it moves from the state in which it is made to
                  the states in which it is used, as a flow over single moves
-    minimise     moves that computation waits for + max(computation, moves that run beside it) + the optimizer's update
-                 (where communication takes the same cores, as on CPUs, the sum of both in place of the larger)
+    minimise     moves that computation waits for + max(computation, moves that run beside it) in the forward, and in the
+                 backward + the optimizer's update (computation takes longer by what these moves take of the processor)
     subject to   parameters and optimizer states fit into memory, with what the backward reads where it begins, and with
                  gradients where it ends
 
@@ -18,13 +18,14 @@ the dual revised simplex method", 2018) solves it.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy
 
 from .choices import Choices, Option, seconds_of_optimizer
+from .regime import USUAL, Regime, on_parts
 from .solver import INF, SCALE, TOUCHED, Columns, Rows, matrix, run
 from .states import Moves, State, bucketed, first_start, fits, parts
 from .steps import Step, Steps, Tensor, is_free, is_pointwise
@@ -55,16 +56,39 @@ Chosen = dict[State, dict[int, float]]
 """For each state the variables of which one is 1 where a tensor is in it."""
 
 
+@dataclass
+class Phase:
+    """Forward or backward.
+
+    Attributes:
+        busy: variable -> seconds of computation, and of moves that take the place of it.
+        beside: variable -> seconds of moves that run beside computation.
+    """
+
+    busy: dict[int, float] = field(default_factory=dict[int, float])
+    beside: dict[int, float] = field(default_factory=dict[int, float])
+
+
+@dataclass(frozen=True)
+class _Paid:
+    """How moves are paid: beside computation or not, in which phase, how often again in the backward, and for so many
+    bytes an element."""
+
+    beside: bool
+    backward: bool
+    again: float
+    itemsize: int
+
+
 class Program:
     """The program of one search.
 
     Args:
         steps: the step to place.
         choices: the options on a mesh.
-        training: whether there is a backward and an optimizer.
+        regime: how it is run.
         memory: bytes that a rank may hold; None for any.
         transient: bytes held besides parameters, their gradients and states, and what is saved.
-        states: tensors of its size that the optimizer keeps for a parameter.
         fixed: tensor of a parameter or input -> the state that it must have.
     """
 
@@ -72,15 +96,15 @@ class Program:
         self,
         steps: Steps,
         choices: Choices,
+        regime: Regime = USUAL,
         *,
-        training: bool = True,
         memory: float | None = None,
         transient: float = 0.0,
-        states: float = 2.0,
         fixed: dict[Tensor, State] | None = None,
     ) -> None:
         self.all, self.choices, self.network = steps, choices, choices.network
-        self.sizes, self.training, self.kept = self.network.sizes, training, states
+        self.sizes, self.regime = self.network.sizes, regime
+        self.training, self.kept = regime.training, regime.states
         self.fixed, self.bucketed = fixed or {}, bucketed(self.network, choices.choosing)
         self.partial = choices.made(steps.steps)
         self.columns, self.rows = Columns(), Rows()
@@ -89,24 +113,20 @@ class Program:
         self.led: set[tuple[Step, int]] = set()
         self.picked: dict[Step, list[tuple[int, Option]]] = {}
         self.moves: dict[Any, Moves] = {}
-        self.computing: dict[int, float] = {}
-        self.beside: dict[int, float] = {}
-        self.firsts: dict[tuple[bool, int], int] = {}
+        self.phases = Phase(), Phase()
+        self.firsts: dict[tuple[bool, bool, int], int] = {}
         self.halfway: dict[int, float] = {}
         self.at_end: dict[int, float] = {}
-        self.longer = self.columns.add(
-            1.0 / SCALE, upper=INF
-        )  # in microseconds, as coefficients far from 1 are not exact
         self._sources()
         for step in steps.steps:
             self._step(step)
         for tensor in steps.tensors:
             self._flows(tensor)
-        blocked = 1 - choices.machine.overlap
-        both = {k: blocked * v for k, v in self.beside.items()} if blocked else dict[int, float]()
-        both = {k: self.computing.get(k, 0.0) + both.get(k, 0.0) for k in {**self.computing, **both}}
-        self.rows.add({self.longer: 1.0, **{k: -v * SCALE for k, v in both.items()}}, 0.0, INF)
-        self.rows.add({self.longer: 1.0, **{k: -v * SCALE for k, v in self.beside.items()}}, 0.0, INF)
+        for phase in self.phases:
+            # In microseconds, as coefficients far from 1 are not exact.
+            longer = self.columns.add(1.0 / SCALE, upper=INF)
+            for seconds in (phase.busy, phase.beside):
+                self.rows.add({longer: 1.0, **{k: -v * SCALE for k, v in seconds.items()}}, 0.0, INF)
         self._saved()
         if memory is not None:
             for held in (self.halfway, self.at_end):
@@ -126,7 +146,7 @@ class Program:
         self.rows.add(dict.fromkeys(terms, 1.0), 1.0, 1.0)
 
     def _sources(self) -> None:
-        machine = self.choices.machine
+        machine, batch = self.choices.machine, set(self.all.batch())
         for t in self.all.tensors:
             if t.kind not in (PARAMETER, BUFFER, INPUT) or t.step is not None:
                 continue
@@ -134,6 +154,8 @@ class Program:
             chosen: Chosen = {}
             for s in [self.fixed[t]] if t in self.fixed else self.all_states(t):
                 if t.kind == INPUT and any(x not in (None, 0) for x in s) and t not in self.fixed:
+                    continue
+                if t in batch and not self.regime.divides(t.like.shape, s, self.sizes):
                     continue
                 local = t.like.bytes / parts(s, self.sizes)
                 cost = seconds_of_optimizer(local, machine, self.kept) if trained else 0.0
@@ -172,7 +194,8 @@ class Program:
         self.picked[step] = picked
         for k, o in picked:
             self.columns.cost[k] += o.extra * step.count
-            self.computing[k] = self.computing.get(k, 0.0) + self.choices.seconds(step, o) * step.count
+            busy = self.phases[step.backward].busy
+            busy[k] = busy.get(k, 0.0) + self.choices.seconds(step, o, self.regime.parts) * step.count
         for i, source in enumerate(step.sources):
             self.taken[step, i] = _grouped([(k, o.inputs[i]) for k, o in picked])
             if follows and all(t in (leader or ()) for t in source):
@@ -242,15 +265,16 @@ class Program:
                 self._same(self.made[t], chosen)
             by_phase = {}
         for backward, phase in by_phase.items():
-            times = 1.0
+            again = 0.0
             if t.kind == PARAMETER and self.training and t.like.ndim > 1 and not backward:
                 # The backward gathers it again, if it does not anyway for what is recomputed there.
                 forward, later = (max([n for _, n in by_phase.get(b, [])], default=0.0) for b in (False, True))
-                times = max(1.0, 2.0 - later / forward)
-            self._flow(t, phase, self.all.beside(t, backward), times)
+                again = max(0.0, 1.0 - later / forward)
+            self._flow(t, phase, _Paid(self.all.beside(t, backward), backward, again, t.like.dtype.itemsize))
         for (g, p), n in self.all.gradients.items():
             if g is t:
-                self._flow(t, [(self.made[p], float(n))], True, 1.0)
+                paid = _Paid(True, True, 0.0, self.regime.itemsize(t.like.dtype))
+                self._flow(t, [(self.made[p], float(n))], paid)
 
     def _same(self, made: Chosen, wanted: Chosen) -> None:
         """A tensor is used in the state in which it is made."""
@@ -261,7 +285,7 @@ class Program:
             if terms := {k: v for k, v in terms.items() if v}:
                 self.rows.add(terms, 0.0, 0.0)
 
-    def _flow(self, t: Tensor, users: list[tuple[Chosen, float]], beside: bool, times: float) -> None:
+    def _flow(self, t: Tensor, users: list[tuple[Chosen, float]], paid: "_Paid") -> None:
         """Flows of a tensor from the states in which it is made to those in which users of one phase take it.
 
         Several users share the move to a state in between, and each pays what else it needs.
@@ -272,15 +296,15 @@ class Program:
             for s in sorted({*made, *[s for chosen, _ in users for s in chosen]}, key=str):
                 between[s] = {self.columns.add(0.0, integer=True): 1.0}
             self._one_of([k for terms in between.values() for k in terms])
-            self._way(t, made, between, beside, times * max(n for _, n in users))
+            self._way(t, made, between, paid, max(n for _, n in users))
             made = between
         for chosen, n in users:
-            self._way(t, made, chosen, beside, times * n)
+            self._way(t, made, chosen, paid, n)
 
-    def _way(self, t: Tensor, made: Chosen, wanted: Chosen, beside: bool, times: float) -> None:
-        """A flow of a tensor from one set of states to another."""
-        shared = beside and (t in self.all.ahead or t in self.all.late)
-        key = t.like.shape, t.like.dtype.itemsize, shared
+    def _way(self, t: Tensor, made: Chosen, wanted: Chosen, paid: "_Paid", times: float) -> None:
+        """A flow of a tensor from one set of states to another, so many times."""
+        shared = paid.beside and (t in self.all.ahead or t in self.all.late)
+        key = t.like.shape, paid.itemsize, shared
         if key not in self.moves:
             self.moves[key] = Moves(self.bucketed if shared else self.network, *key[:2])
         moves = self.moves[key]
@@ -290,12 +314,17 @@ class Program:
             k = self.columns.add(0.0, upper=INF)
             balance.setdefault(a, {})[k] = -1.0
             balance.setdefault(b, {})[k] = 1.0
-            self._pay(k, price * times, beside)
-            if shared:
-                axis, start = first_start(self.network, a, b)
-                if start:
-                    first = self._first(t not in self.all.ahead, axis, start)
-                    starting.setdefault(first, {})[k] = 1.0
+            axis, start = first_start(self.network, a, b)
+            if paid.beside:
+                self._pay(k, price * times, paid.backward)
+                self._pay(k, price * times * paid.again, True)
+            elif self.regime.parts > 1 and on_parts(a, b):
+                self._pay(k, (price + (self.regime.parts - 1) * start) * times, paid.backward)
+            else:
+                self.columns.cost[k] += price * times
+            for backward in {paid.backward, paid.backward or paid.again > 0} if shared and start else ():
+                first = self._first(t not in self.all.ahead, backward, axis, start)
+                starting.setdefault(first, {})[k] = 1.0
         for first, terms in starting.items():
             self.rows.add({**terms, first: -2.0}, -INF, 0.0)
         for s in sorted({*balance, *made, *wanted}, key=str):
@@ -308,19 +337,21 @@ class Program:
             if terms:
                 self.rows.add(terms, 0.0, 0.0)
 
-    def _first(self, gradient: bool, axis: int, start: float) -> int:
-        """The variable that says whether anything is in buckets: gradients or parameters, over an axis."""
-        found = self.firsts.get((gradient, axis))
+    def _first(self, gradient: bool, backward: bool, axis: int, start: float) -> int:
+        """The variable that says whether anything is in buckets: gradients or parameters, in a phase, over an axis."""
+        found = self.firsts.get((gradient, backward, axis))
         if found is None:
-            found = self.firsts[gradient, axis] = self.columns.add(0.0, integer=True)
-            self._pay(found, start * (1.0 if gradient else 1.0 + self.training), True)
+            found = self.firsts[gradient, backward, axis] = self.columns.add(0.0, integer=True)
+            self._pay(found, start, backward)
         return found
 
-    def _pay(self, k: int, price: float, beside: bool) -> None:
-        if beside:
-            self.beside[k] = self.beside.get(k, 0.0) + price
-        else:
-            self.columns.cost[k] += price
+    def _pay(self, k: int, price: float, backward: bool) -> None:
+        """Pay for a move that runs beside computation."""
+        if price:
+            phase, taken = self.phases[backward], (1 - self.choices.machine.overlap) * price
+            phase.beside[k] = phase.beside.get(k, 0.0) + price
+            if taken:
+                phase.busy[k] = phase.busy.get(k, 0.0) + taken
 
     def _saved(self) -> None:
         for t in self.all.tensors:

@@ -25,9 +25,13 @@ from .choices import Choices
 from .engine import Assignment, Engine, Run
 from .known import known
 from .naming import Unlike, assignment_of, fixed_states, plan_of, prediction
+from .regime import Regime
 from .states import State
 from .steps import Steps, Tensor, pattern, steps_of
 from .tape import INPUT, Loss, record
+
+WORTH = 0.02
+"""The part of a step that cutting it into microbatches has to save, as it takes longer to compile."""
 
 PER_HOST = 8
 """Ranks of a host, for a mesh that is given by its sizes."""
@@ -51,6 +55,8 @@ def search(
     gap: float = 0.01,
     limit: float = 20.0,
     recomputed: Mapping[str, int] | None = None,
+    split_batch: int | None = None,
+    gradients: torch.dtype | None = None,
     what_if: bool = False,
 ) -> Plan:
     """Find the placements with which a step takes least time.
@@ -80,6 +86,10 @@ def search(
         limit: seconds after which the solver stops with the best that it has; under each condition of `what_if`, again.
         recomputed: name of modules, or a pattern -> n, for each n-th of them to keep no activations: the backward runs
             their forward again. None: with a bound on memory, as few layers as is fastest, else none.
+        split_batch: number of microbatches that compiled code computes in turns, so that one computes while another
+            communicates. None: 1 or 2, as is faster; see the plan's `options`.
+        gradients: a narrower dtype in which gradients of parameters may be sent, such as torch.bfloat16. This rounds
+            them. None: their own.
         what_if: search again for a batch that is not cut, for each axis with a link twice as fast, and for twice the
             memory, each of which takes as long; see `Prediction.what_if`.
 
@@ -93,10 +103,11 @@ def search(
         ImportError: the solver, highspy, is not installed.
         ValueError: an argument is out of its range.
     """
-    for name, value in (("memory", memory), ("gap", gap), ("limit", limit)):
+    for name, value in (("memory", memory), ("gap", gap), ("limit", limit), ("split_batch", split_batch)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is a positive number; got {value!r}")
-    step = _Step(mesh, links, device_type, machine, mode, optimizer_states)
+    regime = Regime(mode == "training", optimizer_states, split_batch or 1, gradients)
+    step = _Step(mesh, links, device_type, machine, mode, regime)
 
     def found() -> Plan:
         best: tuple[Engine, dict[Tensor, State], Mapping[str, int], Assignment, Run, float] | None = None
@@ -118,11 +129,18 @@ def search(
             assert tried is not None
             raise PlacementError(tried.too_large())
         engine, pinned, again, made, run, bound = best
+        if split_batch is None and run.waiting > WORTH * run.seconds:
+            halves = step.engine_of(engine.steps, parts=2)
+            found = Best(halves, pinned, memory, gap, until, run.seconds * (1 - WORTH)).found()
+            if found is not None and found[1].seconds < run.seconds * (1 - WORTH):
+                engine, (made, run, bound) = halves, (*found[:2], min(bound, found[2]))
         predicted = step.prediction(engine, run, bound)
         if what_if:
             others = step.what_if(engine, pinned, memory, gap, limit)
             predicted = replace(predicted, what_if={name: (r.seconds, r.peak) for name, r in others})
-        return replace(plan_of(made, engine.steps, step.sizes), recomputed=again, prediction=predicted)
+        options = {"split_batch": run.parts} if run.parts > 1 else {}
+        plan = replace(plan_of(made, engine.steps, step.sizes), recomputed=again, options=options)
+        return replace(plan, gradients=gradients if run.sent else None, prediction=predicted)
 
     return found() if isinstance(mesh, Mapping) else _once(mesh, found)
 
@@ -153,7 +171,8 @@ def predict(
         PlacementError: the plan is for another mesh, a name in it matches nothing, or placements do not fit.
         ValueError: an argument is out of its range.
     """
-    step = _Step(mesh, links, device_type, machine, mode, optimizer_states)
+    regime = Regime(mode == "training", optimizer_states, plan.options.get("split_batch", 1), plan.gradients)
+    step = _Step(mesh, links, device_type, machine, mode, regime)
     if dict(plan.mesh) != step.sizes:
         raise PlacementError(f"the plan is for a mesh {dict(plan.mesh)}, and the mesh has {step.sizes}")
     engine = step.engine(model, inputs, loss, plan)
@@ -176,35 +195,39 @@ class _Step:
         device_type: str,
         machine: Machine | None,
         mode: Mode,
-        optimizer_states: float,
+        regime: Regime,
     ) -> None:
         if mode not in ("training", "forward"):
             raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
         self.sizes, network, own, device = _mesh(mesh, links, device_type)
         machine = machine or _machine(mesh, device) or MACHINES.get(device, MACHINES["cpu"])
         self._choices = Choices(torch.device(device), network, machine, own)
-        self._training = mode == "training"
-        self._states = optimizer_states if self._training else 0.0
+        self._regime = regime if regime.training else replace(regime, states=0.0)
         self._began = self._recorded = 0.0
 
     def engine(self, model: nn.Module, inputs: Any, loss: Loss | None, plan: Plan) -> Engine:
         """Record the step, with what the plan computes again."""
         self._began = time.monotonic()
         again = recomputed_of(plan, [name for name, _ in model.named_modules()])
-        tape = record(model, inputs, loss=loss, training=self._training, recomputed=again if self._training else ())
+        tape = record(
+            model, inputs, loss=loss, training=self._regime.training, recomputed=again if self._regime.training else ()
+        )
         self._recorded = time.monotonic()
-        return self._engine(steps_of(tape))
+        return self.engine_of(steps_of(tape))
 
     def apart(self, engine: Engine) -> Engine:
         """The same step, in which layers that are alike may be placed differently."""
-        return self._engine(steps_of(engine.steps.tape, alike=False))
+        return self.engine_of(steps_of(engine.steps.tape, alike=False))
 
-    def _engine(self, steps: Steps, choices: Choices | None = None) -> Engine:
-        return Engine(steps, choices or self._choices, training=self._training, states=self._states)
+    def engine_of(self, steps: Steps, choices: Choices | None = None, parts: int | None = None) -> Engine:
+        """The step on the mesh, or with other choices or another number of microbatches."""
+        regime = self._regime if parts is None else replace(self._regime, parts=parts)
+        return Engine(steps, choices or self._choices, regime)
 
     def prediction(self, engine: Engine, run: Run, bound: float) -> Prediction:
         """What the step costs, with well-known plans beside it."""
-        others = {name: engine.run(a) for name, a in known(engine.steps, self._choices).items()}
+        plain = self.engine_of(engine.steps, parts=1)
+        others = {name: plain.run(a) for name, a in known(engine.steps, self._choices).items()}
         took = self._recorded - self._began, time.monotonic() - self._recorded
         return prediction(run, bound, self._choices, others, took)
 
@@ -220,7 +243,9 @@ class _Step:
             links = list(here.network.links)
             links[k] = replace(links[k], bandwidth=2 * links[k].bandwidth)
             choices = Choices(here.mesh, Network.of(here.network.sizes, tuple(links)), here.machine)
-            ways.append((f"{axis} twice as fast", self._engine(engine.steps, choices), pinned, memory))
+            ways.append(
+                (f"{axis} twice as fast", self.engine_of(engine.steps, choices, engine.regime.parts), pinned, memory)
+            )
         if memory is not None:
             ways.append(("twice the memory", engine, pinned, 2 * memory))
         for name, other, kept, most in ways:

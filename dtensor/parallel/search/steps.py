@@ -148,6 +148,11 @@ class Steps:
     def of_kind(self, kind: str) -> list[Tensor]:
         return [t for t in self.tensors if t.kind == kind]
 
+    def batch(self) -> list[Tensor]:
+        """The inputs that hold the batch: the first that has dims, and others of its length."""
+        inputs = [t for t in self.of_kind(INPUT) if t.like.ndim]
+        return [t for t in inputs if t.like.shape[0] == inputs[0].like.shape[0]]
+
 
 def steps_of(tape: Tape, *, alike: bool = True) -> Steps:
     """Find what repeats in a tape; unless `alike`, only within modules of one name."""

@@ -7,7 +7,7 @@ Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Mode
 may be cut along the sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ...rules.rule import Candidate, candidates
@@ -22,8 +22,8 @@ class Cuts:
 
     Attributes:
         parameters: parameter -> the dim along which it is cut.
-        entering: borders of the forward at which a whole activation is handed to a weight that is cut.
-        leaving: borders of the forward at which a sum over the axis is handed on.
+        entering: borders at which a whole activation is handed to weights that are cut, and to nothing else.
+        leaving: borders at which a sum over the axis is handed on.
     """
 
     parameters: dict[Tensor, int] = field(default_factory=dict[Tensor, int])
@@ -41,11 +41,18 @@ class _Walk:
 
     def __init__(self, steps: Steps, choices: Choices, ranks: int) -> None:
         self.choices, self.ranks, self.cuts = choices, ranks, Cuts()
+        read: dict[Step, list[Tensor]] = {}
+        summed: list[Step] = []
+        self.read, self.summed = read, summed
         self.at: dict[Tensor, int | None] = {}
         self.from_weight: dict[Tensor, tuple[Tensor, list[Step]]] = {t: (t, []) for t in steps.of_kind(PARAMETER)}
         for step in steps.steps:
             if not step.backward and not step.plain and step.sources:
                 self._meet(step, [self._met(source) for source in step.sources])
+        entering = [_first_before(t, read) for given in read.values() for t in given]
+        leaving = [border for step in summed for border in _behind(step)]
+        self.cuts.entering = list(dict.fromkeys([steps.decided[b] for b in entering if b is not None]))
+        self.cuts.leaving = list(dict.fromkeys([steps.decided[b] for b in leaving]))
 
     def _met(self, source: Sequence[Tensor] | dict[Tensor, int]) -> Tensor:
         """Of the tensors that an operand is in layers that are alike, one that was met."""
@@ -96,9 +103,9 @@ class _Walk:
                 if dims:
                     self.cuts.parameters[added] = dims[0]
         if c.outputs[0] == "sum":
-            self.cuts.leaving += _behind(step)
+            self.summed.append(step)
         else:
-            self.cuts.entering += [b for j in others for b in _before(given[j])]
+            self.read[step] = [given[j] for j in others]
         return c
 
     def _follows(self, step: Step, given: list[Tensor]) -> Candidate | None:
@@ -127,13 +134,24 @@ class _Walk:
         return dim
 
 
-def _before(t: Tensor) -> list[Step]:
-    """The nearest border that hands on a tensor, behind nothing but views."""
-    while t.step is not None and is_free(t.step):
-        if t.step.border:
-            return [t.step]
+def _first_before(t: Tensor, read: Collection[Step]) -> Step | None:
+    """The first border that hands on a tensor, behind nothing but views, to nothing but these readers."""
+    found: Step | None = None
+    while t.step is not None and is_free(t.step) and _readers(t) <= set(read):
+        found = t.step if t.step.border else found
         t = next(iter(t.step.sources[0]))
-    return []
+    return found
+
+
+def _readers(t: Tensor) -> set[Step]:
+    """What the forward computes from a tensor, or from views of it."""
+    found: set[Step] = set()
+    for user, _ in t.users:
+        if is_free(user) and not user.backward:
+            found.update(*[_readers(out) for out in user.outputs if out is not None])
+        elif not user.backward:
+            found.add(user)
+    return found
 
 
 def _behind(step: Step) -> list[Step]:

@@ -43,6 +43,9 @@ VIEW = "_dtensor_view"
 USED = "_dtensor_used"
 """The attribute of a module that holds for its parameters the placements in which its forward reads them."""
 
+SENT = "_dtensor_sent"
+"""The attribute of a module that holds the dtype in which gradients of its parameters are sent."""
+
 
 def distribute_model(
     model: nn.Module,
@@ -109,9 +112,11 @@ def distribute_model(
     read: dict[torch.Tensor, tuple[Placement, ...]] = {}
     around: dict[str, dict[str, Activation]] = {}
     recomputed: list[str] = []
+    sent: torch.dtype | None = None
     if isinstance(placements, Plan):
         plan, placements = placements, placements.parameters
         check_mesh(plan, mesh)
+        sent = plan.gradients
         inputs = plan.inputs if inputs is None else inputs
         read = _chosen(model, mesh, plan.used, only_named=True)
         names = [name for name, _ in model.named_modules()]
@@ -150,6 +155,8 @@ def distribute_model(
         used = {n: read[p] for n, p in before[module].items() if p in read}
         if used:
             vars(module)[USED] = used
+        if sent is not None:
+            vars(module)[SENT] = sent
         module.__class__ = viewed_class(type(module), names)
         if "forward" in vars(module):
             vars(module)["forward"] = functools.partial(view, vars(module)["forward"])
@@ -278,8 +285,10 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     if not (p.requires_grad and torch.is_grad_enabled()):
         used = vars(module).get(USED, {}).get(name)
         return p if used is None else p.redistribute(placements=used)
-    placements = vars(module).get(USED, {}).get(name, p.placements)
-    return p.redistribute(placements=placements, grad_placements=p.placements)
+    placements, sent = vars(module).get(USED, {}).get(name, p.placements), vars(module).get(SENT)
+    if sent is not None and sent.itemsize >= p.dtype.itemsize:
+        sent = None
+    return p.redistribute(placements=placements, grad_placements=p.placements, backward_dtype=sent)
 
 
 def _move_at_borders(module: nn.Module, mesh: Any, borders: Mapping[str, Activation]) -> None:

@@ -102,6 +102,9 @@ class Plan:
         activations: name of a module, with ".input" or ".output" -> where the first tensor is that it takes or returns.
         recomputed: name of modules -> n: each n-th of these keeps no activations, and the backward runs its forward
             again. Modules within one that the name matches are parts of it.
+        gradients: the dtype to which gradients of parameters are rounded, and in which they are sent; None for their
+            own.
+        options: for the compiler, as in `torch.compile(model, backend="dtensor", options=plan.options)`.
         prediction: what the plan is expected to cost, if that was computed.
     """
 
@@ -111,6 +114,8 @@ class Plan:
     inputs: Axes = field(default_factory=dict[str, Placement])
     activations: Mapping[str, Activation] = field(default_factory=dict[str, Activation])
     recomputed: Mapping[str, int] = field(default_factory=dict[str, int])
+    gradients: torch.dtype | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     prediction: Prediction | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -124,6 +129,10 @@ class Plan:
         lines += [f"{name}  {placed}" for name, placed in self.activations.items()]
         for name, n in self.recomputed.items():
             lines.append(f"{name}  recomputed in the backward" + (f", one of {n}" if n > 1 else ""))
+        if self.gradients is not None:
+            lines.append(f"gradients  sent as {_dtype_name(self.gradients)}")
+        if self.options:
+            lines.append(f"options  {', '.join([f'{name}={value!r}' for name, value in self.options.items()])}")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -140,7 +149,9 @@ class Plan:
                 name: {"to": _texts(a.to), "gradient": _texts(a.gradient)} for name, a in self.activations.items()
             },
         }
-        texts["recomputed"] = dict(self.recomputed)
+        texts |= {"recomputed": dict(self.recomputed), "options": dict(self.options)}
+        if self.gradients is not None:
+            texts["gradients"] = _dtype_name(self.gradients)
         Path(path).write_text(json.dumps({"format": FORMAT, "mesh": dict(self.mesh), **texts}, indent=2) + "\n")
 
     @staticmethod
@@ -164,7 +175,9 @@ class Plan:
                 for name, a in content.get("activations", {}).items()
             }
             recomputed = {str(name): int(n) for name, n in content.get("recomputed", {}).items()}
-            return Plan(sizes, parameters, used, _parsed(content.get("inputs", {})), activations, recomputed)
+            inputs, options = _parsed(content.get("inputs", {})), dict(content.get("options", {}))
+            gradients = _dtype(content["gradients"]) if "gradients" in content else None
+            return Plan(sizes, parameters, used, inputs, activations, recomputed, gradients, options)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlacementError(
                 f"{path} is not a plan: {error}; write one with Plan.save, as dtensor.search does"
@@ -248,6 +261,17 @@ def amount(bytes_: float) -> str:
 
 def _words(axes: Axes) -> str:
     return ", ".join([f"{axis} {p}" for axis, p in axes.items()]) or "replicated"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"gradients: {name!r} is not a dtype, such as 'bfloat16'")
+    return found
 
 
 def _texts(axes: Axes) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 from ...mesh.tensor_spec import Spec
 from ...torch_private.symbolic_sizes import same_size
 from ..call import Call, LocalCall, rule_for
-from ..local_calls import empty_outputs
+from ..local_calls import empty_outputs, for_empty
 from ..rule import Dim, Dims, Rule
 
 FUSED: dict[str, Any] = {
@@ -74,6 +74,7 @@ def _rule(call: Call, ins: Iterable[Dims], outs: Iterable[Dims | None], sizes: d
     return Rule(tuple(ins), tuple(outs), sizes, local=_unless_empty, refuses_empty=FULL, **more)
 
 
+@for_empty
 def _unless_empty(call: LocalCall) -> Any:
     """A rank with an empty shard must not run the kernels, which divide by the number of heads. Without queries it adds
     zeros to the gradients of keys and values."""

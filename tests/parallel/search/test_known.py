@@ -12,6 +12,7 @@ from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Engine
 from dtensor.parallel.search.known import known
 from dtensor.parallel.search.naming import plan_of
+from dtensor.parallel.search.regime import Regime
 from dtensor.parallel.search.steps import steps_of
 from dtensor.parallel.search.tape import record
 from dtensor.parallel.search.tensor_parallel import tensor_parallel
@@ -82,7 +83,7 @@ def test_what_fits_is_found(name):
     """In as much memory as the smallest well-known plan takes, a plan is found, and it is no slower."""
     model, batch = made(name)
     steps, choices = planned(model, batch, MESH)
-    runs = [Engine(steps, choices, states=0.0).run(a) for a in known(steps, choices).values()]
+    runs = [Engine(steps, choices, Regime(states=0.0)).run(a) for a in known(steps, choices).values()]
     least = min(runs, key=lambda run: run.peak)
     how = {"links": dict.fromkeys(MESH, FAST), "machine": MACHINES["cpu"], "optimizer_states": 0.0}
     memory = 1.001 * least.peak / (1 - SPARE)
