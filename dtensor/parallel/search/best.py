@@ -65,7 +65,7 @@ class Best:
         return self.choices.network.sizes
 
     def _limit(self) -> float:
-        """Seconds that one program may take: those that are left or, as there are others with a bound on memory, half."""
+        """Seconds that one program may take: all that are left; half with a bound on memory, as others follow."""
         left = self.until - time.monotonic()
         return max(1.0, left if self.memory is None else left / 2)
 

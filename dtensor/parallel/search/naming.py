@@ -77,7 +77,7 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
         made.stored[t] = _state_of(cut, t.like.shape, sizes, "inputs")
     for step, modules in steps.places.items():
         places = [f"{module}.{step.like.what}" for module in modules]
-        entries = [next((e for e in reversed(plan.activations) if matches(place, e)), "") for place in places]
+        entries = [next((e for e in reversed([*plan.activations]) if matches(place, e)), "") for place in places]
         placed = [plan.activations.get(entry) for entry in entries]
         if any(activation != placed[0] for activation in placed):
             raise Unlike(f"{places[0]} and {places[-1]} are alike, and placed differently")

@@ -2,8 +2,8 @@
 
     variables    for each step one of its options; for each tensor, how it moves from the state in which it is made to
                  the states in which it is used, as a flow over single moves
-    minimise     moves that computation waits for + max(computation, moves that run beside it) in the forward, and in the
-                 backward + the optimizer's update (computation takes longer by what these moves take of the processor)
+    minimise     moves that computation waits for + max(computation, moves that run beside it) in the forward and in
+                 the backward + the optimizer's update (computation takes longer by what moves take of the processor)
     subject to   parameters and optimizer states fit into memory, with what the backward reads where it begins, and with
                  gradients where it ends
 
@@ -26,7 +26,7 @@ import numpy
 
 from .choices import Choices, Option, seconds_of_optimizer
 from .regime import USUAL, Regime, on_parts
-from .solver import INF, SCALE, TOUCHED, Columns, Rows, matrix, run
+from .solver import COST, INF, TOUCHED, Columns, Rows, matrix, run
 from .states import Moves, State, bucketed, first_start, fits, parts
 from .steps import Step, Steps, Tensor, is_free, is_pointwise
 from .tape import BUFFER, CONSTANT, INPUT, PARAMETER
@@ -51,6 +51,9 @@ class Solution:
     variables: int
     rows: int
 
+
+MICRO = 1e6
+"""Microseconds of a second, for rows, as coefficients far from 1 are not exact."""
 
 Chosen = dict[State, dict[int, float]]
 """For each state the variables of which one is 1 where a tensor is in it."""
@@ -114,6 +117,7 @@ class Program:
         self.picked: dict[Step, list[tuple[int, Option]]] = {}
         self.moves: dict[Any, Moves] = {}
         self.phases = Phase(), Phase()
+        self.least = 0.0
         self.firsts: dict[tuple[bool, bool, int], int] = {}
         self.halfway: dict[int, float] = {}
         self.at_end: dict[int, float] = {}
@@ -123,10 +127,9 @@ class Program:
         for tensor in steps.tensors:
             self._flows(tensor)
         for phase in self.phases:
-            # In microseconds, as coefficients far from 1 are not exact.
-            longer = self.columns.add(1.0 / SCALE, upper=INF)
+            longer = self.columns.add(1.0 / MICRO, upper=INF)
             for seconds in (phase.busy, phase.beside):
-                self.rows.add({longer: 1.0, **{k: -v * SCALE for k, v in seconds.items()}}, 0.0, INF)
+                self.rows.add({longer: 1.0, **{k: -v * MICRO for k, v in seconds.items()}}, 0.0, INF)
         self._saved()
         if memory is not None:
             for held in (self.halfway, self.at_end):
@@ -192,10 +195,12 @@ class Program:
             picked = [(self.columns.add(0.0, integer=True), o) for o in options]
             self._one_of([k for k, _ in picked])
         self.picked[step] = picked
+        busy, took = self.phases[step.backward].busy, dict[int, float]()
         for k, o in picked:
             self.columns.cost[k] += o.extra * step.count
-            busy = self.phases[step.backward].busy
-            busy[k] = busy.get(k, 0.0) + self.choices.seconds(step, o, self.regime.parts) * step.count
+            took[k] = self.choices.seconds(step, o, self.regime.parts) * step.count
+            busy[k] = busy.get(k, 0.0) + took[k]
+        self.least += min(took.values(), default=0.0)
         for i, source in enumerate(step.sources):
             self.taken[step, i] = _grouped([(k, o.inputs[i]) for k, o in picked])
             if follows and all(t in (leader or ()) for t in source):
@@ -363,12 +368,13 @@ class Program:
     def least_memory(self, *, limit: float = 20.0) -> float:
         """A bound on the bytes that a rank holds at least, whatever the time."""
         self.columns.cost = [0.0] * len(self.columns.cost)
-        most = self.columns.add(1 / SCALE, upper=INF)
+        most = self.columns.add(1.0, upper=INF)
+        self.least = COST
         scale = max([*self.halfway.values(), *self.at_end.values()], default=1.0)
         for held in (self.halfway, self.at_end):
             self.rows.add({most: 1.0, **{k: -v / scale for k, v in held.items()}}, 0.0, INF)
         found = self.solve(gap=0.01, limit=limit)
-        return 0.0 if found is None else found.bound * SCALE * scale
+        return 0.0 if found is None else found.bound * scale
 
     def solve(self, *, gap: float = 0.01, limit: float = 20.0) -> Solution | None:
         """Solve it: first without integrality, which gives the bound; then with it, among the options that the first
@@ -382,7 +388,8 @@ class Program:
             The best solution found; None if there is none.
         """
         began = time.monotonic()
-        lp = matrix(self.columns, self.rows)
+        scale = COST / (self.least or COST)
+        lp = matrix(self.columns, self.rows, scale)
         relaxed = run(lp, gap, limit, relaxed=True)
         if relaxed is None:
             return None
@@ -401,8 +408,8 @@ class Program:
         states = {t: _of(chosen, found.x) for t, chosen in self.made.items()}
         uses = {key: _of(chosen, found.x) for key, chosen in self.taken.items()}
         return Solution(
-            found.value / SCALE,
-            min(found.value, bound) / SCALE,
+            found.value / scale,
+            min(found.value, bound) / scale,
             {t: s for t, s in states.items() if s is not None},
             uses,
             len(self.columns.cost),

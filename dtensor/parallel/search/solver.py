@@ -7,8 +7,8 @@ import numpy
 
 INF = float("inf")
 
-SCALE = 1e6
-"""Microseconds of a second: costs are in seconds, but the solver's tolerances are absolute."""
+COST = 1e3
+"""About what a solution costs in the solver's terms, whose tolerances are absolute: larger numbers take longer."""
 
 CRASHING = 1 << 9
 """The rule of presolve that is left out, of doubleton equations: with it HiGHS 1.14 and 1.15 end the process for some
@@ -75,13 +75,13 @@ def highs() -> Any:
     return highspy
 
 
-def matrix(columns: Columns, rows: Rows) -> Any:
-    """A program as the solver takes it."""
+def matrix(columns: Columns, rows: Rows, scale: float) -> Any:
+    """A program as the solver takes it, with costs times `scale`."""
     highspy = highs()
     lp = highspy.HighsLp()
     n, m = len(columns.cost), len(rows.lower)
     lp.num_col_, lp.num_row_ = n, m
-    lp.col_cost_ = numpy.array(columns.cost) * SCALE
+    lp.col_cost_ = numpy.array(columns.cost) * scale
     lp.col_lower_, lp.col_upper_ = numpy.zeros(n), numpy.array(columns.upper)
     lp.row_lower_, lp.row_upper_ = numpy.array(rows.lower), numpy.array(rows.upper)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -118,4 +118,4 @@ def run(lp: Any, gap: float, limit: float, relaxed: bool = False) -> Found | Non
     return Found(info.objective_function_value, bound, x)
 
 
-__all__ = ["INF", "SCALE", "TOUCHED", "Columns", "Found", "Rows", "matrix", "run"]
+__all__ = ["COST", "INF", "TOUCHED", "Columns", "Found", "Rows", "matrix", "run"]

@@ -92,6 +92,12 @@ def first_start(network: Network, a: State, b: State) -> tuple[int, float]:
     return axis, seconds("all_gather", 0.0, network.sizes[axis], network.links[axis]) if sent else 0.0
 
 
+def _without_terms(state: State, have: State) -> State:
+    """The state with None in place of terms of another kind than sums, which are made of whole tensors only, unless a
+    tensor has them."""
+    return tuple([None if isinstance(s, str) and s not in ("sum", x) else s for s, x in zip(state, have)])
+
+
 class Moves:
     """The prices of moves of a tensor with so many bytes and dims.
 
@@ -152,13 +158,19 @@ class Moves:
     def way(self, a: State, b: State) -> dict[tuple[State, State], float]:
         """The single moves of the cheapest way from `a` to `b`, and what each costs."""
         found, steps = self._from(a), dict[tuple[State, State], float]()
-        if b in found:
-            at: State = b
+        via = b if b in found else _without_terms(b, a)
+        if via in found:
+            at: State = via
             while (before := found[at][1]) is not None:
                 steps[before, at] = found[at][0] - found[before][0]
                 at = before
-            return steps
-        at = a  # to shards of different lengths, or to terms of another kind, axis by axis
+        else:
+            via = a  # to shards of different lengths, axis by axis
+        return steps | self._by_axis(via, b)
+
+    def _by_axis(self, a: State, b: State) -> dict[tuple[State, State], float]:
+        """Moves from `a` to `b`, axis by axis."""
+        steps, at = dict[tuple[State, State], float](), a
         for axis, to in enumerate(b):
             for entry in (None, to) if isinstance(to, str) and at[axis] not in (None, to) else (to,):
                 if at[axis] != entry:
@@ -173,14 +185,20 @@ class Moves:
         if known is not None:
             return known
         found: dict[tuple[State, State], float] = {}
+        ends, last = sorted(wanted, key=str), set[tuple[State, State]]()
         for a in sorted(made, key=str):
             tree = self._from(a)
             seen = {a}
-            for b in sorted(wanted, key=str):
-                if b not in tree:
-                    found.update(self.way(a, b))
-                    continue
+            for b in ends:
                 at: State = b
+                if b not in tree:
+                    at = _without_terms(b, a)
+                    if at not in tree:
+                        found.update(self.way(a, b))
+                        continue
+                    if (at, b) not in last:
+                        last.add((at, b))
+                        found.update(self._by_axis(at, b))
                 while at not in seen and (before := tree[at][1]) is not None:
                     seen.add(at)
                     found[before, at] = tree[at][0] - tree[before][0]
@@ -193,6 +211,7 @@ class Moves:
         if found is not None:
             return found
         found = self._found[a] = {}
+        least: dict[State, float] = {a: 0.0}
         heap: list[tuple[float, int, State, State | None]] = [(0.0, 0, a, None)]
         count = 0
         while heap:
@@ -201,9 +220,11 @@ class Moves:
                 continue
             found[at] = so_far, before
             for made, price in self.edges(at):
-                if made not in found:
+                cost = so_far + price
+                if cost < least.get(made, inf):
+                    least[made] = cost
                     count += 1
-                    heapq.heappush(heap, (so_far + price, count, made, at))
+                    heapq.heappush(heap, (cost, count, made, at))
         return found
 
 

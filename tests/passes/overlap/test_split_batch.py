@@ -40,6 +40,22 @@ def calls(gm, target):
     return gm.graph.find_nodes(op="call_function", target=target)
 
 
+def test_attention_runs_on_halves(bench):
+    """Its rule has a function for empty shards, which are no reason to run it on the whole batch."""
+
+    def f(x, w, v):
+        h = ops.all_reduce(x @ w, "sum", bench.tp)
+        return ops.all_reduce(
+            torch.nn.functional.scaled_dot_product_attention(h, h, h, is_causal=True) @ v, "sum", bench.tp
+        )
+
+    gm = traced(bench, f, (4, 2, 8, 16), (16, 16), (16, 16), parameters=(1, 2))
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert len(calls(gm, attention)) == 1
+    assert bench.apply(SplitBatch(), gm) == 2
+    assert [ir.value(node)[0].shape[0] for node in calls(gm, attention)] == [2, 2]
+
+
 def test_layers_run_on_halves(bench):
     gm = two_layers(bench)
     assert bench.apply(SplitBatch(), gm) == 2
