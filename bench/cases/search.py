@@ -54,7 +54,7 @@ from ..timing import compared, interleaved
 LOOPBACK, RATES = "loopback", ("1gbit", "100mbit")
 FOUND = "found"
 OUTER, AXIS = "y", "x"
-TURN, WARM = 8, 3
+TURN, WARM = 5, 2
 """Steps of a turn that are timed, and those before them, after which code and data are in the processor's caches."""
 
 
@@ -68,7 +68,7 @@ LARGE = Llama8B(layers=32, dim=4096, seq=8192, batch=128, vocab=128256, heads=32
 MODELS = ("decoder", "llama", "wide", "images")
 AMOUNTS: dict[str, tuple[tuple[tuple[int, ...], ...], int, tuple[str, ...], Sizes, int]] = {
     "tiny": (((8,),), 1, ("perceptron",), Sizes(dim=16, seq=4, batch=4), 1),
-    "quick": (((8,), (16, 8)), 32, MODELS, Sizes(dim=128, seq=64, batch=8), 5),
+    "quick": (((8,), (16, 8)), 32, MODELS, Sizes(dim=256, seq=128, batch=8), 4),
     "full": (
         ((8,), (16, 8), (4, 8, 4)),
         32,
