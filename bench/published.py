@@ -4,8 +4,8 @@
 (benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md in
 github.com/pytorch/torchtitan). Peak, memory bandwidth and links are those of data sheets; the efficiency, one number,
 is fitted on the first row. Parameters, gradients and states are in float32 there. Selective checkpointing keeps
-attention and every other product. Memory was read as reserved by the allocator, with its gaps; what is predicted is
-allocated.
+attention and every other product. Memory was read as reserved by the allocator, in segments that can grow, of which
+each stream has its own; what fully_shard and an eager loss hold beyond a step of ours is added to what is predicted.
 
 `STEPS` are steps of parts of Llama 3.1 8B on one H100 (80 GB, HBM3, 700 W), without dtensor: torch 2.11 with
 torch.compile and fused AdamW, all in bfloat16, sequences of 8,192 tokens. The efficiency is fitted on the first of
@@ -27,7 +27,7 @@ from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Engine
 from dtensor.parallel.search.known import known
 from dtensor.parallel.search.regime import Regime
-from dtensor.parallel.search.steps import steps_of
+from dtensor.parallel.search.repeats import steps_of
 from dtensor.parallel.search.tape import record
 
 from .models import Llama, Sizes
@@ -47,6 +47,13 @@ SEQ, VOCAB = 8192, 128256
 EAGER_LOSS = 2
 """Tensors in float32, of the shape of the logits, that a loss holds beyond what it does if compiled: the logarithms and
 two gradients, in place of logits and one gradient in bfloat16. torchtitan compiled the model, and not the loss."""
+
+
+ENDS = 8
+"""Bytes for each element of the embedding and of the output beyond what a step of ours holds, as torchtitan's runs kept
+both in one group of fully_shard, which is gathered throughout: 2 for the embedding in bfloat16 and the gradient of the
+output, of which each is half of the elements; 2 for what is gathered before it is copied, and 4 for what is reduced in
+float32, which are in the memory of other streams."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +148,10 @@ def predicted(row: Row) -> tuple[float, float]:
     network = Network.of(tuple(sizes.values()), tuple(links.values()))
     choices = Choices(torch.device("cuda"), network, machine_of(row))
     run = Engine(steps, choices, Regime(states=states_of(row))).run(known(steps, choices)[plan_name(row)])
-    extra = 0.0 if row.fsdp * row.tp == 1 else EAGER_LOSS * 4.0 * row.batch * SEQ * VOCAB / row.tp
-    return run.seconds, run.peak + extra
+    if row.fsdp * row.tp == 1:
+        return run.seconds, run.peak
+    loss, ends = EAGER_LOSS * 4.0 * row.batch * SEQ * VOCAB, ENDS * 2.0 * VOCAB * row.dim
+    return run.seconds, run.peak + (loss + ends) / row.tp
 
 
 def plan_name(row: Row) -> str:

@@ -3,9 +3,9 @@
 Finding is timed for the shapes of Llama 3.1 8B on meshes of up to 128 GPUs that are not there. Steps are those of found
 plans and of plans written by hand, tensor parallel, data parallel and fully sharded, of one model in the same
 processes: two or four ranks with gloo, on loopback and, if namespaces can be made, on links of 1 Gbit/s and 100 Mbit/s.
-All are applied by `distribute_model` and compiled, so that they differ in the plan alone; their losses must agree.
-Processor and link are measured first, on the ranks. "predicted" is what the plan is expected to take. The model of cost
-is also held against steps on GPUs, our own on one and those that torchtitan has published on up to 256; for these also
+One model is also run forward only, as in inference. All are applied by `distribute_model` and compiled, so that they
+differ in the plan alone; their losses must agree. Processor and link are measured first, on the ranks. "predicted" is
+what the plan is expected to take. The model of cost is also held against steps on GPUs, our own on one and those that torchtitan has published on up to 256; for these also
 what the search would have chosen, within the memory of the GPUs, and what it would gain (`bench.published`).
 """
 
@@ -50,6 +50,9 @@ from ..published import predicted as predicted_step
 from ..ranks import RanksFailed, on_ranks
 from ..record import Record, Setting
 from ..timing import compared, interleaved
+
+FORWARD = " forward"
+"""At the end of a model's name: inference."""
 
 LOOPBACK, RATES = "loopback", ("1gbit", "100mbit")
 FOUND = "found"
@@ -120,6 +123,7 @@ class Images(nn.Module):
 def model_of(name: str, sizes: Sizes) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     """Return a model that returns its loss, and a batch; the same on all ranks."""
     torch.manual_seed(0)
+    name = name.removesuffix(FORWARD)
     if name in CUTS:
         inner, batch = CUTS[name].make()
         return WithLoss(inner), batch
@@ -209,7 +213,9 @@ def on_rank(
             namespaces.limit(end, link)
         dist.barrier()
         calibrated(mesh)
-        how: dict[str, Any] = {"machine": machine, "optimizer_states": 0.0}
+        forward = name.endswith(FORWARD)
+        mode = "forward" if forward else "training"
+        how: dict[str, Any] = {"machine": machine, "optimizer_states": 0.0, "mode": mode}
         memory = None
         if cut is not None and cut.memory is not None:
             ddp = Plan(axes, inputs=dict.fromkeys(axes, Shard(0)))
@@ -225,7 +231,7 @@ def on_rank(
         trained: dict[str, Trained] = {}
         losses: dict[str, list[float]] = {}
         for side, p in plans.items():
-            trained[side] = Trained(model, mesh, p, batch, code)
+            trained[side] = Trained(model, mesh, p, batch, code, forward)
             losses[side] = [_mean(trained[side]()) for _ in range(3)]
         first = losses[FOUND]
         for side, others in losses.items():
@@ -253,22 +259,33 @@ def _held(plan: Plan) -> float:
 
 
 class Trained:
-    """A training step of a model under a plan.
+    """A training step of a model under a plan, or its forward.
 
     Dynamo compiles one forward for so many plans only, and leaves it to Python then; here it compiles for all.
     """
 
-    def __init__(self, model: nn.Module, mesh: Any, plan: Plan, batch: tuple[torch.Tensor, ...], code: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Any,
+        plan: Plan,
+        batch: tuple[torch.Tensor, ...],
+        code: bool,
+        forward: bool = False,
+    ) -> None:
         dynamo_config.recompile_limit = dynamo_config.accumulated_recompile_limit = 1000
         self.model = distribute_model(copy.deepcopy(model), mesh, plan, outputs={}, check_inputs=False)
         self._run = torch.compile(
             self.model, backend="dtensor", options={**plan.options, **({} if code else {"inner": "aot_eager"})}
         )
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self._given = plan.part(batch, mesh)
+        self._given, self._forward = plan.part(batch, mesh), forward
 
     def __call__(self) -> float:
         """Take a step, and return its loss."""
+        if self._forward:
+            with torch.no_grad():
+                return float(self._run(*self._given))
         self._optimizer.zero_grad()
         loss = self._run(*self._given)
         loss.backward()
@@ -348,7 +365,7 @@ def run(effort: Effort) -> Iterator[Record]:
     without = namespaces.why_not()
     tiny = effort.level == "tiny"
     jobs = [(name, ranks) for ranks in ((2,) if tiny else (2, 4)) for name in models]
-    jobs += [] if tiny else [(name, 2) for name in CUTS]
+    jobs += [] if tiny else [(name, 2) for name in (*CUTS, f"{models[0]}{FORWARD}")]
     for name, ranks in effort.progress(jobs, "steps"):
         yield from _steps(name, ranks, sizes, rounds, (LOOPBACK,), None, not tiny)
         if tiny:

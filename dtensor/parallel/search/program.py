@@ -25,10 +25,11 @@ from typing import Any
 import numpy
 
 from .choices import Choices, Option, seconds_of_optimizer
+from .fusing import is_pointwise
 from .regime import USUAL, Regime, on_parts
 from .solver import COST, INF, TOUCHED, Columns, Rows, matrix, run
 from .states import Moves, State, bucketed, first_start, fits, parts
-from .steps import Step, Steps, Tensor, is_free, is_pointwise
+from .steps import Step, Steps, Tensor, is_free
 from .tape import BUFFER, CONSTANT, INPUT, PARAMETER
 
 

@@ -26,8 +26,9 @@ from .engine import Assignment, Engine, Run
 from .known import known
 from .naming import Unlike, assignment_of, fixed_states, plan_of, prediction
 from .regime import Regime
+from .repeats import steps_of
 from .states import State
-from .steps import Steps, Tensor, pattern, steps_of
+from .steps import Steps, Tensor, pattern
 from .tape import INPUT, Loss, record
 
 WORTH = 0.02
