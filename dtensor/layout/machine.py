@@ -4,11 +4,16 @@
 
 A product is slower than the peak while it is small: `half_size` is the number of floating-point operations at which it
 reaches half of it. What a roofline leaves out, such as exponentials, is in the efficiency.
+
+Communication beside computation takes part of the processor: on GPUs some multiprocessors; on CPUs all of it, but for
+gradients, which have the rest of the backward to hide behind: they take what sending as fast as the link does takes.
 """
 
 from dataclasses import dataclass
 
 import torch
+
+from .cost import Link
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Machine:
         half_size: floating-point operations of a product that runs at half of the peak.
         overlap: the part of communication that can run beside computation: on CPUs none, as it takes the same cores.
         efficiency: what part of the roofline's speed a model reaches.
+        sending: bytes per second at which sending gradients takes all that other communication takes; 0.0: at any.
     """
 
     flops: float
@@ -32,10 +38,12 @@ class Machine:
     half_size: float = 0.0
     overlap: float = 1.0
     efficiency: float = 1.0
+    sending: float = 0.0
 
-    def together(self, computing: float, beside: float) -> float:
-        """Seconds of computation and of communication that does not wait for it."""
-        return max(computing + (1 - self.overlap) * beside, beside)
+    def taken(self, link: Link, gradients: bool) -> float:
+        """The part of the processor that communication over a link takes from computation."""
+        slow = min(1.0, link.bandwidth / self.sending) if gradients and self.sending else 1.0
+        return (1 - self.overlap) * slow
 
     def peak(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second in `dtype`."""
@@ -50,7 +58,7 @@ class Machine:
 
 
 MACHINES = {
-    "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6, overlap=0.0),
+    "cpu": Machine(flops=50e9, half=50e9, memory=10e9, launch=1e-6, overlap=0.0, sending=1.3e9),
     "cuda": Machine(flops=60e12, half=500e12, memory=2.5e12, launch=3e-6),
 }
 """Device type -> what one rank has: some cores of a server, or a current accelerator."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from dtensor.compile.recording.mesh_option import Mesh
 from dtensor.compile.reports.plan_page import write_page
@@ -59,6 +60,11 @@ class Bandwidth(click.ParamType):
 @click.option("--link", "links", type=Bandwidth(), default={}, help="Bytes per second that a rank sends along an axis.")
 @click.option("--memory", type=Bytes(), help="Bytes that a rank may hold, such as 80GB.")
 @click.option("--forward", is_flag=True, help="Only the forward, without gradients and optimizer.")
+@click.option(
+    "--gradients",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="A dtype to which gradients of parameters may be rounded, to be sent in.",
+)
 @click.option("--what-if", is_flag=True, help="Also for faster links, twice the memory, and a batch that is not cut.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan there, as JSON.")
 @click.option("--page", type=click.Path(dir_okay=False, path_type=Path), help="Write the explanation there, as HTML.")
@@ -69,6 +75,7 @@ def plan_command(
     links: dict[str, float],
     memory: float | None,
     forward: bool,
+    gradients: str | None,
     what_if: bool,
     out: Path | None,
     page: Path | None,
@@ -100,6 +107,7 @@ def plan_command(
             links=given,
             loss=rest[0] if rest else None,
             mode="forward" if forward else "training",
+            gradients=None if gradients is None else getattr(torch, gradients),
             what_if=what_if,
         )
     except (PlacementError, ImportError, ValueError) as error:

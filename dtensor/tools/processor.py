@@ -55,7 +55,8 @@ def measure(device: str = "cpu", rounds: int = 9) -> Machine:
             times.append(max(1e-9, _seconds(lambda a=a, b=b: a @ b, device, rounds) - launch))
         peaks[dtype] = fit(flops, times)
     (single, size), (half, _) = peaks[torch.float32], peaks[torch.bfloat16]
-    roofline = Machine(single, half, 2 * x.nbytes / copied, launch, size, MACHINES[device].overlap)
+    usual = MACHINES[device]
+    roofline = Machine(single, half, 2 * x.nbytes / copied, launch, size, usual.overlap, sending=usual.sending)
     return replace(roofline, efficiency=_efficiency(roofline, device, rounds))
 
 

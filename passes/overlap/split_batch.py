@@ -241,7 +241,11 @@ def _runs(rule: Rule, c: Candidate, parts: int) -> bool:
         return False
     if rule.local is not None and rule.local not in FOR_EMPTY and (rule.across is None or c.factor in rule.across):
         return False
-    made = [o for o, dims in zip(c.outputs, rule.outputs, strict=True) if dims is not None]
+    # What only has a function for empty shards has the same of each part where an output is whole: a seed not drawn from.
+    same = rule.whole if rule.local in FOR_EMPTY else frozenset[int | tuple[int, str]]()
+    made = [
+        o for k, (o, dims) in enumerate(zip(c.outputs, rule.outputs, strict=True)) if dims is not None and k not in same
+    ]
     return all(o == "sum" or isinstance(o, int) for o in made)
 
 

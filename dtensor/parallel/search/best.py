@@ -32,7 +32,7 @@ class Best:
         below: only what takes fewer seconds is of interest.
         until: when the solver has to be done, by `time.monotonic`.
         least: bytes of the smallest plan that was tried.
-        need: bytes that any plan takes at least; known if nothing fits.
+        need: about the bytes that a plan takes at least; known if nothing fits.
         free: whether the bound on memory made no difference.
     """
 
@@ -77,9 +77,9 @@ class Best:
             solution = self._program(memory, over).solve(gap=self.gap, limit=self._limit())
             if solution is None:  # too little time or memory
                 break
-            if turn < 2:  # a program with less memory than there is bounds nothing
-                bound = max(bound, solution.bound)
-            if bound >= self.below:
+            if turn == 0:  # others count memory roughly
+                bound = solution.bound
+            if solution.bound >= self.below:
                 return None
             self.free = turn == 0
             made, run = self._settled(self._followed(solution), solution, bound)
@@ -89,16 +89,19 @@ class Best:
                 made, run = self._polished(*self._shorter(made, run), bound)
                 return self._or_known(made, run, bound)
             over += 1.02 * (run.peak - memory) if memory is not None else 0.0
+            if time.monotonic() > self.until:
+                break
+        self.free = self.memory is None
         replicated = Assignment(stored=dict(self.pinned))
         made, run, bound = self._or_known(replicated, self.engine.run(replicated), bound)
-        if not self._holds(run):
+        if not self._holds(run) and self.below == float("inf"):
             made, run = self._smallest()
         return (made, run, bound) if self._holds(run) else None
 
     def _smallest(self) -> tuple[Assignment, Run]:
         """The fastest of the assignments that take about as little memory as there can be."""
         self.need = self._program().least_memory(limit=self._limit())
-        solution = self._program(1.02 * self.need).solve(gap=self.gap, limit=self._limit())
+        solution = self._program(1.02 * self.need).solve(gap=self.gap, limit=self._limit()) if self.need else None
         made = Assignment(stored=dict(self.pinned)) if solution is None else self._followed(solution)
         run = self.engine.run(made)
         self.least = min(run.peak, run.peak if self.least is None else self.least)
@@ -112,7 +115,7 @@ class Best:
         """What to say if nothing fits."""
         return (
             f"no plan found fits into {self.memory:,.0f} bytes, of which {SPARE:.0%} are spared for what predictions "
-            f"miss: parameters, what belongs to them and what the backward reads take at least {self.need:,.0f}"
+            f"miss: parameters, what belongs to them and what the backward reads take at least {self.need:,.0f}, roughly"
             + (f", and the smallest plan that was tried {self.least:,.0f}" if self.least is not None else "")
             + "; use more ranks or a smaller batch"
         )

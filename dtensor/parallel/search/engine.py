@@ -8,9 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...layout.machine import Machine
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
+from .memory import Ends, Memory, part_taken
 from .regime import USUAL, Regime, on_parts
 from .states import Moves, State, bucket_bytes, bucketed, first_start, fitting, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
@@ -41,11 +41,10 @@ class Run:
     """What the engine does with a step.
 
     Attributes:
-        machine: what a rank computes with.
         parts: number of microbatches.
         sent: whether any gradient of a parameter is moved.
         waiting: seconds of moves that computation waits for.
-        forward, backward: seconds of computation, and of moves that run beside it.
+        forward, backward: seconds of computation, of moves that run beside it, and of what these take of computation.
         starts: (whether of gradients, whether in the backward, mesh axis) -> seconds of the first bucket's start, which
             is contained in those of moves.
         updating: seconds of the optimizer.
@@ -57,9 +56,8 @@ class Run:
         states: step -> states of its outputs, of the last operator like it.
     """
 
-    machine: Machine
-    forward: list[float] = field(default_factory=lambda: [0.0, 0.0])
-    backward: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    forward: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
+    backward: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
     waiting: float = 0.0
     updating: float = 0.0
     parts: int = 1
@@ -75,7 +73,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """Of the whole step."""
-        together = [self.machine.together(*phase) for phase in (self.forward, self.backward)]
+        together = [max(computing + taken, beside) for computing, beside, taken in (self.forward, self.backward)]
         return self.waiting + sum(together) + self.updating
 
     @property
@@ -107,16 +105,7 @@ class Engine:
         self.whole: State = (None,) * self.axes
         self._moves: dict[Any, Moves] = {}
         self._chosen: dict[Any, tuple[tuple[State, ...], tuple[State | None, ...], int, float, float]] = {}
-        self._dying: dict[int, list[Any]] = {}
-        for storage, index in steps.last.items():
-            self._dying.setdefault(index, []).append(storage)
-        own = {v.storage: v for v in steps.tape.values.values() if v.kind == PARAMETER}
-        read: dict[tuple[Value, bool], int] = {}
-        for index, op in enumerate(steps.tape.ops):
-            read.update({(own[v.storage], op.backward): index for v in op.operands if v.storage in own})
-        self._in_backward = {v for v, backward in read if backward}
-        for key, index in read.items():  # a gathered parameter, and views of it
-            self._dying.setdefault(index, []).append(key)
+        self._ends = Ends(steps)
 
     def moves(self, v: Value, shared: bool, itemsize: int) -> Moves:
         """Prices of moves of a tensor, sent with so many bytes for an element; `shared`: in buckets."""
@@ -132,7 +121,7 @@ class Engine:
 
     def run(self, given: Assignment) -> Run:
         """Price an assignment."""
-        made = Run(self.choices.machine, parts=self.regime.parts)
+        made = Run(parts=self.regime.parts)
         sizes = self.choices.network.sizes
         if not all(
             self.regime.divides(t.like.shape, given.stored.get(t, self.whole), sizes) for t in self.steps.batch()
@@ -141,11 +130,10 @@ class Engine:
         states: dict[Value, State] = {}
         known: dict[tuple[Value, State, bool], bool] = {}
         read: dict[tuple[Value, bool], State] = {}
-        held: dict[Any, float] = {}
+        memory = Memory(self._ends, len(self.steps.tape.ops))
         grown: dict[int, float] = {}
-        makers: dict[Any, Step] = {}
-        kept = False
-        live = gathered = 0.0
+        makers: dict[int, Step] = {}
+        start = gathered = 0.0
         for v in self.steps.tape.values.values():
             t = self.steps.which[v]
             states[v] = given.stored.get(t, self.whole)
@@ -154,17 +142,12 @@ class Engine:
             static = mine * (2 + self.kept if trained else 1)
             made.static += static
             made.held.setdefault(pattern(v.name.rpartition(".")[0]), [0.0, 0.0])[0] += static
-            live -= mine if trained else 0.0  # its gradient, until there is one
+            start -= mine if trained else 0.0  # its gradient, until there is one
             if trained:
                 grown[self.steps.tape.gradients[v.name].storage] = mine
                 made.updating += seconds_of_optimizer(mine, self.choices.machine, self.kept)
-        most = live
         for index, op in enumerate(self.steps.tape.ops):
             step = self.steps.of[op]
-            if op.backward and not kept:
-                kept = True
-                for storage, maker in makers.items():
-                    made.held.setdefault(_pattern_of(maker), [0.0, 0.0])[1] += held.get(storage, 0.0)
             if step.plain:
                 continue
             ins: list[State] = []
@@ -176,10 +159,9 @@ class Engine:
                     if want is not None and want != s:
                         if (v, op.backward) not in read:
                             read[v, op.backward] = want
-                            held[v, op.backward] = self.local(v, want)
-                            gathered += 0.0 if op.backward else held[v, op.backward]
-                            live += held[v, op.backward]
-                            again = self.training and v.ndim > 1 and v not in self._in_backward
+                            memory.make(index, (v, op.backward), self.local(v, want))
+                            gathered += 0.0 if op.backward else self.local(v, want)
+                            again = self.training and t in self.steps.reread and v not in self._ends.in_backward
                             self._pay(made, step, v, s, want, again=again)
                         s = want
                 ins.append(s)
@@ -189,17 +171,16 @@ class Engine:
                 wanted, outs, took, extra = (want,), (want,), 0.0, 0.0
             else:
                 wanted, outs, _, took, extra = self._choose(step, tuple(ins), made.parts)
-            copies = 0.0
             for v, a, b in zip(op.operands, ins, wanted):
+                if op.backward:
+                    memory.read(v.storage, part_taken(a, b, sizes))
                 if a != b and (v, b, op.backward) not in known:
                     known[v, b, op.backward] = True
                     self._pay(made, step, v, a, b)
                     if not op.backward and self.steps.which.get(v) in self.steps.ahead:
                         gathered += self.local(v, b)
-                    if v.storage in held:  # what is moved is a new tensor
-                        copies += self.local(v, b)
-                        if step.border:
-                            held[v.storage] += self.local(v, b)
+                    if v.storage in memory:
+                        memory.copy(index, v.storage, self.local(v, b), stays=step.border)
             (made.backward if op.backward else made.forward)[0] += took
             made.waiting += extra
             place = made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])
@@ -209,15 +190,13 @@ class Engine:
             for v, s in zip(op.outputs, outs):
                 if v is not None and s is not None:
                     states[v] = s
-                    live += grown.pop(v.storage, 0.0)
-                    if v.storage not in held and not is_free(step) and v.storage in self.steps.last:
-                        held[v.storage] = self.local(v, s)
+                    memory.grow(index, grown.pop(v.storage, 0.0))
+                    if v.storage not in memory and not is_free(step) and v.storage in self.steps.last:
+                        memory.make(index, v.storage, self.local(v, s))
                         makers[v.storage] = step
-                        live += held[v.storage]
-            most = max(most, live + copies)
-            live += copies if step.border else 0.0
-            for gone in self._dying.get(index, ()):
-                live -= held.pop(gone, 0.0)
+        for storage, bytes_ in memory.kept():
+            made.held.setdefault(_pattern_of(makers[storage]), [0.0, 0.0])[1] += bytes_
+        most, live = memory.peak(start)
         sent = 0.0
         for name, g in self.steps.tape.gradients.items():
             p = self.steps.tape.values[PARAMETER, name]
@@ -245,18 +224,20 @@ class Engine:
         made.moves[step, v.shape, a, b, price] += len(phases)
         for way, cost in moves.way(a, b).items():
             axis, start = first_start(self.choices.network, *way)
-            if shared:
-                for k, phase in enumerate(phases):
-                    kind = gradient, backward or k > 0, axis
+            if not beside and made.parts > 1 and on_parts(*way):
+                cost += (made.parts - 1) * start
+            elif not beside:
+                made.waiting += cost
+                continue
+            taken = self.choices.machine.taken(self.choices.network.links[axis], gradient)
+            for k, phase in enumerate(phases):
+                kind, more = (gradient, backward or k > 0, axis), 0.0
+                if shared:
                     before = made.starts.get(kind, 0.0)
                     made.starts[kind] = max(before, start)
-                    phase[1] += cost + max(0.0, start - before)
-            elif beside:
-                phases[0][1] += cost
-            elif made.parts > 1 and on_parts(*way):
-                phases[0][1] += cost + (made.parts - 1) * start
-            else:
-                made.waiting += cost
+                    more = max(0.0, start - before)
+                phase[1] += cost + more
+                phase[2] += (cost + more) * taken
         if step is not None:
             made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])[1] += price * len(phases)
 

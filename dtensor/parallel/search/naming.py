@@ -46,7 +46,12 @@ def fixed_states(
             if name == "inputs":
                 found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
                 continue
-            found[t] = _state_of(axes, t.like.shape, sizes, f"fixed: {name!r}")
+            state = _state_of(axes, t.like.shape, sizes, f"fixed: {name!r}")
+            if found.setdefault(t, state) != state:
+                raise PlacementError(
+                    f"fixed: {name!r} and another name give {t.name} different placements; layers that are alike are "
+                    "placed alike"
+                )
     return found
 
 
@@ -66,9 +71,12 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
             names = [name, *[other for other, first in steps.tape.ties.items() if first == name]]
             found = [p for p in [pattern_for(n, given) for n in names] if p is not None]
             matched.update(found)
-            state = _state_of(given[found[0]] if found else {}, v.shape, sizes, repr(name))
             t = steps.which[v]
-            if (found or into is made.stored) and into.setdefault(t, state) != state:
+            if found or into is made.stored:
+                state = _state_of(given[found[0]] if found else {}, v.shape, sizes, repr(name))
+            else:
+                state = made.stored[t]  # it is used as it is stored
+            if into.setdefault(t, state) != state:
                 raise Unlike(f"{name} and {t.like.name} are alike, and placed differently")
         if unknown := [p for p in given if p not in matched]:
             raise PlacementError(f"{unknown[0]!r} matches no parameter or buffer of the model")
@@ -76,13 +84,16 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
         cut = {a: p for a, p in plan.inputs.items() if isinstance(p, Shard) and p.dim < t.like.ndim}
         made.stored[t] = _state_of(cut, t.like.shape, sizes, "inputs")
     for step, modules in steps.places.items():
+        if not step.like.operands[0].dtype.is_floating_point:
+            continue
         places = [f"{module}.{step.like.what}" for module in modules]
         entries = [next((e for e in reversed([*plan.activations]) if matches(place, e)), "") for place in places]
         placed = [plan.activations.get(entry) for entry in entries]
         if any(activation != placed[0] for activation in placed):
             raise Unlike(f"{places[0]} and {places[-1]} are alike, and placed differently")
         for activation in [a for a in placed[:1] if a is not None]:
-            shape = step.like.operands[0].shape
+            calls = [other.like.operands[0].shape for other, first in steps.decided.items() if first is step]
+            shape = max(calls, key=len)
             to, gradient = (_state_of(s, shape, sizes, repr(places[0])) for s in (activation.to, activation.gradient))
             made.borders[step] = to, gradient
     return made

@@ -150,17 +150,18 @@ class Program:
         self.rows.add(dict.fromkeys(terms, 1.0), 1.0, 1.0)
 
     def _sources(self) -> None:
-        machine, batch = self.choices.machine, set(self.all.batch())
+        machine, batch, learned = self.choices.machine, set(self.all.batch()), {p for _, p in self.all.gradients}
         for t in self.all.tensors:
             if t.kind not in (PARAMETER, BUFFER, INPUT) or t.step is not None:
                 continue
-            trained = t.kind == PARAMETER and self.training and t.like.dtype.is_floating_point
+            trained = t in learned
             chosen: Chosen = {}
-            for s in [self.fixed[t]] if t in self.fixed else self.all_states(t):
-                if t.kind == INPUT and any(x not in (None, 0) for x in s) and t not in self.fixed:
-                    continue
-                if t in batch and not self.regime.divides(t.like.shape, s, self.sizes):
-                    continue
+            states = [self.fixed[t]] if t in self.fixed else list(self.all_states(t))
+            if t.kind == INPUT and t not in self.fixed:
+                states = [s for s in states if all(x in (None, 0) for x in s)]
+            if t in batch:  # if none divides, nothing is done in parts
+                states = [s for s in states if self.regime.divides(t.like.shape, s, self.sizes)] or states
+            for s in states:
                 local = t.like.bytes / parts(s, self.sizes)
                 cost = seconds_of_optimizer(local, machine, self.kept) if trained else 0.0
                 k = self.columns.add(cost * t.count, integer=True)
@@ -272,7 +273,7 @@ class Program:
             by_phase = {}
         for backward, phase in by_phase.items():
             again = 0.0
-            if t.kind == PARAMETER and self.training and t.like.ndim > 1 and not backward:
+            if t in self.all.reread and self.training and not backward:
                 # The backward gathers it again, if it does not anyway for what is recomputed there.
                 forward, later = (max([n for _, n in by_phase.get(b, [])], default=0.0) for b in (False, True))
                 again = max(0.0, 1.0 - later / forward)
@@ -321,15 +322,17 @@ class Program:
             balance.setdefault(a, {})[k] = -1.0
             balance.setdefault(b, {})[k] = 1.0
             axis, start = first_start(self.network, a, b)
+            gradient = shared and t not in self.all.ahead
+            taken = self.choices.machine.taken(self.network.links[axis], gradient)
             if paid.beside:
-                self._pay(k, price * times, paid.backward)
-                self._pay(k, price * times * paid.again, True)
+                self._pay(k, price * times, paid.backward, taken)
+                self._pay(k, price * times * paid.again, True, taken)
             elif self.regime.parts > 1 and on_parts(a, b):
-                self._pay(k, (price + (self.regime.parts - 1) * start) * times, paid.backward)
+                self._pay(k, (price + (self.regime.parts - 1) * start) * times, paid.backward, taken)
             else:
                 self.columns.cost[k] += price * times
             for backward in {paid.backward, paid.backward or paid.again > 0} if shared and start else ():
-                first = self._first(t not in self.all.ahead, backward, axis, start)
+                first = self._first(gradient, backward, axis, start)
                 starting.setdefault(first, {})[k] = 1.0
         for first, terms in starting.items():
             self.rows.add({**terms, first: -2.0}, -INF, 0.0)
@@ -348,16 +351,16 @@ class Program:
         found = self.firsts.get((gradient, backward, axis))
         if found is None:
             found = self.firsts[gradient, backward, axis] = self.columns.add(0.0, integer=True)
-            self._pay(found, start, backward)
+            self._pay(found, start, backward, self.choices.machine.taken(self.network.links[axis], gradient))
         return found
 
-    def _pay(self, k: int, price: float, backward: bool) -> None:
-        """Pay for a move that runs beside computation."""
+    def _pay(self, k: int, price: float, backward: bool, taken: float) -> None:
+        """Pay for a move that runs beside computation, and takes part of the processor."""
         if price:
-            phase, taken = self.phases[backward], (1 - self.choices.machine.overlap) * price
+            phase = self.phases[backward]
             phase.beside[k] = phase.beside.get(k, 0.0) + price
             if taken:
-                phase.busy[k] = phase.busy.get(k, 0.0) + taken
+                phase.busy[k] = phase.busy.get(k, 0.0) + taken * price
 
     def _saved(self) -> None:
         for t in self.all.tensors:
@@ -396,7 +399,7 @@ class Program:
             return None
         upper = numpy.array(self.columns.upper)
         lp.col_upper_ = numpy.where(numpy.array(self.columns.integer) & (relaxed.x < TOUCHED), 0.0, upper)
-        found = run(lp, gap / 2, limit)
+        found = run(lp, gap / 2, limit - (time.monotonic() - began))
         lp.col_upper_ = upper
         bound = relaxed.value
         left = limit - (time.monotonic() - began)

@@ -68,6 +68,9 @@ def steps_of(tape: Tape, *, alike: bool = True) -> Steps:
                 made.which[v] = t
     for name, gradient in tape.gradients.items():
         made.gradients[made.which[gradient], made.which[tape.values[PARAMETER, name]]] += 1
+    read = {v.storage for op in tape.ops if op.backward for v in op.operands if v.kind != PARAMETER}
+    parameters = [v for v in tape.values.values() if v.kind == PARAMETER and v.ndim > 1]
+    made.reread = {made.which[v] for v in parameters if v.storage in read}
     _beside(made)
     _decided(made)
     made.last = lifetimes(made)

@@ -19,7 +19,7 @@ from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
 from ...mesh.links import links_here
 from ...mesh.mesh import backend_of, facts
-from ..whole_model.plan import FINDERS, Plan, Prediction, recomputed_of
+from ..whole_model.plan import FINDERS, Plan, Prediction, modules_of, recomputed_of
 from .best import Best
 from .choices import Choices
 from .engine import Assignment, Engine, Run
@@ -96,7 +96,7 @@ def search(
 
     Returns:
         The plan, for `distribute_model`. Its `prediction` holds what it is expected to cost, and a bound: under the
-        same model of cost, no plan takes less.
+        same model of cost no plan takes less, with as much recomputed and as many microbatches.
 
     Raises:
         PlacementError: no plan fits into `memory`; a pattern in `fixed` matches nothing; axes of the mesh have no
@@ -104,9 +104,10 @@ def search(
         ImportError: the solver, highspy, is not installed.
         ValueError: an argument is out of its range.
     """
-    for name, value in (("memory", memory), ("gap", gap), ("limit", limit), ("split_batch", split_batch)):
+    for name, value in (("memory", memory), ("gap", gap), ("limit", limit)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} is a positive number; got {value!r}")
+    _whole("split_batch", split_batch)
     regime = Regime(mode == "training", optimizer_states, split_batch or 1, gradients)
     step = _Step(mesh, links, device_type, machine, mode, regime)
 
@@ -120,7 +121,7 @@ def search(
             below = float("inf") if best is None else best[4].seconds
             tried = Best(engine, pinned, memory, gap, until, below)
             found = tried.found()
-            if best is not None and (found is None or found[1].seconds >= below):
+            if best is not None and (found is None or found[1].seconds >= below or time.monotonic() > until):
                 break  # to compute still more again does not help either
             if found is not None:
                 best = engine, pinned, again, *found
@@ -130,11 +131,11 @@ def search(
             assert tried is not None
             raise PlacementError(tried.too_large())
         engine, pinned, again, made, run, bound = best
-        if split_batch is None and run.waiting > WORTH * run.seconds:
+        if split_batch is None and run.waiting > WORTH * run.seconds and time.monotonic() < until:
             halves = step.engine_of(engine.steps, parts=2)
             found = Best(halves, pinned, memory, gap, until, run.seconds * (1 - WORTH)).found()
-            if found is not None and found[1].seconds < run.seconds * (1 - WORTH):
-                engine, (made, run, bound) = halves, (*found[:2], min(bound, found[2]))
+            if found is not None and found[1].parts > 1 and found[1].seconds < run.seconds * (1 - WORTH):
+                engine, (made, run, bound) = halves, found
         predicted = step.prediction(engine, run, bound)
         if what_if:
             others = step.what_if(engine, pinned, memory, gap, limit)
@@ -172,10 +173,13 @@ def predict(
         PlacementError: the plan is for another mesh, a name in it matches nothing, or placements do not fit.
         ValueError: an argument is out of its range.
     """
-    regime = Regime(mode == "training", optimizer_states, plan.options.get("split_batch", 1), plan.gradients)
+    parts = plan.options.get("split_batch", 1)
+    _whole("the plan's option split_batch", parts)
+    regime = Regime(mode == "training", optimizer_states, parts, plan.gradients)
     step = _Step(mesh, links, device_type, machine, mode, regime)
     if dict(plan.mesh) != step.sizes:
         raise PlacementError(f"the plan is for a mesh {dict(plan.mesh)}, and the mesh has {step.sizes}")
+    modules_of(plan, [name for name, _ in model.named_modules()])
     engine = step.engine(model, inputs, loss, plan)
     try:
         assigned = assignment_of(plan, engine.steps, step.sizes)
@@ -184,6 +188,11 @@ def predict(
         assigned = assignment_of(plan, engine.steps, step.sizes)
     run = engine.run(assigned)
     return replace(plan, prediction=step.prediction(engine, run, 0.0))
+
+
+def _whole(name: str, parts: Any) -> None:
+    if parts is not None and (not isinstance(parts, int) or parts < 1):
+        raise ValueError(f"{name} is a number of microbatches, 1 or more; got {parts!r}")
 
 
 class _Step:

@@ -37,9 +37,9 @@ class Tensor:
     kind: str
     name: str
     count: int = 0
-    step: "Step | None" = None
+    step: "Step | None" = field(default=None, repr=False)
     index: int = 0
-    users: Counter[tuple["Step", int]] = field(default_factory=Counter[tuple["Step", int]])
+    users: Counter[tuple["Step", int]] = field(default_factory=Counter[tuple["Step", int]], repr=False)
     saved: int = 0
 
     @property
@@ -63,8 +63,8 @@ class Step:
 
     like: Op
     count: int
-    sources: list[Counter[Tensor]]
-    outputs: list[Tensor | None]
+    sources: list[Counter[Tensor]] = field(repr=False)
+    outputs: list[Tensor | None] = field(repr=False)
     moved: tuple[list[float], list[float]] = ((), ())  # type: ignore[assignment]
     flops: float = 0.0
 
@@ -108,6 +108,7 @@ class Steps:
             in another call of them, for gradients that come back, or where the backward runs a forward again.
         places: each of these -> the names of its modules.
         first: step of a forward that the backward runs again -> the same step of the forward, with the same choices.
+        reread: parameters of which the backward reads views, so that it gathers them again; not vectors.
         in_passing: what the backward reads only to compute gradients of parameters, for which nothing else waits.
     """
 
@@ -120,6 +121,7 @@ class Steps:
     last: dict[int, int] = field(default_factory=dict[int, int])
     ahead: set[Tensor] = field(default_factory=set[Tensor])
     late: set[Tensor] = field(default_factory=set[Tensor])
+    reread: set[Tensor] = field(default_factory=set[Tensor])
     in_passing: set[Tensor] = field(default_factory=set[Tensor])
     decided: dict[Step, Step] = field(default_factory=dict[Step, Step])
     places: dict[Step, list[str]] = field(default_factory=dict[Step, list[str]])

@@ -96,15 +96,15 @@ class Op:
     """
 
     func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Any, ...] = field(repr=False)
+    kwargs: dict[str, Any] = field(repr=False)
     operands: list[Value]
     outputs: list[Value | None]
     many: bool
     path: str
     backward: bool
     what: str = ""
-    forward: "Op | None" = None
+    forward: "Op | None" = field(default=None, repr=False)
     again: bool = False
 
     @property

@@ -137,34 +137,38 @@ class _Walk:
 def _first_before(t: Tensor, read: Collection[Step]) -> Step | None:
     """The first border that hands on a tensor, behind nothing but views, to nothing but these readers."""
     found: Step | None = None
-    while t.step is not None and is_free(t.step) and _readers(t) <= set(read):
+    seen: set[Tensor] = set()
+    while t.step is not None and is_free(t.step) and t not in seen and _readers([t]) <= set(read):
+        seen.add(t)
         found = t.step if t.step.border else found
         t = next(iter(t.step.sources[0]))
     return found
 
 
-def _readers(t: Tensor) -> set[Step]:
-    """What the forward computes from a tensor, or from views of it."""
-    found: set[Step] = set()
-    for user, _ in t.users:
-        if is_free(user) and not user.backward:
-            found.update(*[_readers(out) for out in user.outputs if out is not None])
-        elif not user.backward:
-            found.add(user)
-    return found
+def _readers(tensors: Sequence[Tensor]) -> set[Step]:
+    """What the forward computes from tensors, or from views of them."""
+    users = _through_views(tensors)
+    return {u for u in users if not is_free(u)}
 
 
 def _behind(step: Step) -> list[Step]:
-    """The nearest borders at which the result of a step is handed on, behind nothing but views."""
-    found: list[Step] = []
-    todo = [t for t in step.outputs[:1] if t is not None]
+    """Borders at which the result of a step is handed on, behind nothing but views."""
+    users = _through_views([t for t in step.outputs[:1] if t is not None], past_borders=False)
+    return [u for u in users if u.border]
+
+
+def _through_views(tensors: Sequence[Tensor], past_borders: bool = True) -> list[Step]:
+    """The users in the forward of tensors and of views of them, in the order in which they are met."""
+    found: dict[Step, None] = {}
+    todo = [*tensors]
     while todo:
         for user, _ in todo.pop().users:
-            if user.border:
-                found += [user] if not user.backward else []
-            elif is_free(user):
+            if user.backward or user in found:
+                continue
+            found[user] = None
+            if is_free(user) and (past_borders or not user.border):
                 todo += [t for t in user.outputs if t is not None]
-    return found
+    return list(found)
 
 
 __all__ = ["Cuts", "tensor_parallel"]

@@ -35,7 +35,8 @@ class Prediction:
         seconds: of a step. computing: of its computation. waiting: of communication that computation waits for.
             beside: of communication of parameters and gradients, which runs beside computation. updating: of the
             optimizer's update.
-        bound: no plan takes less, under the same model of cost and in the same memory; 0.0 if it was not computed.
+        bound: no plan takes less, under the same model of cost, with as much recomputed and as many microbatches; 0.0
+            if it was not computed.
         memory: the most bytes held at once. static: of these, parameters with their gradients and optimizer states.
         modules: name of a module, as a pattern -> seconds of computation, and of communication, of all of that name.
         held: name of a module, as a pattern -> bytes of parameters with what belongs to them, and bytes kept for the

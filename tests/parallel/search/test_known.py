@@ -57,6 +57,17 @@ def test_a_tied_table_is_cut_along_its_words():
     assert cuts(*made("wide"))["inner.table.weight"] == 0
 
 
+def test_modules_that_hand_on_what_they_get():
+    """Borders of modules that are alike read each other."""
+    layers = [m for wide in (64, 64, 16) for m in (nn.Linear(64, wide), nn.ReLU(), nn.Dropout(0.0))]
+    steps, choices = planned(nn.Sequential(*layers), (torch.ones(8, 64),), {"tp": 2})
+    found = tensor_parallel(steps, choices, 0).parameters
+    assert [(tuple(t.like.shape), dim) for t, dim in found.items() if t.like.ndim == 2] == [
+        ((64, 64), 0),
+        ((16, 64), 1),
+    ]
+
+
 def test_what_does_not_divide_stays_whole():
     model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6))
     assert cuts(model, (torch.ones(4, 6),), ranks=2) == {"*.weight": 0, "*.bias": 0}  # those of the second layer

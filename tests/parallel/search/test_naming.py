@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from dtensor import Plan, Shard, predict
+from dtensor import PlacementError, Plan, Shard, predict
 from dtensor.layout.cost import Network
 from dtensor.layout.machine import MACHINES
 from dtensor.parallel.search.choices import Choices
@@ -81,7 +81,7 @@ def assignments(draw, steps):
             if draw(st.booleans()):
                 assigned.used[t] = state(t.like.shape)
     for step in steps.places:
-        if draw(st.integers(0, 3)) == 0:
+        if step.like.operands[0].dtype.is_floating_point and draw(st.integers(0, 3)) == 0:
             shape = step.like.operands[0].shape
             assigned.borders[step] = state(shape), state(shape)
     return assigned
@@ -115,6 +115,32 @@ def test_a_pattern_says_no_more_than_is_meant():
     (layer,) = [s for s, at in steps.places.items() if "layers.0" in at and s.like.what == "output"]
     plan = plan_of(Assignment(borders={layer: ((None, 0), (None, 0))}), steps, MESH)
     assert list(plan.activations) == [f"layers.{k}.output" for k in range(3)]
+
+
+def test_only_some_of_the_layers_may_be_gathered():
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.ones(8, 16)
+    stored = {"*.weight": {"tp": Shard(0)}}
+
+    def gathered(*names):
+        plan = Plan({"tp": 2}, stored, used={f"{k}.weight": {} for k in names}, inputs={"tp": Shard(0)})
+        return predict(model, {"tp": 2}, x, plan, mode="forward", machine=MACHINES["cpu"]).prediction.moves
+
+    def times(moves):
+        return sum(n for _, op, a, b, n, _ in moves if (op, a, b) == ("aten.t", "S(0)", "R"))
+
+    assert times(gathered(0)) == times(gathered(1)) == 1
+    assert times(gathered(0, 1)) == 2
+
+
+def test_what_is_no_activation_of_the_model():
+    tokens, table = torch.zeros(4, 8, dtype=torch.long), nn.Sequential(nn.Embedding(16, 16), nn.Linear(16, 16))
+    moved = Activation({"tp": Shard(1)}, {"tp": Shard(1)})
+    plain = Plan({"tp": 2}, activations={"1.input": moved})
+    both = Plan({"tp": 2}, activations={"*.input": moved})  # tokens stay where they are
+    one, other = (predict(table, {"tp": 2}, tokens, plan).prediction for plan in (plain, both))
+    assert one.moves == other.moves
+    with pytest.raises(PlacementError, match=r"'2' of '2\.input' matches no module"):
+        predict(table, {"tp": 2}, tokens, Plan({"tp": 2}, activations={"2.input": moved}))
 
 
 def test_layers_that_are_alike_may_be_placed_differently():

@@ -44,7 +44,9 @@ def test_a_batch_that_does_not_divide_is_not_split():
     given = {"links": {"tp": WIRE}, "machine": BESIDE}
     one, two = (predict(model, {"tp": 2}, odd, Plan({"tp": 2}, options=o), **given) for o in ({}, {"split_batch": 2}))
     assert one.prediction == replace(two.prediction, took=one.prediction.took)
-    assert not search(model, {"tp": 2}, odd, fixed=PLAN, **given).options
+    plan = search(model, {"tp": 2}, odd, fixed=PLAN, split_batch=2, **given)
+    assert not plan.options
+    assert plan.prediction.bound > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

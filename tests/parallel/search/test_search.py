@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, predict, search
@@ -98,6 +99,47 @@ def test_memory_counts_what_is_gathered_and_what_is_sent():
     assert stored.memory - stored.static >= 64 * 64 * 4
     trained = predict(copy.deepcopy(model), {"tp": 2}, x, Plan({"tp": 2}, inputs=data)).prediction
     assert trained.memory - trained.static >= 2 * 64 * 64 * 4
+
+
+def test_parameters_are_gathered_in_the_forward_and_in_the_backward():
+    """But a table once: the backward does not read it."""
+    data, whole = {"tp": Shard(0)}, {"*.weight": {}}
+    tokens = torch.zeros(32, 8, dtype=torch.long)
+
+    def gathers(model, x):
+        plan = Plan({"tp": 2}, {"*.weight": data}, whole, data)
+        moves = predict(model, {"tp": 2}, x, plan, machine=MACHINES["cpu"]).prediction.moves
+        return {op: n for _, op, a, b, n, _ in moves if (a, b) == ("S(0)", "R")}
+
+    both = nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    assert gathers(both, tokens) == {"aten.embedding": 1, "aten.t": 4}
+
+
+def test_memory_of_what_views_of_are_read():
+    """Queries, keys and values are slices of one tensor, all of which stays for the backward."""
+
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.all, self.out = nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in self.all(x).chunk(3, -1))
+            return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    x = torch.ones(8, 128, 64)
+    held = predict(Fused(), {"tp": 2}, x, Plan({"tp": 2}), machine=MACHINES["cpu"]).prediction.held
+    assert held["all"][1] >= 3 * x.nbytes
+
+
+def test_frozen_parameters_need_no_gradients_and_states():
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 8)), torch.ones(8, 256)
+    for p in model[:2].parameters():
+        p.requires_grad_(False)
+    most = 2.5 * sum(p.nbytes for p in model.parameters())
+    plan = search(model, {"tp": 2}, x, memory=most, machine=MACHINES["cpu"], links={"tp": SLOW})
+    assert not {"0.weight", "1.weight", "*.weight"} & set(plan.parameters)
+    assert plan.prediction.gap < 0.01
 
 
 def test_what_if():
@@ -230,6 +272,26 @@ BAD = {
         r"'weight' of shape \[2, 2\]: Shard\(2\) does not fit",
     ),
     "memory": (lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), memory=0), ValueError, "memory is a posi"),
+    "microbatches": (
+        lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), split_batch=0),
+        ValueError,
+        "split_batch is a number of microbatches, 1 or more; got 0",
+    ),
+    "an option": (
+        lambda: predict(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), Plan({"tp": 2}, options={"split_batch": "2"})),
+        ValueError,
+        "option split_batch is a number of microbatches",
+    ),
+    "alike": (
+        lambda: search(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            {"tp": 2},
+            torch.ones(4, 2),
+            fixed={"0.weight": {"tp": Shard(0)}, "1.weight": {"tp": Shard(1)}},
+        ),
+        PlacementError,
+        "different placements; layers that are alike are placed alike",
+    ),
     "axis": (
         lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"weight": {"dp": Shard(0)}}),
         PlacementError,
