@@ -5,8 +5,9 @@ plans and of plans written by hand, tensor parallel, data parallel and fully sha
 processes: two or four ranks with gloo, on loopback and, if namespaces can be made, on links of 1 Gbit/s and 100 Mbit/s.
 One model is also run forward only, as in inference. All are applied by `distribute_model` and compiled, so that they
 differ in the plan alone; their losses must agree. Processor and link are measured first, on the ranks. "predicted" is
-what the plan is expected to take. The model of cost is also held against steps on GPUs, our own on one and those that torchtitan has published on up to 256; for these also
-what the search would have chosen, within the memory of the GPUs, and what it would gain (`bench.published`).
+what the plan is expected to take. The model of cost is also held against steps on GPUs, our own on one and those that
+torchtitan has published on up to 256; for these also what the search would have chosen, within the memory of the GPUs,
+and what it would gain (`bench.published`).
 """
 
 import copy

@@ -241,12 +241,10 @@ def _runs(rule: Rule, c: Candidate, parts: int) -> bool:
         return False
     if rule.local is not None and rule.local not in FOR_EMPTY and (rule.across is None or c.factor in rule.across):
         return False
-    # What only has a function for empty shards has the same of each part where an output is whole: a seed not drawn from.
+    # Where `local` is for empty shards only, what is whole is the same for all parts, such as a seed nothing is drawn with.
     same = rule.whole if rule.local in FOR_EMPTY else frozenset[int | tuple[int, str]]()
-    made = [
-        o for k, (o, dims) in enumerate(zip(c.outputs, rule.outputs, strict=True)) if dims is not None and k not in same
-    ]
-    return all(o == "sum" or isinstance(o, int) for o in made)
+    made = [k for k, dims in enumerate(rule.outputs) if dims is not None and k not in same]
+    return all(c.outputs[k] == "sum" or isinstance(c.outputs[k], int) for k in made)
 
 
 def _fits(c: Candidate, have: list[int | None], call: Call, parts: int) -> bool:

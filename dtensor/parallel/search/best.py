@@ -115,7 +115,7 @@ class Best:
         """What to say if nothing fits."""
         return (
             f"no plan found fits into {self.memory:,.0f} bytes, of which {SPARE:.0%} are spared for what predictions "
-            f"miss: parameters, what belongs to them and what the backward reads take at least {self.need:,.0f}, roughly"
+            f"miss: parameters, what belongs to them and what the backward reads take at least {self.need:,.0f}"
             + (f", and the smallest plan that was tried {self.least:,.0f}" if self.least is not None else "")
             + "; use more ranks or a smaller batch"
         )

@@ -78,7 +78,7 @@ def test_gradients_are_rounded_and_otherwise_the_same():
     expected, grads = alone(model, batch)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradients, grads, rtol=2e-2, atol=1e-3)
-    assert any(not torch.equal(gradients[n].bfloat16().double() * 2, 2 * grads[n]) for n in grads)
+    assert any(not torch.equal(gradients[n], grads[n]) for n in grads)
     assert all(g.dtype == torch.float64 for g in gradients.values())
 
 
