@@ -241,7 +241,7 @@ def _runs(rule: Rule, c: Candidate, parts: int) -> bool:
         return False
     if rule.local is not None and rule.local not in FOR_EMPTY and (rule.across is None or c.factor in rule.across):
         return False
-    # Where `local` is for empty shards only, what is whole is the same for all parts, as a seed that nothing draws with.
+    # Where `local` is for empty shards only, what is whole is the same for all parts, like a seed that is not used.
     same = rule.whole if rule.local in FOR_EMPTY else frozenset[int | tuple[int, str]]()
     made = [k for k, dims in enumerate(rule.outputs) if dims is not None and k not in same]
     return all(c.outputs[k] == "sum" or isinstance(c.outputs[k], int) for k in made)
