@@ -2,6 +2,7 @@
 batch, so that a mean over them is one device's."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dtensor import DTensor, Replicate, distribute_model, distribute_tensor, init_device_mesh, search
 from dtensor.interop import convert_module
 from dtensor.layout.cost import Link
+from dtensor.layout.machine import MACHINES
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 from .models import EXAMPLES
@@ -40,9 +42,10 @@ def fully_sharded(model: nn.Module, name: str, given: Given) -> tuple[nn.Module,
 
 
 def found(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
-    """By a plan that is searched, over links on which it pays to share the work."""
+    """By a plan that is searched, on processors and over links on which it pays to share the work."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    plan = search(model, mesh, given, links={"tp": Link(alpha=1e-7, bandwidth=1e12, start=1e-7)})
+    machine = replace(MACHINES["cpu"], launch=0.0)
+    plan = search(model, mesh, given, links={"tp": Link(alpha=1e-7, bandwidth=1e12, start=1e-7)}, machine=machine)
     assert plan.parameters or plan.inputs
     return distribute_model(model, mesh, plan, outputs={}), plan.part(given, mesh)
 

@@ -197,14 +197,16 @@ class Engine:
         for storage, bytes_ in memory.kept():
             made.held.setdefault(_pattern_of(makers[storage]), [0.0, 0.0])[1] += bytes_
         most, live = memory.peak(start)
-        sent = 0.0
+        sent = received = 0.0
         for name, g in self.steps.tape.gradients.items():
             p = self.steps.tape.values[PARAMETER, name]
             step = self.steps.of.get(g.maker) if g.maker is not None else None
             if (s := states.get(g, self.whole)) != states[p]:
                 self._pay(made, step, g, s, states[p], final=True)
                 sent += self.local(g, s)
-        made.peak = made.static + max(most + min(gathered, self._bucket), live) + min(sent, BUCKETS)
+                received += self.local(g, states[p])  # in a bucket, of which it is copied
+        waiting = min(sent, BUCKETS) + min(received, self._bucket)
+        made.peak = made.static + max(most + min(gathered, self._bucket), live) + waiting
         return made
 
     def _pay(
