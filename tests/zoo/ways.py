@@ -45,7 +45,8 @@ def found(model: nn.Module, name: str, given: Given) -> tuple[nn.Module, Given]:
     """By a plan that is searched, on processors and over links on which it pays to share the work."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     machine = replace(MACHINES["cpu"], launch=0.0)
-    plan = search(model, mesh, given, links={"tp": Link(alpha=1e-7, bandwidth=1e12, start=1e-7)}, machine=machine)
+    link = Link(alpha=1e-9, bandwidth=1e14, memory=1e14, launch=1e-9, start=1e-9)
+    plan = search(model, mesh, given, links={"tp": link}, machine=machine)
     assert plan.parameters or plan.inputs
     return distribute_model(model, mesh, plan, outputs={}), plan.part(given, mesh)
 
