@@ -171,7 +171,8 @@ def _split(node: fx.Node, outputs: dict[fx.Node, tuple[Cut, ...]], parts: int) -
 
     if node.target is getitem:
         source, index = node.args
-        return Split(node.args, node.kwargs, (), (outputs[source][index],))  # pyright: ignore
+        made: tuple[Cut, ...] = outputs[source]  # pyright: ignore
+        return Split(node.args, node.kwargs, (), (made[index] if index < len(made) else None,))  # pyright: ignore
     c = ir.collective(node)
     if c is not None:
         dim = cut(c.x)
@@ -273,8 +274,14 @@ class _Rewrite:
         for node, split in self.splits.items():
             self.made[node] = [self.part(node, split, k) for k in range(self.parts)]
             together = None if node in self.kept else self.together(node, split)
-            if together is not None:
+            if together is None:
+                continue
+            if isinstance(ir.value(node), torch.Tensor):
                 self.whole[node] = ir.replace(node, together)
+            else:
+                self.whole[node] = together
+                ir.redirect(node, together)
+                node.graph.erase_node(node)
         for node in reversed(self.splits):
             if node not in self.kept and node not in self.whole:
                 node.graph.erase_node(node)
@@ -289,7 +296,7 @@ class _Rewrite:
             for x in made[1:]:
                 total = ir.insert(node, aten.add.Tensor, (total, x), like=node)
             return total
-        if dim is None:
+        if not isinstance(dim, int):  # each has the full tensor, or a number or nothing in its place
             return made[0]
         if all(user in self.splits and user not in self.kept for user in node.users):
             return None

@@ -205,8 +205,8 @@ class Engine:
                 self._pay(made, step, g, s, states[p], final=True)
                 sent += self.local(g, s)
                 received += self.local(g, states[p])  # in a bucket, of which it is copied
-        waiting = min(sent, BUCKETS) + min(received, self._bucket)
-        made.peak = made.static + max(most + min(gathered, self._bucket), live) + waiting
+        in_buckets = min(sent, BUCKETS) + min(received, self._bucket)
+        made.peak = made.static + max(most + min(gathered, self._bucket), live) + in_buckets
         return made
 
     def _pay(

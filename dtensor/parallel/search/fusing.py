@@ -131,6 +131,7 @@ def _read_in_full(t: Tensor) -> bool:
 
 
 def moved(step: Step) -> tuple[list[float], list[float]]:
+    """Bytes of each operand that one rank alone would read from memory, and of each output that it would write."""
     if is_free(step):
         return [0.0] * len(step.sources), [0.0] * len(step.outputs)
     fused = is_fused(step)
@@ -154,6 +155,7 @@ Half of each is skipped if it is causal (Dao, "FlashAttention-2", 2023)."""
 
 
 def flops(op: Op) -> float:
+    """Floating-point operations of one rank alone, of products and attention; 0.0 for others."""
     from torch.utils.flop_counter import flop_registry  # it takes long to import
 
     name = "" if op.func == BORDER else op.func._schema.name

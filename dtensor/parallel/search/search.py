@@ -95,8 +95,8 @@ def search(
             memory, each of which takes as long; see `Prediction.what_if`.
 
     Returns:
-        The plan, for `distribute_model`. Its `prediction` holds what it is expected to cost, and a bound: under the
-        same model of cost no plan takes less, with as much recomputed and as many microbatches.
+        The plan, for `distribute_model`. Its `prediction` holds what it is expected to cost, and a bound; see
+        `Prediction`.
 
     Raises:
         PlacementError: no plan fits into `memory`; a pattern in `fixed` matches nothing; axes of the mesh have no
@@ -121,11 +121,11 @@ def search(
             below = float("inf") if best is None else best[4].seconds
             tried = Best(engine, pinned, memory, gap, until, below)
             found = tried.found()
-            if best is not None and (found is None or found[1].seconds >= below or time.monotonic() > until):
+            if best is not None and (found is None or found[1].seconds >= below):
                 break  # to compute still more again does not help either
             if found is not None:
                 best = engine, pinned, again, *found
-                if tried.free:
+                if tried.free or time.monotonic() > until:
                     break
         if best is None:
             assert tried is not None

@@ -35,8 +35,9 @@ class Prediction:
         seconds: of a step. computing: of its computation. waiting: of communication that computation waits for.
             beside: of communication of parameters and gradients, which runs beside computation. updating: of the
             optimizer's update.
-        bound: no plan takes less, under the same model of cost, with as much recomputed and as many microbatches; 0.0
-            if it was not computed.
+        bound: no placements take less, under the same model of cost, with as much recomputed, as many microbatches, and
+            each view read where it is made. The engine may move a tensor behind a view by itself, which can save a few
+            percent more. 0.0 if it was not computed.
         memory: the most bytes held at once. static: of these, parameters with their gradients and optimizer states.
         modules: name of a module, as a pattern -> seconds of computation, and of communication, of all of that name.
         held: name of a module, as a pattern -> bytes of parameters with what belongs to them, and bytes kept for the
@@ -210,7 +211,10 @@ class Plan:
             return f"{self}\n\nNothing is predicted of this plan: it was not found by dtensor.search."
         lines = [str(self), "", summary(p), ""]
         if p.bound:
-            lines += [f"Within {p.gap:.1%} of the best there is, under this model of cost.", ""]
+            lines += [
+                f"Within {p.gap:.1%} of the best there is, under this model of cost and of what a plan can say.",
+                "",
+            ]
         lines += ["Where the time goes, in all modules of a name:"]
         rows = sorted(p.modules.items(), key=lambda item: -sum(item[1]))[:12]
         lines += [f"  {a:>9} computing  {b:>9} communicating  {name or 'outside'}" for name, (a, b) in _times(rows)]

@@ -88,7 +88,15 @@ def alone(model, batch):
     return loss.detach(), {name: p.grad for name, p in whole.named_parameters()}
 
 
-def on_ranks(model, batch, plan, watch=None):
+def trains_as_one_device(model, batch, plan):
+    """Raises AssertionError if loss or gradients differ."""
+    loss, gradients = on_ranks(model, batch, plan)
+    expected, grads = alone(model, batch)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradients, grads)
+
+
+def on_ranks(model, batch, plan):
     """Loss and gradients of the first rank, sharded by a plan."""
 
     def step(rank):

@@ -17,7 +17,7 @@ from dtensor.parallel.search.repeats import steps_of
 from dtensor.parallel.search.tape import record
 from dtensor.parallel.search.tensor_parallel import tensor_parallel
 
-from .programs import FAST, MODELS, alone, made, on_ranks
+from .programs import FAST, MODELS, made, trains_as_one_device
 
 MESH = {"dp": 2, "tp": 2}
 
@@ -83,10 +83,7 @@ def test_a_well_known_plan_computes_what_one_device_does(name, kind):
     assert list(NAMES[name]) == NAMES["decoder"]
     steps, choices = planned(model, batch, MESH)
     plan = plan_of(known(steps, choices)[kind], steps, MESH)
-    loss, gradients = on_ranks(model, batch, plan)
-    expected, grads = alone(model, batch)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, grads)
+    trains_as_one_device(model, batch, plan)
 
 
 @pytest.mark.parametrize("name", MODELS)

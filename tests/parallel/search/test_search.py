@@ -12,7 +12,7 @@ from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, p
 from dtensor.layout.machine import MACHINES
 from dtensor.testing import with_ranks
 
-from .programs import FAST, MODELS, SLOW, alone, made, on_ranks
+from .programs import FAST, MODELS, SLOW, made, trains_as_one_device
 
 MESHES = {"four": {"tp": 4}, "two by two": {"dp": 2, "tp": 2}}
 LINKS = {"slow": SLOW, "fast": FAST}
@@ -37,10 +37,7 @@ def found(name, sizes, link, **options):
 )
 def test_a_found_plan_computes_what_one_device_does(name, mesh, link):
     model, batch, plan = found(name, MESHES[mesh], LINKS[link])
-    loss, gradients = on_ranks(model, batch, plan)
-    expected, grads = alone(model, batch)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, grads)
+    trains_as_one_device(model, batch, plan)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -165,10 +162,7 @@ def test_memory_is_a_bound():
     _, _, small = found("wide", {"tp": 4}, SLOW, memory=most)
     assert small.prediction.memory <= most < plan.prediction.memory
     assert small.prediction.seconds > plan.prediction.seconds
-    loss, gradients = on_ranks(model, batch, small)
-    expected, grads = alone(model, batch)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, grads)
+    trains_as_one_device(model, batch, small)
 
 
 def test_too_little_memory_is_an_error_that_says_how_much_is_needed():
@@ -198,10 +192,7 @@ def test_whatever_fits_can_be_fixed(name, placement):
     found = plan.parameters["inner.table.weight" if "head" in name else name]
     assert found == {"tp": Shard(placement.dim % 2)}
     assert plan.prediction.bound > 0
-    loss, gradients = on_ranks(model, batch, plan)
-    expected, grads = alone(model, batch)
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients, grads)
+    trains_as_one_device(model, batch, plan)
 
 
 def test_layers_that_repeat_are_named_once():

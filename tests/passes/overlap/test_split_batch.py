@@ -8,6 +8,7 @@ from dtensor.comm.collectives import ops
 from dtensor.passes import Bucket, Lower, Schedule, SplitBatch, collectives, run
 from dtensor.passes.graph import ir
 from dtensor.passes.overlap.split_batch import FEWEST
+from dtensor.torch_private.core import FakeTensorMode
 
 aten = torch.ops.aten
 
@@ -54,6 +55,47 @@ def test_attention_runs_on_halves(bench):
     assert len(calls(gm, attention)) == 1
     assert bench.apply(SplitBatch(), gm) == 2
     assert [ir.value(node)[0].shape[0] for node in calls(gm, attention)] == [2, 2]
+
+
+def flash(h, grad):
+    kernel, backward = aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward
+    out = kernel(h, h, h, 0.0, True)
+    return out[0], backward(grad, h, h, h, *out[:6], 0.0, True, *out[6:8])[0]
+
+
+def efficient(h, grad):
+    kernel, backward = (
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_efficient_attention_backward,
+    )
+    out = kernel(h, h, h, None, True, 0.0, True)
+    return out[0], backward(grad, h, h, h, None, *out, 0.0, [True, True, True, False], True)[0]
+
+
+def cudnn(h, grad):
+    kernel, backward = aten._scaled_dot_product_cudnn_attention, aten._scaled_dot_product_cudnn_attention_backward
+    out = kernel(h, h, h, None, True, 0.0, True)
+    return out[0], backward(grad, h, h, h, *out[:2], *out[6:8], None, *out[2:6], 0.0, True)[0]
+
+
+@pytest.mark.parametrize("attention", [flash, efficient, cudnn])
+def test_attention_of_gpus_runs_on_halves(bench, attention):
+    """On fake tensors: seeds that nothing is drawn with, numbers and missing outputs are those of any part."""
+
+    def f(x, w, grad):
+        out, gradient = attention(ops.all_reduce(x @ w, "sum", bench.tp), grad)
+        return ops.all_reduce(out @ w, "sum", bench.tp), gradient
+
+    with FakeTensorMode():
+        shapes = (4, 2, 8, 16), (16, 16), (4, 2, 8, 16)
+        x, w, grad = (torch.empty(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+        gm = traced(bench, f, x, w, grad, parameters=(1,))
+        assert SplitBatch()(gm.graph) == 2
+        gm.graph.lint()
+        assert SplitBatch()(gm.graph) == 0
+    name = attention.__name__
+    found = [ir.value(node)[0].shape[0] for node in gm.graph.nodes if f"_{name}_attention" in str(node.target)]
+    assert found == [2, 2, 2, 2]
 
 
 def test_layers_run_on_halves(bench):
