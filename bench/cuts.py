@@ -89,7 +89,7 @@ def _is_cut(plan: Plan, ending: str, dim: int) -> bool:
 def _along(plan: Plan, dim: int) -> bool:
     """Whether activations or inputs are cut along `dim`."""
     places = [a.to.get("x") for a in plan.activations.values()]
-    return Shard(dim) in [*places, plan.inputs.get("x")]
+    return Shard(dim) in [*places, plan.input("x").get("x")]
 
 
 CUTS = {

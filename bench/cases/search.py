@@ -280,7 +280,7 @@ class Trained:
             self.model, backend="dtensor", options={**plan.options, **({} if code else {"inner": "aot_eager"})}
         )
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self._given, self._forward = plan.part(batch, mesh), forward
+        self._given, self._forward = plan.part(batch, mesh, model), forward
 
     def __call__(self) -> float:
         """Take a step, and return its loss."""

@@ -9,7 +9,7 @@ A style knows which inputs it assumes to be Replicate(). In eager mode it compar
 (`dtensor.comm.replication_check`); in compiled code the graph compares them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,24 +26,23 @@ DIFFERS = (
     "inputs={{axis: Shard(dim)}} if each rank passes its part, all of one shape"
 )
 
-Given: TypeAlias = tuple[str, torch.Tensor, bool]
-"""The name of an argument, this rank's tensor, and whether that is a shard."""
+Given: TypeAlias = tuple[str, torch.Tensor, Sequence[int]]
+"""The name of an argument, this rank's tensor, and the mesh axes over which that is a shard."""
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class InputCheck:
-    """Compares inputs over a mesh. The inputs may be sharded over some of its axes, `cut`."""
+    """Compares inputs over a mesh."""
 
-    def __init__(self, mesh: Any, cut: Iterable[int]) -> None:
+    def __init__(self, mesh: Any) -> None:
         self.mesh: Any = mesh
-        known, cut = facts(mesh), set(cut)
+        known = facts(mesh)
         axes = [a for a in range(mesh.ndim) if known.shape[a] > 1 and known.coordinate is not None]
-        one_by_one = [known.groups[(a,)] for a in axes]
-        self.along: list[str] = [known.groups[(a,)] for a in axes if a not in cut]
-        """Groups over which parts are the same."""
+        self.along: dict[int, str] = {a: known.groups[(a,)] for a in axes}
+        """Axis -> its group."""
         whole = known.groups.get(tuple(axes))
-        self.everyone: list[str] = [whole] if axes and whole is not None else one_by_one
+        self.everyone: list[str] = [whole] if axes and whole is not None else list(self.along.values())
         """Groups that make up the mesh: reduced over one after the other."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "InputCheck":
@@ -61,10 +60,12 @@ class InputCheck:
         device = given[0][1].device
         values = torch.stack([_checksum(x.detach()).to(device) for _, x, _ in given])
         shapes = torch.stack([_number_of_shape(x).to(device) for _, x, _ in given])
-        part = torch.tensor([is_part for *_, is_part in given], device=device)
+        part = torch.tensor([bool(cut) for *_, cut in given], device=device)
         differs = torch.zeros_like(values)
-        if any(is_part for *_, is_part in given):
-            differs = _spread(values, self.along) * part
+        for axis, group in self.along.items():
+            same = [bool(cut) and axis not in cut for *_, cut in given]
+            if any(same):
+                differs = differs | _spread(values, group) * torch.tensor(same, device=device)
         told = torch.where(part, shapes, shapes + values)
         most = _reduced(torch.stack([told, -told, differs]), self.everyone)
         alike = (most[0] == -most[1]) & (most[2] == 0)
@@ -74,9 +75,7 @@ class InputCheck:
         for (name, *_), same in zip(given, alike.unbind()):
             assert_async(same, DIFFERS.format(name=name))
 
-    def _raise_unless(
-        self, alike: list[bool], given: Sequence[tuple[str, torch.Tensor, bool]], sums: list[int]
-    ) -> None:
+    def _raise_unless(self, alike: list[bool], given: Sequence[Given], sums: list[int]) -> None:
         """Raise an error that also lists the ranks' inputs. All ranks find the same arguments to differ."""
         for (name, x, _), same, checksum in zip(given, alike, sums):
             if not same:
@@ -88,9 +87,9 @@ class InputCheck:
                 raise RuntimeError(f"{DIFFERS.format(name=name)}. They passed {said}")
 
 
-def _spread(x: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-    """1 where the ranks of the groups have different numbers, 0 where they have the same."""
-    most = _reduced(torch.stack([x, -x]), groups)
+def _spread(x: torch.Tensor, group: str) -> torch.Tensor:
+    """1 where the ranks of a group have different numbers, 0 where they have the same."""
+    most = _reduced(torch.stack([x, -x]), [group])
     return (most[0] != -most[1]).to(torch.int64)
 
 

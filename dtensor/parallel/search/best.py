@@ -13,12 +13,15 @@ from .choices import Choices
 from .engine import Assignment, Engine, Run
 from .known import known
 from .program import Program, Solution
-from .states import State, fits
+from .states import State, fits, fitting
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import INPUT, PARAMETER
 
 SAME = 1e-3
 """Plans whose prices differ by less than this fraction count as equal; the shorter one is taken."""
+
+ALIKE = 5e-3
+"""The fraction of its time that a plan has to save, to be given arguments in different placements."""
 
 SPARE = 0.1
 """The part of the memory of a rank that a plan leaves free, for what its prediction misses."""
@@ -230,7 +233,17 @@ class Best:
         return self._tidy(best, price)
 
     def _tidy(self, made: Assignment, run: Run) -> tuple[Assignment, Run]:
-        """The same with parameters cut along their first dim, where that costs nothing."""
+        """The same with inputs placed alike, and parameters cut along their first dim, where that costs nothing."""
+        inputs = [t for t in self.steps.of_kind(INPUT) if t.like.ndim and t not in self.pinned]
+        for s in sorted({made.stored[t] for t in inputs if t in made.stored}, key=str):
+            alike = {t: fitting(s, t.like.ndim) for t in inputs}
+            if not all(fits(s, t.like.shape, self.sizes) for t, s in alike.items()):
+                continue
+            tried = replace(made, stored={**made.stored, **alike})
+            cost = self.engine.run(tried)
+            if cost.seconds <= run.seconds * (1 + ALIKE) and self._holds(cost):
+                made, run = tried, cost
+                break
         for t, s in list(made.stored.items()):
             if t.kind == INPUT or t in self.pinned:
                 continue
@@ -253,7 +266,7 @@ class Best:
             if any(a.stored.get(t, self.engine.whole) != s for t, s in self.pinned.items()):
                 continue
             cost = self.engine.run(a)
-            if self._holds(cost) and (cost.seconds < run.seconds * (1 - SAME) or not self._holds(run)):
+            if self._holds(cost) and (cost.seconds < run.seconds or not self._holds(run)):
                 made, run = a, cost
         return made, run, min(bound, run.seconds)
 

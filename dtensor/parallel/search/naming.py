@@ -8,12 +8,16 @@ from ...errors import PlacementError
 from ...layout.layout import Layout
 from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
 from ..whole_model.distribute_model import pattern_for
+from ..whole_model.inputs import entry_of, is_by_name
 from ..whole_model.plan import Activation, Axes, Plan, Prediction, matches
 from .choices import Choices
 from .engine import Assignment, Run
-from .states import State, placements_of, state_of
+from .states import State, fitting, placements_of, state_of
 from .steps import Steps, Tensor, pattern
 from .tape import BUFFER, INPUT, PARAMETER
+
+INPUTS = "inputs"
+"""The name in `fixed` of all arguments of the model's forward, or with a dot and a name, of one."""
 
 
 class Unlike(Exception):
@@ -33,8 +37,11 @@ def fixed_states(
         placed = [as_placement(axes.get(a, Replicate())) for a in sizes]
         if any(p.is_partial() for p in placed):
             raise PlacementError(f"fixed: {name!r} is Partial on an axis; write Shard(dim) or Replicate()")
-        if name == "inputs":
-            tensors = steps.of_kind(INPUT)
+        if name == INPUTS or name.startswith(f"{INPUTS}."):
+            wanted = name.removeprefix(INPUTS).removeprefix(".")
+            tensors = [t for t in steps.of_kind(INPUT) if not wanted or entry_of(t.name, {wanted: ()}) is not None]
+            if wanted and not tensors:
+                raise PlacementError(_no_input(wanted, steps))
         else:
             known_names = [n for (kind, n) in steps.tape.values if kind in (PARAMETER, BUFFER)]
             names = {n for n in known_names if fnmatchcase(n, name)}
@@ -43,7 +50,7 @@ def fixed_states(
                 raise PlacementError(f"fixed: {name!r} matches no parameter or buffer of the model")
             tensors = list({steps.which[v] for (_, n), v in steps.tape.values.items() if n in names})
         for t in tensors:
-            if name == "inputs":
+            if t.kind == INPUT:
                 found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
                 continue
             state = _state_of(axes, t.like.shape, sizes, f"fixed: {name!r}")
@@ -81,8 +88,11 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
         if unknown := [p for p in given if p not in matched]:
             raise PlacementError(f"{unknown[0]!r} matches no parameter or buffer of the model")
     for t in steps.of_kind(INPUT):
-        cut = {a: p for a, p in plan.inputs.items() if isinstance(p, Shard) and p.dim < t.like.ndim}
-        made.stored[t] = _state_of(cut, t.like.shape, sizes, "inputs")
+        cut = {a: p for a, p in plan.input(t.name).items() if isinstance(p, Shard) and p.dim < t.like.ndim}
+        made.stored[t] = _state_of(cut, t.like.shape, sizes, f"inputs: {t.name}")
+    for name in plan.inputs if is_by_name(plan.inputs) else ():
+        if not any(entry_of(t.name, {name: ()}) for t in steps.of_kind(INPUT)):
+            raise PlacementError(_no_input(name, steps))
     for step, modules in steps.places.items():
         if not step.like.operands[0].dtype.is_floating_point:
             continue
@@ -118,9 +128,9 @@ def plan_of(made: Assignment, steps: Steps, sizes: Mapping[str, int]) -> Plan:
         return {a: p for a, p in zip(axes, placements_of(s)) if not p.is_replicate()}
 
     parameters, used = _named(steps, made.stored, words, {}), _named(steps, made.used, words, made.stored)
-    inputs: Axes = {}
-    for t in steps.of_kind(INPUT):
-        inputs |= words(made.stored.get(t, ()))
+    inputs = {t.name: made.stored.get(t, ()) for t in steps.of_kind(INPUT) if t.like.ndim}
+    alike = like_all(made, steps)
+    placed: Any = {name: words(s) for name, s in inputs.items() if words(s)} if alike is None else words(alike)
     activations: dict[str, Activation] = {}
     everywhere = [f"{module}.{step.like.what}" for step, modules in steps.places.items() for module in modules]
     for step, (s, gradient) in made.borders.items():
@@ -128,7 +138,19 @@ def plan_of(made: Assignment, steps: Steps, sizes: Mapping[str, int]) -> Plan:
         name = pattern(places[0])
         alone = {place for place in everywhere if matches(place, name)} == set(places)
         activations |= dict.fromkeys([name] if alone else places, Activation(words(s), words(gradient)))
-    return Plan(dict(sizes), parameters, used, inputs, activations)
+    return Plan(dict(sizes), parameters, used, placed, activations)
+
+
+def like_all(made: Assignment, steps: Steps) -> State | None:
+    """The state that all inputs have, as far as their dims allow; None if there is none."""
+    inputs = sorted(steps.of_kind(INPUT), key=lambda t: -t.like.ndim)
+    first: State = made.stored.get(inputs[0], ()) if inputs else ()
+    same = all(fitting(first, t.like.ndim) == made.stored.get(t, fitting(first, 0)) for t in inputs)
+    return first if same else None
+
+
+def _no_input(name: str, steps: Steps) -> str:
+    return f"inputs: the model is given no {name!r}, but {', '.join([repr(t.name) for t in steps.of_kind(INPUT)])}"
 
 
 def _named(

@@ -19,7 +19,6 @@ the dual revised simplex method", 2018) solves it.
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -157,8 +156,6 @@ class Program:
             trained = t in learned
             chosen: Chosen = {}
             states = [self.fixed[t]] if t in self.fixed else list(self.all_states(t))
-            if t.kind == INPUT and t not in self.fixed:
-                states = [s for s in states if all(x in (None, 0) for x in s)]
             if t in batch:  # if none divides, nothing is done in parts
                 states = [s for s in states if self.regime.divides(t.like.shape, s, self.sizes)] or states
             for s in states:
@@ -170,15 +167,6 @@ class Program:
                 self.at_end[k] = local * t.count * (2 + self.kept if trained else 1)
             self._one_of([k for terms in chosen.values() for k in terms])
             self.made[t] = chosen
-        self._inputs_alike()
-
-    def _inputs_alike(self) -> None:
-        """All inputs are cut along their first dim over the same axes: a loader gives each rank its part of a batch."""
-        inputs = [t for t in self.all.tensors if t.kind == INPUT and t.like.ndim]
-        for axis in range(len(self.sizes)):
-            cut = [[k for s, terms in self.made[t].items() if s[axis] == 0 for k in terms] for t in inputs]
-            for one, other in pairwise(cut):
-                self.rows.add({**dict.fromkeys(one, 1.0), **dict.fromkeys(other, -1.0)}, 0.0, 0.0)
 
     def _step(self, step: Step) -> None:
         if step.plain:

@@ -31,6 +31,7 @@ from ...torch_private.core import (
     tree_map,
 )
 from ..whole_model.distribute_model import on_first
+from ..whole_model.inputs import arguments_of, mapped_arguments, parameter_names
 from ..whole_model.plan import INPUT as ARRIVING
 from ..whole_model.plan import OUTPUT as LEAVING
 
@@ -370,18 +371,13 @@ def record(
             recorder.tape.values[kind, name] = recorder.made(given[name], kind, name)
             if given[name].requires_grad:
                 parameters[name] = given[name]
-    args, kwargs = _arguments(inputs)
-    count = 0
 
-    def take(x: Any) -> Any:
-        nonlocal count
-        if not isinstance(x, torch.Tensor):
-            return x
-        made, count = fake(x, x.requires_grad), count + 1
-        recorder.tape.values[INPUT, str(count)] = recorder.made(made, INPUT, str(count))
+    def take(x: torch.Tensor, name: str) -> torch.Tensor:
+        made = fake(x, x.requires_grad)
+        recorder.tape.values[INPUT, name] = recorder.made(made, INPUT, name)
         return made
 
-    args, kwargs = tree_map(take, args), tree_map(take, kwargs)
+    args, kwargs = mapped_arguments(take, parameter_names(model.forward), *arguments_of(inputs))
 
     def step(*args: Any, **kwargs: Any) -> None:
         out = model(*args, **kwargs)
@@ -410,12 +406,6 @@ def record(
             "large that is, cannot be known before it runs; search with inputs that avoid it, or write the plan by hand"
         ) from error
     return recorder.tape
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 __all__ = ["BORDER", "BUFFER", "CONSTANT", "INPUT", "MADE", "PARAMETER", "Loss", "Op", "Tape", "Value"]

@@ -9,11 +9,9 @@ import contextlib
 import difflib
 import functools
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -26,16 +24,14 @@ from ...layout.placements import Placement, Replicate, Shard, as_placement, as_p
 from ...tensor.factories import distribute_tensor
 from ...tensor.tensor import DTensor
 from ...torch_private.core import is_in_backward, never_traced, traced_with_caller
-from ..checks.input_check import InputCheck
+from ..checks.input_check import Given, InputCheck
 from ..fsdp.sharded_module import FullyShardedModule
 from ..fsdp.sharding import SHARDED_AS, joint_mesh
 from ..modules.distribute_module import DISTRIBUTED, distribute_parameter
 from ..modules.forward_wrapping import made_class, with_own_code, wrap_call, wrap_forward
+from .inputs import Placements, check_names, entry_of, is_by_name, mapped, mapped_arguments, parameter_names
 from .plan import FINDERS, INPUT, OUTPUT, Activation, Plan, check_mesh, modules_of, on_axes, recomputed_of
 from .tp_plan import placements_of_plan
-
-Placements: TypeAlias = Mapping[str, Placement] | Sequence[Placement]
-"""Placements of a tensor: one per mesh axis, or a dict from axis names, where axes that are left out are Replicate."""
 
 VIEW = "_dtensor_view"
 """The attribute of a module that holds the `_View` of its model."""
@@ -53,7 +49,7 @@ def distribute_model(
     placements: Mapping[str, Placements] | Plan | Literal["model", "auto"] | None = None,
     *,
     batch: Any = None,
-    inputs: Placements | None = None,
+    inputs: Placements | Mapping[str, Placements] | None = None,
     outputs: Placements | None = None,
     check_inputs: bool = True,
     src_data_rank: int | None = 0,
@@ -76,6 +72,8 @@ def distribute_model(
         inputs: the placements of tensors in the arguments of forward, including those in tuples, lists, dicts and
             dataclasses. None: full tensors, the same on all ranks. `{"dp": Shard(0)}`: each rank of "dp" passes its
             part of the batch, all of equal length. Tensors without that dim are full tensors; DTensors are not changed.
+            Or by name: `{"tokens": {"dp": Shard(0)}, "batch.ids": {"dp": Shard(1)}}` for these arguments, or tensors in
+            them; all others are full tensors.
         outputs: the placements of tensors that forward returns. None: DTensors. `{}`: full plain tensors.
             `{"dp": Shard(0)}`: each rank of "dp" gets its part as a plain tensor. Losses that ranks compute from their
             parts count as averaged over those ranks, as with DistributedDataParallel. Tensors without that dim are
@@ -122,9 +120,13 @@ def distribute_model(
         names = [name for name, _ in model.named_modules()]
         around, recomputed = modules_of(plan, names), recomputed_of(plan, names)
     chosen = _chosen(model, mesh, placements or {})
-    taken = _borders(inputs or {}, mesh, "inputs")
+    named: Any = inputs if is_by_name(inputs) else {}
+    check_names(named, model.forward)
+    taken = {name: _borders(p, mesh, f"inputs ({name})") for name, p in named.items()}
+    alike: Any = {} if named else inputs or {}
+    others = _borders(alike, mesh, "inputs")
     given = None if outputs is None else _borders(outputs, mesh, "outputs")
-    view = _View(mesh, taken, given, check_inputs)
+    view = _View(mesh, taken, others, given, check_inputs)
     buffers: dict[torch.Tensor, DTensor] = {}
     before = {module: dict(_own(module._parameters)) for module in model.modules()}
 
@@ -159,7 +161,8 @@ def distribute_model(
             vars(module)[SENT] = sent
         module.__class__ = viewed_class(type(module), names)
         if "forward" in vars(module):
-            vars(module)["forward"] = functools.partial(view, vars(module)["forward"])
+            own = vars(module)["forward"]
+            vars(module)["forward"] = functools.partial(view, own, parameter_names(own))
     setattr(model, DISTRIBUTED, True)
     return model
 
@@ -192,46 +195,45 @@ class _View:
     def __init__(
         self,
         mesh: Any,
-        inputs: Sequence[Placement],
+        inputs: Mapping[str, Sequence[Placement]],
+        others: Sequence[Placement],
         outputs: Sequence[Placement] | None,
         checked: bool,
     ) -> None:
-        self.mesh, self.inputs, self.outputs = mesh, inputs, outputs
+        self.mesh, self.inputs, self.others, self.outputs = mesh, inputs, others, outputs
         self.depth = self.runs = 0
-        cut = [axis for axis, p in enumerate(inputs) if isinstance(p, Shard)]
-        self.check = InputCheck(mesh, cut) if checked else None
+        self.check = InputCheck(mesh) if checked else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_View":
         made = memo[id(self)] = _View(*self.__reduce__()[1])
         return made
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return _View, (self.mesh, self.inputs, self.outputs, self.check is not None)
+        return _View, (self.mesh, self.inputs, self.others, self.outputs, self.check is not None)
 
     @traced_with_caller
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], names: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
         if self.depth:
             return forward(*args, **kwargs)
         if not torch.compiler.is_compiling() and is_in_backward():  # recomputation by activation checkpointing
             with self.running():
                 return forward(*args, **kwargs)
-        plain: list[tuple[str, torch.Tensor, bool]] = []
-        take = functools.partial(self._take, plain)
-        args = _mapped(take, args, "args")
-        kwargs = {name: _mapped(take, x, name) for name, x in kwargs.items()}
+        plain: list[Given] = []
+        args, kwargs = mapped_arguments(functools.partial(self._take, plain), names, args, kwargs)
         if self.check is not None:
             self.check(plain)
         with self.running():
             out = forward(*args, **kwargs)
-        return _mapped(self._give, out, "")
+        return mapped(self._give, out, "")
 
     @never_traced
-    def _take(self, plain: list[tuple[str, torch.Tensor, bool]], x: torch.Tensor, name: str) -> torch.Tensor:
+    def _take(self, plain: list[Given], x: torch.Tensor, name: str) -> torch.Tensor:
         """An argument of the forward as a DTensor. Plain tensors are also added to `plain`."""
         if isinstance(x, DTensor):
             return x
-        placements = _fitting(self.inputs, x)
-        plain.append((name, x, any(isinstance(p, Shard) for p in placements)))
+        entry = entry_of(name, self.inputs)
+        placements = _fitting(self.others if entry is None else self.inputs[entry], x)
+        plain.append((name, x, [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]))
         return DTensor.from_local(x, self.mesh, placements)
 
     @never_traced
@@ -265,11 +267,12 @@ def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
     """The class derived from `cls` whose forward calls the module's view and which reads the parameters `names` by
     `_read`."""
     inner = cls.forward
+    arguments = parameter_names(inner)[1:]
 
     @with_own_code
     @functools.wraps(inner)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._dtensor_view(functools.partial(inner, self), *args, **kwargs)
+        return self._dtensor_view(functools.partial(inner, self), arguments, *args, **kwargs)
 
     inside: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
     return made_class(viewed_class, cls, names, forward=forward, **inside)
@@ -323,7 +326,7 @@ def on_first(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
         met[0] = True
         return f(a)
 
-    return _mapped(once, x, "")
+    return mapped(once, x, "")
 
 
 def _chosen(
@@ -459,26 +462,6 @@ class _MeanOverParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore
         return grad / ctx.parts, None
-
-
-def _mapped(f: Callable[[torch.Tensor, str], torch.Tensor], x: Any, name: str) -> Any:
-    """`x` with each tensor in it replaced by `f(tensor, its name)`, where `x` itself is called `name`.
-
-    Descends into tuples, lists, dicts and dataclasses; other objects are unchanged.
-    """
-    if isinstance(x, torch.Tensor):
-        return f(x, name)
-    if isinstance(x, (tuple, list)):
-        items = [_mapped(f, item, f"{name}[{i}]") for i, item in enumerate(x)]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    if isinstance(x, dict):
-        # Outputs of transformers are both dicts and dataclasses, and their items omit None values.
-        items = {key: _mapped(f, item, f"{name}[{key!r}]") for key, item in x.items()}
-        return type(x)(**items) if is_dataclass(x) else OrderedDict(items) if isinstance(x, OrderedDict) else items
-    if is_dataclass(x) and not isinstance(x, type):
-        items = {d.name: _mapped(f, getattr(x, d.name), f"{name}.{d.name}") for d in fields(x) if d.init}
-        return type(x)(**items)
-    return x
 
 
 __all__ = ["distribute_model", "on_first"]

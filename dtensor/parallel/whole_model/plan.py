@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from ...errors import PlacementError
 from ...layout.placements import Placement, Replicate, Shard, parsed
-from ...torch_private.core import tree_map
+from .inputs import arguments_of, entry_of, is_by_name, mapped_arguments, parameter_names
 
 Axes: TypeAlias = Mapping[str, Placement]
 """Placements by mesh axis; on axes that are left out a tensor is replicated."""
@@ -100,7 +101,8 @@ class Plan:
         mesh: axis -> number of ranks.
         parameters: name of a parameter or buffer -> where it is stored.
         used: name of a parameter -> where it is when the forward reads it, if not where it is stored.
-        inputs: where the arguments of the model's forward are, as `distribute_model` takes it.
+        inputs: where the arguments of the model's forward are, as `distribute_model` takes it: all of them, or name of
+            an argument -> where that one is.
         activations: name of a module, with ".input" or ".output" -> where the first tensor is that it takes or returns.
         recomputed: name of modules -> n: each n-th of these keeps no activations, and the backward runs its forward
             again. Modules within one that the name matches are parts of it.
@@ -113,7 +115,7 @@ class Plan:
     mesh: Mapping[str, int]
     parameters: Mapping[str, Axes] = field(default_factory=dict[str, Axes])
     used: Mapping[str, Axes] = field(default_factory=dict[str, Axes])
-    inputs: Axes = field(default_factory=dict[str, Placement])
+    inputs: Axes | Mapping[str, Axes] = field(default_factory=dict[str, Placement])
     activations: Mapping[str, Activation] = field(default_factory=dict[str, Activation])
     recomputed: Mapping[str, int] = field(default_factory=dict[str, int])
     gradients: torch.dtype | None = None
@@ -123,7 +125,9 @@ class Plan:
     def __str__(self) -> str:
         lines = [f"mesh  {', '.join([f'{axis}={n}' for axis, n in self.mesh.items()])}"]
         if self.inputs:
-            lines.append(f"inputs  {_words(self.inputs)}")
+            named: Any = self.inputs
+            arguments = named if is_by_name(named) else {"": named}
+            lines += [f"inputs{name and '.'}{name}  {_words(axes)}" for name, axes in arguments.items()]
         for name in sorted({*self.parameters, *self.used}, key=[*self.parameters, *self.used].index):
             stored = _words(self.parameters.get(name, {}))
             read = f", read as {_words(self.used[name])}" if name in self.used else ""
@@ -146,7 +150,7 @@ class Plan:
         texts: dict[str, Any] = {
             "parameters": {name: _texts(axes) for name, axes in self.parameters.items()},
             "used": {name: _texts(axes) for name, axes in self.used.items()},
-            "inputs": _texts(self.inputs),
+            "inputs": _input_texts(self.inputs),
             "activations": {
                 name: {"to": _texts(a.to), "gradient": _texts(a.gradient)} for name, a in self.activations.items()
             },
@@ -177,7 +181,7 @@ class Plan:
                 for name, a in content.get("activations", {}).items()
             }
             recomputed = {str(name): int(n) for name, n in content.get("recomputed", {}).items()}
-            inputs, options = _parsed(content.get("inputs", {})), dict(content.get("options", {}))
+            inputs, options = _parsed_inputs(content.get("inputs", {})), dict(content.get("options", {}))
             gradients = _dtype(content["gradients"]) if "gradients" in content else None
             return Plan(sizes, parameters, used, inputs, activations, recomputed, gradients, options)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -185,24 +189,47 @@ class Plan:
                 f"{path} is not a plan: {error}; write one with Plan.save, as dtensor.search does"
             ) from error
 
-    def part(self, inputs: Any, mesh: Any) -> Any:
-        """Return this rank's part of inputs that hold the whole batch: a tensor, or tensors in tuples, lists and dicts.
+    def part(self, inputs: Any, mesh: Any, model: nn.Module | None = None) -> Any:
+        """Return this rank's part of inputs that hold the whole batch.
+
+        Args:
+            inputs: the arguments of the model's forward, as `dtensor.search` takes them: a tensor, a tuple, or a dict
+                of names.
+            mesh: the mesh.
+            model: the model, whose forward says how arguments are called. It is needed if they are not in a dict, and
+                the plan has different placements for them.
 
         Raises:
-            PlacementError: the mesh has other axes than the plan.
+            PlacementError: the mesh has other axes than the plan, or names of arguments are needed.
         """
         check_mesh(self, mesh)
+        names = () if model is None else parameter_names(model.forward)
+        if is_by_name(self.inputs) and model is None and not isinstance(inputs, Mapping):
+            raise PlacementError(
+                "the plan has different placements for arguments, by their names; pass inputs in a dict from names, or "
+                "the model as the third argument"
+            )
 
-        def own(x: Any) -> Any:
-            if not isinstance(x, torch.Tensor):
-                return x
+        def own(x: torch.Tensor, name: str) -> torch.Tensor:
+            axes = self.input(name)
             for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate()):
-                p = self.inputs.get(axis)
+                p = axes.get(axis)
                 if isinstance(p, Shard) and p.dim < x.dim():
                     x = x.tensor_split(self.mesh[axis], p.dim)[at]
             return x
 
-        return tree_map(own, inputs)
+        args, kwargs = mapped_arguments(own, names, *arguments_of(inputs))
+        if isinstance(inputs, Mapping):
+            return kwargs
+        return type(inputs)(args) if isinstance(inputs, (tuple, list)) else args[0]
+
+    def input(self, name: str) -> Axes:
+        """Return where an argument of the model's forward is."""
+        given: Any = self.inputs
+        if not is_by_name(given):
+            return given
+        entry = entry_of(name, given)
+        return {} if entry is None else given[entry]
 
     def explain(self) -> str:
         """Return where time and memory go, what other plans would cost, and how good the plan is, as text."""
@@ -281,6 +308,14 @@ def _dtype(name: str) -> torch.dtype:
 
 def _texts(axes: Axes) -> dict[str, str]:
     return {axis: str(p) for axis, p in axes.items()}
+
+
+def _input_texts(inputs: Any) -> dict[str, Any]:
+    return {name: _texts(axes) for name, axes in inputs.items()} if is_by_name(inputs) else _texts(inputs)
+
+
+def _parsed_inputs(texts: Mapping[str, Any]) -> Any:
+    return {name: _parsed(axes) for name, axes in texts.items()} if is_by_name(texts) else _parsed(texts)
 
 
 def _parsed(axes: Mapping[str, str]) -> Axes:

@@ -102,7 +102,7 @@ def on_ranks(model, batch, plan):
     def step(rank):
         mesh = init_device_mesh("cpu", tuple(plan.mesh.values()), mesh_dim_names=tuple(plan.mesh))
         mine = distribute_model(copy.deepcopy(model), mesh, plan, outputs={})
-        loss = mine(*plan.part(batch, mesh))
+        loss = mine(*plan.part(batch, mesh, model))
         loss.backward()
         return loss.detach(), {name: p.grad.full_tensor() for name, p in mine.named_parameters()}
 

@@ -72,10 +72,10 @@ def assignments(draw, steps):
         found = (draw(entries), draw(entries))
         return found if fits(found, shape, sizes) else (None, None)
 
-    assigned, cut = Assignment(), (draw(st.sampled_from([None, 0])), draw(st.sampled_from([None, 0])))
+    assigned = Assignment()
     for t in steps.tensors:
         if t.step is None and t.kind == INPUT and t.like.ndim:
-            assigned.stored[t] = cut
+            assigned.stored[t] = state(t.like.shape)
         if t.kind == PARAMETER:
             assigned.stored[t] = state(t.like.shape)
             if draw(st.booleans()):
@@ -96,6 +96,8 @@ def test_what_is_assigned_is_said(name, data):
     plan = plan_of(assigned, steps, MESH)
     again = assignment_of(plan, steps, MESH)
     whole = (None,) * len(MESH)
+    for t in steps.of_kind(INPUT):
+        assert again.stored[t] == assigned.stored[t], t.name
     for t in steps.of_kind(PARAMETER):
         stored = assigned.stored[t]
         assert again.stored.get(t, whole) == stored, t.name

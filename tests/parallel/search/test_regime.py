@@ -92,7 +92,7 @@ def test_a_plan_with_both_is_compiled(rank):
     mine = distribute_model(model, mesh, plan, outputs={})
     torch.compiler.reset()
     run = torch.compile(mine, backend="dtensor", options={**plan.options, "inner": "aot_eager"})
-    loss = run(*plan.part(batch, mesh))
+    loss = run(*plan.part(batch, mesh, model))
     loss.backward()
     torch.testing.assert_close(loss.detach(), expected)
     for name, p in mine.named_parameters():

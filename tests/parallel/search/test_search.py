@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, predict, search
+from dtensor.layout.cost import Link
 from dtensor.layout.machine import MACHINES
 from dtensor.testing import with_ranks
 
@@ -40,6 +42,35 @@ def test_a_found_plan_computes_what_one_device_does(name, mesh, link):
     trains_as_one_device(model, batch, plan)
 
 
+class Lookups(nn.Module):
+    """Rows of a large table beside features, as in recommender systems."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(65536, 64)
+        self.up, self.down = nn.Linear(512, 512), nn.Linear(512, 64)
+
+    def forward(self, rows, features):
+        return (self.down(torch.relu(self.up(features))) * self.table(rows)).square().mean()
+
+
+def lookups():
+    torch.manual_seed(0)
+    return Lookups(), (torch.arange(4096) * 37 % 65536, torch.randn(4096, 512))
+
+
+def test_arguments_may_be_placed_differently():
+    """All ranks look up all rows, in their part of a table that is too large to be sent, and have a part of the batch
+    of features."""
+    model, batch = lookups()
+    link = Link(alpha=1e-5, bandwidth=3e8, start=1e-3)
+    plan = search(model, {"tp": 2}, batch, links={"tp": link}, machine=MACHINES["cpu"], gap=1e-4)
+    assert plan.inputs == {"features": {"tp": Shard(0)}}
+    assert plan.parameters["table.weight"] == {"tp": Shard(1)}
+    assert plan.prediction.seconds < 0.95 * min(seconds for seconds, _ in plan.prediction.others.values())
+    trains_as_one_device(model, batch, plan)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_found_plan_is_predicted_to_cost_what_the_search_says(name):
     _, batch, plan = found(name, {"dp": 2, "tp": 2}, FAST)
@@ -56,6 +87,7 @@ def test_a_found_plan_is_predicted_to_cost_what_the_search_says(name):
         (Plan({"tp": 2}), "the plan is for a mesh {'tp': 2}, and the mesh has {'dp': 2, 'tp': 2}"),
         (Plan({"dp": 2, "tp": 2}, {"nothing": {"tp": Shard(0)}}), "'nothing' matches no parameter or buffer"),
         (Plan({"dp": 2, "tp": 2}, {"*.wq.weight": {"pp": Shard(0)}}), "names the axis 'pp', and the mesh has"),
+        (Plan({"dp": 2, "tp": 2}, inputs={"z": {"dp": Shard(0)}}), "inputs: the model is given no 'z', but 'x', 'y'"),
     ],
 )
 def test_plans_that_cannot_be_priced(plan, said):
@@ -310,6 +342,7 @@ def test_bad_input_is_one_clear_error(name):
 
 def test_a_plan_is_a_file(tmp_path):
     *_, plan = found("decoder", {"dp": 2, "tp": 2}, FAST)
+    plan = replace(plan, inputs={"x": {"tp": Shard(1)}, "y": {}})
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     (tmp_path / "plan.json").write_text(

@@ -15,6 +15,7 @@ from dtensor import (
     MeshError,
     Partial,
     PlacementError,
+    Plan,
     Replicate,
     Shard,
     distribute_model,
@@ -138,6 +139,64 @@ def test_parts_of_a_batch_beside_tensor_parallelism(rank, compiled):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+@with_ranks(4)
+def test_inputs_placed_one_by_one(rank, compiled):
+    """Tokens along the sequence, labels along the batch, and a weight of which nothing is said."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows, columns = {"dp": Shard(0)}, {"tp": Shard(1)}
+    given = {"batch.tokens": columns, "batch": rows}
+    run = runs(distribute_model(made(), mesh, PLAN, inputs=given, outputs={}), compiled)
+    whole, weight = batch(), torch.tensor(2.0)
+    mine = {
+        "tokens": whole["tokens"].chunk(2, 1)[mesh.get_local_rank("tp")],
+        "labels": whole["labels"].chunk(2)[mesh.get_local_rank("dp")],
+    }
+    want, gradients = expected()
+    out = run(mine, weight=weight)
+    torch.testing.assert_close((out.loss, out.logits), (want.loss, want.logits))
+    out.loss.backward()
+    check_gradients(getattr(run, "_orig_mod", run), gradients)
+    plan = Plan({"dp": 2, "tp": 2}, inputs=given)
+    part, _ = plan.part((whole, 0.5), mesh, made())
+    torch.testing.assert_close(part, mine)
+    for name, also in (("tokens", 3), ("labels", 1)):  # ranks that are to have the same part of this
+        with pytest.raises(RuntimeError, match=rf"argument batch\.{name} of forward differs between ranks"):
+            run({**mine, name: (mine[name] + (rank == also)) % 16}, weight=weight)
+
+
+class Several(nn.Module):
+    """Any number of arguments, by position."""
+
+    def forward(self, first, *others):
+        return first.sum() + sum([x.sum() * k for k, x in enumerate(others)])
+
+
+@with_ranks(2)
+def test_inputs_by_position_are_named_after_their_parameters(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    inputs = {"others.1": {"dp": Shard(0)}, "first": [Shard(0)]}
+    model = distribute_model(Several(), mesh, inputs=inputs, outputs={})
+    whole = (torch.arange(4.0), torch.ones(3), torch.arange(6.0))
+    given = Plan({"dp": 2}, inputs={"others.1": {"dp": Shard(0)}, "first": {"dp": Shard(0)}}).part(
+        whole, mesh, Several()
+    )
+    assert [len(x) for x in given] == [2, 3, 3]
+    assert model(*given) == Several()(*whole)
+
+
+def test_inputs_of_other_names():
+    named = {"tokens": {"dp": Shard(0)}}
+    with fake_ranks(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        with pytest.raises(PlacementError, match="inputs: forward takes no 'tokens'; write one of its arguments, 'bat"):
+            distribute_model(made(), mesh, inputs=named)
+        with pytest.raises(PlacementError, match=r"inputs \(batch\) are Replicate\(\) or Shard\(dim\), dim from the"):
+            distribute_model(made(), mesh, inputs={"batch": {"dp": Partial()}})
+        with pytest.raises(PlacementError, match="pass inputs in a dict from names, or the model as the third"):
+            Plan({"dp": 2}, inputs=named).part((torch.ones(2),), mesh)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 @with_ranks(2)
 def test_inputs_that_differ_are_refused_on_all_ranks(rank, compiled):
     """Each rank a batch of its own, and parts of unequal lengths; the graphs are there already."""
@@ -146,12 +205,12 @@ def test_inputs_that_differ_are_refused_on_all_ranks(rank, compiled):
     whole(batch())
     given = {**batch(), "labels": batch()["labels"] + rank}
     gave = "" if compiled else r".*passed a torch.int64 \[4, 6\] of checksum \w{6} on ranks \[0\]; a .* on ranks \[1\]"
-    with pytest.raises(RuntimeError, match=r"argument args\[0\]\['labels'\] of forward differs between ranks" + gave):
+    with pytest.raises(RuntimeError, match=r"argument batch\.labels of forward differs between ranks" + gave):
         whole(given)
     parts = runs(distribute_model(made(), mesh, inputs={"dp": Shard(0)}, outputs={}), compiled, dynamic=True)
     parts(part_of(batch(), rank, 2))
     given = {key: x.split([3, 1])[rank] for key, x in batch().items()}
-    with pytest.raises(RuntimeError, match=r"argument args\[0\]\['tokens'\] of forward differs between ranks"):
+    with pytest.raises(RuntimeError, match=r"argument batch\.tokens of forward differs between ranks"):
         parts(given)
 
 
@@ -163,7 +222,7 @@ def test_a_rank_that_differs_from_one_neighbour_is_told_to_all(rank, compiled):
     run = runs(distribute_model(made(), mesh, PLAN, inputs={"dp": Shard(0)}, outputs={}), compiled)
     given = part_of(batch(), mesh.get_local_rank("dp"), 2)
     run(given)
-    with pytest.raises(RuntimeError, match=r"argument args\[0\]\['labels'\] of forward differs between ranks"):
+    with pytest.raises(RuntimeError, match=r"argument batch\.labels of forward differs between ranks"):
         run({**given, "labels": (given["labels"] + (rank == 3)) % 16})
 
 
