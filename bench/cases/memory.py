@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.nn.parallel import DistributedDataParallel
 
 from dtensor import init_device_mesh
@@ -51,15 +52,28 @@ def peak(trainer: Trainer, given: tuple[Any, Any], device: str) -> int:
 
 
 def allocated(run: Callable[[], object]) -> int:
-    """Return the bytes on the CPU that a call adds, at its peak, to those allocated before it."""
+    """Return the most bytes on the CPU that a call holds at once of those that it allocates.
+
+    What was allocated before counts as never freed: the profiler knows the sizes of blocks from earlier profiles only.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
+    with torch.profiler.profile(activities=activities, profile_memory=True, record_shapes=True) as seen:
         run()
-    events: Any = seen.profiler.kineto_results.events()  # pyright: ignore[reportOptionalMemberAccess]
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    tree: list[Any] = list(seen.profiler.kineto_results.experimental_event_tree())  # pyright: ignore[reportOptionalMemberAccess]
+    changes: list[tuple[int, int, int]] = []
+    while tree:
+        event = tree.pop()
+        tree += event.children
+        if event.tag == _EventType.Allocation:
+            changes.append((event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size))
+    live: dict[int, int] = {}
     held = most = 0
-    for _, change in sorted(changes, key=lambda c: c[0]):
-        held += change
+    for _, block, change in sorted(changes):
+        if change > 0:
+            live[block] = change
+            held += change
+        else:
+            held -= live.pop(block, 0)
         most = max(most, held)
     return most
 

@@ -80,6 +80,7 @@ def on_rank(
         for _ in range(2):
             step()
         dist.barrier()
+        step.model.zero_grad()  # a step begins with it, and nothing sees what that frees
         held[side] = float(step.persistent() + allocated(step))
     times = interleaved(steps, rounds, TURN, dist.barrier, WARM)
     return {side: (times[side], said[side][0], held[side], said[side][1]) for side in given}

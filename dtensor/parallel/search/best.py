@@ -86,12 +86,12 @@ class Best:
                 return None
             self.free = turn == 0
             made, run = self._settled(self._followed(solution), solution, bound)
-            if self.least is None or run.peak < self.least:
-                self.least = run.peak
+            if self.least is None or run.at_most < self.least:
+                self.least = run.at_most
             if self._holds(run):
                 made, run = self._polished(*self._shorter(made, run), bound)
                 return self._or_known(made, run, bound)
-            over += 1.02 * (run.peak - memory) if memory is not None else 0.0
+            over += 1.02 * (run.at_most - memory) if memory is not None else 0.0
             if time.monotonic() > self.until:
                 break
         self.free = self.memory is None
@@ -107,7 +107,7 @@ class Best:
         solution = self._program(1.02 * self.need).solve(gap=self.gap, limit=self._limit()) if self.need else None
         made = Assignment(stored=dict(self.pinned)) if solution is None else self._followed(solution)
         run = self.engine.run(made)
-        self.least = min(run.peak, run.peak if self.least is None else self.least)
+        self.least = min(run.at_most, run.at_most if self.least is None else self.least)
         return self._shorter(made, run) if self._holds(run) else (made, run)
 
     def _program(self, memory: float | None = None, over: float = 0.0) -> Program:
@@ -258,7 +258,7 @@ class Best:
         return made, self.engine.run(made)
 
     def _holds(self, run: Run) -> bool:
-        return run.peak <= self.usable
+        return run.at_most <= self.usable
 
     def _or_known(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run, float]:
         """That, or a well-known plan if one is cheaper."""

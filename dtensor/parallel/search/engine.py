@@ -10,14 +10,11 @@ from typing import Any
 
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
-from .memory import Ends, Memory, part_taken
+from .memory import Ends, Held, Memory, is_smaller, part_taken
 from .regime import USUAL, Regime, on_parts
 from .states import Moves, State, bucket_bytes, bucketed, first_start, fitting, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
-
-BUCKETS = 256e6
-"""Bytes of gradients that are in buckets at once, at most, as sums that are still to be computed."""
 
 
 @dataclass
@@ -48,7 +45,7 @@ class Run:
         starts: (whether of gradients, whether in the backward, mesh axis) -> seconds of the first bucket's start, which
             is contained in those of moves.
         updating: seconds of the optimizer.
-        peak: the most bytes that a rank holds.
+        peak: the most bytes that a rank holds. at_most: those that it may hold, as compilers order kernels.
         static: bytes of parameters, gradients and optimizer states.
         by_path: name of a module, as a pattern -> seconds of computation, and of moves.
         held: likewise -> bytes of parameters with what belongs to them, and bytes kept for the backward.
@@ -63,6 +60,7 @@ class Run:
     parts: int = 1
     sent: bool = False
     peak: float = 0.0
+    at_most: float = 0.0
     static: float = 0.0
     by_path: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     held: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
@@ -131,9 +129,9 @@ class Engine:
         known: dict[tuple[Value, State, bool], bool] = {}
         read: dict[tuple[Value, bool], State] = {}
         memory = Memory(self._ends, len(self.steps.tape.ops))
-        grown: dict[int, float] = {}
+        grown: dict[int, int] = {}
         makers: dict[int, Step] = {}
-        start = gathered = 0.0
+        start = 0.0
         for v in self.steps.tape.values.values():
             t = self.steps.which[v]
             states[v] = given.stored.get(t, self.whole)
@@ -144,7 +142,6 @@ class Engine:
             made.held.setdefault(pattern(v.name.rpartition(".")[0]), [0.0, 0.0])[0] += static
             start -= mine if trained else 0.0  # its gradient, until there is one
             if trained:
-                grown[self.steps.tape.gradients[v.name].storage] = mine
                 made.updating += seconds_of_optimizer(mine, self.choices.machine, self.kept)
         for index, op in enumerate(self.steps.tape.ops):
             step = self.steps.of[op]
@@ -159,10 +156,7 @@ class Engine:
                     if want is not None and want != s:
                         if (v, op.backward) not in read:
                             read[v, op.backward] = want
-                            memory.make(index, (v, op.backward), self.local(v, want))
-                            gathered += 0.0 if op.backward else self.local(v, want)
-                            again = self.training and t in self.steps.reread and v not in self._ends.in_backward
-                            self._pay(made, step, v, s, want, again=again)
+                            self._gather(made, memory, index, v, s, want, views=True)
                         s = want
                 ins.append(s)
             if step.border:
@@ -176,10 +170,11 @@ class Engine:
                     memory.read(v.storage, part_taken(a, b, sizes))
                 if a != b and (v, b, op.backward) not in known:
                     known[v, b, op.backward] = True
+                    if v.storage in self._ends.own:
+                        self._gather(made, memory, index, v, a, b, views=is_free(step))
+                        continue
                     self._pay(made, step, v, a, b)
-                    if not op.backward and self.steps.which.get(v) in self.steps.ahead:
-                        gathered += self.local(v, b)
-                    if v.storage in memory:
+                    if v.storage in memory and not (index >= self._ends.turn and is_smaller(a, b)):
                         memory.copy(index, v.storage, self.local(v, b), stays=step.border)
             (made.backward if op.backward else made.forward)[0] += took
             made.waiting += extra
@@ -190,24 +185,41 @@ class Engine:
             for v, s in zip(op.outputs, outs):
                 if v is not None and s is not None:
                     states[v] = s
-                    memory.grow(index, grown.pop(v.storage, 0.0))
+                    grown.setdefault(v.storage, index)
                     if v.storage not in memory and not is_free(step) and v.storage in self.steps.last:
                         memory.make(index, v.storage, self.local(v, s))
                         makers[v.storage] = step
         for storage, bytes_ in memory.kept():
             made.held.setdefault(_pattern_of(makers[storage]), [0.0, 0.0])[1] += bytes_
-        most, live = memory.peak(start)
-        sent = received = 0.0
+        sums: dict[Any, list[Held]] = {}
         for name, g in self.steps.tape.gradients.items():
             p = self.steps.tape.values[PARAMETER, name]
             step = self.steps.of.get(g.maker) if g.maker is not None else None
-            if (s := states.get(g, self.whole)) != states[p]:
-                self._pay(made, step, g, s, states[p], final=True)
-                sent += self.local(g, s)
-                received += self.local(g, states[p])  # in a bucket, of which it is copied
-        in_buckets = min(sent, BUCKETS) + min(received, self._bucket)
-        made.peak = made.static + max(most + min(gathered, self._bucket), live) + in_buckets
+            index, mine, s = grown.get(g.storage, 0), self.local(g, states[p]), states.get(g, self.whole)
+            self._pay(made, step, g, s, states[p], final=True)
+            how = tuple([(type(a), type(b)) for n, a, b in zip(sizes, s, states[p]) if a != b and n > 1])
+            if how:
+                sums.setdefault(how, []).append(Held(index, self.local(g, s), mine))
+            else:
+                memory.grow(index, mine)
+        memory.gather(self._bucket)
+        for found in sums.values():
+            memory.reduce(found, self._bucket)
+        made.peak, made.at_most = (made.static + most for most in memory.peak(start))
         return made
+
+    def _gather(self, made: Run, memory: Memory, index: int, v: Value, a: State, b: State, *, views: bool) -> None:
+        """Move a parameter, or a view of one, for an operator; `views`: and for what reads views of it later. If it is
+        the backward that does, it moves the parameter again."""
+        op, ends = self.steps.tape.ops[index], self._ends
+        t, p = self.steps.which.get(v), ends.own[v.storage]
+        again = self.training and views and not op.backward and v.storage in ends.again and v not in ends.in_backward
+        again = again and t in self.steps.reread
+        self._pay(made, self.steps.of[op], v, a, b, again=again)
+        if self.local(v, b) == self.local(v, a):
+            return
+        for backward, at in [(op.backward, index), *([(True, ends.again[v.storage])] if again else [])]:
+            memory.take(at, (p, backward), Held(at, self.local(v, b), self.local(v, a)))
 
     def _pay(
         self, made: Run, step: Step | None, v: Value, a: State, b: State, *, again: bool = False, final: bool = False

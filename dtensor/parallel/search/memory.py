@@ -1,6 +1,7 @@
 """What a rank holds along a step, beside parameters, their gradients and optimizer states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .states import State, parts
@@ -15,7 +16,8 @@ class Ends:
         last: memory, or (parameter, whether in the backward) for one that is gathered -> index of the last operator
             that needs it.
         forward: memory -> index of the last operator of the forward that reads it.
-        backward: memory -> index of the last operator of the backward that reads it.
+        backward: memory -> index of the last operator of the backward that reads it. again: of the first one.
+        own: memory -> the parameter that it belongs to.
         turn: index of the first operator of the backward.
         in_backward: parameters that the backward reads themselves, and not only views of them.
     """
@@ -25,16 +27,44 @@ class Ends:
         self.last: dict[Any, int] = dict(steps.last)
         self.forward: dict[int, int] = {}
         self.backward: dict[int, int] = {}
+        self.again: dict[int, int] = {}
         self.turn = next((k for k, op in enumerate(ops) if op.backward), len(ops))
-        own = {v.storage: v for v in steps.tape.values.values() if v.kind == PARAMETER}
+        self.own = {v.storage: v for v in steps.tape.values.values() if v.kind == PARAMETER}
         read: dict[tuple[Value, bool], int] = {}
         for index, op in enumerate(ops):
             for v in op.operands:
                 (self.backward if op.backward else self.forward)[v.storage] = index
-                if v.storage in own:
-                    read[own[v.storage], op.backward] = index
+                if op.backward:
+                    self.again.setdefault(v.storage, index)
+                if v.storage in self.own:
+                    read[self.own[v.storage], op.backward] = index
         self.in_backward = {v for op in ops if op.backward for v in op.operands if v.kind == PARAMETER}
         self.last |= read  # a gathered parameter, and views of it
+
+
+@dataclass(frozen=True)
+class Held:
+    """What shares a bucket with others.
+
+    Attributes:
+        index: of the operator that needs what is gathered, or that makes the gradient to be reduced.
+        whole: bytes of what was gathered, or is reduced.
+        part: bytes of what a rank has of it before, or after.
+    """
+
+    index: int
+    whole: float
+    part: float
+
+
+def packed(given: Iterable[Held], full: float) -> list[list[Held]]:
+    """Buckets, in the order of the operators, each as large as it gets or a single tensor."""
+    found: list[list[Held]] = []
+    for one in sorted(given, key=lambda h: h.index):
+        if not found or sum([h.whole for h in found[-1]]) + one.whole > full:
+            found.append([])
+        found[-1].append(one)
+    return found
 
 
 class Memory:
@@ -47,10 +77,11 @@ class Memory:
 
     def __init__(self, ends: Ends, count: int) -> None:
         self.ends = ends
-        self._more, self._less, self._moved = ([0.0] * count for _ in range(3))
+        self._more, self._less, self._moved, self._reserved = ([0.0] * count for _ in range(4))
         self._size: dict[Any, float] = {}
         self._born: dict[Any, int] = {}
         self._read: dict[int, float] = {}
+        self._gathered: dict[bool, list[Held]] = {False: [], True: []}
 
     def __contains__(self, key: Any) -> bool:
         return key in self._size
@@ -75,6 +106,54 @@ class Memory:
         """A gradient is there."""
         self._more[index] += bytes_
 
+    def hold(self, first: int, last: int, bytes_: float) -> None:
+        """Something stays from one operator to another."""
+        self._more[first] += bytes_
+        self._less[last] += bytes_
+
+    def take(self, index: int, key: tuple[Value, bool], moved: Held) -> None:
+        """A parameter is gathered, for the forward or the backward, and stays until nothing there needs it."""
+        self._gathered[key[1]].append(moved)
+        if key in self._size:
+            self._moved[index] += moved.whole
+        else:
+            self.make(index, key, moved.whole)
+
+    def gather(self, full: float) -> None:
+        """What is gathered comes in buckets, of which each starts when the one before it is waited for, and from which
+        parameters are copied when they are needed."""
+        for given in self._gathered.values():
+            buckets = packed(given, full)
+            for before, bucket in zip([[], *buckets], buckets):
+                first, last = (before or bucket)[0].index, bucket[-1].index
+                if len(bucket) > 1:
+                    self.hold(first, last, sum([h.whole for h in bucket]))
+                self.hold(first, bucket[0].index, sum([h.part for h in bucket]))
+
+    def reduce(self, given: Sequence[Held], full: float) -> None:
+        """Reduce gradients in buckets.
+
+        Where all ranks get the sums, a bucket is there when its first gradient is made, is summed in place, and is
+        waited for at the end. One of which each rank gets a part is put together when the last one is made, and is
+        waited for when the next one starts; or it, too, is there from the first one on, as a compiler orders kernels.
+        What arrived is copied.
+        """
+        buckets = packed(given, full)
+        for bucket, after in zip(buckets, [*buckets[1:], []]):
+            first, last, end = bucket[0].index, bucket[-1].index, len(self._more) - 1
+            whole, part = (sum(x) for x in ([h.whole for h in bucket], [h.part for h in bucket]))
+            if part >= whole or len(bucket) == 1:
+                self.hold(first, end, whole)
+            else:
+                end = after[-1].index if after else end
+                self.hold(last, end, whole)
+                self._reserved[first] += whole
+                for one in bucket:
+                    self.hold(one.index, last, one.whole)
+                    self._reserved[one.index] -= one.whole
+            self.grow(end, part)
+            self._moved[end] = max(self._moved[end], part)
+
     def kept(self) -> Iterator[tuple[int, float]]:
         """Memory, and how much of it stays until the backward.
 
@@ -88,25 +167,31 @@ class Memory:
                 yield key, size * (self._read.get(key, 1.0) if explicit else 1.0)
 
     def peak(self, start: float) -> tuple[float, float]:
-        """The most bytes held at once, and those at the end; `start`: those at the beginning."""
+        """The most bytes held at once, and the most that there may be; `start`: those at the beginning."""
         kept = dict(self.kept())
         for key, size in self._size.items():
             stays = kept.get(key, size)
             self._less[self.ends.last[key]] += stays
             if stays < size:
                 self._less[max(self._born[key], self.ends.forward.get(key, -1))] += size - stays
-        live = most = start
-        for more, moved, less in zip(self._more, self._moved, self._less):
+        live = most = at_most = start
+        reserved = 0.0
+        for more, moved, less, empty in zip(self._more, self._moved, self._less, self._reserved):
             live += more
-            most = max(most, live + moved)
+            reserved += empty
+            most, at_most = max(most, live + moved), max(at_most, live + moved + reserved)
             live -= less
-        return most, live
+        return max(most, live), max(at_most, live)
+
+
+def is_smaller(have: State, wanted: State) -> bool:
+    """Whether a move takes shards of what is whole, or adds up sums, so that only its result is kept."""
+    return all(a == b or not isinstance(a, int) for a, b in zip(have, wanted))
 
 
 def part_taken(have: State, wanted: State, sizes: Sequence[int]) -> float:
-    """The part that the backward takes of a tensor: less than all if it takes shards of what is whole."""
-    shards = all(a == b or (a is None and isinstance(b, int)) for a, b in zip(have, wanted))
-    return parts(have, sizes) / parts(wanted, sizes) if shards else 1.0
+    """The part that the backward takes of a tensor: less than all if it takes shards of what is whole, or of a sum."""
+    return parts(have, sizes) / parts(wanted, sizes) if is_smaller(have, wanted) else 1.0
 
 
-__all__ = ["Ends", "Memory", "part_taken"]
+__all__ = ["Ends", "Held", "Memory", "is_smaller", "part_taken"]

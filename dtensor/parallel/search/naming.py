@@ -34,7 +34,7 @@ def fixed_states(
     """
     found: dict[Tensor, State] = {}
     for name, axes in fixed.items():
-        placed = [as_placement(axes.get(a, Replicate())) for a in sizes]
+        placed = [as_placement(p) for p in axes.values()]
         if any(p.is_partial() for p in placed):
             raise PlacementError(f"fixed: {name!r} is Partial on an axis; write Shard(dim) or Replicate()")
         if name == INPUTS or name.startswith(f"{INPUTS}."):
@@ -50,10 +50,8 @@ def fixed_states(
                 raise PlacementError(f"fixed: {name!r} matches no parameter or buffer of the model")
             tensors = list({steps.which[v] for (_, n), v in steps.tape.values.items() if n in names})
         for t in tensors:
-            if t.kind == INPUT:
-                found[t] = tuple([p.dim if isinstance(p, Shard) and p.dim < t.like.ndim else None for p in placed])
-                continue
-            state = _state_of(axes, t.like.shape, sizes, f"fixed: {name!r}")
+            given = _of_input(axes, t) if t.kind == INPUT else axes
+            state = _state_of(given, t.like.shape, sizes, f"fixed: {name!r}")
             if found.setdefault(t, state) != state:
                 raise PlacementError(
                     f"fixed: {name!r} and another name give {t.name} different placements; layers that are alike are "
@@ -88,8 +86,7 @@ def assignment_of(plan: Plan, steps: Steps, sizes: Mapping[str, int]) -> Assignm
         if unknown := [p for p in given if p not in matched]:
             raise PlacementError(f"{unknown[0]!r} matches no parameter or buffer of the model")
     for t in steps.of_kind(INPUT):
-        cut = {a: p for a, p in plan.input(t.name).items() if isinstance(p, Shard) and p.dim < t.like.ndim}
-        made.stored[t] = _state_of(cut, t.like.shape, sizes, f"inputs: {t.name}")
+        made.stored[t] = _state_of(_of_input(plan.input(t.name), t), t.like.shape, sizes, f"inputs: {t.name}")
     for name in plan.inputs if is_by_name(plan.inputs) else ():
         if not any(entry_of(t.name, {name: ()}) for t in steps.of_kind(INPUT)):
             raise PlacementError(_no_input(name, steps))
@@ -147,6 +144,11 @@ def like_all(made: Assignment, steps: Steps) -> State | None:
     first: State = made.stored.get(inputs[0], ()) if inputs else ()
     same = all(fitting(first, t.like.ndim) == made.stored.get(t, fitting(first, 0)) for t in inputs)
     return first if same else None
+
+
+def _of_input(axes: Axes, t: Tensor) -> Axes:
+    """Placements of inputs, without those along dims that this one does not have."""
+    return {a: p for a, p in axes.items() if not (isinstance(p, Shard) and p.dim >= t.like.ndim)}
 
 
 def _no_input(name: str, steps: Steps) -> str:

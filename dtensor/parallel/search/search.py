@@ -72,7 +72,8 @@ def search(
         inputs: arguments of the model's forward, of the sizes of the whole batch: a tensor, a tuple, or a dict of
             names. They may be on the meta device.
         memory: bytes that a rank may hold at once; None for any.
-        fixed: names of parameters, or patterns of them, or "inputs" -> their placements by axis, which the plan keeps.
+        fixed: names of parameters, or patterns of them -> their placements by axis, which the plan keeps; "inputs" for
+            all arguments, "inputs.tokens" for one.
         links: axis -> its link, in place of those of the mesh. The engine chooses by those of the mesh nevertheless;
             `dtensor.prepare` changes these.
         machine: what a rank computes with. None: as `dtensor calibrate` measured it, or else the usual one of the

@@ -207,6 +207,8 @@ def test_what_is_fixed_stays():
     *_, plan = found("wide", {"tp": 4}, FAST, fixed=fixed)
     assert plan.parameters["inner.up.weight"] == {"tp": Shard(1)}
     assert not plan.inputs
+    *_, plan = found("wide", {"tp": 4}, SLOW, fixed={"inputs.x": {"tp": Shard(1)}})
+    assert plan.input("x") == {"tp": Shard(1)}
 
 
 @pytest.mark.parametrize(
@@ -288,6 +290,16 @@ BAD = {
         lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"wieght": {}}),
         PlacementError,
         "'wieght' matches no parameter",
+    ),
+    "input": (
+        lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"inputs.x": {"tp": Shard(0)}}),
+        PlacementError,
+        "inputs: the model is given no 'x', but 'input'",
+    ),
+    "axis of inputs": (
+        lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"inputs": {"dp": Shard(0)}}),
+        PlacementError,
+        r"'inputs' names the axis 'dp', and the mesh has \['tp'\]",
     ),
     "dim": (
         lambda: search(nn.Linear(2, 2), {"tp": 2}, torch.ones(4, 2), fixed={"weight": {"tp": Shard(2)}}),
