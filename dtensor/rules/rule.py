@@ -51,6 +51,8 @@ class Rule:
         local: runs on the local tensors in place of the operator; takes a `LocalCall`.
         across: the factors that need `local`; if none of them is sharded, the operator itself runs. None: `local`
             always runs.
+        all_reduces: factor -> how many all-reduces `local` takes over each mesh axis that shards it. That is for
+            predictions only; those of Partial outputs do not count.
         refuses_empty: factors that may not have an empty shard in a trace with symbolic sizes: those for which `local`
             fails although the operator itself does not, and those for which a kernel would end the process, so that it
             cannot be tried.
@@ -71,6 +73,7 @@ class Rule:
     home: Mapping[int, int] = field(default_factory=dict[int, int])
     local: Callable[[Any], Any] | None = None
     across: frozenset[Factor] | None = None
+    all_reduces: Mapping[Factor, int] = field(default_factory=dict[Factor, int])
     refuses_empty: frozenset[Factor] = frozenset()
     shape_arg: str | None = None
 

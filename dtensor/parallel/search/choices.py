@@ -155,18 +155,17 @@ class Choices:
         return Option(tuple(ins), outs, prod(ways.values()), self.across(step, rule, axes))
 
     def across(self, step: Step, rule: Rule, axes: Mapping[str, tuple[int, ...]]) -> float:
-        """Seconds of communication inside of an operator that works across the shards of a factor, which `axes` cut:
-        about two all-reduces of a result without that factor."""
+        """Seconds of the all-reduces inside of an operator that works across the shards of a factor, which `axes` cut:
+        of results about as large as the first one without that factor."""
         out = next((v for v in step.outputs if v is not None), None)
-        if rule.local is None or rule.across is None or out is None:
+        if out is None:
             return 0.0
-        cut, sizes = [f for f in rule.across if axes.get(f)], self.network.sizes
-        total = 0.0
-        for f in cut:
+        sizes, total = self.network.sizes, 0.0
+        for f, count in rule.all_reduces.items():
             others = prod([sizes[a] for g, over in axes.items() if g != f for a in over])
-            for a in axes[f]:
+            for a in axes.get(f, ()):
                 size = out.like.bytes / max(1, rule.sizes[f]) / others
-                total += 2 * collective_seconds("all_reduce", size, sizes[a], self.network.links[a])
+                total += count * collective_seconds("all_reduce", size, sizes[a], self.network.links[a])
         return total
 
     def seconds(self, step: Step, option: Option, parts: int = 1) -> float:

@@ -87,6 +87,7 @@ def batch_norm(call: Call) -> Rule:
         whole=frozenset(range(1, len(outs))),
         written=frozenset(statistics) if trains and call.name in UPDATES else frozenset(),
         local=_local_forward if trains else _local_evaluation,
+        all_reduces=dict.fromkeys(sizes, 2) if trains else {},
     )
 
 
@@ -171,7 +172,8 @@ def batch_norm_backward(call: Call) -> Rule:
         reduce = dict.fromkeys(sizes, "sum")
         return Rule(ins, outs, ordered, reduce=reduce, linear=linear, local=unless_empty, refuses_empty=divisors)
     whole = frozenset({1, 2})
-    return Rule(ins, outs, ordered, whole=whole, linear=linear, local=_local_backward, refuses_empty=divisors)
+    ways: dict[str, Any] = {"local": _local_backward, "all_reduces": dict.fromkeys(sizes, 1)}
+    return Rule(ins, outs, ordered, whole=whole, linear=linear, refuses_empty=divisors, **ways)
 
 
 def _local_backward(call: LocalCall) -> Any:

@@ -33,6 +33,7 @@ def linear_lse(call: Call) -> Rule:
         blocked=frozenset({"d"}),
         whole=frozenset({(0, "v"), (1, "v")}),
         local=_local,
+        all_reduces={"v": 2},
     )
 
 

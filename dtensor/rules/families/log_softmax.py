@@ -15,7 +15,7 @@ from ..rule import Rule
 HALF = (torch.float16, torch.bfloat16)
 
 
-def _rule(call: Call, local: Any, linear: Any = (), refuses: bool = False) -> Rule:
+def _rule(call: Call, local: Any, all_reduces: int, linear: Any = (), refuses: bool = False) -> Rule:
     (out,) = call.outputs
     assert out is not None
     shape = out.shape
@@ -31,13 +31,14 @@ def _rule(call: Call, local: Any, linear: Any = (), refuses: bool = False) -> Ru
         linear=linear,
         local=local,
         across=along,
+        all_reduces=dict.fromkeys(along, all_reduces),
         refuses_empty=along if refuses else frozenset(),
     )
 
 
 @rule_for("_log_softmax")
 def log_softmax(call: Call) -> Rule:
-    return _rule(call, _local_log_softmax, refuses=True)
+    return _rule(call, _local_log_softmax, 2, refuses=True)
 
 
 def _along(call: LocalCall) -> tuple[int, str]:
@@ -65,7 +66,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 @rule_for("_log_softmax_backward_data")
 def log_softmax_backward(call: Call) -> Rule:
-    return _rule(call, _local_backward, (frozenset({0}),))
+    return _rule(call, _local_backward, 1, (frozenset({0}),))
 
 
 def _local_backward(call: LocalCall) -> Any:

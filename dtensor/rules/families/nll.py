@@ -37,7 +37,8 @@ def nll_loss(call: Call) -> Rule:
     whole: frozenset[int] = frozenset({1} if mean else ())
     across = frozenset(sizes if mean else "c")
     reduce = dict.fromkeys(sizes, "sum")
-    return Rule(ins, ((), ()), sizes, reduce=reduce, whole=whole, local=_local_loss, across=across)
+    sums = dict.fromkeys(across, 1) if mean else {}
+    return Rule(ins, ((), ()), sizes, reduce=reduce, whole=whole, local=_local_loss, across=across, all_reduces=sums)
 
 
 def _local_loss(call: LocalCall) -> Any:

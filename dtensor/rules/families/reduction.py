@@ -75,7 +75,14 @@ def reduction(call: Call) -> Rule:
         local, across = WITHIN[name], frozenset(factors)
         refuses: frozenset[str] = across if local is _logsumexp else frozenset()
         return Rule(
-            (ins,), (out,) * len(call.outputs), sizes, whole=whole, local=local, across=across, refuses_empty=refuses
+            (ins,),
+            (out,) * len(call.outputs),
+            sizes,
+            whole=whole,
+            local=local,
+            across=across,
+            all_reduces=dict.fromkeys(across, 1 if local is _truth else 2),
+            refuses_empty=refuses,
         )
     if op is None or indices or (op != "sum" and x.dtype == torch.bool):
         return Rule((ins,), (out,) * len(call.outputs), sizes, blocked=frozenset(factors))

@@ -31,7 +31,8 @@ def weight_norm(call: Call) -> Rule:
     v, _ = call.operands
     full, kept, sizes = _factors(call, v)
     others = frozenset((1, f) for f in sizes if (f,) not in kept)
-    return Rule((full, kept), (full, kept), sizes, whole=others, local=_local)
+    sums = {f: 1 for _, f in others}
+    return Rule((full, kept), (full, kept), sizes, whole=others, local=_local, all_reduces=sums)
 
 
 def _local(call: LocalCall) -> Any:
@@ -45,9 +46,9 @@ def _local(call: LocalCall) -> Any:
 def weight_norm_backward(call: Call) -> Rule:
     full, kept, sizes = _factors(call, call["saved_v"])
     others = frozenset((1, f) for f in sizes if (f,) not in kept)
-    return Rule(
-        (full, full, kept, kept), (full, kept), sizes, linear=(frozenset({0}),), whole=others, local=_local_backward
-    )
+    ways: dict[str, Any] = {"local": _local_backward, "all_reduces": {f: 1 for _, f in others}}
+    ins = (full, full, kept, kept)
+    return Rule(ins, (full, kept), sizes, linear=(frozenset({0}),), whole=others, **ways)
 
 
 def _local_backward(call: LocalCall) -> Any:

@@ -5,19 +5,22 @@ mesh axis, on ranks that hold random shards and partial values, and compares the
 and `is_right` define what placements mean, without using the library.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from ...comm.collectives import emit
 from ...dispatch.decision import call_of, carry_out
 from ...dispatch.dispatch import run
 from ...layout.layout import Layout
-from ...rules import rule_of
+from ...rules import local_calls, rule_of
 from ...rules.call import is_in_place
 from ...rules.choose import _assemble, _fits
 from ...rules.rule import Candidate, candidates
@@ -180,14 +183,34 @@ def call_and_rule(case: Case, mesh: Any) -> Any:
     return call, make(call)
 
 
-def run_candidate(case: Case, mesh: Any, candidate: Candidate, pieces: Any) -> list[torch.Tensor | None]:
+class _Counting:
+    """`emit` for functions that run in place of operators: counts the all-reduces of each thread."""
+
+    def __init__(self) -> None:
+        self.seen = threading.local()
+
+    def all_reduce(self, *args: Any) -> torch.Tensor:
+        self.seen.count = self.count + 1
+        return emit.all_reduce(*args)
+
+    @property
+    def count(self) -> int:
+        return getattr(self.seen, "count", 0)
+
+
+def run_candidate(
+    case: Case, mesh: Any, candidate: Candidate, pieces: Any, counting: "_Counting"
+) -> list[torch.Tensor | None]:
     """Run the call as `candidate` and return the local outputs of this rank."""
     args, kwargs = placed(case, mesh, candidate.inputs, pieces)
     call, rule = call_and_rule(case, mesh)
     in_place = is_in_place(case.func)
     choice = _assemble(rule, [candidate], call.operands, False)
     decision = carry_out(call, replace(rule, home={}), choice, in_place)  # home={}: outputs keep their layout
+    before = counting.count
     out = run(decision, case.func, args, kwargs)
+    made, said = counting.count - before, rule.all_reduces.get(candidate.factor, 0)  # pyright: ignore[reportArgumentType]
+    assert made == said, f"{made} all-reduces in the operator, and the rule says {said}"
     for o, want in zip(as_list(out), candidate.outputs):
         if o is not None and not in_place:
             assert o._spec.layout is layout_of(want, o.dim())
@@ -267,12 +290,12 @@ def jobs_of(case: Case, n: int) -> list[Job]:
     return jobs
 
 
-def run_jobs(rank: Any, n: Any, jobs: Any) -> Any:
+def run_jobs(rank: Any, n: Any, jobs: Any, counting: _Counting) -> Any:
     mesh = init_device_mesh("cpu", (n,))
     outs: list[Sequence[torch.Tensor | Exception | None]] = []
     for j in jobs:
         try:
-            outs.append(run_candidate(j.case, mesh, j.candidate, [p[rank] for p in j.pieces]))
+            outs.append(run_candidate(j.case, mesh, j.candidate, [p[rank] for p in j.pieces], counting))
         except (RuntimeError, IndexError, AssertionError) as error:
             outs.append([error] * len(j.dense))
     return outs
@@ -293,7 +316,9 @@ def wrong_candidates(cases: list[Case], n: int) -> list[str]:
         One line for each wrong output or error; empty if all candidates are right.
     """
     jobs = [j for case in cases for j in jobs_of(case, n)]
-    results = run_threads(run_jobs, n, n, jobs)
+    counting = _Counting()
+    with patch.object(local_calls, "emit", counting):
+        results = run_threads(run_jobs, n, n, jobs, counting)
     wrong = []
     for index, job in enumerate(jobs):
         for i, (dense, state) in enumerate(zip(job.dense, job.candidate.outputs)):
