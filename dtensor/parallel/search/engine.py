@@ -10,7 +10,7 @@ from typing import Any
 
 from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
-from .memory import Ends, Held, Memory, is_smaller, part_taken
+from .memory import Ends, Held, Memory, part_taken
 from .regime import USUAL, Regime, on_parts
 from .states import Moves, State, bucket_bytes, bucketed, first_start, fitting, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
@@ -126,7 +126,8 @@ class Engine:
         ):
             made.parts = 1
         states: dict[Value, State] = {}
-        known: dict[tuple[Value, State, bool], bool] = {}
+        known: set[tuple[Value, State, bool]] = set()
+        moved: set[tuple[Value, State]] = set()  # in the forward, which is saved for the backward
         read: dict[tuple[Value, bool], State] = {}
         memory = Memory(self._ends, len(self.steps.tape.ops))
         grown: dict[int, int] = {}
@@ -166,16 +167,20 @@ class Engine:
             else:
                 wanted, outs, _, took, extra = self._choose(step, tuple(ins), made.parts)
             for v, a, b in zip(op.operands, ins, wanted):
+                saved = op.backward and (v, b) in moved and v.storage not in self._ends.own
                 if op.backward:
-                    memory.read(v.storage, part_taken(a, b, sizes))
-                if a != b and (v, b, op.backward) not in known:
-                    known[v, b, op.backward] = True
-                    if v.storage in self._ends.own:
-                        self._gather(made, memory, index, v, a, b, views=is_free(step))
-                        continue
-                    self._pay(made, step, v, a, b)
-                    if v.storage in memory and not (index >= self._ends.turn and is_smaller(a, b)):
-                        memory.copy(index, v.storage, self.local(v, b), stays=step.border)
+                    memory.read(v.storage, part_taken(a, b, sizes, saved))
+                if a == b or saved or (v, b, op.backward) in known:
+                    continue
+                known.add((v, b, op.backward))
+                if v.storage in self._ends.own:
+                    self._gather(made, memory, index, v, a, b, views=is_free(step))
+                    continue
+                if not op.backward:
+                    moved.add((v, b))
+                self._pay(made, step, v, a, b)
+                if v.storage in memory:
+                    memory.copy(index, v.storage, self.local(v, b), stays=step.border)
             (made.backward if op.backward else made.forward)[0] += took
             made.waiting += extra
             place = made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])

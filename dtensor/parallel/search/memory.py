@@ -157,7 +157,7 @@ class Memory:
     def kept(self) -> Iterator[tuple[int, float]]:
         """Memory, and how much of it stays until the backward.
 
-        Of what the backward takes in shards, compiled code keeps the shards.
+        Compiled code keeps what the backward takes.
         """
         ends = self.ends
         for key, size in self._size.items():
@@ -172,8 +172,9 @@ class Memory:
         for key, size in self._size.items():
             stays = kept.get(key, size)
             self._less[self.ends.last[key]] += stays
-            if stays < size:
-                self._less[max(self._born[key], self.ends.forward.get(key, -1))] += size - stays
+            turned = max(self._born[key], self.ends.forward.get(key, -1))
+            self._less[turned] += max(0.0, size - stays)
+            self._more[min(turned + 1, len(self._more) - 1)] += max(0.0, stays - size)
         live = most = at_most = start
         reserved = 0.0
         for more, moved, less, empty in zip(self._more, self._moved, self._less, self._reserved):
@@ -184,14 +185,11 @@ class Memory:
         return max(most, live), max(at_most, live)
 
 
-def is_smaller(have: State, wanted: State) -> bool:
-    """Whether a move takes shards of what is whole, or adds up sums, so that only its result is kept."""
-    return all(a == b or not isinstance(a, int) for a, b in zip(have, wanted))
+def part_taken(have: State, wanted: State, sizes: Sequence[int], saved: bool) -> float:
+    """What is kept of a tensor that the backward takes, as a part of it: shards, if it takes shards of what is whole or
+    of a sum; what the forward gathered; else the tensor itself."""
+    smaller = all(a == b or not isinstance(a, int) for a, b in zip(have, wanted))
+    return parts(have, sizes) / parts(wanted, sizes) if smaller or saved else 1.0
 
 
-def part_taken(have: State, wanted: State, sizes: Sequence[int]) -> float:
-    """The part that the backward takes of a tensor: less than all if it takes shards of what is whole, or of a sum."""
-    return parts(have, sizes) / parts(wanted, sizes) if is_smaller(have, wanted) else 1.0
-
-
-__all__ = ["Ends", "Held", "Memory", "is_smaller", "part_taken"]
+__all__ = ["Ends", "Held", "Memory", "part_taken"]

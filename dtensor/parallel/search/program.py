@@ -8,9 +8,9 @@
                  gradients where it ends
 
 Moves of parameters and of their gradients run beside computation: they are known ahead of time, and share buckets, so
-that their bytes count, and over each axis the start of one bucket. A move that several users in one direction need is
-paid once, as the passes merge equal collectives. Gathered parameters are not kept: the backward gathers them again, and
-pays again.
+that their bytes count, and over each axis the start of one bucket. A move that several users need is paid once, as the
+passes merge equal collectives, and what the forward moves is saved for the backward. Gathered parameters are not: the
+backward gathers them again, and pays again.
 
 The relaxation of a flow is tight, so that the bound is close to the optimum. HiGHS (Huangfu and Hall, "Parallelizing
 the dual revised simplex method", 2018) solves it.
@@ -259,6 +259,9 @@ class Program:
             for chosen, _ in [user for phase in by_phase.values() for user in phase]:
                 self._same(self.made[t], chosen)
             by_phase = {}
+        if len(by_phase) > 1 and not any(self.all.beside(t, backward) for backward in by_phase):
+            # What the forward moves is saved for the backward.
+            by_phase = {False: [user for phase in by_phase.values() for user in phase]}
         for backward, phase in by_phase.items():
             again = 0.0
             if t in self.all.reread and self.training and not backward:
