@@ -26,9 +26,9 @@ from dtensor.layout.machine import Machine
 from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Engine
 from dtensor.parallel.search.known import known
+from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.regime import Regime
 from dtensor.parallel.search.repeats import steps_of
-from dtensor.parallel.search.tape import record
 
 from .models import Llama, Sizes
 

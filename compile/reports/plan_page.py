@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtensor.parallel.whole_model.plan import Plan, Prediction, amount, duration, summary
+from dtensor.parallel.whole_model.plan import Plan
+from dtensor.parallel.whole_model.prediction import Prediction, amount, duration, summary
 
 from ..recording.folder import write_whole
 from .rendering import rendered

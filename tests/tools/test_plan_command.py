@@ -51,3 +51,13 @@ def test_too_little_memory_is_said(script):
     said, code = called("--mesh", "dp=2", "--memory", "1kB", script)
     assert code == 1
     assert "no plan found fits into 1,000 bytes" in said
+
+
+def test_gradients_may_be_sent_in_a_narrower_dtype(script):
+    script.write_text(SCRIPT.replace("64, 64)", "1 << 20, 64)"))  # so many rows that they are worth cutting
+    without, code = called("--mesh", "dp=2", script)
+    assert code == 0, without
+    said, code = called("--mesh", "dp=2", "--gradients", "bfloat16", script)
+    assert code == 0, said
+    assert "gradients  sent as bfloat16" in said
+    assert "sent as" not in without

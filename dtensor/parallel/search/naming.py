@@ -7,9 +7,10 @@ from typing import Any
 from ...errors import PlacementError
 from ...layout.layout import Layout
 from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
-from ..whole_model.distribute_model import pattern_for
+from ..whole_model.by_name import pattern_for
 from ..whole_model.inputs import entry_of, is_by_name
-from ..whole_model.plan import Activation, Axes, Plan, Prediction, matches
+from ..whole_model.plan import Activation, Axes, Plan, matches
+from ..whole_model.prediction import Prediction
 from .choices import Choices
 from .engine import Assignment, Run
 from .states import State, fitting, placements_of, state_of

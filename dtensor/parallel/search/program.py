@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 
 from .choices import Choices, Option, seconds_of_optimizer
-from .fusing import is_pointwise
+from .following import Chosen, following, leader_of
 from .regime import USUAL, Regime, on_parts
 from .solver import COST, INF, TOUCHED, Columns, Rows, matrix, run
 from .states import Moves, State, bucketed, first_start, fits, parts
@@ -54,9 +54,6 @@ class Solution:
 
 MICRO = 1e6
 """Microseconds of a second, for rows, as coefficients far from 1 are not exact."""
-
-Chosen = dict[State, dict[int, float]]
-"""For each state the variables of which one is 1 where a tensor is in it."""
 
 
 @dataclass
@@ -178,8 +175,8 @@ class Program:
         options = [] if picked else self.choices.options(step, self.partial)
         follows = False
         if not picked:
-            leader = self._leader(step)
-            picked = [] if leader is None else _following([self.made[t] for t in leader], step, options)
+            leader = leader_of(step, self.made)
+            picked = [] if leader is None else following([self.made[t] for t in leader], step, options)
             follows = bool(picked)
         if not picked:
             picked = [(self.columns.add(0.0, integer=True), o) for o in options]
@@ -198,28 +195,6 @@ class Program:
         for j, t in enumerate(step.outputs):
             if t is not None:
                 self.made[t] = _grouped([(k, o.outputs[j]) for k, o in picked])
-
-    def _leader(self, step: Step) -> list[Tensor] | None:
-        """The operands in whose state a step runs, if it needs no variables of its own; None if it may choose.
-
-        A step that works element by element runs in the state in which its largest operands are made: what is moved
-        before it can as well be moved before or after all steps that do so. So does a view that nothing else reads.
-        """
-        operands = [(k, next(iter(t))) for k, t in enumerate(step.sources) if not all(x.plain for x in t)]
-        if not operands or any(len(t) != 1 for t in step.sources):
-            return None
-        most = max(t.like.numel for _, t in operands)
-        found = [t for _, t in operands if t.like.numel == most]
-        for t in found:
-            if t not in self.made or t.step is None or t.count != step.count or t.step.backward != step.backward:
-                return None
-        if is_pointwise(step) and not step.in_place:
-            return found
-        (t, *others), out = found, step.outputs[0]
-        alone = not others and len(operands) == 1 and len(t.users) == 1 and not t.saved
-        return (
-            found if alone and out is not None and len(step.outputs) == 1 and t.like.bytes == out.like.bytes else None
-        )
 
     def _hand_on(self, step: Step) -> None:
         """A border: all that it gets are in one state."""
@@ -410,37 +385,6 @@ class Program:
             len(self.columns.cost),
             len(self.rows.lower),
         )
-
-
-def _following(leaders: Sequence[Chosen], step: Step, options: Sequence[Option]) -> list[tuple[int, Option]]:
-    """For each variable that decides the states of the leading operands, the option that they leave; empty if there is
-    not exactly one for each."""
-    states: dict[int, list[State]] = {}
-    for chosen in leaders:
-        for s, terms in chosen.items():
-            for k in terms:
-                states.setdefault(k, []).append(s)
-    leading = [k for k, t in enumerate(step.sources) if len(t) == 1 and not all(x.plain for x in t)]
-    most = max(next(iter(step.sources[k])).like.numel for k in leading)
-    leading = [k for k in leading if next(iter(step.sources[k])).like.numel == most]
-    rest = [k for k in range(len(step.sources)) if k not in leading]
-    known: dict[tuple[State | None, ...], Option] = {}
-    for o in options:
-        if any("sum" in (o.inputs[k] or ()) for k in rest):
-            continue
-        key = tuple([o.inputs[k] for k in leading])
-        if None in key or key in known:
-            return []
-        known[key] = o
-    found: list[tuple[int, Option]] = []
-    for k, given in states.items():
-        if len(given) != len(leaders):
-            return []  # they are not decided by the same variables
-        o = known.get(tuple(given))
-        if o is None:
-            return []
-        found.append((k, o))
-    return found
 
 
 def _grouped(items: Sequence[tuple[int, State | None]]) -> Any:

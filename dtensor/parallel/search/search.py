@@ -19,17 +19,19 @@ from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
 from ...mesh.links import links_here
 from ...mesh.mesh import backend_of, facts
-from ..whole_model.plan import FINDERS, Plan, Prediction, modules_of, recomputed_of
+from ..whole_model.plan import FINDERS, Plan, modules_of, recomputed_of
+from ..whole_model.prediction import Prediction
 from .best import Best
 from .choices import Choices
 from .engine import Assignment, Engine, Run
 from .known import known
 from .naming import Unlike, assignment_of, fixed_states, plan_of, prediction
+from .recording import Loss, record
 from .regime import Regime
 from .repeats import steps_of
 from .states import State
 from .steps import Steps, Tensor, pattern
-from .tape import INPUT, Loss, record
+from .tape import INPUT
 
 WORTH = 0.02
 """The part of a step that cutting it into microbatches has to save, as it takes longer to compile."""

@@ -6,11 +6,9 @@ on local tensors use the styles of `dtensor.parallel` instead.
 """
 
 import contextlib
-import difflib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -20,15 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from ...comm.from_plain import check_module, mesh_of
 from ...dispatch.global_view import global_view
 from ...errors import PlacementError
-from ...layout.placements import Placement, Replicate, Shard, as_placement, as_placements
+from ...layout.placements import Placement, Replicate, Shard
 from ...tensor.factories import distribute_tensor
 from ...tensor.tensor import DTensor
 from ...torch_private.core import is_in_backward, never_traced, traced_with_caller
 from ..checks.input_check import Given, InputCheck
 from ..fsdp.sharded_module import FullyShardedModule
-from ..fsdp.sharding import SHARDED_AS, joint_mesh
+from ..fsdp.sharding import SHARDED_AS
 from ..modules.distribute_module import DISTRIBUTED, distribute_parameter
 from ..modules.forward_wrapping import made_class, with_own_code, wrap_call, wrap_forward
+from .by_name import at_borders, chosen_placements, fitting
 from .inputs import Placements, check_names, entry_of, is_by_name, mapped, mapped_arguments, parameter_names
 from .plan import FINDERS, INPUT, OUTPUT, Activation, Plan, check_mesh, modules_of, on_axes, recomputed_of
 from .tp_plan import placements_of_plan
@@ -116,16 +115,16 @@ def distribute_model(
         check_mesh(plan, mesh)
         sent = plan.gradients
         inputs = plan.inputs if inputs is None else inputs
-        read = _chosen(model, mesh, plan.used, only_named=True)
+        read = chosen_placements(model, mesh, plan.used, only_named=True)
         names = [name for name, _ in model.named_modules()]
         around, recomputed = modules_of(plan, names), recomputed_of(plan, names)
-    chosen = _chosen(model, mesh, placements or {})
+    chosen = chosen_placements(model, mesh, placements or {})
     named: Any = inputs if is_by_name(inputs) else {}
     check_names(named, model.forward)
-    taken = {name: _borders(p, mesh, f"inputs ({name})") for name, p in named.items()}
+    taken = {name: at_borders(p, mesh, f"inputs ({name})") for name, p in named.items()}
     alike: Any = {} if named else inputs or {}
-    others = _borders(alike, mesh, "inputs")
-    given = None if outputs is None else _borders(outputs, mesh, "outputs")
+    others = at_borders(alike, mesh, "inputs")
+    given = None if outputs is None else at_borders(outputs, mesh, "outputs")
     view = _View(mesh, taken, others, given, check_inputs)
     buffers: dict[torch.Tensor, DTensor] = {}
     before = {module: dict(_own(module._parameters)) for module in model.modules()}
@@ -147,7 +146,7 @@ def distribute_model(
     for name in recomputed:
         wrap_call(model.get_submodule(name), functools.partial(checkpoint, use_reentrant=False))
     for name, borders in around.items():
-        _move_at_borders(model.get_submodule(name), mesh, borders)
+        _move_atat_borders(model.get_submodule(name), mesh, borders)
     for module in model.modules():
         # Fully sharded parameters have their own property.
         names = tuple(sorted(name for name, p in _own(module._parameters) if SHARDED_AS not in vars(p)))
@@ -232,7 +231,7 @@ class _View:
         if isinstance(x, DTensor):
             return x
         entry = entry_of(name, self.inputs)
-        placements = _fitting(self.others if entry is None else self.inputs[entry], x)
+        placements = fitting(self.others if entry is None else self.inputs[entry], x)
         plain.append((name, x, [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]))
         return DTensor.from_local(x, self.mesh, placements)
 
@@ -244,7 +243,7 @@ class _View:
             x = x if x.is_leaf or not torch.is_grad_enabled() else _Leaving.apply(x, self.mesh)  # pyright: ignore
         if self.outputs is None or not isinstance(x, DTensor):
             return x
-        target = _fitting(self.outputs, x)
+        target = fitting(self.outputs, x)
         parts = math.prod([self.mesh.size(axis) for axis, p in enumerate(target) if isinstance(p, Shard)])
         local = x.redistribute(placements=target).to_local()
         return _MeanOverParts.apply(local, parts) if parts > 1 and local.requires_grad else local  # pyright: ignore
@@ -294,7 +293,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     return p.redistribute(placements=placements, grad_placements=p.placements, backward_dtype=sent)
 
 
-def _move_at_borders(module: nn.Module, mesh: Any, borders: Mapping[str, Activation]) -> None:
+def _move_atat_borders(module: nn.Module, mesh: Any, borders: Mapping[str, Activation]) -> None:
     """Move the first tensor that a module takes, or that it returns, as a plan says."""
 
     def move(which: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -312,8 +311,8 @@ def _move_at_borders(module: nn.Module, mesh: Any, borders: Mapping[str, Activat
 def _moved(x: torch.Tensor, to: Sequence[Placement], gradient: Sequence[Placement]) -> torch.Tensor:
     if not isinstance(x, DTensor) or not x.is_floating_point():
         return x
-    back = _fitting(gradient, x) if x.requires_grad and torch.is_grad_enabled() else None
-    return x.redistribute(placements=_fitting(to, x), grad_placements=back)
+    back = fitting(gradient, x) if x.requires_grad and torch.is_grad_enabled() else None
+    return x.redistribute(placements=fitting(to, x), grad_placements=back)
 
 
 def on_first(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
@@ -327,109 +326,6 @@ def on_first(f: Callable[[torch.Tensor], torch.Tensor], x: Any) -> Any:
         return f(a)
 
     return mapped(once, x, "")
-
-
-def _chosen(
-    model: nn.Module, mesh: Any, given: Mapping[str, Placements], *, only_named: bool = False
-) -> dict[torch.Tensor, tuple[Placement, ...]]:
-    """The placements of each parameter and buffer; with `only_named`, of those that a pattern matches.
-
-    Raises:
-        PlacementError: as documented in `distribute_model`.
-    """
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    names = [name for name, _ in named]
-    for name, x in named:
-        if SHARDED_AS in vars(x):
-            joint_mesh(vars(x)[SHARDED_AS][1].mesh, mesh)
-        elif isinstance(x, DTensor):
-            raise PlacementError(f"{name} is a DTensor already; give distribute_model the plain model")
-    for pattern in given:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            raise PlacementError(
-                f"{pattern!r} matches no parameter or buffer of the model; it has for example {', '.join(near)}"
-            )
-    chosen: dict[torch.Tensor, tuple[Placement, ...]] = {}
-    said: dict[torch.Tensor, str] = {}
-    for name, x in named:
-        pattern = pattern_for(name, given)
-        if pattern is None:
-            continue
-        found = _placed(given[pattern], mesh, x, f"{name} ({pattern!r})")
-        if chosen.setdefault(x, found) != found:
-            raise PlacementError(
-                f"{said[x]} and {name} are one tensor, but its placements are given as both {list(chosen[x])} and "
-                f"{list(found)}; give both names the same placements"
-            )
-        said[x] = name
-    if only_named:
-        return chosen
-    whole: tuple[Placement, ...] = (Replicate(),) * mesh.ndim
-    return {x: chosen.get(x, whole) for _, x in named}
-
-
-def pattern_for(name: str, given: Mapping[str, Placements]) -> str | None:
-    """The most specific pattern that matches a name; None if none does."""
-    found = [pattern for pattern in given if fnmatchcase(name, pattern)]
-    if not found:
-        return None
-    first, *others = sorted(found, key=_specific, reverse=True)
-    if others and _specific(first) == _specific(others[0]) and given[first] != given[others[0]]:
-        raise PlacementError(
-            f"{name} is matched by {first!r} and as closely by {others[0]!r}, which have different placements; write "
-            "the name itself, or make one of the two more specific"
-        )
-    return first
-
-
-def _specific(pattern: str) -> int:
-    return sum(c not in "*?[]" for c in pattern)
-
-
-def _placed(given: Placements, mesh: Any, x: torch.Tensor, what: str) -> tuple[Placement, ...]:
-    try:
-        return as_placements(_by_axis(given, mesh, what), mesh.ndim, x.dim())
-    except PlacementError as error:
-        raise PlacementError(f"{what} of shape {list(x.shape)}: {error}") from None
-
-
-def _by_axis(given: Placements, mesh: Any, what: str) -> list[Placement]:
-    """One placement for each axis of the mesh.
-
-    Raises:
-        PlacementError: the mesh has no such axis, the number of placements is wrong, or one is not a placement.
-    """
-    if not isinstance(given, Mapping):
-        found = [given] if isinstance(given, Placement) else list(given)
-        if isinstance(given, Placement) or len(found) != mesh.ndim:
-            raise PlacementError(
-                f"{what}: the mesh has {mesh.ndim} axes but got {given!r}; write one placement for each axis in a "
-                "list, or a dict from names of axes to placements"
-            )
-        return [as_placement(p) for p in found]
-    axes = mesh.mesh_dim_names or ()
-    if unknown := [axis for axis in given if axis not in axes]:
-        raise PlacementError(f"{what}: the mesh has axes {list(axes)} and no {unknown[0]!r}; write one of these")
-    return [as_placement(given.get(axis, Replicate())) for axis in axes] if axes else [Replicate()] * mesh.ndim
-
-
-def _borders(given: Placements, mesh: Any, what: str) -> list[Placement]:
-    """The placements of inputs or outputs, for tensors with any number of dims.
-
-    Raises:
-        PlacementError: as for `_by_axis`, or a placement is neither Replicate nor Shard of a non-negative dim.
-    """
-    found = _by_axis(given, mesh, what)
-    for p in found:
-        if not (p.is_replicate() or (isinstance(p, Shard) and p.dim >= 0)):
-            raise PlacementError(f"{what} are Replicate() or Shard(dim), dim from the front; got {p!r}")
-    return found
-
-
-def _fitting(placements: Sequence[Placement], x: torch.Tensor) -> list[Placement]:
-    """`placements`, with Replicate in place of Shard for dims that `x` does not have."""
-    return [Replicate() if isinstance(p, Shard) and p.dim >= x.dim() else p for p in placements]
 
 
 class _Leaving(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import nn
 
 from dtensor import Plan, Shard, search
 from dtensor.compile.reports.plan_page import page, write_page
-from dtensor.parallel.whole_model.plan import Prediction
+from dtensor.parallel.whole_model.prediction import Prediction
 
 
 def found(**options):

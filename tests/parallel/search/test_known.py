@@ -12,9 +12,9 @@ from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Engine
 from dtensor.parallel.search.known import known
 from dtensor.parallel.search.naming import plan_of
+from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.regime import Regime
 from dtensor.parallel.search.repeats import steps_of
-from dtensor.parallel.search.tape import record
 from dtensor.parallel.search.tensor_parallel import tensor_parallel
 
 from .programs import FAST, MODELS, made, trains_as_one_device

@@ -12,9 +12,10 @@ from dtensor.layout.machine import MACHINES
 from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.engine import Assignment, Engine
 from dtensor.parallel.search.naming import assignment_of, plan_of
+from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.repeats import steps_of
 from dtensor.parallel.search.states import fits
-from dtensor.parallel.search.tape import INPUT, PARAMETER, record
+from dtensor.parallel.search.tape import INPUT, PARAMETER
 from dtensor.parallel.whole_model.plan import Activation, matches
 
 from .programs import FAST, MODELS, made

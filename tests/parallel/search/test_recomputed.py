@@ -13,8 +13,8 @@ from bench.cuts import CUTS
 from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, init_device_mesh, predict, search
 from dtensor.layout.cost import Link
 from dtensor.layout.machine import MACHINES, Machine
+from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.search import layers_of
-from dtensor.parallel.search.tape import record
 from dtensor.parallel.whole_model.plan import recomputed_of
 from dtensor.testing import run_threads, with_ranks
 

@@ -1,0 +1,78 @@
+"""What is predicted to be held along a step, on steps of a few operators."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from dtensor import Plan, Shard, predict
+from dtensor.layout.machine import MACHINES
+from dtensor.parallel.search.memory import Held, Memory, packed
+
+N = 10
+"""Operators; the last five are the backward."""
+
+
+def memory(**ends):
+    given = {"last": {}, "forward": {}, "backward": {}, "turn": 5, **ends}
+    return Memory(SimpleNamespace(**given), N)
+
+
+def test_buckets_are_in_the_order_of_operators_and_no_larger_than_they_may_be():
+    one, two, three, large = Held(4, 2.0, 1.0), Held(1, 2.0, 1.0), Held(2, 2.0, 1.0), Held(3, 9.0, 4.5)
+    assert packed([one, two, three, large], 4.0) == [[two, three], [large], [one]]
+
+
+def test_gradients_that_all_ranks_sum():
+    """The bucket is there from the first gradient on, and what arrives is copied out of it at the end."""
+    held = memory()
+    held.reduce([Held(6, 3.0, 3.0), Held(8, 5.0, 5.0)], 100.0)
+    assert held.peak(0.0) == (8.0 + 8.0 + 8.0, 8.0 + 8.0 + 8.0)
+
+
+def test_gradients_of_which_ranks_get_parts():
+    """They are put together when the last one is there; or the bucket was there from the first one on."""
+    held = memory(last={1: 6}, backward={1: 6})
+    held.make(0, 1, 100.0)  # what the backward reads is gone before the end
+    held.reduce([Held(6, 3.0, 1.5), Held(8, 5.0, 2.5)], 100.0)
+    assert held.peak(0.0) == (100.0 + 3.0, 100.0 + 8.0)
+
+
+def test_parameters_come_in_buckets_one_ahead():
+    held = memory(last={("p", False): 1, ("q", False): 3})
+    held.take(1, ("p", False), Held(1, 4.0, 2.0))
+    held.take(3, ("q", False), Held(3, 4.0, 2.0))
+    held.gather(4.0)
+    assert held.peak(0.0)[0] == 4.0 + 2.0 + 2.0  # the first, what it is gathered of, and what the next one will be
+    together = memory(last={("p", False): 1, ("q", False): 3})
+    together.take(1, ("p", False), Held(1, 4.0, 2.0))
+    together.take(3, ("q", False), Held(3, 4.0, 2.0))
+    together.gather(8.0)
+    assert together.peak(0.0)[0] == 8.0 + 4.0 + 4.0  # the bucket, what it is gathered of, and a copy of the first
+
+
+@pytest.mark.parametrize(("part", "least"), [(0.5, 2.0), (1.0, 4.0), (2.0, 8.0)], ids=["shards", "itself", "gathered"])
+def test_what_the_backward_takes_is_kept(part, least):
+    held = memory(last={1: 7}, forward={1: 1}, backward={1: 7})
+    held.make(0, 1, 4.0)
+    held.read(1, part)
+    assert dict(held.kept()) == {1: least}
+    assert held.peak(0.0)[0] == max(4.0, least)
+
+
+def test_what_the_forward_moves_is_saved_and_paid_once():
+    """Sums are scattered before the activation, whose derivative reads the same shards."""
+    model, x = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.ones(512, 64)
+    plan = Plan({"tp": 2}, {"0.weight": {"tp": Shard(1)}})
+    moves = predict(model, {"tp": 2}, x, plan, machine=MACHINES["cpu"], device_type="cpu").prediction.moves
+    assert [(op, n) for _, op, a, b, n, _ in moves if (a, b) == ("P", "S(0)")] == [("aten.gelu", 1)]
+
+
+def test_weights_are_gathered_again_where_the_backward_reads_them():
+    """Not that of the first layer, as its input has no gradient."""
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), torch.ones(512, 64)
+    for dim in (0, 1):
+        plan = Plan({"tp": 2}, {"*.weight": {"tp": Shard(dim)}}, {"*.weight": {}}, {"tp": Shard(0)})
+        moves = predict(model, {"tp": 2}, x, plan, machine=MACHINES["cpu"], device_type="cpu").prediction.moves
+        assert sum(n for _, op, a, b, n, _ in moves if a.startswith("S") and b == "R" and op == "aten.t") == 5
