@@ -368,16 +368,18 @@ def sizes_defined_by(operator: OpOverload, define: Callable[[ShapeEnv], dict[sym
         own(self)
         compiled: Any = V.graph
         known = define(compiled.sizevars.shape_env)
+        given = list(self.get_graph_inputs().values())
         wanted, todo = set(), [s for node in compiled.module.graph.nodes for s in free_symbols(node.meta.get("val"))]
         while todo:
             symbol = todo.pop()
-            if symbol in known and symbol not in wanted:
+            # What an input has is not computed, and what that would be computed from may not be there.
+            if symbol in known and symbol not in wanted and not _is_size_of(given, symbol):
                 wanted.add(symbol)
                 todo += known[symbol][0].free_symbols
-        for symbol, (size, *rest) in known.items():
-            if symbol in wanted and not _is_size_of(list(self.get_graph_inputs().values()), symbol):
-                given = ", ".join([self.codegen_sizevar(size), *map(repr, rest)])
-                self.prefix.writeline(f"{symbol} = torch.ops.{operator}({given})")
+        for symbol in [s for s in known if s in wanted]:
+            size, *rest = known[symbol]
+            arguments = ", ".join([self.codegen_sizevar(size), *map(repr, rest)])
+            self.prefix.writeline(f"{symbol} = torch.ops.{operator}({arguments})")
 
     PythonWrapperCodegen.codegen_inputs = codegen_inputs
     register_lowering(operator)(lambda *_: sympy.sympify(V.graph.current_node.meta["val"]))

@@ -60,9 +60,12 @@ class Held:
 def packed(given: Iterable[Held], full: float) -> list[list[Held]]:
     """Buckets, in the order of the operators, each as large as it gets or a single tensor."""
     found: list[list[Held]] = []
+    held = 0.0
     for one in sorted(given, key=lambda h: h.index):
-        if not found or sum([h.whole for h in found[-1]]) + one.whole > full:
+        held += one.whole
+        if not found or held > full:
             found.append([])
+            held = one.whole
         found[-1].append(one)
     return found
 

@@ -178,7 +178,9 @@ class Plan:
         args, kwargs = mapped_arguments(own, names, *arguments_of(inputs))
         if isinstance(inputs, Mapping):
             return kwargs
-        return type(inputs)(args) if isinstance(inputs, (tuple, list)) else args[0]
+        if isinstance(inputs, (tuple, list)):
+            return list(args) if isinstance(inputs, list) else args
+        return args[0]
 
     def input(self, name: str) -> Axes:
         """Return where an argument of the model's forward is."""

@@ -13,11 +13,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor_config
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.layout.chunks import chunk_length
 from dtensor.mesh.local_sizes import _lengths, local_length, local_lengths
 from dtensor.testing import fake_ranks, with_ranks
+from dtensor.torch_private.compiling import sizes_defined_by
 from dtensor.torch_private.symbolic_sizes import number_if_known, stand_in, symbolic_mode
 
 PROGRAMS = {
@@ -217,6 +220,21 @@ def test_two_inputs_of_one_length(rank):
         placed = [distribute_tensor(t, init_device_mesh("cpu", (2,)), [Shard(0)]) for t in (x, y)]
         torch.testing.assert_close(ours(*placed).full_tensor(), F.cosine_similarity(x, y, dim=0))
     assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_what_the_length_of_an_input_is_a_part_of_is_not_computed(monkeypatch):
+    """The backward of a loss was given labels that are cut over two axes, and not the length of the whole batch."""
+    monkeypatch.setattr(PythonWrapperCodegen, "codegen_inputs", PythonWrapperCodegen.codegen_inputs)
+    part, whole = sympy.symbols("part whole")
+
+    def lengths(env):
+        (own,) = [s for s in env.backed_var_to_val if str(s).startswith("s")]
+        return {part: (whole, "dp", False), own: (part, "tp", False)}
+
+    sizes_defined_by(torch.ops.dtensor.local_length.default, lengths)
+    with inductor_config.patch(force_disable_caches=True):
+        x = torch.rand(5)
+        torch.testing.assert_close(compiled(torch.sin, "inductor", True)(x), x.sin())
 
 
 @pytest.mark.nightly
