@@ -62,12 +62,14 @@ class Cut:
         chosen: whether a plan for the axis "x" has the cut.
         memory: bytes that a rank may hold, as a fraction of what it holds with data parallel; None for any. A tenth of
             them is spared.
+        states: how many tensors the optimizer is taken to keep for a parameter, for the search alone.
     """
 
     what: str
     make: Callable[[], tuple[nn.Module, Batch]]
     chosen: Callable[[Plan], bool]
     memory: float | None = None
+    states: float = 0.0
 
 
 def _floats(model: nn.Module, *shape: int) -> tuple[nn.Module, Batch]:
@@ -111,8 +113,9 @@ CUTS = {
     "weights": Cut(
         "weights gathered: many rows, and less memory than copies of all weights take",
         lambda: _floats(Normed(512, 8), 2048, 512),
-        lambda plan: bool(plan.used) and bool(plan.inputs),
-        memory=1.05,
+        lambda plan: bool(plan.inputs) and any(plan.parameters.values()),
+        memory=1.0,
+        states=2.0,
     ),
     "vocabulary": Cut(
         "vocabulary: a large one, many tokens",

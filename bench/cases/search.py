@@ -216,7 +216,8 @@ def on_rank(
         calibrated(mesh)
         forward = name.endswith(FORWARD)
         mode = "forward" if forward else "training"
-        how: dict[str, Any] = {"machine": machine, "optimizer_states": 0.0, "mode": mode}
+        states = 0.0 if cut is None else cut.states
+        how: dict[str, Any] = {"machine": machine, "optimizer_states": states, "mode": mode}
         memory = None
         if cut is not None and cut.memory is not None:
             ddp = Plan(axes, inputs=dict.fromkeys(axes, Shard(0)))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from .choices import Choices
 from .engine import Assignment, Engine, Run
 from .known import known
-from .program import Program, Solution
+from .solving.program import Program, Solution
 from .states import State, fits, fitting
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import INPUT, PARAMETER

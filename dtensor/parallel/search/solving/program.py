@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy
 
-from .choices import Choices, Option, seconds_of_optimizer
+from ..choices import Choices, Option, seconds_of_optimizer
+from ..regime import USUAL, Regime, on_parts
+from ..states import Moves, State, bucketed, first_start, fits, parts
+from ..steps import Step, Steps, Tensor, is_free
+from ..tape import BUFFER, CONSTANT, INPUT, PARAMETER
 from .following import Chosen, following, leader_of
-from .regime import USUAL, Regime, on_parts
 from .solver import COST, INF, TOUCHED, Columns, Rows, matrix, run
-from .states import Moves, State, bucketed, first_start, fits, parts
-from .steps import Step, Steps, Tensor, is_free
-from .tape import BUFFER, CONSTANT, INPUT, PARAMETER
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from .choices import Option
-from .fusing import is_pointwise
-from .states import State
-from .steps import Step, Tensor
+from ..choices import Option
+from ..fusing import is_pointwise
+from ..states import State
+from ..steps import Step, Tensor
 
 Chosen = dict[State, dict[int, float]]
 """For each state the variables of which one is 1 where a tensor is in it."""

@@ -1,0 +1,1 @@
+"""The search as a mixed-integer program, and its solver."""
