@@ -90,7 +90,8 @@ def distribute_model(
     Raises:
         PlacementError: a pattern matches no name, or two match equally well; the plan is for another mesh; the model
             has no `tp_plan`, or one with an unknown style; placements do not fit the mesh or a tensor, or differ
-            between modules that share a parameter; or a parameter is already a DTensor. The model is then unchanged.
+            between modules that share a parameter; forward takes no argument of a name in `inputs`; or a parameter is
+            already a DTensor. The model is then unchanged.
         MeshError: a parameter is fully sharded over axes that cannot be combined with those of the mesh, or there is no
             mesh.
         RuntimeError: the model was already distributed.
@@ -146,7 +147,7 @@ def distribute_model(
     for name in recomputed:
         wrap_call(model.get_submodule(name), functools.partial(checkpoint, use_reentrant=False))
     for name, borders in around.items():
-        _move_atat_borders(model.get_submodule(name), mesh, borders)
+        _move_at_borders(model.get_submodule(name), mesh, borders)
     for module in model.modules():
         # Fully sharded parameters have their own property.
         names = tuple(sorted(name for name, p in _own(module._parameters) if SHARDED_AS not in vars(p)))
@@ -293,7 +294,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     return p.redistribute(placements=placements, grad_placements=p.placements, backward_dtype=sent)
 
 
-def _move_atat_borders(module: nn.Module, mesh: Any, borders: Mapping[str, Activation]) -> None:
+def _move_at_borders(module: nn.Module, mesh: Any, borders: Mapping[str, Activation]) -> None:
     """Move the first tensor that a module takes, or that it returns, as a plan says."""
 
     def move(which: str) -> Callable[[torch.Tensor], torch.Tensor]:
