@@ -157,7 +157,8 @@ class Plan:
                 the plan has different placements for them.
 
         Raises:
-            PlacementError: the mesh has other axes than the plan, or names of arguments are needed.
+            PlacementError: the mesh has other axes than the plan; names of arguments are needed; or the plan places
+                other arguments.
         """
         check_mesh(self, mesh)
         names = () if model is None else parameter_names(model.forward)
@@ -167,7 +168,10 @@ class Plan:
                 "the model as the third argument"
             )
 
+        met: list[str] = []
+
         def own(x: torch.Tensor, name: str) -> torch.Tensor:
+            met.append(name)
             axes = self.input(name)
             for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate()):
                 p = axes.get(axis)
@@ -176,6 +180,13 @@ class Plan:
             return x
 
         args, kwargs = mapped_arguments(own, names, *arguments_of(inputs))
+        given: Any = self.inputs
+        if is_by_name(given) and all(entry_of(name, given) is None for name in met):
+            places, passed = (", ".join(map(repr, found)) for found in (given, met))
+            raise PlacementError(
+                f"the plan places {places}, and inputs are {passed or 'no tensors'}; pass arguments by the names "
+                "that they had when the plan was made"
+            )
         if isinstance(inputs, Mapping):
             return kwargs
         if isinstance(inputs, (tuple, list)):

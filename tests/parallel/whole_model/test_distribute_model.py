@@ -194,6 +194,8 @@ def test_inputs_of_other_names():
             distribute_model(made(), mesh, inputs={"batch": {"dp": Partial()}})
         with pytest.raises(PlacementError, match="pass inputs in a dict from names, or the model as the third"):
             Plan({"dp": 2}, inputs=named).part((torch.ones(2),), mesh)
+        with pytest.raises(PlacementError, match="the plan places 'tokens', and inputs are 'batch'; pass arguments by"):
+            Plan({"dp": 2}, inputs=named).part((torch.ones(2),), mesh, made())
 
 
 @pytest.mark.parametrize("compiled", [False, True])

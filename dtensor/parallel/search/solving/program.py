@@ -259,7 +259,7 @@ class Program:
                 self.rows.add(terms, 0.0, 0.0)
 
     def _flow(self, t: Tensor, users: list[tuple[Chosen, float]], paid: "_Paid") -> None:
-        """Flows of a tensor from the states in which it is made to those in which users of one phase take it.
+        """Flows of a tensor from the states in which it is made to those in which users take it.
 
         Several users share the move to a state in between, and each pays what else it needs.
         """
