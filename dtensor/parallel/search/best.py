@@ -8,10 +8,11 @@ price of a plan is that of what the engine does.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .choices import Choices
 from .engine import Assignment, Engine, Run
-from .known import known
+from .known import priced
 from .solving.program import Program, Solution
 from .states import State, fits, fitting
 from .steps import Step, Steps, Tensor, is_free, pattern
@@ -25,6 +26,10 @@ ALIKE = 5e-3
 
 SPARE = 0.1
 """The part of the memory of a rank that a plan leaves free, for what its prediction misses."""
+
+
+UNDERCUT = 0.05
+"""The fraction of its time that the engine may save where the program does not see it, as behind views."""
 
 
 @dataclass
@@ -77,11 +82,12 @@ class Best:
         bound = over = 0.0
         limits = [None, self.usable, self.usable, self.usable] if self.memory is not None else [None]
         for turn, memory in enumerate(limits):
-            solution = self._program(memory, over).solve(gap=self.gap, limit=self._limit())
+            below = min(self.below, self._enough(memory))
+            solution = self._program(memory, over, below).solve(gap=self.gap, limit=self._limit())
             if solution is None:  # too little time or memory
                 break
             if turn == 0:  # others count memory roughly
-                bound = solution.bound
+                bound = min(solution.bound, below)
             if solution.bound >= self.below:
                 return None
             self.free = turn == 0
@@ -110,9 +116,23 @@ class Best:
         self.least = min(run.at_most, run.at_most if self.least is None else self.least)
         return self._shorter(made, run) if self._holds(run) else (made, run)
 
-    def _program(self, memory: float | None = None, over: float = 0.0) -> Program:
-        """The program; `over`: bytes beside those that it counts."""
-        return Program(self.steps, self.choices, self.engine.regime, memory=memory, transient=over, fixed=self.pinned)
+    def _known(self) -> list[tuple[Assignment, Run]]:
+        """The well-known plans that what is pinned allows, and their prices."""
+        return [
+            (a, run)
+            for a, run in priced(self.engine).values()
+            if all(a.stored.get(t, self.engine.whole) == s for t, s in self.pinned.items())
+        ]
+
+    def _enough(self, memory: float | None) -> float:
+        """What takes as many seconds is of no interest, as a well-known plan that fits into this memory takes less."""
+        fitting = [run.seconds for _, run in self._known() if memory is None or self._holds(run)]
+        return (1 + UNDERCUT) * min(fitting, default=float("inf"))
+
+    def _program(self, memory: float | None = None, over: float = 0.0, below: float = float("inf")) -> Program:
+        """The program of what takes fewer seconds than `below`; `over`: bytes beside those that it counts."""
+        how: dict[str, Any] = {"memory": memory, "transient": over, "fixed": self.pinned, "below": below}
+        return Program(self.steps, self.choices, self.engine.regime, **how)
 
     def too_large(self) -> str:
         """What to say if nothing fits."""
@@ -262,10 +282,7 @@ class Best:
 
     def _or_known(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run, float]:
         """That, or a well-known plan if one is cheaper."""
-        for a in known(self.steps, self.choices).values():
-            if any(a.stored.get(t, self.engine.whole) != s for t, s in self.pinned.items()):
-                continue
-            cost = self.engine.run(a)
+        for a, cost in self._known():
             if self._holds(cost) and (cost.seconds < run.seconds or not self._holds(run)):
                 made, run = a, cost
         return made, run, min(bound, run.seconds)

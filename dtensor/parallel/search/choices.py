@@ -17,7 +17,7 @@ from ...layout.machine import Machine
 from ...mesh.tensor_spec import Spec
 from ...rules import Call, rule_of
 from ...rules.rule import Candidate, Rule, candidates
-from .states import State
+from .states import Moves, State, bucket_bytes
 from .steps import Step, is_free
 from .tape import Op, Value
 
@@ -56,7 +56,24 @@ class Choices:
         self.mesh, self.network, self.machine, self.choosing = mesh, network, machine, choosing or network
         self.gathered: set[str] = set()
         self._rules: dict[Step, tuple[Call, Rule]] = {}
-        self._whole: dict[int, Layout] = {}
+        self._options: dict[tuple[Step, frozenset[str]], list[Option]] = {}
+        self._full = tuple([bucket_bytes(link) for link in self.choosing.links])
+        self._moves: dict[tuple[tuple[int, ...], int, bool], Moves] = {}
+
+    @property
+    def bucket(self) -> float:
+        """Bytes of a full bucket of the passes, which are as large as the slowest link requires."""
+        return max(self._full)
+
+    def moves(self, shape: tuple[int, ...], itemsize: int, shared: bool) -> Moves:
+        """The prices of moves of a tensor, sent with so many bytes for an element; `shared`: in buckets."""
+        found = self._moves.get((shape, itemsize, shared))
+        if found is None:
+            full, memory = self._full if shared else None, self.machine.memory
+            found = self._moves[shape, itemsize, shared] = Moves(
+                self.network, shape, itemsize, memory=memory, full=full
+            )
+        return found
 
     def spec(self, v: Value, layout: Layout | None = None) -> Spec:
         layout = layout or Layout.make(len(self.network.sizes), ((),) * v.ndim, ())
@@ -93,19 +110,31 @@ class Choices:
         return make(call)
 
     def made(self, steps: Sequence[Step]) -> set[str]:
-        """Reduce ops of partial tensors that some step makes of what is not partial in the same way, and "sum".
+        """Reduce ops of partial tensors that some step makes of what is not partial, or of what others make; and "sum".
 
         To take a tensor in another partial state would be to make it partial first, which saves nothing.
         """
-        found = {"sum"}
-        for step in steps:
-            if not step.plain and not step.border and step.sources:
-                for c in candidates(self.rule(step)):
-                    found.update([x for x in c.outputs if isinstance(x, str) and x not in c.inputs])
+        ways = [
+            ({x for x in c.inputs if isinstance(x, str)}, {x for x in c.outputs if isinstance(x, str)})
+            for step in steps
+            if not step.plain and not step.border and step.sources
+            for c in candidates(self.rule(step))
+        ]
+        found, before = {"sum"}, 0
+        while before < len(found):
+            before = len(found)
+            found.update(*[outs for ins, outs in ways if ins <= found])
         return found - {"avg"}
 
     def options(self, step: Step, partial: AbstractSet[str] = frozenset(["sum"])) -> list[Option]:
         """All ways to run a step, with operands and results that are whole, cut, or partial by these reduce ops."""
+        key = step, frozenset(partial)
+        found = self._options.get(key)
+        if found is None:
+            found = self._options[key] = self._all(step, partial)
+        return found
+
+    def _all(self, step: Step, partial: AbstractSet[str]) -> list[Option]:
         axes = len(self.network.sizes)
         whole: State = (None,) * axes
         if step.plain or not step.sources:

@@ -12,7 +12,7 @@ from ...rules.choose import choose
 from .choices import Choices, Option, seconds_of_optimizer
 from .memory import Ends, Held, Memory, part_taken
 from .regime import USUAL, Regime, on_parts
-from .states import Moves, State, bucket_bytes, bucketed, first_start, fitting, layout_of, parts, state_of
+from .states import State, first_start, fitting, layout_of, parts, state_of
 from .steps import Step, Steps, Tensor, is_free, pattern
 from .tape import PARAMETER, Value
 
@@ -97,21 +97,10 @@ class Engine:
     def __init__(self, steps: Steps, choices: Choices, regime: Regime = USUAL) -> None:
         self.steps, self.choices, self.regime = steps, choices, regime
         self.training, self.kept = regime.training, regime.states
-        self.bucketed = bucketed(choices.network, choices.choosing)
-        self._bucket = max(map(bucket_bytes, choices.choosing.links))
         self.axes = len(choices.network.sizes)
         self.whole: State = (None,) * self.axes
-        self._moves: dict[Any, Moves] = {}
         self._chosen: dict[Any, tuple[tuple[State, ...], tuple[State | None, ...], int, float, float]] = {}
         self._ends = Ends(steps)
-
-    def moves(self, v: Value, shared: bool, itemsize: int) -> Moves:
-        """Prices of moves of a tensor, sent with so many bytes for an element; `shared`: in buckets."""
-        key = v.shape, itemsize, shared
-        found = self._moves.get(key)
-        if found is None:
-            found = self._moves[key] = Moves(self.bucketed if shared else self.choices.network, *key[:2])
-        return found
 
     def local(self, v: Value, state: State) -> float:
         """Bytes of a tensor that a rank holds."""
@@ -207,9 +196,9 @@ class Engine:
                 sums.setdefault(how, []).append(Held(index, self.local(g, s), mine))
             else:
                 memory.grow(index, mine)
-        memory.gather(self._bucket)
+        memory.gather(self.choices.bucket)
         for found in sums.values():
-            memory.reduce(found, self._bucket)
+            memory.reduce(found, self.choices.bucket)
         made.peak, made.at_most = (made.static + most for most in memory.peak(start))
         return made
 
@@ -237,7 +226,8 @@ class Engine:
         gradient = final or t in self.steps.late
         shared = gradient or t in self.steps.ahead
         made.sent |= final
-        moves = self.moves(v, shared, self.regime.itemsize(v.dtype) if final else v.dtype.itemsize)
+        itemsize = self.regime.itemsize(v.dtype) if final else v.dtype.itemsize
+        moves = self.choices.moves(v.shape, itemsize, shared)
         price = moves.price(a, b)
         phases = [made.forward, made.backward] if again else [made.backward if backward else made.forward]
         made.moves[step, v.shape, a, b, price] += len(phases)

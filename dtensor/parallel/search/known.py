@@ -1,9 +1,10 @@
 """Well-known plans, with which a plan that is found is compared."""
 
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 from .choices import Choices
-from .engine import Assignment
+from .engine import Assignment, Engine, Run
 from .states import State, fits
 from .steps import Steps, Tensor
 from .tape import INPUT, PARAMETER
@@ -19,6 +20,18 @@ def known(steps: Steps, choices: Choices) -> dict[str, Assignment]:
     Batches are cut over all axes, or all but the last.
     """
     return dict(_known(steps, choices))
+
+
+def priced(engine: Engine) -> dict[str, tuple[Assignment, Run]]:
+    """The same, and what the engine does with each."""
+    found = _priced.get(engine)
+    if found is None:
+        plans = known(engine.steps, engine.choices)
+        found = _priced[engine] = {name: (a, engine.run(a)) for name, a in plans.items()}
+    return found
+
+
+_priced: WeakKeyDictionary[Engine, dict[str, tuple[Assignment, Run]]] = WeakKeyDictionary()
 
 
 def _known(steps: Steps, choices: Choices) -> Iterator[tuple[str, Assignment]]:
@@ -95,4 +108,4 @@ def _moved(made: Assignment, cuts: Cuts, batch: dict[Tensor, State], sizes: Sequ
             made.borders[step] = (whole, between) if enters else (between, whole)
 
 
-__all__ = ["known"]
+__all__ = ["known", "priced"]

@@ -24,7 +24,7 @@ from ..whole_model.prediction import Prediction
 from .best import Best
 from .choices import Choices
 from .engine import Assignment, Engine, Run
-from .known import known
+from .known import priced
 from .naming import Unlike, assignment_of, fixed_states, plan_of, prediction
 from .recording import Loss, record
 from .regime import Regime
@@ -239,8 +239,8 @@ class _Step:
 
     def prediction(self, engine: Engine, run: Run, bound: float) -> Prediction:
         """What the step costs, with well-known plans beside it."""
-        plain = self.engine_of(engine.steps, parts=1)
-        others = {name: plain.run(a) for name, a in known(engine.steps, self._choices).items()}
+        plain = engine if engine.regime.parts == 1 else self.engine_of(engine.steps, parts=1)
+        others = {name: run for name, (_, run) in priced(plain).items()}
         took = self._recorded - self._began, time.monotonic() - self._recorded
         return prediction(run, bound, self._choices, others, took)
 

@@ -6,11 +6,13 @@ from what the other axes hold then, and the cheapest sequence of moves is the pr
 carries moves out, also merges moves over several axes into one, which saves no bytes but their starts.
 """
 
-import heapq
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from math import inf, prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy
 
 from ...layout.cost import WORK, Link, Network, seconds
 from ...layout.layout import Layout
@@ -64,25 +66,19 @@ BUCKET = 10
 """Starts of a collective that the bytes of a full bucket take, as in `dtensor.passes`."""
 
 
+ROUNDING = 1e-12
+"""Ways whose seconds differ by less than this fraction are equally long."""
+
+
 def bucket_bytes(link: Link) -> float:
     """Bytes of a full bucket on a link, as the passes fill it."""
     return BUCKET * (link.start + link.alpha) * link.bandwidth
 
 
-def bucketed(network: Network, choosing: Network) -> Network:
-    """The mesh as it is for what shares its collectives with much else: bytes count, and their part of the starts of
-    full buckets, which are as large as by `choosing`. The first bucket's start comes on top; see `first_start`."""
-    links = [
-        replace(
-            link,
-            alpha=0.0,
-            launch=0.0,
-            start=0.0,
-            bandwidth=1 / (1 / link.bandwidth + (link.start + link.alpha) / max(1.0, bucket_bytes(known))),
-        )
-        for link, known in zip(network.links, choosing.links)
-    ]
-    return Network.of(network.sizes, tuple(links))
+def _bucketed(link: Link, full: float) -> Link:
+    """A link as it is for what shares full buckets with much else."""
+    per_byte = 1 / link.bandwidth + (link.start + link.alpha) / max(1.0, full)
+    return replace(link, alpha=0.0, launch=0.0, start=0.0, bandwidth=1 / per_byte)
 
 
 def first_start(network: Network, a: State, b: State) -> tuple[int, float]:
@@ -105,13 +101,26 @@ class Moves:
         network: the mesh.
         shape: sizes of the whole tensor.
         itemsize: bytes of an element.
+        memory: bytes per second that a rank reads or writes.
+        full: bytes of a full bucket over each axis, for what shares its collectives with others, so that bytes count,
+            and their part of the starts of full buckets; the first bucket's start comes on top, see `first_start`. None
+            for what is moved alone.
     """
 
-    def __init__(self, network: Network, shape: tuple[int, ...], itemsize: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        shape: tuple[int, ...],
+        itemsize: int,
+        *,
+        memory: float = inf,
+        full: tuple[float, ...] | None = None,
+    ) -> None:
         self.network, self.shape, self.bytes = network, shape, prod(shape) * itemsize
-        self._prices: dict[tuple[State, State], float] = {}
-        self._found: dict[State, dict[State, tuple[float, State | None]]] = {}
-        self._edges: dict[State, list[tuple[State, float]]] = {}
+        self.memory, self.full = memory, full
+        self._links = network.links if full is None else [_bucketed(*pair) for pair in zip(network.links, full)]
+        self._ways: dict[frozenset[str], _Ways] = {}
+        self._found: dict[tuple[State, State], dict[tuple[State, State], float]] = {}
         self._between: dict[tuple[frozenset[State], frozenset[State]], list[tuple[State, State, float]]] = {}
 
     def step(self, state: State, axis: int, to: int | str | None) -> float:
@@ -124,7 +133,18 @@ class Moves:
             return inf
         others = parts(tuple([None if a == axis else s for a, s in enumerate(state)]), self.network.sizes)
         size = self.bytes / others
-        return seconds(op, size / n if op in ("all_to_all", "shard") else size, n, self.network.links[axis])
+        sent = size / n if op in ("all_to_all", "shard") else size
+        return seconds(op, sent, n, self._links[axis]) + 2 * self._copied(op, axis, have, to, size) / self.memory
+
+    def _copied(self, op: str, axis: int, have: int | str | None, to: int | str | None, size: float) -> float:
+        """Bytes that are copied before and after a collective: into a bucket and out of it, and where shards are not
+        contiguous, as they are along the first dim only."""
+        if op not in WORK:
+            return 0.0
+        part = size / self.network.sizes[axis]
+        shared = self.full is not None and size < self.full[axis]
+        before, after = size if isinstance(have, str) else part, size if to is None else part
+        return before * (shared or to not in (0, None)) + after * (shared or (have != 0 and isinstance(have, int)))
 
     def targets(self, state: State, axis: int) -> Iterator[int | str | None]:
         """What the entry of one axis can become."""
@@ -137,36 +157,21 @@ class Moves:
         if state[axis] is None:
             yield "sum"
 
-    def edges(self, state: State) -> list[tuple[State, float]]:
-        """The states that are one move away, and the price of the move."""
-        found = self._edges.get(state)
-        if found is None:
-            found = self._edges[state] = [
-                ((*state[:axis], to, *state[axis + 1 :]), self.step(state, axis, to))
-                for axis in range(len(state))
-                for to in self.targets(state, axis)
-            ]
-        return found
-
     def price(self, a: State, b: State) -> float:
         """Seconds of the cheapest way from `a` to `b`."""
-        found = self._prices.get((a, b))
-        if found is None:
-            found = self._prices[a, b] = sum(self.way(a, b).values())
-        return found
+        return sum(self.way(a, b).values())
 
     def way(self, a: State, b: State) -> dict[tuple[State, State], float]:
         """The single moves of the cheapest way from `a` to `b`, and what each costs."""
-        found, steps = self._from(a), dict[tuple[State, State], float]()
-        via = b if b in found else _without_terms(b, a)
-        if via in found:
-            at: State = via
-            while (before := found[at][1]) is not None:
-                steps[before, at] = found[at][0] - found[before][0]
-                at = before
-        else:
-            via = a  # to shards of different lengths, axis by axis
-        return steps | self._by_axis(via, b)
+        found = self._found.get((a, b))
+        if found is None:
+            ways, vias = self._all([a, b]), [b, _without_terms(b, a)]
+            start, end = ways.pairs([a], vias)
+            led = ways.lead(start, end)
+            via = vias[int(led.argmax())] if led.any() else a  # else axis by axis
+            found = dict(ways.moves(start[led][:1], end[led][:1])) | self._by_axis(via, b)
+            self._found[a, b] = found
+        return found
 
     def _by_axis(self, a: State, b: State) -> dict[tuple[State, State], float]:
         """Moves from `a` to `b`, axis by axis."""
@@ -182,57 +187,87 @@ class Moves:
     def between(self, made: frozenset[State], wanted: frozenset[State]) -> list[tuple[State, State, float]]:
         """The single moves, with their prices, on the cheapest ways from each state in `made` to each in `wanted`."""
         known = self._between.get((made, wanted))
-        if known is not None:
-            return known
-        found: dict[tuple[State, State], float] = {}
-        ends, last = sorted(wanted, key=str), set[tuple[State, State]]()
-        for a in sorted(made, key=str):
-            tree = self._from(a)
-            seen = {a}
-            for b in ends:
-                at: State = b
-                if b not in tree:
-                    at = _without_terms(b, a)
-                    if at not in tree:
-                        found.update(self.way(a, b))
-                        continue
-                    if (at, b) not in last:
-                        last.add((at, b))
-                        found.update(self._by_axis(at, b))
-                while at not in seen and (before := tree[at][1]) is not None:
-                    seen.add(at)
-                    found[before, at] = tree[at][0] - tree[before][0]
-                    at = before
-        known = self._between[made, wanted] = [(a, b, price) for (a, b), price in found.items()]
+        if known is None:
+            ways, starts, ends = self._all([*made, *wanted]), sorted(made, key=str), sorted(wanted, key=str)
+            start, end = ways.pairs(starts, ends)
+            led = ways.lead(start, end)
+            found = dict(ways.moves(start[led], end[led]))
+            for k, m in zip(*numpy.nonzero(~led)):
+                found |= self.way(starts[k], ends[m])
+            known = self._between[made, wanted] = [(a, b, price) for (a, b), price in sorted(found.items(), key=str)]
         return known
 
-    def _from(self, a: State) -> dict[State, tuple[float, State | None]]:
-        found = self._found.get(a)
-        if found is not None:
-            return found
-        found = self._found[a] = {}
-        least: dict[State, float] = {a: 0.0}
-        heap: list[tuple[float, int, State, State | None]] = [(0.0, 0, a, None)]
-        count = 0
-        while heap:
-            so_far, _, at, before = heapq.heappop(heap)
-            if at in found:
-                continue
-            found[at] = so_far, before
-            for made, price in self.edges(at):
-                cost = so_far + price
-                if cost < least.get(made, inf):
-                    least[made] = cost
-                    count += 1
-                    heapq.heappush(heap, (cost, count, made, at))
-        return found
+    def _all(self, states: Iterable[State]) -> "_Ways":
+        """The cheapest ways between all states in which every dim is cut evenly, and terms are sums or as in these.
+
+        Of all pairs at once, as Floyd ("Algorithm 97: Shortest path", 1962) finds them.
+        """
+        key = frozenset(["sum", *[x for s in states for x in s if isinstance(x, str)]])
+        known = self._ways.get(key)
+        if known is not None:
+            return known
+        sizes = self.network.sizes
+        entries = [None, *range(len(self.shape)), *sorted(key)]
+        nodes = [s for s in product(entries, repeat=len(sizes)) if fits(s, self.shape, sizes)]
+        number, n = {s: k for k, s in enumerate(nodes)}, len(nodes)
+        direct, before = numpy.full((n, n), inf), numpy.tile(numpy.arange(n)[:, None], n)
+        for k, s in enumerate(nodes):
+            for axis in range(len(s)):
+                for to in self.targets(s, axis):
+                    direct[k, number[(*s[:axis], to, *s[axis + 1 :])]] = self.step(s, axis, to)
+        took = direct.copy()
+        numpy.fill_diagonal(took, 0.0)
+        for k in range(n):
+            through = took[:, k, None] + took[k]
+            better = through < took * (1 - ROUNDING)
+            numpy.copyto(took, through, where=better)
+            numpy.copyto(before, before[k], where=better)
+        self._ways[key] = known = _Ways(nodes, number, direct, took, before)
+        return known
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """The cheapest ways between states.
+
+    Attributes:
+        nodes, number: the states, and the index of each.
+        direct: seconds of the move from one to another, by index; infinite if it takes several.
+        took: seconds of the cheapest way; infinite if there is none.
+        before: the last state but one on it.
+    """
+
+    nodes: list[State]
+    number: dict[State, int]
+    direct: Any
+    took: Any
+    before: Any
+
+    def pairs(self, some: Sequence[State], others: Sequence[State]) -> tuple[Any, Any]:
+        """The indices of each of some states and of each of others; -1 for those that are not known here."""
+        a, b = (numpy.array([self.number.get(s, -1) for s in given]) for given in (some, others))
+        return numpy.meshgrid(a, b, indexing="ij")
+
+    def lead(self, start: Any, end: Any) -> Any:
+        """Whether there is a way between states, by their indices."""
+        return (start >= 0) & (end >= 0) & (self.took[start, end] < inf)
+
+    def moves(self, start: Any, end: Any) -> Iterator[tuple[tuple[State, State], float]]:
+        """The moves on the cheapest ways between states, by their indices, and the seconds of each."""
+        used = set[tuple[int, int]]()
+        start, end = start[start != end], end[start != end]
+        while len(end):
+            last = self.before[start, end]
+            used.update(zip(last.tolist(), end.tolist()))
+            start, end = start[last != start], last[last != start]
+        for a, b in used:
+            yield (self.nodes[a], self.nodes[b]), float(self.direct[a, b])
 
 
 __all__ = [
     "Moves",
     "State",
     "bucket_bytes",
-    "bucketed",
     "first_start",
     "fits",
     "fitting",

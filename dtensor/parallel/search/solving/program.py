@@ -25,11 +25,11 @@ import numpy
 
 from ..choices import Choices, Option, seconds_of_optimizer
 from ..regime import USUAL, Regime, on_parts
-from ..states import Moves, State, bucketed, first_start, fits, parts
+from ..states import State, first_start, fits, parts
 from ..steps import Step, Steps, Tensor, is_free
 from ..tape import BUFFER, CONSTANT, INPUT, PARAMETER
 from .following import Chosen, following, leader_of
-from .solver import COST, INF, TOUCHED, Columns, Rows, matrix, run
+from .solver import COST, INF, TOUCHED, Columns, Model, Rows
 
 
 @dataclass
@@ -90,6 +90,8 @@ class Program:
         memory: bytes that a rank may hold; None for any.
         transient: bytes held besides parameters, their gradients and states, and what is saved.
         fixed: tensor of a parameter or input -> the state that it must have.
+        below: solutions of more seconds are of no interest, so that options and moves which only these have are left
+            out.
     """
 
     def __init__(
@@ -101,24 +103,26 @@ class Program:
         memory: float | None = None,
         transient: float = 0.0,
         fixed: dict[Tensor, State] | None = None,
+        below: float = INF,
     ) -> None:
         self.all, self.choices, self.network = steps, choices, choices.network
         self.sizes, self.regime = self.network.sizes, regime
         self.training, self.kept = regime.training, regime.states
-        self.fixed, self.bucketed = fixed or {}, bucketed(self.network, choices.choosing)
+        self.fixed = fixed or {}
         self.partial = choices.made(steps.steps)
         self.columns, self.rows = Columns(), Rows()
         self.made: dict[Tensor, Chosen] = {}
         self.taken: dict[tuple[Step, int], Chosen] = {}
         self.led: set[tuple[Step, int]] = set()
         self.picked: dict[Step, list[tuple[int, Option]]] = {}
-        self.moves: dict[Any, Moves] = {}
         self.phases = Phase(), Phase()
-        self.least = 0.0
+        self.priced = {step: self._priced(step) for step in steps.steps if not step.plain and not step.border}
+        self.least = sum([min(took, default=0.0) for _, took in self.priced.values()])
         self.firsts: dict[tuple[bool, bool, int], int] = {}
         self.halfway: dict[int, float] = {}
         self.at_end: dict[int, float] = {}
         self._sources()
+        self.room = max(0.0, below - self.least)
         for step in steps.steps:
             self._step(step)
         for tensor in steps.tensors:
@@ -145,6 +149,11 @@ class Program:
     def _one_of(self, terms: Sequence[int]) -> None:
         self.rows.add(dict.fromkeys(terms, 1.0), 1.0, 1.0)
 
+    def _priced(self, step: Step) -> tuple[list[Option], list[float]]:
+        """The options of a step, and the seconds that each takes."""
+        options = self.choices.options(self.all.first.get(step, step), self.partial)
+        return options, [(self.choices.seconds(step, o, self.regime.parts) + o.extra) * step.count for o in options]
+
     def _sources(self) -> None:
         machine, batch, learned = self.choices.machine, set(self.all.batch()), {p for _, p in self.all.gradients}
         for t in self.all.tensors:
@@ -152,6 +161,7 @@ class Program:
                 continue
             trained = t in learned
             chosen: Chosen = {}
+            least = INF
             states = [self.fixed[t]] if t in self.fixed else list(self.all_states(t))
             if t in batch:  # if none divides, nothing is done in parts
                 states = [s for s in states if self.regime.divides(t.like.shape, s, self.sizes)] or states
@@ -160,10 +170,12 @@ class Program:
                 cost = seconds_of_optimizer(local, machine, self.kept) if trained else 0.0
                 k = self.columns.add(cost * t.count, integer=True)
                 chosen[s] = {k: 1.0}
+                least = min(least, cost * t.count)
                 self.halfway[k] = local * t.count * (1 + self.kept if trained else 1)
                 self.at_end[k] = local * t.count * (2 + self.kept if trained else 1)
             self._one_of([k for terms in chosen.values() for k in terms])
             self.made[t] = chosen
+            self.least += least
 
     def _step(self, step: Step) -> None:
         if step.plain:
@@ -171,23 +183,23 @@ class Program:
         if step.border:
             self._hand_on(step)
             return
+        options, took = self.priced[step]
         leader, picked = None, self.picked.get(self.all.first.get(step, step), [])
-        options = [] if picked else self.choices.options(step, self.partial)
         follows = False
         if not picked:
             leader = leader_of(step, self.made)
             picked = [] if leader is None else following([self.made[t] for t in leader], step, options)
             follows = bool(picked)
         if not picked:
-            picked = [(self.columns.add(0.0, integer=True), o) for o in options]
+            fast = [o for o, seconds in zip(options, took) if seconds - min(took) <= self.room]
+            picked = [(self.columns.add(0.0, integer=True), o) for o in fast]
             self._one_of([k for k, _ in picked])
         self.picked[step] = picked
-        busy, took = self.phases[step.backward].busy, dict[int, float]()
+        busy, seconds_of = self.phases[step.backward].busy, dict(zip(options, took))
         for k, o in picked:
-            self.columns.cost[k] += o.extra * step.count
-            took[k] = self.choices.seconds(step, o, self.regime.parts) * step.count
-            busy[k] = busy.get(k, 0.0) + took[k]
-        self.least += min(took.values(), default=0.0)
+            waited = o.extra * step.count
+            self.columns.cost[k] += waited
+            busy[k] = busy.get(k, 0.0) + seconds_of[o] - waited
         for i, source in enumerate(step.sources):
             self.taken[step, i] = _grouped([(k, o.inputs[i]) for k, o in picked])
             if follows and all(t in (leader or ()) for t in source):
@@ -277,13 +289,12 @@ class Program:
     def _way(self, t: Tensor, made: Chosen, wanted: Chosen, paid: "_Paid", times: float) -> None:
         """A flow of a tensor from one set of states to another, so many times."""
         shared = paid.beside and (t in self.all.ahead or t in self.all.late)
-        key = t.like.shape, paid.itemsize, shared
-        if key not in self.moves:
-            self.moves[key] = Moves(self.bucketed if shared else self.network, *key[:2])
-        moves = self.moves[key]
+        moves = self.choices.moves(t.like.shape, paid.itemsize, shared)
         balance: dict[State, dict[int, float]] = {}
         starting: dict[int, dict[int, float]] = {}
         for a, b, price in moves.between(frozenset(made), frozenset(wanted)):
+            if not paid.beside and price * times > self.room:
+                continue
             k = self.columns.add(0.0, upper=INF)
             balance.setdefault(a, {})[k] = -1.0
             balance.setdefault(b, {})[k] = 1.0
@@ -348,7 +359,8 @@ class Program:
 
     def solve(self, *, gap: float = 0.01, limit: float = 20.0) -> Solution | None:
         """Solve it: first without integrality, which gives the bound; then with it, among the options that the first
-        solution takes at least in part. Only if that is too far from the bound, among all.
+        solution takes at least in part, and without moves that no solution within the gap makes, by their reduced
+        costs. Only if that is too far from the bound, among all.
 
         Args:
             gap: how far from the bound, as a fraction, a solution may be.
@@ -359,18 +371,16 @@ class Program:
         """
         began = time.monotonic()
         scale = COST / (self.least or COST)
-        lp = matrix(self.columns, self.rows, scale)
-        relaxed = run(lp, gap, limit, relaxed=True)
+        model = Model(self.columns, self.rows, scale)
+        relaxed = model.solve(gap, limit, relaxed=True)
         if relaxed is None:
             return None
-        upper = numpy.array(self.columns.upper)
-        lp.col_upper_ = numpy.where(numpy.array(self.columns.integer) & (relaxed.x < TOUCHED), 0.0, upper)
-        found = run(lp, gap / 2, limit - (time.monotonic() - began))
-        lp.col_upper_ = upper
+        without = numpy.where(model.integer, relaxed.x < TOUCHED, relaxed.reduced > gap * relaxed.value)
+        found = model.solve(gap / 2, limit - (time.monotonic() - began), without=without)
         bound = relaxed.value
         left = limit - (time.monotonic() - began)
         if found is None or (found.value - relaxed.value > gap * found.value and left > 1):
-            more = run(lp, gap, left)
+            more = model.solve(gap, left)
             bound = bound if more is None else max(bound, more.bound)
             found = more if found is None or (more is not None and more.value < found.value) else found
         if found is None:

@@ -10,10 +10,6 @@ INF = float("inf")
 COST = 1e3
 """About what a solution costs in the solver's terms, whose tolerances are absolute: larger numbers take longer."""
 
-CRASHING = 1 << 9
-"""The rule of presolve that is left out, of doubleton equations: with it HiGHS 1.14 and 1.15 end the process for some
-programs. Nothing became slower without it."""
-
 TOUCHED = 1e-4
 """A variable that is larger than this in the relaxed solution may be one."""
 
@@ -55,11 +51,19 @@ class Rows:
 
 @dataclass
 class Found:
-    """A solution as the solver gives it."""
+    """A solution as the solver gives it.
+
+    Attributes:
+        value: its cost.
+        bound: no solution costs less.
+        x: the values of the variables.
+        reduced: what it costs at least to make each variable one that is zero, if the program was relaxed.
+    """
 
     value: float
     bound: float
     x: Any
+    reduced: Any
 
 
 def highs() -> Any:
@@ -75,47 +79,77 @@ def highs() -> Any:
     return highspy
 
 
-def matrix(columns: Columns, rows: Rows, scale: float) -> Any:
-    """A program as the solver takes it, with costs times `scale`."""
-    highspy = highs()
-    lp = highspy.HighsLp()
-    n, m = len(columns.cost), len(rows.lower)
-    lp.num_col_, lp.num_row_ = n, m
-    lp.col_cost_ = numpy.array(columns.cost) * scale
-    lp.col_lower_, lp.col_upper_ = numpy.zeros(n), numpy.array(columns.upper)
-    lp.row_lower_, lp.row_upper_ = numpy.array(rows.lower), numpy.array(rows.upper)
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.start_ = numpy.array([*rows.start, len(rows.index)])
-    lp.a_matrix_.index_ = numpy.array(rows.index)
-    lp.a_matrix_.value_ = numpy.array(rows.value)
-    kind = highspy.HighsVarType
-    lp.integrality_ = [kind.kInteger if i else kind.kContinuous for i in columns.integer]
-    return lp
+class Model:
+    """A program as the solver takes it.
+
+    HiGHS is given it without what cannot be taken, and does not look for more of that: its presolve takes longer than
+    it saves in a network of flows, and in 1.14 and 1.15 it ends the process for some programs and calls others
+    infeasible that are not. Nor does it search in smaller programs, which it would presolve.
+
+    Args:
+        columns, rows: the program.
+        scale: costs are multiplied by it.
+    """
+
+    def __init__(self, columns: Columns, rows: Rows, scale: float) -> None:
+        self.cost, self.upper = numpy.array(columns.cost) * scale, numpy.array(columns.upper)
+        self.integer = numpy.array(columns.integer)
+        self._lower, self._upper = numpy.array(rows.lower), numpy.array(rows.upper)
+        self._index, self._value = numpy.array(rows.index), numpy.array(rows.value)
+        self._row = numpy.repeat(numpy.arange(len(rows.lower)), numpy.diff([*rows.start, len(rows.index)]))
+
+    def solve(self, gap: float, limit: float, *, relaxed: bool = False, without: Any = None) -> Found | None:
+        """Solve it; None if no solution is found.
+
+        Args:
+            gap: how far from the bound, as a fraction, a solution may be.
+            limit: seconds.
+            relaxed: without integrality.
+            without: for each variable whether it is zero; None if any may be more.
+        """
+        kept = numpy.ones(len(self.cost), bool) if without is None else ~without
+        highspy = highs()
+        solver = highspy.Highs()
+        options: dict[str, Any] = {
+            "output_flag": False,
+            "threads": 1,
+            "time_limit": max(1.0, limit),
+            "mip_rel_gap": gap,
+            "presolve": "off",
+            "mip_heuristic_effort": 0.0,
+            "solve_relaxation": relaxed,
+            "solver": "simplex" if relaxed else "choose",
+        }
+        for name, value in options.items():
+            solver.setOptionValue(name, value)
+        solver.passModel(self._part(highspy, kept))
+        solver.run()
+        info = solver.getInfo()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return None
+        bound = info.objective_function_value if relaxed else info.mip_dual_bound
+        x, reduced = numpy.zeros(len(kept)), numpy.zeros(len(kept))
+        solution = solver.getSolution()
+        x[kept], reduced[kept] = solution.col_value, solution.col_dual if relaxed else 0.0
+        return Found(info.objective_function_value, bound, x, reduced)
+
+    def _part(self, highspy: Any, kept: Any) -> Any:
+        """The program of these variables, and the constraints on them."""
+        terms = kept[self._index]
+        row, index, value = self._row[terms], (numpy.cumsum(kept) - 1)[self._index[terms]], self._value[terms]
+        used = (self._lower > 0) | (self._upper < 0)
+        used[row] = True
+        lp = highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = int(kept.sum()), int(used.sum())
+        lp.col_cost_, lp.col_lower_, lp.col_upper_ = self.cost[kept], numpy.zeros(lp.num_col_), self.upper[kept]
+        lp.row_lower_, lp.row_upper_ = self._lower[used], self._upper[used]
+        lengths = numpy.bincount((numpy.cumsum(used) - 1)[row], minlength=lp.num_row_)
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = numpy.concatenate([[0], numpy.cumsum(lengths)])
+        lp.a_matrix_.index_, lp.a_matrix_.value_ = index, value
+        kind = highspy.HighsVarType
+        lp.integrality_ = [kind.kInteger if i else kind.kContinuous for i in self.integer[kept]]
+        return lp
 
 
-def run(lp: Any, gap: float, limit: float, relaxed: bool = False) -> Found | None:
-    """Solve a program; None if no solution is found."""
-    highspy = highs()
-    solver = highspy.Highs()
-    options: dict[str, Any] = {
-        "output_flag": False,
-        "threads": 1,
-        "time_limit": max(1.0, limit),
-        "mip_rel_gap": gap,
-        "presolve_rule_off": CRASHING,
-        "solve_relaxation": relaxed,
-        "solver": "simplex" if relaxed else "choose",
-    }
-    for name, value in options.items():
-        solver.setOptionValue(name, value)
-    solver.passModel(lp)
-    solver.run()
-    info = solver.getInfo()
-    if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return None
-    bound = info.objective_function_value if relaxed else info.mip_dual_bound
-    x = numpy.array(solver.getSolution().col_value)
-    return Found(info.objective_function_value, bound, x)
-
-
-__all__ = ["COST", "INF", "TOUCHED", "Columns", "Found", "Rows", "matrix", "run"]
+__all__ = ["COST", "INF", "TOUCHED", "Columns", "Found", "Model", "Rows"]

@@ -1,0 +1,25 @@
+"""The integer program: what may be left out of it."""
+
+import pytest
+import torch
+
+from dtensor.layout.cost import Network
+from dtensor.layout.machine import MACHINES
+from dtensor.parallel.search.choices import Choices
+from dtensor.parallel.search.recording import record
+from dtensor.parallel.search.repeats import steps_of
+from dtensor.parallel.search.solving.program import Program
+
+from .programs import FAST, MODELS, SLOW, made
+
+
+@pytest.mark.parametrize("link", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_takes_too_long_to_matter_is_left_out_and_the_best_stays(name, link):
+    steps = steps_of(record(*made(name)))
+    choices = Choices(torch.device("cpu"), Network.of((2, 2), link), MACHINES["cpu"])
+    whole = Program(steps, choices)
+    best = whole.solve(gap=1e-6)
+    fewer = Program(steps, choices, below=1.01 * best.seconds)
+    assert len(fewer.columns.cost) < len(whole.columns.cost) or link is FAST
+    assert fewer.solve(gap=1e-6).seconds == pytest.approx(best.seconds, rel=1e-5)
