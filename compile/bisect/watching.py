@@ -7,12 +7,13 @@ from pathlib import Path
 from torch import fx
 
 from dtensor.errors import PassError
+from dtensor.mesh.files import write_whole
 from dtensor.passes import Pass
 
 from ..backends.replay import NotReplayed, simulated
 from ..backends.run_passes import WATCHERS
 from ..estimates.meshes import mesh_groups
-from ..recording.folder import rank_folder, write_whole
+from ..recording.folder import rank_folder
 from ..recording.labels import labels
 from .folder import write
 from .graphs import examine

@@ -17,12 +17,13 @@ something cannot be written, it is left out, with one warning per folder: a dump
 import contextlib
 import os
 import re
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+from dtensor.mesh.files import write_whole
 
 from .frames import Frame
 
@@ -69,23 +70,6 @@ def write(frame: Frame, name: str, content: str) -> None:
             warnings.warn(f"nothing more is dumped to {root}: {error}", stacklevel=2)
 
 
-def write_whole(path: Path, content: str) -> None:
-    """Write a file atomically, so that it is never seen half-written.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(content if content.endswith("\n") else content + "\n")
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
-
-
 def _folder(frame: Frame, root: Path) -> Path:
     """The folder of a frame; created when its first file is written."""
     if root not in frame.folders:
@@ -98,4 +82,4 @@ def _folder(frame: Frame, root: Path) -> Path:
     return frame.folders[root]
 
 
-__all__ = ["ORDER", "is_wanted", "rank_folder", "write", "write_whole", "writing_to"]
+__all__ = ["ORDER", "is_wanted", "rank_folder", "write", "writing_to"]

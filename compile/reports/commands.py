@@ -13,6 +13,8 @@ from pathlib import Path
 
 import click
 
+from dtensor.mesh.files import write_whole
+
 from ..recording.imagined import imagined
 from ..recording.mesh_option import Mesh
 from . import lockfile
@@ -139,7 +141,7 @@ def check_command(
 def _compare(lock: Path, root: Path, write: bool) -> None:
     try:
         if write:
-            lock.write_text(lockfile.locked(root), encoding="utf-8")
+            write_whole(lock, lockfile.locked(root))
             click.echo(f"{lock} is written.")
             return
         found = lockfile.check(lock, root)

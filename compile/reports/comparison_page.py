@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtensor.mesh.files import write_whole
 from dtensor.runs.comparing.comparison import Comparison
 from dtensor.runs.comparing.findings import Finding
 from dtensor.runs.comparing.pairs import LEAST, Pair
 from dtensor.runs.comparing.report import TITLES, placed, report, where_of
 from dtensor.runs.comparing.values import Value
 
-from ..recording.folder import write_whole
 from .rendering import rendered
 
 PARTS = {

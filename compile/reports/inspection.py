@@ -10,9 +10,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from dtensor.mesh.files import write_whole
 from dtensor.torch_private.compiling import symbolic_sizes
 
-from ..recording.folder import rank_folder, write_whole
+from ..recording.folder import rank_folder
 from ..recording.imagined import run_script
 from ..recording.watch_compiles import dump
 

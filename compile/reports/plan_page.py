@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dtensor.mesh.files import write_whole
 from dtensor.parallel.whole_model.plan import Plan
 from dtensor.parallel.whole_model.prediction import Prediction, amount, duration, summary
 
-from ..recording.folder import write_whole
 from .rendering import rendered
 
 FOUND = "this plan"

@@ -9,7 +9,6 @@ The file of one rank counts for all: only `dtensor.prepare` reads it, on the fir
 import json
 import os
 import platform
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from ..layout.cost import INTER, INTRA, Link
 from ..layout.machine import Machine
+from .files import write_whole
 
 SWITCH = "DTENSOR_LINKS"
 """The environment variable that names the file; set but empty, it turns the file off."""
@@ -137,14 +137,7 @@ def save_links(path: Path, key: str, measured: Measured) -> None:
     entries[key] = Measured(measured.inter or old.inter, measured.intra or old.intra, measured.machine or old.machine)
     links = {k: {kind: c for kind, c in asdict(m).items() if c is not None} for k, m in sorted(entries.items())}
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with open(handle, "w") as file:
-            json.dump({"format": FORMAT, "units": UNITS, "links": links}, file, indent=2)
-        os.replace(scratch, path)
-    except BaseException:
-        os.unlink(scratch)
-        raise
+    write_whole(path, json.dumps({"format": FORMAT, "units": UNITS, "links": links}, indent=2))
 
 
 def links_here(backend: str, device_type: str) -> Measured:

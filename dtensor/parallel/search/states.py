@@ -7,7 +7,7 @@ carries moves out, also merges moves over several axes into one, which saves no 
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from math import inf, prod
 from typing import Any, TypeAlias
@@ -169,7 +169,7 @@ class Moves:
             start, end = ways.pairs([a], vias)
             led = ways.lead(start, end)
             via = vias[int(led.argmax())] if led.any() else a  # else axis by axis
-            found = dict(ways.moves(start[led][:1], end[led][:1])) | self._by_axis(via, b)
+            found = ways.moves(start[led][:1], end[led][:1]) | self._by_axis(via, b)
             self._found[a, b] = found
         return found
 
@@ -190,58 +190,53 @@ class Moves:
         if known is None:
             ways, starts, ends = self._all([*made, *wanted]), sorted(made, key=str), sorted(wanted, key=str)
             start, end = ways.pairs(starts, ends)
+            ways.find(start[:, 0])
             led = ways.lead(start, end)
-            found = dict(ways.moves(start[led], end[led]))
+            found = ways.moves(start[led], end[led])
             for k, m in zip(*numpy.nonzero(~led)):
                 found |= self.way(starts[k], ends[m])
             known = self._between[made, wanted] = [(a, b, price) for (a, b), price in sorted(found.items(), key=str)]
         return known
 
     def _all(self, states: Iterable[State]) -> "_Ways":
-        """The cheapest ways between all states in which every dim is cut evenly, and terms are sums or as in these.
-
-        Of all pairs at once, as Floyd ("Algorithm 97: Shortest path", 1962) finds them.
-        """
+        """The cheapest ways between all states in which every dim is cut evenly, and terms are sums or as in these."""
         key = frozenset(["sum", *[x for s in states for x in s if isinstance(x, str)]])
         known = self._ways.get(key)
-        if known is not None:
-            return known
-        sizes = self.network.sizes
-        entries = [None, *range(len(self.shape)), *sorted(key)]
-        nodes = [s for s in product(entries, repeat=len(sizes)) if fits(s, self.shape, sizes)]
-        number, n = {s: k for k, s in enumerate(nodes)}, len(nodes)
-        direct, before = numpy.full((n, n), inf), numpy.tile(numpy.arange(n)[:, None], n)
-        for k, s in enumerate(nodes):
-            for axis in range(len(s)):
-                for to in self.targets(s, axis):
-                    direct[k, number[(*s[:axis], to, *s[axis + 1 :])]] = self.step(s, axis, to)
-        took = direct.copy()
-        numpy.fill_diagonal(took, 0.0)
-        for k in range(n):
-            through = took[:, k, None] + took[k]
-            better = through < took * (1 - ROUNDING)
-            numpy.copyto(took, through, where=better)
-            numpy.copyto(before, before[k], where=better)
-        self._ways[key] = known = _Ways(nodes, number, direct, took, before)
+        if known is None:
+            sizes = self.network.sizes
+            entries = [None, *range(len(self.shape)), *sorted(key)]
+            nodes = [s for s in product(entries, repeat=len(sizes)) if fits(s, self.shape, sizes)]
+            edges = {
+                (s, (*s[:axis], to, *s[axis + 1 :])): self.step(s, axis, to)
+                for s in nodes
+                for axis in range(len(s))
+                for to in self.targets(s, axis)
+            }
+            known = self._ways[key] = _Ways(nodes, edges)
         return known
 
 
-@dataclass(frozen=True)
 class _Ways:
-    """The cheapest ways between states.
+    """The cheapest ways between states, from many at once as Bellman ("On a routing problem", 1958) finds them.
 
-    Attributes:
-        nodes, number: the states, and the index of each.
-        direct: seconds of the move from one to another, by index; infinite if it takes several.
-        took: seconds of the cheapest way; infinite if there is none.
-        before: the last state but one on it.
+    Args:
+        nodes: the states.
+        edges: from which state to which -> the seconds of a single move.
     """
 
-    nodes: list[State]
-    number: dict[State, int]
-    direct: Any
-    took: Any
-    before: Any
+    AT_ONCE = 1 << 22
+    """Ways that are compared at once."""
+
+    def __init__(self, nodes: list[State], edges: dict[tuple[State, State], float]) -> None:
+        self.nodes, self.edges = nodes, edges
+        self.number = {s: k for k, s in enumerate(nodes)}
+        into: list[list[tuple[int, float]]] = [[] for _ in nodes]
+        for (a, b), price in edges.items():
+            into[self.number[b]].append((self.number[a], price))
+        most = max(1, *[len(some) for some in into])
+        padded = [some + [(0, inf)] * (most - len(some)) for some in into]
+        self._sources, self._prices = (numpy.array([[e[k] for e in some] for some in padded]) for k in (0, 1))
+        self._rows: dict[int, tuple[Any, Any]] = {}
 
     def pairs(self, some: Sequence[State], others: Sequence[State]) -> tuple[Any, Any]:
         """The indices of each of some states and of each of others; -1 for those that are not known here."""
@@ -249,19 +244,52 @@ class _Ways:
         return numpy.meshgrid(a, b, indexing="ij")
 
     def lead(self, start: Any, end: Any) -> Any:
-        """Whether there is a way between states, by their indices."""
-        return (start >= 0) & (end >= 0) & (self.took[start, end] < inf)
+        """Whether there are ways between states, by their indices; all of a row start at the same one."""
+        there = [
+            numpy.isfinite(self._from(k)[0]) if k >= 0 else numpy.zeros(len(self.nodes), bool) for k in start[:, 0]
+        ]
+        return numpy.stack([row[ends] & (ends >= 0) for row, ends in zip(there, end)])
 
-    def moves(self, start: Any, end: Any) -> Iterator[tuple[tuple[State, State], float]]:
+    def moves(self, start: Any, end: Any) -> dict[tuple[State, State], float]:
         """The moves on the cheapest ways between states, by their indices, and the seconds of each."""
-        used = set[tuple[int, int]]()
-        start, end = start[start != end], end[start != end]
-        while len(end):
-            last = self.before[start, end]
-            used.update(zip(last.tolist(), end.tolist()))
-            start, end = start[last != start], last[last != start]
-        for a, b in used:
-            yield (self.nodes[a], self.nodes[b]), float(self.direct[a, b])
+        found, n = dict[tuple[State, State], float](), len(self.nodes)
+        some, row = numpy.unique(start, return_inverse=True)
+        before = numpy.stack([self._from(int(k))[1] for k in some]) if len(some) else None
+        used: list[Any] = []
+        while before is not None and (left := end != start).any():
+            row, start, end = row[left], start[left], end[left]
+            last = before[row, end]
+            used.append(numpy.unique(last * n + end))
+            end = last
+        for k in numpy.unique(numpy.concatenate(used)).tolist() if used else ():
+            way = self.nodes[k // n], self.nodes[k % n]
+            found[way] = self.edges[way]
+        return found
+
+    def find(self, start: Any) -> None:
+        """Find the ways from these states, by their indices."""
+        new = numpy.array([k for k in dict.fromkeys(start.tolist()) if k >= 0 and k not in self._rows], int)
+        step = max(1, self.AT_ONCE // self._prices.size)
+        for some in (new[k : k + step] for k in range(0, len(new), step)):
+            took = numpy.full((len(some), len(self.nodes)), inf)
+            before = numpy.tile(some[:, None], len(self.nodes))
+            took[numpy.arange(len(some)), some] = 0.0
+            while True:
+                over = took[:, self._sources] + self._prices
+                last = over.argmin(2)
+                least = numpy.take_along_axis(over, last[..., None], 2)[..., 0]
+                better = least < took * (1 - ROUNDING)
+                if not better.any():
+                    break
+                numpy.copyto(took, least, where=better)
+                numpy.copyto(before, self._sources[numpy.arange(len(self.nodes)), last], where=better)
+            self._rows |= {int(k): (seconds_to, last) for k, seconds_to, last in zip(some, took, before)}
+
+    def _from(self, k: int) -> Any:
+        """Seconds of the cheapest way to each state, and the last state but one on it."""
+        if k not in self._rows:
+            self.find(numpy.array([k]))
+        return self._rows[k]
 
 
 __all__ = [

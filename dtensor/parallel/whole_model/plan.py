@@ -14,6 +14,7 @@ from torch import nn
 
 from ...errors import PlacementError
 from ...layout.placements import Placement, Replicate, Shard, parsed
+from ...mesh.files import write_whole
 from .inputs import arguments_of, entry_of, is_by_name, mapped_arguments, parameter_names
 from .prediction import Prediction, amount, duration, summary
 
@@ -99,7 +100,7 @@ class Plan:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file, as JSON.
+        """Write the plan to a file, as JSON, at once: all ranks may write the same one, and read it.
 
         Raises:
             OSError: it cannot be written.
@@ -115,7 +116,7 @@ class Plan:
         texts |= {"recomputed": dict(self.recomputed), "options": dict(self.options)}
         if self.gradients is not None:
             texts["gradients"] = _dtype_name(self.gradients)
-        Path(path).write_text(json.dumps({"format": FORMAT, "mesh": dict(self.mesh), **texts}, indent=2) + "\n")
+        write_whole(Path(path), json.dumps({"format": FORMAT, "mesh": dict(self.mesh), **texts}, indent=2))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> "Plan":

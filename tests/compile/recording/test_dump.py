@@ -17,7 +17,7 @@ from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile import statistics
 from dtensor.compile.recording import bytecode
 from dtensor.compile.recording.bytecode import decompiled
-from dtensor.compile.recording.folder import write_whole
+from dtensor.mesh.files import write_whole
 from dtensor.torch_private.compiling import dynamo_counters
 
 R, S0 = Replicate(), Shard(0)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import threading
 from dataclasses import replace
 
 import pytest
@@ -398,3 +399,25 @@ def test_it_explains_itself():
     for word in ("of the best there is", "Where the time goes", "replicas (DDP)", "of communication"):
         assert word in said
     assert "Nothing is predicted" in Plan({"tp": 2}).explain()
+
+
+def test_who_reads_a_plan_while_others_save_it_reads_all_of_it(tmp_path):
+    """Every rank may save the plan that all of them found."""
+    plan = Plan({"tp": 2}, {f"layers.{k}.weight": {"tp": Shard(0)} for k in range(200)})
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    done = threading.Event()
+
+    def saving():
+        while not done.is_set():
+            plan.save(path)
+
+    others = [threading.Thread(target=saving) for _ in range(2)]
+    for other in others:
+        other.start()
+    try:
+        assert all(Plan.load(path) == plan for _ in range(100))
+    finally:
+        done.set()
+        for other in others:
+            other.join()

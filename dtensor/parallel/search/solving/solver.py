@@ -83,8 +83,8 @@ class Model:
     """A program as the solver takes it.
 
     HiGHS is given it without what cannot be taken, and does not look for more of that: its presolve takes longer than
-    it saves in a network of flows, and in 1.14 and 1.15 it ends the process for some programs and calls others
-    infeasible that are not. Nor does it search in smaller programs, which it would presolve.
+    it saves in a network of flows, and in 1.14 and 1.15 it ends the process for some programs, or, with some of its
+    rules off, calls them infeasible. Nor does it search in smaller programs, which it would presolve.
 
     Args:
         columns, rows: the program.
