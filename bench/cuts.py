@@ -114,7 +114,7 @@ CUTS = {
         "weights gathered: many rows, and less memory than copies of all weights take",
         lambda: _floats(Normed(512, 8), 2048, 512),
         lambda plan: bool(plan.inputs) and any(plan.parameters.values()),
-        memory=1.0,
+        memory=1.05,
         states=2.0,
     ),
     "vocabulary": Cut(

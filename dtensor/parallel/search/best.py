@@ -267,7 +267,7 @@ class Best:
         for t, s in list(made.stored.items()):
             if t.kind == INPUT or t in self.pinned:
                 continue
-            used = made.used.get(t, s)
+            used = made.used.get(t, self.engine.whole)  # or as it is stored, if not gathered whole for all that read it
             first = tuple([0 if isinstance(x, int) and u is None else x for x, u in zip(s, used)])
             if first == s or not fits(first, t.like.shape, self.sizes):
                 continue
