@@ -27,8 +27,7 @@ ALIKE = 5e-3
 SPARE = 0.1
 """The part of the memory of a rank that a plan leaves free, for what its prediction misses."""
 
-
-UNDERCUT = 0.05
+UNDERCUT = 0.1
 """The fraction of its time that the engine may save where the program does not see it, as behind views."""
 
 

@@ -240,3 +240,13 @@ def test_what_a_compiler_compiles_for_itself_is_not_shown(tmp_path):
     texts = {path.name: path.read_text() for path in tmp_path.glob("rank0/000_*/0[2-9]_*.txt")}
     assert {name.split(".")[0] for name in texts} == {"02_joint", "03_forward", "04_backward"}
     assert all("f32[3]" in text and "f32[5]" not in text for text in texts.values())
+
+
+def test_a_link_to_a_file_stays_one(tmp_path):
+    """As /dev/stdout is, which is not to be replaced."""
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("before")
+    link.symlink_to(file)
+    write_whole(link, "after")
+    assert link.is_symlink()
+    assert file.read_text() == "after\n"
