@@ -18,6 +18,7 @@ from dtensor.mesh.provenance import keeps_specs
 from dtensor.torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
+    all_symbols_saved,
     check_results,
     get_hash_for_files,
     is_within,
@@ -70,7 +71,8 @@ class Partition(CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         check_results(gm.graph, kwargs["num_fwd_outputs"])
         prepare_partition(gm.graph, self.options, kwargs.get("static_lifetime_input_indices") or ())
-        return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
+        with all_symbols_saved():
+            return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         return trace_key(), repr(self.options), self.then and self.then.uuid()

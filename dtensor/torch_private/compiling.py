@@ -16,7 +16,7 @@ import sympy
 import torch
 
 from .core import OpOverload, tree_map  # first: it checks the version of torch
-from .symbolic_sizes import ShapeEnv, free_symbols
+from .symbolic_sizes import ShapeEnv, free_symbols, is_tangent
 
 # isort: split
 from torch._dynamo import guards as dynamo_guards
@@ -39,6 +39,57 @@ def min_cut_partition(gm: Any, joint_inputs: Any, **kwargs: Any) -> Any:
     forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
     _states_among_tensors(forward, backward)
     return forward, backward
+
+
+@contextlib.contextmanager
+def all_symbols_saved() -> Iterator[None]:
+    """Context in which torch's partitioner passes on to the backward all symbols in the sizes of its inputs.
+
+    Torch passes on those that are inputs of the joint graph. The sizes of local tensors are not, so a backward that got
+    a flattened tensor did not know the factors of its length.
+    """
+    from torch._functorch import partitioners
+
+    before = partitioners.is_symbol_binding_fx_node, partitioners.find_symbol_binding_fx_nodes
+    partitioners.is_symbol_binding_fx_node = _symbol
+    partitioners.find_symbol_binding_fx_nodes = _nodes_of_symbols
+    try:
+        yield
+    finally:
+        partitioners.is_symbol_binding_fx_node, partitioners.find_symbol_binding_fx_nodes = before
+
+
+def _symbol(node: torch.fx.Node) -> sympy.Symbol | None:
+    """The symbol whose value a node has, if it is one."""
+    size = node.meta.get("val")
+    expression = size.node.expr if isinstance(size, torch.SymInt) else None
+    return expression if isinstance(expression, sympy.Symbol) else None
+
+
+def _nodes_of_symbols(graph: torch.fx.Graph) -> dict[sympy.Symbol, torch.fx.Node]:
+    """For each symbol a node of a joint graph that the forward can compute and that has its value.
+
+    It is an input, reads the size of one, or is computed from others.
+    """
+    late: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        if is_tangent(node) or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    early = [node for node in graph.nodes if node not in late]
+    inputs = [node for node in early if node.op == "placeholder"]
+    found = {symbol: node for node in reversed(inputs) if (symbol := _symbol(node)) is not None}
+    for node in inputs:
+        x = node.meta.get("val")
+        for dim, size in enumerate(x.shape if isinstance(x, torch.Tensor) else ()):
+            symbol = size.node.expr if isinstance(size, torch.SymInt) else None
+            if isinstance(symbol, sympy.Symbol) and symbol not in found:
+                with graph.inserting_after(inputs[-1]):
+                    found[symbol] = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                found[symbol].meta["val"] = size
+    for node in early:
+        if (symbol := _symbol(node)) is not None:
+            found.setdefault(symbol, node)
+    return found
 
 
 def register_backend(backend: Callable[..., Any], name: str) -> None:
@@ -617,6 +668,7 @@ __all__ = [
     "CustomPartitionerFn",
     "RestartAnalysis",
     "SizesSettled",
+    "all_symbols_saved",
     "aot_backend",
     "boxed",
     "check_results",

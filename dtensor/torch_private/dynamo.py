@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .compiling import parts_count_as_wholes  # first: it checks the version of torch
-from .symbolic_sizes import free_symbols
+from .symbolic_sizes import free_symbols, offsets_stand_alone
 
 # isort: split
 from torch._dynamo.convert_frame import ConvertFrameAssert
@@ -47,6 +47,7 @@ def inner_sizes_follow(cls: type) -> None:
         e: Any, tx: Any, source: Any, static_shapes: Any, outer_only: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         parts_count_as_wholes(cls)  # when something is compiled: to import what it changes takes 60 ms
+        offsets_stand_alone()
         if type(e) is not cls or outer_only:
             return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
         outer: Any = own(e, tx, source, static_shapes, True, *args, **kwargs)

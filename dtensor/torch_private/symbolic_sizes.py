@@ -18,7 +18,7 @@ from .core import FakeTensorMode, tree_leaves  # first: it checks the version of
 
 # isort: split
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo.source import ConstantSource
+from torch._dynamo.source import ConstantSource, TensorProperty
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import _sympy_handlers, _SympyExprTrackerValue, get_proxy_mode, make_fx
 from torch.fx.experimental.sym_node import SymNode
@@ -229,6 +229,25 @@ def on_replaced_sizes(
     env._set_replacement = replaced
 
 
+@functools.cache
+def offsets_stand_alone() -> None:
+    """Let no trace take the place of a tensor in its storage for equal to a size of the same value.
+
+    This place depends on the rank where inputs are parts of larger tensors, and with it when a rank compiles again.
+    """
+    own = ShapeEnv.create_symbol
+
+    @functools.wraps(own)
+    def create_symbol(
+        self: ShapeEnv, val: Any, source: Any, dynamic_dim: Any = DimDynamic.DUCK, *args: Any, **kwargs: Any
+    ) -> Any:
+        if dynamic_dim is DimDynamic.DUCK and getattr(source, "prop", None) is TensorProperty.STORAGE_OFFSET:
+            dynamic_dim = DimDynamic.DYNAMIC
+        return own(self, val, source, dynamic_dim, *args, **kwargs)
+
+    ShapeEnv.create_symbol = create_symbol
+
+
 def size_of(like: torch.SymInt, expression: sympy.Expr) -> torch.SymInt:
     """The size given by `expression`, in symbols of the same trace as `like`."""
     env = like.node.shape_env
@@ -291,12 +310,13 @@ def guards_written_by(
 ) -> None:
     """Pass each guard of a trace through `write` before code is generated for it.
 
-    Symbols in `unbounded` have no bounds in that code.
+    Symbols in `unbounded` have no bounds in that code. Compiled code that is kept in a cache has its guards on the
+    sizes that it is called with, and loses others; those that `write` states in such sizes are kept as well.
     """
     produce = env.produce_guards_verbose
 
     def written(*args: Any, guards: Any = None, **kwargs: Any) -> Any:
-        taken = [g._replace(expr=write(g.expr)) for g in (env.guards if guards is None else guards)]
+        taken = [g._replace(expr=write(g.expr)) for g in env.guards] if guards is None else guards
         ranges = {s: env.var_to_range[s] for s in unbounded if s in env.var_to_range}
         env.var_to_range.update(dict.fromkeys(ranges, ValueRanges(-int_oo, int_oo)))
         try:
@@ -304,7 +324,13 @@ def guards_written_by(
         finally:
             env.var_to_range.update(ranges)
 
+    def kept(symints: Sequence[torch.SymInt]) -> list[Any]:
+        given = {s.node.expr for s in symints}
+        both = [next((e for e in (g.expr, write(g.expr)) if e.free_symbols <= given), None) for g in env.guards]
+        return [g._replace(expr=e) for g, e in zip(env.guards, both) if e is not None]
+
     env.produce_guards_verbose = written
+    env.get_pruned_guards = kept
 
 
 def known_true(env: ShapeEnv, condition: sympy.Basic) -> bool:
@@ -434,7 +460,7 @@ def is_written(symbol: sympy.Symbol) -> bool:
         sources = {node: _placeholder(by_node[node]) for node in by_node if node.expr == symbol}
         told = known.pop(symbol)
         for node, source in sources.items():
-            if source is None or _is_tangent(source):
+            if source is None or is_tangent(source):
                 del by_node[node]
             elif symbol not in known:
                 known[symbol] = dataclasses.replace(told, proxy=by_node[node], value=torch.SymInt(node))
@@ -444,10 +470,11 @@ def is_written(symbol: sympy.Symbol) -> bool:
 def _is_of_tangent(proxy: Any) -> bool:
     """Whether the definition of a size in a trace is a size of a tangent."""
     source = _placeholder(proxy)
-    return source is not None and _is_tangent(source)
+    return source is not None and is_tangent(source)
 
 
-def _is_tangent(source: torch.fx.Node) -> bool:
+def is_tangent(source: torch.fx.Node) -> bool:
+    """Whether an input of a joint graph is a tangent."""
     return source.name.startswith("tangents")
 
 
@@ -485,6 +512,7 @@ __all__ = [
     "guards_written_by",
     "has_hint",
     "hint",
+    "is_tangent",
     "is_traced",
     "is_written",
     "keep_first_definitions",
@@ -492,6 +520,7 @@ __all__ = [
     "known_true",
     "number_if_guarded",
     "number_if_known",
+    "offsets_stand_alone",
     "on_replaced_sizes",
     "replace_size",
     "same_size",

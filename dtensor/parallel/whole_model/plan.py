@@ -148,7 +148,7 @@ class Plan:
             ) from error
 
     def part(self, inputs: Any, mesh: Any, model: nn.Module | None = None) -> Any:
-        """Return this rank's part of inputs that hold the whole batch.
+        """Return this rank's part of inputs that hold the whole batch, in memory of its own.
 
         Args:
             inputs: the arguments of the model's forward, as `dtensor.search` takes them: a tensor, a tuple, or a dict
@@ -173,12 +173,13 @@ class Plan:
 
         def own(x: torch.Tensor, name: str) -> torch.Tensor:
             met.append(name)
-            axes = self.input(name)
+            axes, whole = self.input(name), x
             for axis, at in zip(mesh.mesh_dim_names, mesh.get_coordinate()):
                 p = axes.get(axis)
                 if isinstance(p, Shard) and p.dim < x.dim():
                     x = x.tensor_split(self.mesh[axis], p.dim)[at]
-            return x
+            # Not a view, whose offset in the batch's memory would lead ranks to compile at different times.
+            return x if x is whole else x.clone(memory_format=torch.contiguous_format)
 
         args, kwargs = mapped_arguments(own, names, *arguments_of(inputs))
         given: Any = self.inputs

@@ -237,6 +237,31 @@ def test_what_the_length_of_an_input_is_a_part_of_is_not_computed(monkeypatch):
         torch.testing.assert_close(compiled(torch.sin, "inductor", True)(x), x.sin())
 
 
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_backward_that_gets_a_flattened_tensor_knows_the_factors_of_its_length(fake_mesh, equal):
+    """They are in the shapes of local tensors only; Inductor refused the graph. `equal`: sizes of one value may be."""
+    mesh = fake_mesh(2, 2)
+    ours = compiled(lambda x, y: F.cross_entropy(x, y.flatten()), "dtensor", True)
+    with torch.fx.experimental._config.patch(use_duck_shape=equal):
+        for n in (8, 12):
+            x = DTensor.from_local(torch.randn(n * 3 // 4, 5), mesh, [Shard(0), Shard(0)]).requires_grad_()
+            y = DTensor.from_local(torch.randint(5, (n // 4, 3)), mesh, [Shard(0), Shard(0)])
+            ours(x, y).backward()
+            assert x.grad is not None
+            assert x.grad.shape == (3 * n, 5)
+
+
+def test_the_place_of_a_part_in_memory_is_no_size(fake_mesh):
+    """Parts of a larger batch start where their rank's begins, which was taken for a size that had the same value."""
+    mesh = fake_mesh(2)
+    ours = compiled(lambda x, y: x.sin() * y.sum(), "dtensor", True, options={"inner": "aot_eager"})
+    for n in (4, 6, 10):
+        part = torch.rand(n, 5).tensor_split(2)[1]
+        x = DTensor.from_local(part, mesh, [Shard(0)])
+        torch.testing.assert_close(ours(x, torch.ones(10)).to_local(), part.sin() * 10)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.nightly
 @with_ranks(2)
 def test_under_inductor(rank):
@@ -311,6 +336,15 @@ def test_what_is_asked_of_a_local_length_is_asked_of_every_rank(fake_mesh):
     assert not holds(mine >= 2, 10), "the last rank has one row"
     assert holds(mine >= 2, 8)
     assert not holds(sympy.Ne(mine, 1), 5), "2, 2, 1 and 0"
+
+
+def test_code_in_a_cache_keeps_what_is_asked_of_local_lengths(fake_mesh):
+    """It is called with whole lengths. A rank that took such code from the cache did not compile when others did."""
+    group = fake_mesh(2).get_group().group_name
+    s = traced_length(8)
+    assert local_length(s, group) >= 4  # a guard
+    (kept,) = s.node.shape_env.get_pruned_guards([s])
+    assert [bool(kept.expr.xreplace({s.node.expr: sympy.Integer(n)})) for n in (7, 8, 9)] == [False, True, True]
 
 
 def test_a_part_of_a_part_is_asked_of_every_rank(fake_mesh):

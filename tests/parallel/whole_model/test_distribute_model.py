@@ -159,6 +159,7 @@ def test_inputs_placed_one_by_one(rank, compiled):
     plan = Plan({"dp": 2, "tp": 2}, inputs=given)
     part, _ = plan.part((whole, 0.5), mesh, made())
     torch.testing.assert_close(part, mine)
+    assert {x.storage_offset() for x in part.values()} == {0}
     for name, also in (("tokens", 3), ("labels", 1)):  # ranks that are to have the same part of this
         with pytest.raises(RuntimeError, match=rf"argument batch\.{name} of forward differs between ranks"):
             run({**mine, name: (mine[name] + (rank == also)) % 16}, weight=weight)

@@ -16,12 +16,9 @@ The relaxation of a flow is tight, so that the bound is close to the optimum. Hi
 the dual revised simplex method", 2018) solves it.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy
 
 from ..choices import Choices, Option, seconds_of_optimizer
 from ..regime import USUAL, Regime, on_parts
@@ -29,7 +26,7 @@ from ..states import State, first_start, fits, parts
 from ..steps import Step, Steps, Tensor, is_free
 from ..tape import BUFFER, CONSTANT, INPUT, PARAMETER
 from .following import Chosen, following, leader_of
-from .solver import COST, INF, TOUCHED, Columns, Model, Rows
+from .solver import COST, INF, Columns, Model, Rows
 
 
 @dataclass
@@ -358,9 +355,7 @@ class Program:
         return 0.0 if found is None else found.bound * scale
 
     def solve(self, *, gap: float = 0.01, limit: float = 20.0) -> Solution | None:
-        """Solve it: first without integrality, which gives the bound; then with it, among the options that the first
-        solution takes at least in part, and without moves that no solution within the gap makes, by their reduced
-        costs. Only if that is too far from the bound, among all.
+        """Solve it.
 
         Args:
             gap: how far from the bound, as a fraction, a solution may be.
@@ -369,27 +364,15 @@ class Program:
         Returns:
             The best solution found; None if there is none.
         """
-        began = time.monotonic()
         scale = COST / (self.least or COST)
-        model = Model(self.columns, self.rows, scale)
-        relaxed = model.solve(gap, limit, relaxed=True)
-        if relaxed is None:
-            return None
-        without = numpy.where(model.integer, relaxed.x < TOUCHED, relaxed.reduced > gap * relaxed.value)
-        found = model.solve(gap / 2, limit - (time.monotonic() - began), without=without)
-        bound = relaxed.value
-        left = limit - (time.monotonic() - began)
-        if found is None or (found.value - relaxed.value > gap * found.value and left > 1):
-            more = model.solve(gap, left)
-            bound = bound if more is None else max(bound, more.bound)
-            found = more if found is None or (more is not None and more.value < found.value) else found
+        found = Model(self.columns, self.rows, scale).best(gap, limit)
         if found is None:
             return None
         states = {t: _of(chosen, found.x) for t, chosen in self.made.items()}
         uses = {key: _of(chosen, found.x) for key, chosen in self.taken.items()}
         return Solution(
             found.value / scale,
-            min(found.value, bound) / scale,
+            min(found.value, found.bound) / scale,
             {t: s for t, s in states.items() if s is not None},
             uses,
             len(self.columns.cost),

@@ -1,6 +1,7 @@
 """Programs as the solver HiGHS takes them, and the solver, which is imported when it is needed."""
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy
@@ -97,6 +98,30 @@ class Model:
         self._lower, self._upper = numpy.array(rows.lower), numpy.array(rows.upper)
         self._index, self._value = numpy.array(rows.index), numpy.array(rows.value)
         self._row = numpy.repeat(numpy.arange(len(rows.lower)), numpy.diff([*rows.start, len(rows.index)]))
+
+    def best(self, gap: float, limit: float) -> Found | None:
+        """Solve it in steps; None if no solution is found.
+
+        First without integrality, which gives the bound; then with it, among the integers that the first solution takes
+        at least in part, and without what no solution within the gap takes, by its reduced costs. Only if that is too
+        far from the bound, among all.
+
+        Args:
+            gap: how far from the bound, as a fraction, a solution may be.
+            limit: seconds.
+        """
+        began = time.monotonic()
+        relaxed = self.solve(gap, limit, relaxed=True)
+        if relaxed is None:
+            return None
+        without = numpy.where(self.integer, relaxed.x < TOUCHED, relaxed.reduced > gap * relaxed.value)
+        found = self.solve(gap / 2, limit - (time.monotonic() - began), without=without)
+        bound, left = relaxed.value, limit - (time.monotonic() - began)
+        if found is None or (found.value - bound > gap * found.value and left > 1):
+            more = self.solve(gap, left)
+            bound = bound if more is None else max(bound, more.bound)
+            found = more if found is None or (more is not None and more.value < found.value) else found
+        return found and replace(found, bound=bound)
 
     def solve(self, gap: float, limit: float, *, relaxed: bool = False, without: Any = None) -> Found | None:
         """Solve it; None if no solution is found.
