@@ -31,6 +31,10 @@ UNDERCUT = 0.1
 """The fraction of its time that the engine may save where the program does not see it, as behind views."""
 
 
+TURNS = 6
+"""How often a program with a bound on memory is solved, each time with another guess of the bytes that it misses."""
+
+
 @dataclass
 class Best:
     """One search; the attributes are the arguments of `search`, as tensors and states.
@@ -41,6 +45,8 @@ class Best:
         least: bytes of the smallest plan that was tried.
         need: about the bytes that a plan takes at least; known if nothing fits.
         free: whether the bound on memory made no difference.
+        short: whether it ruled out what would have been faster than `below`.
+        rough: what was found for it, and its price; single activations may be better elsewhere.
     """
 
     engine: Engine
@@ -52,6 +58,8 @@ class Best:
     least: float | None = None
     need: float = 0.0
     free: bool = True
+    short: bool = False
+    rough: tuple[Assignment, Run] | None = None
     _views: dict[Step, dict[State, State]] = field(default_factory=dict[Step, dict[State, State]])
 
     @property
@@ -78,11 +86,14 @@ class Best:
 
     def found(self) -> tuple[Assignment, Run, float] | None:
         """The cheapest assignment that fits, what the engine does with it, and the bound; None if there is none."""
-        bound = over = 0.0
-        limits = [None, self.usable, self.usable, self.usable] if self.memory is not None else [None]
+        bound = over = loose = 0.0
+        limits = [None, *[self.usable] * TURNS] if self.memory is not None else [None]
         for turn, memory in enumerate(limits):
             below = min(self.below, self._enough(memory))
             solution = self._program(memory, over, below).solve(gap=self.gap, limit=self._limit())
+            if solution is None and over > 1.1 * loose:  # others may hold less beside what the program counts
+                over = (loose + over) / 2
+                continue
             if solution is None:  # too little time or memory
                 break
             if turn == 0:  # others count memory roughly
@@ -93,10 +104,14 @@ class Best:
             made, run = self._settled(self._followed(solution), solution, bound)
             if self.least is None or run.at_most < self.least:
                 self.least = run.at_most
-            if self._holds(run):
-                made, run = self._polished(*self._shorter(made, run), bound)
-                return self._or_known(made, run, bound)
-            over += 1.02 * (run.at_most - memory) if memory is not None else 0.0
+            self.short = not self._holds(run)
+            if not self.short:
+                self.rough = self._shorter(made, run)
+                return self._or_known(*self.rough, bound)
+            more = 1.02 * (run.at_most - self.usable)
+            over, loose = over + more if memory is not None else 0.0, max(over, self.usable - solution.held)
+            if over <= loose:  # the same would be found again
+                over = min(self.usable, loose + more)
             if time.monotonic() > self.until:
                 break
         self.free = self.memory is None
@@ -105,6 +120,12 @@ class Best:
         if not self._holds(run) and self.below == float("inf"):
             made, run = self._smallest()
         return (made, run, bound) if self._holds(run) else None
+
+    def finished(self, made: Assignment, run: Run, bound: float) -> tuple[Assignment, Run, float]:
+        """What was found, with single changes that make it better."""
+        if self.rough is None:
+            return made, run, bound
+        return self._or_known(*self._polished(*self.rough, bound), bound)
 
     def _smallest(self) -> tuple[Assignment, Run]:
         """The fastest of the assignments that take about as little memory as there can be."""

@@ -115,30 +115,40 @@ def search(
     step = _Step(mesh, links, device_type, machine, mode, regime)
 
     def found() -> Plan:
-        best: tuple[Engine, dict[Tensor, State], Mapping[str, int], Assignment, Run, float] | None = None
+        best: tuple[Best, Mapping[str, int], Assignment, Run, float] | None = None
         tried: Best | None = None
         until = time.monotonic() + limit
+        ways = [1, 2] if split_batch is None else [split_batch]  # microbatches with which a plan may still be faster
         for again in [recomputed] if recomputed is not None else _recomputations(model, mode, memory):
+            if not ways or (tried is not None and time.monotonic() > until):
+                break
             engine = step.engine(model, inputs, loss, Plan(step.sizes, recomputed=again))
             pinned = fixed_states(engine.steps, fixed or {}, step.sizes)
-            below = float("inf") if best is None else best[4].seconds
-            tried = Best(engine, pinned, memory, gap, until, below)
-            found = tried.found()
-            if best is not None and (found is None or found[1].seconds >= below):
-                break  # to compute still more again does not help either
-            if found is not None:
-                best = engine, pinned, again, *found
-                if tried.free or time.monotonic() > until:
-                    break
+            for parts in tuple(ways):
+                below = float("inf") if best is None else best[3].seconds
+                if parts != ways[0] and (best is None or time.monotonic() > until):
+                    continue
+                if best is not None and parts > best[3].parts:
+                    if best[3].waiting <= WORTH * below:
+                        ways.remove(parts)
+                        continue
+                    below *= 1 - WORTH
+                here = engine if parts == engine.regime.parts else step.engine_of(engine.steps, parts=parts)
+                tried = Best(here, pinned, memory, gap, until, below)
+                found = tried.found()
+                if found is not None and found[1].seconds < below and parts in (split_batch, found[1].parts):
+                    best = tried, again, *found
+                    over = tried.free
+                else:
+                    over = not tried.short
+                if over:  # to compute more again does not help
+                    ways.remove(parts)
         if best is None:
             assert tried is not None
             raise PlacementError(tried.too_large())
-        engine, pinned, again, made, run, bound = best
-        if split_batch is None and run.waiting > WORTH * run.seconds and time.monotonic() < until:
-            halves = step.engine_of(engine.steps, parts=2)
-            found = Best(halves, pinned, memory, gap, until, run.seconds * (1 - WORTH)).found()
-            if found is not None and found[1].parts > 1 and found[1].seconds < run.seconds * (1 - WORTH):
-                engine, (made, run, bound) = halves, found
+        tried, again, made, run, bound = best
+        made, run, bound = tried.finished(made, run, bound)
+        engine, pinned = tried.engine, tried.pinned
         predicted = step.prediction(engine, run, bound)
         if what_if:
             others = step.what_if(engine, pinned, memory, gap, limit)
@@ -262,9 +272,10 @@ class _Step:
         if memory is not None:
             ways.append(("twice the memory", engine, pinned, 2 * memory))
         for name, other, kept, most in ways:
-            found = Best(other, kept, most, gap, time.monotonic() + limit).found()
+            best = Best(other, kept, most, gap, time.monotonic() + limit)
+            found = best.found()
             if found is not None:
-                yield name, found[1]
+                yield name, best.finished(*found)[1]
 
 
 def _recomputations(model: nn.Module, mode: Mode, memory: float | None) -> Iterator[Mapping[str, int]]:

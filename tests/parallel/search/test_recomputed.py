@@ -13,6 +13,8 @@ from bench.cuts import CUTS
 from dtensor import Activation, PlacementError, Plan, Shard, distribute_model, init_device_mesh, predict, search
 from dtensor.layout.cost import Link
 from dtensor.layout.machine import MACHINES, Machine
+from dtensor.parallel.search.best import Best
+from dtensor.parallel.search.engine import Assignment, Run
 from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.search import layers_of
 from dtensor.parallel.whole_model.plan import recomputed_of
@@ -175,6 +177,28 @@ def test_the_search_recomputes_no_more_than_it_must():
     assert some.prediction.memory <= (need + least) / 2
     assert search(Deep(), mesh, x, memory=1.3 * least).recomputed == {"layers.*": 1}
     assert search(Deep(), mesh, x, recomputed={"layers.*": 2}).recomputed == {"layers.*": 2}
+
+
+def test_two_microbatches_may_take_more_to_be_recomputed(monkeypatch):
+    """They were tried with what one batch needs to fit, and left if they did not fit with that."""
+    told = [  # microbatches, and seconds of the plan found, or None if nothing fits
+        (1, None),
+        *[(1, 1.0), (2, None)],
+        *[(1, 1.1), (2, 0.7)],
+        (2, 0.8),
+    ]
+    called = []
+
+    def found(self):
+        parts, seconds = told[len(called)]
+        called.append(self.engine.regime.parts)
+        self.free, self.short = False, seconds is None
+        return None if seconds is None else (Assignment(), Run(parts=parts, waiting=seconds), 0.0)
+
+    monkeypatch.setattr(Best, "found", found)
+    plan = search(Deep(), {"tp": 2}, torch.empty(4096, 32), memory=1e9)
+    assert called == [parts for parts, _ in told]
+    assert (plan.recomputed, plan.options) == ({"layers.*": 2}, {"split_batch": 2})
 
 
 def test_a_program_that_ended_the_process_in_the_presolve_of_highs():

@@ -38,6 +38,7 @@ class Solution:
         bound: no assignment of states takes less, under the same model.
         states: tensor -> the state in which it is made.
         uses: (step, operand) -> the state in which it takes its operand; None if any.
+        held: bytes that a rank holds, as far as the program counts them.
         variables, rows: size of the program.
     """
 
@@ -45,6 +46,7 @@ class Solution:
     bound: float
     states: dict[Tensor, State]
     uses: dict[tuple[Step, int], State | None]
+    held: float
     variables: int
     rows: int
 
@@ -375,6 +377,7 @@ class Program:
             min(found.value, found.bound) / scale,
             {t: s for t, s in states.items() if s is not None},
             uses,
+            max([sum([v * found.x[k] for k, v in held.items()]) for held in (self.halfway, self.at_end)]),
             len(self.columns.cost),
             len(self.rows.lower),
         )
