@@ -86,7 +86,8 @@ class Best:
 
     def found(self) -> tuple[Assignment, Run, float] | None:
         """The cheapest assignment that fits, what the engine does with it, and the bound; None if there is none."""
-        bound = over = loose = 0.0
+        bound = 0.0
+        over = loose = 0.0  # bytes that the program misses, and so many that the last solution is allowed with them
         limits = [None, *[self.usable] * TURNS] if self.memory is not None else [None]
         for turn, memory in enumerate(limits):
             below = min(self.below, self._enough(memory))
@@ -108,8 +109,8 @@ class Best:
             if not self.short:
                 self.rough = self._shorter(made, run)
                 return self._or_known(*self.rough, bound)
-            more = 1.02 * (run.at_most - self.usable)
-            over, loose = over + more if memory is not None else 0.0, max(over, self.usable - solution.held)
+            more, loose = 1.02 * (run.at_most - self.usable), max(0.0, self.usable - solution.held)
+            over = over + more if memory is not None else 0.0
             if over <= loose:  # the same would be found again
                 over = min(self.usable, loose + more)
             if time.monotonic() > self.until:

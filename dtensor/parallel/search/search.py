@@ -138,10 +138,10 @@ def search(
                 found = tried.found()
                 if found is not None and found[1].seconds < below and parts in (split_batch, found[1].parts):
                     best = tried, again, *found
-                    over = tried.free
+                    enough = tried.free
                 else:
-                    over = not tried.short
-                if over:  # to compute more again does not help
+                    enough = best is not None and not tried.short
+                if enough:  # to compute more again does not help
                     ways.remove(parts)
         if best is None:
             assert tried is not None
