@@ -26,10 +26,10 @@ from dtensor.torch_private.compiling import (
     check_results,
     inductor_compile,
     leave_missing,
-    min_cut_partition,
     on_tangents,
     traced_again_if_settled,
 )
+from dtensor.torch_private.partitioning import min_cut_partition
 
 from ..recording.watch_compiles import dumped
 from .inductor import STAGES, Partition

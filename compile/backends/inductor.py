@@ -18,16 +18,15 @@ from dtensor.mesh.provenance import keeps_specs
 from dtensor.torch_private.compiling import (
     CustomInferenceAwareGraphPass,
     CustomPartitionerFn,
-    all_symbols_saved,
     check_results,
     get_hash_for_files,
     is_within,
     lower_as_collective,
-    min_cut_partition,
     sizes_defined_by,
 )
 from dtensor.torch_private.core import process_groups
 from dtensor.torch_private.kernels import rebuild_damaged
+from dtensor.torch_private.partitioning import all_symbols_saved, min_cut_partition
 
 from ..estimates.meshes import mesh_groups, mesh_kinds
 from .insert_taps import insert_taps

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..torch_private.compiling import weigh_by
 from ..torch_private.core import FakeTensor, FunctionalTensor, graph_node
+from ..torch_private.partitioning import weigh_by
 from ..torch_private.symbolic_sizes import has_hint
 
 LOCAL = "dtensor_local"

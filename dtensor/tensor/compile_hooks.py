@@ -21,11 +21,11 @@ from ..torch_private.compiling import (
     compile_nothing,
     compile_with,
     inductor_config,
-    min_cut_partition,
     register_backend,
 )
 from ..torch_private.dynamo import stand_before_dynamo
 from ..torch_private.graph_cache import exchange_from_now_on
+from ..torch_private.partitioning import min_cut_partition
 from ..torch_private.phases import Compilation, watch_compilations
 
 STAGES = ("joint_custom_pre_pass", "post_grad_custom_pre_pass")

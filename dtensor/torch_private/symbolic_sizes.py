@@ -326,8 +326,8 @@ def guards_written_by(
 
     def kept(symints: Sequence[torch.SymInt]) -> list[Any]:
         given = {s.node.expr for s in symints}
-        both = [next((e for e in (g.expr, write(g.expr)) if e.free_symbols <= given), None) for g in env.guards]
-        return [g._replace(expr=e) for g, e in zip(env.guards, both) if e is not None]
+        stated = [g if g.expr.free_symbols <= given else g._replace(expr=write(g.expr)) for g in env.guards]
+        return [g for g in stated if g.expr.free_symbols <= given]
 
     env.produce_guards_verbose = written
     env.get_pruned_guards = kept

@@ -30,7 +30,6 @@ SPARE = 0.1
 UNDERCUT = 0.1
 """The fraction of its time that the engine may save where the program does not see it, as behind views."""
 
-
 TURNS = 6
 """How often a program with a bound on memory is solved, each time with another guess of the bytes that it misses."""
 

@@ -15,8 +15,9 @@ from torch.testing._internal.distributed._tensor import common_dtensor as refere
 from dtensor.compile import statistics
 from dtensor.passes import Raise
 from dtensor.testing import fake_ranks, with_ranks
-from dtensor.torch_private.compiling import aot_backend, boxed, min_cut_partition
+from dtensor.torch_private.compiling import aot_backend, boxed
 from dtensor.torch_private.core import functional_collectives as funcol
+from dtensor.torch_private.partitioning import min_cut_partition
 
 
 def compiled(f, inner="aot_eager", **options):

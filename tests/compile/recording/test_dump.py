@@ -17,7 +17,6 @@ from dtensor import Replicate, Shard, distribute_tensor
 from dtensor.compile import statistics
 from dtensor.compile.recording import bytecode
 from dtensor.compile.recording.bytecode import decompiled
-from dtensor.mesh.files import write_whole
 from dtensor.torch_private.compiling import dynamo_counters
 
 R, S0 = Replicate(), Shard(0)
@@ -152,20 +151,6 @@ def test_an_unwritable_folder_is_one_warning(mesh, tmp_path):
     ]
 
 
-def test_files_are_whole_or_not_there(tmp_path, monkeypatch):
-    path = tmp_path / "a.txt"
-    write_whole(path, "first")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_whole(path, "second")
-    assert path.read_text() == "first\n"
-    assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
-
-
 FULL = """
 import json, resource, signal, sys, warnings
 from pathlib import Path
@@ -240,13 +225,3 @@ def test_what_a_compiler_compiles_for_itself_is_not_shown(tmp_path):
     texts = {path.name: path.read_text() for path in tmp_path.glob("rank0/000_*/0[2-9]_*.txt")}
     assert {name.split(".")[0] for name in texts} == {"02_joint", "03_forward", "04_backward"}
     assert all("f32[3]" in text and "f32[5]" not in text for text in texts.values())
-
-
-def test_a_link_to_a_file_stays_one(tmp_path):
-    """As /dev/stdout is, which is not to be replaced."""
-    file, link = tmp_path / "file", tmp_path / "link"
-    file.write_text("before")
-    link.symlink_to(file)
-    write_whole(link, "after")
-    assert link.is_symlink()
-    assert file.read_text() == "after\n"

@@ -202,7 +202,7 @@ def test_two_microbatches_may_take_more_to_be_recomputed(monkeypatch):
 
 
 def test_a_program_that_ended_the_process_in_the_presolve_of_highs():
-    """With the rule of presolve that is left out, HiGHS 1.15 crashed here."""
+    """With its presolve, which is off, HiGHS 1.15 crashed here."""
     inner, batch = CUTS["weights"].make()
     machine = Machine(1.05e11, 4.5e11, 2.1e10, 2e-6, overlap=0.0, efficiency=0.82)
     mesh, model = {"x": 2}, WithLoss(inner)
