@@ -3,6 +3,7 @@
 Ratios are taken within each round, so that other load of the machine affects both sides.
 """
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,10 @@ def interleaved(
     before: Callable[[], object] = lambda: None,
     warm: int = 0,
 ) -> dict[str, list[float]]:
-    """Time functions in rounds, in which each takes a turn; each round begins with another function.
+    """Time functions in rounds, in which each takes a turn.
+
+    Each two rounds have an order of their own, there and back, so that no function always runs after the same one. It
+    depends on the number of the round alone, so that ranks that run this at once are in step.
 
     Args:
         runs: name -> function to time.
@@ -53,11 +57,10 @@ def interleaved(
     Returns:
         Name -> seconds of a call, in each round.
     """
-    names = list(runs)
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds):
-        k = i % len(names)
-        for name in names[k:] + names[:k]:
+        order = random.Random(i // 2).sample(list(runs), len(runs))
+        for name in order if i % 2 == 0 else order[::-1]:
             before()
             for _ in range(warm):
                 runs[name]()

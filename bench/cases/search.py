@@ -72,7 +72,7 @@ LARGE = Llama8B(layers=32, dim=4096, seq=8192, batch=128, vocab=128256, heads=32
 MODELS = ("decoder", "llama", "wide", "images")
 AMOUNTS: dict[str, tuple[tuple[tuple[int, ...], ...], int, tuple[str, ...], Sizes, int]] = {
     "tiny": (((8,),), 1, ("perceptron",), Sizes(dim=16, seq=4, batch=4), 1),
-    "quick": (((8,), (16, 8)), 32, MODELS, Sizes(dim=256, seq=128, batch=8), 4),
+    "quick": (((8,), (16, 8)), 32, MODELS, Sizes(dim=256, seq=128, batch=8), 8),
     "full": (
         ((8,), (16, 8), (4, 8, 4)),
         32,

@@ -24,8 +24,20 @@ def test_sides_take_turns():
     times = interleaved(
         {s: lambda s=s: seen.append(s) for s in "ab"}, rounds=3, calls=2, before=lambda: seen.append("|")
     )
-    assert "".join(seen) == "|aa|bb|bb|aa|aa|bb"
+    assert "".join(seen[:12]).replace("|", "") in ("aabbbbaa", "bbaaaabb")
+    assert [seen[i : i + 3] for i in range(0, 18, 3)].count(["|", "a", "a"]) == 3
     assert [len(t) for t in times.values()] == [3, 3]
+
+
+def test_no_side_always_runs_after_the_same_one():
+    seen = []
+    interleaved({s: lambda s=s: seen.append(s) for s in "abcd"}, rounds=12)
+    rounds = ["".join(seen[i : i + 4]) for i in range(0, 48, 4)]
+    assert all(sorted(r) == list("abcd") for r in rounds)
+    assert all(there == back[::-1] for there, back in zip(rounds[::2], rounds[1::2]))
+    assert {before + after for r in rounds for before, after in zip(r, r[1:])} == {
+        a + b for a in "abcd" for b in "abcd" if a != b
+    }
 
 
 def test_exact_figures():
