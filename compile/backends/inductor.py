@@ -27,6 +27,7 @@ from dtensor.torch_private.compiling import (
 from dtensor.torch_private.core import process_groups
 from dtensor.torch_private.kernels import rebuild_damaged
 from dtensor.torch_private.partitioning import all_symbols_saved, min_cut_partition
+from dtensor.torch_private.peak_memory import estimate_memory_as_generated
 
 from ..estimates.meshes import mesh_groups, mesh_kinds
 from .insert_taps import insert_taps
@@ -54,6 +55,7 @@ class Passes(JointPasses):
     def __call__(self, graph: fx.Graph, is_inference: bool = False) -> None:
         lower_as_collective(OVER_GLOO.all_to_all)
         sizes_defined_by(torch.ops.dtensor.local_length.default, local_lengths)
+        estimate_memory_as_generated()
         optimise(graph, self.options, inference=is_inference, within=is_within())
         if keeps_specs() and not is_within():
             insert_taps(graph, direction(graph, is_inference))

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from click.testing import CliRunner
@@ -35,7 +36,7 @@ def test_no_side_always_runs_after_the_same_one():
     rounds = ["".join(seen[i : i + 4]) for i in range(0, 48, 4)]
     assert all(sorted(r) == list("abcd") for r in rounds)
     assert all(there == back[::-1] for there, back in zip(rounds[::2], rounds[1::2]))
-    assert {before + after for r in rounds for before, after in zip(r, r[1:])} == {
+    assert {before + after for r in rounds for before, after in pairwise(r)} == {
         a + b for a in "abcd" for b in "abcd" if a != b
     }
 
