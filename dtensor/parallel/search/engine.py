@@ -169,7 +169,7 @@ class Engine:
                     moved.add((v, b))
                 self._pay(made, step, v, a, b)
                 if v.storage in memory:
-                    memory.copy(index, v.storage, self.local(v, b), stays=step.border)
+                    memory.copy(index, v.storage, self.local(v, b), self.local(v, a), stays=step.border)
             (made.backward if op.backward else made.forward)[0] += took
             made.waiting += extra
             place = made.by_path.setdefault(_pattern_of(step), [0.0, 0.0])

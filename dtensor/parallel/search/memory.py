@@ -6,7 +6,7 @@ from typing import Any
 
 from .states import State, parts
 from .steps import Steps
-from .tape import PARAMETER, Value
+from .tape import BORDER, PARAMETER, Op, Value
 
 
 class Ends:
@@ -20,6 +20,7 @@ class Ends:
         own: memory -> the parameter that it belongs to.
         turn: index of the first operator of the backward.
         in_backward: parameters that the backward reads themselves, and not only views of them.
+        handed: indices of the borders after which memory is read only as they handed it on.
     """
 
     def __init__(self, steps: Steps) -> None:
@@ -40,6 +41,28 @@ class Ends:
                     read[self.own[v.storage], op.backward] = index
         self.in_backward = {v for op in ops if op.backward for v in op.operands if v.kind == PARAMETER}
         self.last |= read  # a gathered parameter, and views of it
+        self.handed = set(handing_all_on(ops))
+
+
+def handing_all_on(ops: Sequence[Op]) -> Iterator[int]:
+    """Indices of the borders after which nothing reads the memory but what they handed on, and views of it."""
+    readers: dict[int, list[tuple[int, Op]]] = {}
+    for index, op in enumerate(ops):
+        for storage in {v.storage for v in op.operands}:
+            readers.setdefault(storage, []).append((index, op))
+    for storage, found in readers.items():
+        for index, border in found:
+            if border.func != BORDER:
+                continue
+            views: set[Value | None] = set(border.outputs)
+            after = [op for k, op in found if k > index]
+            for op in after:
+                read = {v for v in op.operands if v.storage == storage}
+                if not read <= views:
+                    break
+                views.update([v for v in op.outputs if v is not None and v.storage == storage])
+            else:
+                yield index
 
 
 @dataclass(frozen=True)
@@ -94,12 +117,14 @@ class Memory:
         self._born[key], self._size[key] = index, bytes_
         self._more[index] += bytes_
 
-    def copy(self, index: int, key: Any, bytes_: float, *, stays: bool) -> None:
-        """An operator takes what another one made, in another state; `stays`: in place of itself, for others too."""
+    def copy(self, index: int, key: Any, bytes_: float, before: float, *, stays: bool) -> None:
+        """An operator takes what another one made, in another state; `stays`: for others too, and in place of itself if
+        they are all that read it."""
         self._moved[index] += bytes_
         if stays and index + 1 < len(self._more):
-            self._size[key] += bytes_
-            self._more[index + 1] += bytes_
+            more = bytes_ - (before if index in self.ends.handed else 0.0)
+            self._size[key] += more
+            self._more[index + 1] += more
 
     def read(self, key: int, part: float) -> None:
         """The backward takes this part of what the forward made, or of a view of it."""
@@ -197,4 +222,4 @@ def part_taken(have: State, wanted: State, sizes: Sequence[int], saved: bool) ->
     return parts(have, sizes) / parts(wanted, sizes) if smaller or saved else 1.0
 
 
-__all__ = ["Ends", "Held", "Memory", "part_taken"]
+__all__ = ["Ends", "Held", "Memory", "handing_all_on", "part_taken"]

@@ -8,14 +8,15 @@ from torch import nn
 
 from dtensor import Plan, Shard, predict
 from dtensor.layout.machine import MACHINES
-from dtensor.parallel.search.memory import Held, Memory, packed
+from dtensor.parallel.search.memory import Held, Memory, handing_all_on, packed
+from dtensor.parallel.search.tape import BORDER, Op, Value
 
 N = 10
 """Operators; the last five are the backward."""
 
 
 def memory(**ends):
-    given = {"last": {}, "forward": {}, "backward": {}, "turn": 5, **ends}
+    given = {"last": {}, "forward": {}, "backward": {}, "turn": 5, "handed": (), **ends}
     return Memory(SimpleNamespace(**given), N)
 
 
@@ -59,6 +60,35 @@ def test_what_the_backward_takes_is_kept(part, least):
     held.read(1, part)
     assert dict(held.kept()) == {1: least}
     assert held.peak(0.0)[0] == max(4.0, least)
+
+
+@pytest.mark.parametrize(("handed", "stays"), [((2,), 8.0), ((), 12.0)], ids=["all read it", "others read the shards"])
+def test_what_a_border_gathers_stays_in_place_of_shards_that_nothing_else_reads(handed, stays):
+    held = memory(last={1: 7}, forward={1: 3}, backward={1: 7}, handed=handed)
+    held.make(0, 1, 4.0)
+    held.copy(2, 1, 8.0, 4.0, stays=True)
+    assert dict(held.kept()) == {1: stays}
+    assert held.peak(0.0)[0] == 4.0 + 8.0
+
+
+def test_borders_after_which_memory_is_only_read_as_they_handed_it_on():
+    def value(storage):
+        return Value("made", "", (4,), (1,), torch.float32, storage)
+
+    def op(func, reads, makes):
+        return Op(func, (), {}, reads, makes, False, "", False)
+
+    x, handed, view, y, again = value(1), value(1), value(1), value(2), value(1)
+    ops = [
+        op("norm", [value(0)], [x]),
+        op(BORDER, [x], [handed]),
+        op("view", [handed], [view]),
+        op("product", [view], [y]),
+        op(BORDER, [handed], [again]),
+        op("add", [y, view], [value(3)]),
+        op(BORDER, [y], [value(2)]),
+    ]
+    assert sorted(handing_all_on(ops)) == [1, 6]
 
 
 def test_what_the_forward_moves_is_saved_and_paid_once():
