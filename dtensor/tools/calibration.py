@@ -186,8 +186,9 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
 def measure(group: str, options: Options, label: str = "", quiet: bool = False) -> tuple[Timing, ...]:
     """Time each collective and a copy for each size on the ranks of `group`; all ranks of the world get the same times.
 
-    All groups of the world measure at the same time, as they also communicate at the same time in a program. Each time
-    is that of the slowest rank, the mean over the rounds on CPUs and the median on other devices.
+    All groups of the world measure at the same time, as they also communicate at the same time in a program, over links
+    that they may share: all wait for each other before each call. Each time is that of the slowest rank, the mean over
+    the rounds on CPUs and the median on other devices.
 
     Args:
         group: name of the process group.
@@ -206,6 +207,7 @@ def measure(group: str, options: Options, label: str = "", quiet: bool = False) 
     ) as bar:
         for _ in range(options.rounds + 1):
             for case, run in runs.items():
+                dist.barrier()
                 if options.device == "cpu":
                     _compute(options.computing)
                 taken[case].append(clock(run))

@@ -108,10 +108,10 @@ class Best:
             if not self.short:
                 self.rough = self._shorter(made, run)
                 return self._or_known(*self.rough, bound)
-            more, loose = 1.02 * (run.at_most - self.usable), max(0.0, self.usable - solution.held)
-            over = over + more if memory is not None else 0.0
-            if over <= loose:  # the same would be found again
-                over = min(self.usable, loose + more)
+            more, left = 1.02 * (run.at_most - self.usable), self.usable - solution.held
+            over, loose = over + more if memory is not None else 0.0, max(0.0, left)
+            if over <= left:  # the same would be found again
+                over = min(self.usable, left + more)
             if time.monotonic() > self.until:
                 break
         self.free = self.memory is None

@@ -164,21 +164,22 @@ class Memory:
         Where all ranks get the sums, a bucket is there when its first gradient is made, is summed in place, and is
         waited for at the end. One of which each rank gets a part is put together when the last one is made, and is
         waited for when the next one starts; or it, too, is there from the first one on, as a compiler orders kernels.
-        What arrived is copied.
+        A gradient that is alone is sent as it is. What arrived is copied.
         """
         buckets = packed(given, full)
         for bucket, after in zip(buckets, [*buckets[1:], []]):
             first, last, end = bucket[0].index, bucket[-1].index, len(self._more) - 1
             whole, part = (sum(x) for x in ([h.whole for h in bucket], [h.part for h in bucket]))
-            if part >= whole or len(bucket) == 1:
+            if part >= whole:
                 self.hold(first, end, whole)
             else:
                 end = after[-1].index if after else end
                 self.hold(last, end, whole)
-                self._reserved[first] += whole
-                for one in bucket:
-                    self.hold(one.index, last, one.whole)
-                    self._reserved[one.index] -= one.whole
+                if len(bucket) > 1:
+                    self._reserved[first] += whole
+                    for one in bucket:
+                        self.hold(one.index, last, one.whole)
+                        self._reserved[one.index] -= one.whole
             self.grow(end, part)
             self._moved[end] = max(self._moved[end], part)
 

@@ -40,6 +40,13 @@ def test_gradients_of_which_ranks_get_parts():
     assert held.peak(0.0) == (100.0 + 3.0, 100.0 + 8.0)
 
 
+def test_a_gradient_that_fills_a_bucket_is_there_until_the_next_one_is_sent():
+    """Of three, two are there at once, with the parts of those before, of which the last is just copied."""
+    held = memory()
+    held.reduce([Held(5, 8.0, 1.0), Held(6, 8.0, 1.0), Held(7, 8.0, 1.0)], 4.0)
+    assert held.peak(0.0) == (8.0 + 8.0 + 1.0 + 1.0 + 1.0,) * 2
+
+
 def test_parameters_come_in_buckets_one_ahead():
     held = memory(last={("p", False): 1, ("q", False): 3})
     held.take(1, ("p", False), Held(1, 4.0, 2.0))
