@@ -59,11 +59,11 @@ def _from_the_first_part(infos: Sequence[Any]) -> list[Any]:
     whole_of = _concatenations([info.buffer for info in infos])
     spans: dict[str, list[Any]] = {}
     for info in infos:
-        name = info.buffer.get_name()
+        name: str = info.buffer.get_name()
         spans.setdefault(whole_of.get(name, name), []).append(info)
     found = list[Any]()
     for info in infos:
-        name = info.buffer.get_name()
+        name: str = info.buffer.get_name()
         if name in whole_of:
             info = replace(info, size_alloc=0, size_free=0)
         elif len(spans[name]) > 1:
