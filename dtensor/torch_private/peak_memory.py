@@ -4,6 +4,7 @@ of torch."""
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from . import core  # noqa: F401  it checks the version of torch
@@ -77,15 +78,10 @@ def _from_the_first_part(infos: Sequence[Any]) -> list[Any]:
 def _calls(nodes: Sequence[Any]) -> list[tuple[int, int]]:
     """For each node the first and the last of those that are called with it."""
     found = list[tuple[int, int]]()
-    first = 0
-    for index, node in enumerate(nodes):
-        if not (_is_generated(node) and index and _is_generated(nodes[index - 1])):
-            first = index
-        found.append((first, index))
-    for index in reversed(range(len(found) - 1)):
-        first, _ = found[index]
-        if found[index + 1][0] == first:
-            found[index] = found[index + 1]
+    for generated, group in groupby(nodes, _is_generated):
+        first, count = len(found), len(list(group))
+        last = first + count - 1
+        found += [(first, last)] * count if generated else [(k, k) for k in range(first, last + 1)]
     return found
 
 
