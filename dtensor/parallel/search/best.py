@@ -90,14 +90,17 @@ class Best:
         limits = [None, *[self.usable] * TURNS] if self.memory is not None else [None]
         for turn, memory in enumerate(limits):
             below = min(self.below, self._enough(memory))
-            solution = self._program(memory, over, below).solve(gap=self.gap, limit=self._limit())
+            program = self._program(memory, over, below)
+            solution = program.solve(gap=self.gap, limit=self._limit())
+            if turn == 0:  # others count memory roughly
+                bound = program.bound
+            if solution is None and turn == 0:  # nothing is faster than what takes more memory than there is
+                continue
             if solution is None and over > 1.1 * loose:  # others may hold less beside what the program counts
                 over = (loose + over) / 2
                 continue
             if solution is None:  # too little time or memory
                 break
-            if turn == 0:  # others count memory roughly
-                bound = min(solution.bound, below)
             if solution.bound >= self.below:
                 return None
             self.free = turn == 0

@@ -57,6 +57,7 @@ class Choices:
         self.gathered: set[str] = set()
         self._rules: dict[Step, tuple[Call, Rule]] = {}
         self._options: dict[tuple[Step, frozenset[str]], list[Option]] = {}
+        self._alike: dict[Any, list[Option]] = {}
         self._full = tuple([bucket_bytes(link) for link in self.choosing.links])
         self._moves: dict[tuple[tuple[int, ...], int, bool], Moves] = {}
 
@@ -146,54 +147,56 @@ class Choices:
             c for c in candidates(rule) if not (step.in_place and 0 not in rule.unread and c.inputs[0] != c.outputs[0])
         ]
         table = [c for c in table if all(not isinstance(x, str) or x in partial for x in (*c.inputs, *c.outputs))]
-        found: dict[Any, Option] = {}
-        for picked in product(table, repeat=axes):
-            made = self._option(step, rule, picked)
-            if made is not None:
-                key = made.inputs, made.outputs
-                if key not in found or found[key].split < made.split:
-                    found[key] = made
-        return list(found.values())
+        free = tuple([all(t.plain for t in source) for source in step.sources])
+        unread = tuple([k in rule.unread and not any(rule.inputs[k]) for k in range(len(step.sources))])
+        results = tuple([v is not None for v in step.outputs])
+        inside = [(tuple(rule.all_reduces.items()), _size(step))] if rule.all_reduces else []
+        key = tuple(table), tuple(rule.sizes.items()), free, unread, results, *inside
+        known = self._alike.get(key)
+        if known is None:
+            found: dict[Any, Option] = {}
+            for picked in product(table, repeat=axes):
+                made = self._option(step, rule, picked, free, unread)
+                if made is not None:
+                    same = made.inputs, made.outputs
+                    if same not in found or found[same].split < made.split:
+                        found[same] = made
+            known = self._alike[key] = list(found.values())
+        return known
 
-    def _option(self, step: Step, rule: Rule, picked: tuple[Candidate, ...]) -> Option | None:
+    def _option(
+        self, step: Step, rule: Rule, picked: tuple[Candidate, ...], free: Sequence[bool], unread: Sequence[bool]
+    ) -> Option | None:
         sizes = self.network.sizes
         ways: dict[str, int] = {}
-        for c, n in zip(picked, sizes):
+        axes: dict[str, tuple[int, ...]] = {}
+        for a, (c, n) in enumerate(zip(picked, sizes)):
             if n == 1 and (c.factor is not None or any(c.inputs)):
                 return None
             if c.factor is not None:
                 ways[c.factor] = ways.get(c.factor, 1) * n
+                axes[c.factor] = (*axes.get(c.factor, ()), a)
         for factor, n in ways.items():
             if rule.sizes[factor] % n:
                 return None
         ins: list[State | None] = []
-        for k, t in enumerate(step.sources):
-            if all(s.plain for s in t):
-                ins.append(None)
-                if any(isinstance(c.inputs[k], str) for c in picked):
-                    return None
-            elif k in rule.unread and not any(rule.inputs[k]):
-                ins.append(None)
-            else:
-                ins.append(tuple([c.inputs[k] for c in picked]))
+        for k in range(len(step.sources)):
+            if free[k] and any(isinstance(c.inputs[k], str) for c in picked):
+                return None
+            ins.append(None if free[k] or unread[k] else tuple([c.inputs[k] for c in picked]))
         outs = tuple([None if v is None else tuple([c.outputs[k] for c in picked]) for k, v in enumerate(step.outputs)])
-        axes: dict[str, tuple[int, ...]] = {}
-        for a, c in enumerate(picked):
-            if c.factor is not None:
-                axes[c.factor] = (*axes.get(c.factor, ()), a)
         return Option(tuple(ins), outs, prod(ways.values()), self.across(step, rule, axes))
 
     def across(self, step: Step, rule: Rule, axes: Mapping[str, tuple[int, ...]]) -> float:
         """Seconds of the all-reduces inside of an operator that works across the shards of a factor, which `axes` cut:
         of results about as large as the first one without that factor."""
-        out = next((v for v in step.outputs if v is not None), None)
-        if out is None:
+        if not rule.all_reduces:
             return 0.0
-        sizes, total = self.network.sizes, 0.0
+        sizes, total, bytes_ = self.network.sizes, 0.0, _size(step)
         for f, count in rule.all_reduces.items():
             others = prod([sizes[a] for g, over in axes.items() if g != f for a in over])
             for a in axes.get(f, ()):
-                size = out.like.bytes / max(1, rule.sizes[f]) / others
+                size = bytes_ / max(1, rule.sizes[f]) / others
                 total += count * collective_seconds("all_reduce", size, sizes[a], self.network.links[a])
         return total
 
@@ -210,6 +213,11 @@ class Choices:
         dtype = first.like.dtype if first is not None else torch.float32
         took = parts * self.machine.seconds(step.flops / option.split / parts, moved / parts, dtype)
         return took if step.flops or moved else 0.0
+
+
+def _size(step: Step) -> int:
+    """Bytes of the first result of a step."""
+    return next((v.like.bytes for v in step.outputs if v is not None), 0)
 
 
 def seconds_of_optimizer(bytes_: float, machine: Machine, states: float) -> float:

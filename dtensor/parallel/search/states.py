@@ -119,6 +119,7 @@ class Moves:
         self.network, self.shape, self.bytes = network, shape, prod(shape) * itemsize
         self.memory, self.full = memory, full
         self._links = network.links if full is None else [_bucketed(*pair) for pair in zip(network.links, full)]
+        self._steps: dict[Any, float] = {}
         self._ways: dict[frozenset[str], _Ways] = {}
         self._found: dict[tuple[State, State], dict[tuple[State, State], float]] = {}
         self._between: dict[tuple[frozenset[State], frozenset[State]], list[tuple[State, State, float]]] = {}
@@ -128,11 +129,17 @@ class Moves:
         have, n = state[axis], self.network.sizes[axis]
         if have == to or n == 1:
             return 0.0
-        op = MOVES.get((type(have), type(to)))
+        size = self.bytes * (n if isinstance(have, int) else 1) / parts(state, self.network.sizes)
+        known = self._steps.get((axis, have, to, size))
+        if known is None:
+            known = self._steps[axis, have, to, size] = self._step(axis, have, to, size)
+        return known
+
+    def _step(self, axis: int, have: int | str | None, to: int | str | None, size: float) -> float:
+        """The same for a tensor that without this axis has so many bytes on a rank."""
+        n, op = self.network.sizes[axis], MOVES.get((type(have), type(to)))
         if op is None:
             return inf
-        others = parts(tuple([None if a == axis else s for a, s in enumerate(state)]), self.network.sizes)
-        size = self.bytes / others
         sent = size / n if op in ("all_to_all", "shard") else size
         return seconds(op, sent, n, self._links[axis]) + 2 * self._copied(op, axis, have, to, size) / self.memory
 
@@ -147,13 +154,10 @@ class Moves:
         return before * (shared or to not in (0, None)) + after * (shared or (have != 0 and isinstance(have, int)))
 
     def targets(self, state: State, axis: int) -> Iterator[int | str | None]:
-        """What the entry of one axis can become."""
+        """What the entry of one axis can become, if it divides the tensor."""
         if state[axis] is not None:
             yield None
-        for dim in range(len(self.shape)):
-            made = (*state[:axis], dim, *state[axis + 1 :])
-            if dim != state[axis] and fits(made, self.shape, self.network.sizes):
-                yield dim
+        yield from [dim for dim in range(len(self.shape)) if dim != state[axis]]
         if state[axis] is None:
             yield "sum"
 
@@ -184,9 +188,19 @@ class Moves:
                     at = after
         return steps
 
+    def prices(self, made: Sequence[State], wanted: Sequence[State]) -> Any:
+        """Seconds of the cheapest ways from each state in `made` to each in `wanted`, as a matrix."""
+        ways = self._all([*made, *wanted])
+        start, end = ways.pairs(made, wanted)
+        ways.find(start[:, 0])
+        found = ways.seconds(start, end)
+        for k, m in zip(*numpy.nonzero(numpy.isinf(found))):
+            found[k, m] = self.price(made[k], wanted[m])
+        return found
+
     def between(self, made: frozenset[State], wanted: frozenset[State]) -> list[tuple[State, State, float]]:
         """The single moves, with their prices, on the cheapest ways from each state in `made` to each in `wanted`."""
-        known = self._between.get((made, wanted))
+        known = self._between.get((made, wanted)) if made and wanted else []
         if known is None:
             ways, starts, ends = self._all([*made, *wanted]), sorted(made, key=str), sorted(wanted, key=str)
             start, end = ways.pairs(starts, ends)
@@ -195,7 +209,7 @@ class Moves:
             found = ways.moves(start[led], end[led])
             for k, m in zip(*numpy.nonzero(~led)):
                 found |= self.way(starts[k], ends[m])
-            known = self._between[made, wanted] = [(a, b, price) for (a, b), price in sorted(found.items(), key=str)]
+            known = self._between[made, wanted] = [(a, b, price) for (a, b), price in found.items()]
         return known
 
     def _all(self, states: Iterable[State]) -> "_Ways":
@@ -205,14 +219,15 @@ class Moves:
         if known is None:
             sizes = self.network.sizes
             entries = [None, *range(len(self.shape)), *sorted(key)]
-            nodes = [s for s in product(entries, repeat=len(sizes)) if fits(s, self.shape, sizes)]
-            edges = {
-                (s, (*s[:axis], to, *s[axis + 1 :])): self.step(s, axis, to)
-                for s in nodes
-                for axis in range(len(s))
-                for to in self.targets(s, axis)
-            }
-            known = self._ways[key] = _Ways(nodes, edges)
+            nodes = dict.fromkeys([s for s in product(entries, repeat=len(sizes)) if fits(s, self.shape, sizes)])
+            edges: dict[tuple[State, State], float] = {}
+            for s in nodes:
+                for axis in range(len(s)):
+                    for to in self.targets(s, axis):
+                        after = (*s[:axis], to, *s[axis + 1 :])
+                        if after in nodes:
+                            edges[s, after] = self.step(s, axis, to)
+            known = self._ways[key] = _Ways([*nodes], edges)
         return known
 
 
@@ -243,12 +258,15 @@ class _Ways:
         a, b = (numpy.array([self.number.get(s, -1) for s in given]) for given in (some, others))
         return numpy.meshgrid(a, b, indexing="ij")
 
+    def seconds(self, start: Any, end: Any) -> Any:
+        """Seconds of the cheapest ways between states, by their indices, or inf; all of a row start at the same one."""
+        none = numpy.full(len(self.nodes), inf)
+        took = [self._from(k)[0] if k >= 0 else none for k in start[:, 0]]
+        return numpy.stack([numpy.where(ends >= 0, row[ends], inf) for row, ends in zip(took, end)])
+
     def lead(self, start: Any, end: Any) -> Any:
         """Whether there are ways between states, by their indices; all of a row start at the same one."""
-        there = [
-            numpy.isfinite(self._from(k)[0]) if k >= 0 else numpy.zeros(len(self.nodes), bool) for k in start[:, 0]
-        ]
-        return numpy.stack([row[ends] & (ends >= 0) for row, ends in zip(there, end)])
+        return numpy.isfinite(self.seconds(start, end))
 
     def moves(self, start: Any, end: Any) -> dict[tuple[State, State], float]:
         """The moves on the cheapest ways between states, by their indices, and the seconds of each."""

@@ -3,6 +3,7 @@
 import math
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,6 +42,13 @@ def test_what_lies_between_is_what_the_ways_are_made_of():
     for a, b in product(made, wanted):
         expected |= moves.way(a, b)
     assert {(a, b): price for a, b, price in moves.between(made, wanted)} == pytest.approx(expected)
+
+
+def test_prices_are_those_of_ways():
+    moves = Moves(Network.of((2, 4), (SLOW, FAST)), (8, 8), 4)
+    states = list(product(ENTRIES, repeat=2))
+    expected = [[moves.price(a, b) for b in states] for a in states]
+    np.testing.assert_allclose(moves.prices(states, states), expected)
 
 
 def test_the_cheapest_way_has_several_moves():

@@ -6,9 +6,7 @@ from ..choices import Option
 from ..fusing import is_pointwise
 from ..states import State
 from ..steps import Step, Tensor
-
-Chosen = dict[State, dict[int, float]]
-"""For each state the variables of which one is 1 where a tensor is in it."""
+from .tableau import Chosen
 
 
 def leader_of(step: Step, made: Mapping[Tensor, Chosen]) -> list[Tensor] | None:
@@ -63,4 +61,4 @@ def following(leaders: Sequence[Chosen], step: Step, options: Sequence[Option]) 
     return found
 
 
-__all__ = ["Chosen", "following", "leader_of"]
+__all__ = ["following", "leader_of"]

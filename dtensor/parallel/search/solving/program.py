@@ -17,16 +17,21 @@ the dual revised simplex method", 2018) solves it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
+
 from ..choices import Choices, Option, seconds_of_optimizer
-from ..regime import USUAL, Regime, on_parts
-from ..states import State, first_start, fits, parts
-from ..steps import Step, Steps, Tensor, is_free
+from ..regime import USUAL, Regime
+from ..states import State, fits, parts
+from ..steps import Step, Steps, Tensor
 from ..tape import BUFFER, CONSTANT, INPUT, PARAMETER
-from .following import Chosen, following, leader_of
-from .solver import COST, INF, Columns, Model, Rows
+from .flows import Flows, without
+from .following import following, leader_of
+from .pruning import Groups
+from .solver import COST, INF, Model
+from .tableau import Chosen, Tableau
 
 
 @dataclass
@@ -55,30 +60,6 @@ MICRO = 1e6
 """Microseconds of a second, for rows, as coefficients far from 1 are not exact."""
 
 
-@dataclass
-class Phase:
-    """Forward or backward.
-
-    Attributes:
-        busy: variable -> seconds of computation, and of moves that take the place of it.
-        beside: variable -> seconds of moves that run beside computation.
-    """
-
-    busy: dict[int, float] = field(default_factory=dict[int, float])
-    beside: dict[int, float] = field(default_factory=dict[int, float])
-
-
-@dataclass(frozen=True)
-class _Paid:
-    """How moves are paid: beside computation or not, in which phase, how often again in the backward, and for so many
-    bytes an element."""
-
-    beside: bool
-    backward: bool
-    again: float
-    itemsize: int
-
-
 class Program:
     """The program of one search.
 
@@ -89,8 +70,10 @@ class Program:
         memory: bytes that a rank may hold; None for any.
         transient: bytes held besides parameters, their gradients and states, and what is saved.
         fixed: tensor of a parameter or input -> the state that it must have.
-        below: solutions of more seconds are of no interest, so that options and moves which only these have are left
-            out.
+        below: solutions of more seconds are of no interest, so that what only these take is left out.
+
+    Attributes:
+        bound: no assignment of states takes less, as far as it was solved, be there one below `below` or not.
     """
 
     def __init__(
@@ -108,26 +91,24 @@ class Program:
         self.sizes, self.regime = self.network.sizes, regime
         self.training, self.kept = regime.training, regime.states
         self.fixed = fixed or {}
+        self.below, self.bound = below, 0.0
         self.partial = choices.made(steps.steps)
-        self.columns, self.rows = Columns(), Rows()
+        self.tableau = Tableau()
+        self.columns, self.rows = self.tableau.columns, self.tableau.rows
         self.made: dict[Tensor, Chosen] = {}
         self.taken: dict[tuple[Step, int], Chosen] = {}
         self.led: set[tuple[Step, int]] = set()
         self.picked: dict[Step, list[tuple[int, Option]]] = {}
-        self.phases = Phase(), Phase()
-        self.priced = {step: self._priced(step) for step in steps.steps if not step.plain and not step.border}
-        self.least = sum([min(took, default=0.0) for _, took in self.priced.values()])
-        self.firsts: dict[tuple[bool, bool, int], int] = {}
         self.halfway: dict[int, float] = {}
         self.at_end: dict[int, float] = {}
         self._sources()
-        self.room = max(0.0, below - self.least)
         for step in steps.steps:
             self._step(step)
-        for tensor in steps.tensors:
-            self._flows(tensor)
-        for phase in self.phases:
+        self._flows()
+        self.longer = set[int]()
+        for phase in self.tableau.phases:
             longer = self.columns.add(1.0 / MICRO, upper=INF)
+            self.longer.add(longer)
             for seconds in (phase.busy, phase.beside):
                 self.rows.add({longer: 1.0, **{k: -v * MICRO for k, v in seconds.items()}}, 0.0, INF)
         self._saved()
@@ -145,14 +126,6 @@ class Program:
             found = [(*s, e) for s in found for e in entries]
         return (s for s in found if fits(s, tensor.like.shape, self.sizes))
 
-    def _one_of(self, terms: Sequence[int]) -> None:
-        self.rows.add(dict.fromkeys(terms, 1.0), 1.0, 1.0)
-
-    def _priced(self, step: Step) -> tuple[list[Option], list[float]]:
-        """The options of a step, and the seconds that each takes."""
-        options = self.choices.options(self.all.first.get(step, step), self.partial)
-        return options, [(self.choices.seconds(step, o, self.regime.parts) + o.extra) * step.count for o in options]
-
     def _sources(self) -> None:
         machine, batch, learned = self.choices.machine, set(self.all.batch()), {p for _, p in self.all.gradients}
         for t in self.all.tensors:
@@ -160,7 +133,6 @@ class Program:
                 continue
             trained = t in learned
             chosen: Chosen = {}
-            least = INF
             states = [self.fixed[t]] if t in self.fixed else list(self.all_states(t))
             if t in batch:  # if none divides, nothing is done in parts
                 states = [s for s in states if self.regime.divides(t.like.shape, s, self.sizes)] or states
@@ -169,12 +141,10 @@ class Program:
                 cost = seconds_of_optimizer(local, machine, self.kept) if trained else 0.0
                 k = self.columns.add(cost * t.count, integer=True)
                 chosen[s] = {k: 1.0}
-                least = min(least, cost * t.count)
                 self.halfway[k] = local * t.count * (1 + self.kept if trained else 1)
                 self.at_end[k] = local * t.count * (2 + self.kept if trained else 1)
-            self._one_of([k for terms in chosen.values() for k in terms])
+            self.tableau.one_of([k for terms in chosen.values() for k in terms])
             self.made[t] = chosen
-            self.least += least
 
     def _step(self, step: Step) -> None:
         if step.plain:
@@ -182,7 +152,7 @@ class Program:
         if step.border:
             self._hand_on(step)
             return
-        options, took = self.priced[step]
+        options = self.choices.options(self.all.first.get(step, step), self.partial)
         leader, picked = None, self.picked.get(self.all.first.get(step, step), [])
         follows = False
         if not picked:
@@ -190,15 +160,13 @@ class Program:
             picked = [] if leader is None else following([self.made[t] for t in leader], step, options)
             follows = bool(picked)
         if not picked:
-            fast = [o for o, seconds in zip(options, took) if seconds - min(took) <= self.room]
-            picked = [(self.columns.add(0.0, integer=True), o) for o in fast]
-            self._one_of([k for k, _ in picked])
+            picked = [(self.columns.add(0.0, integer=True), o) for o in options]
+            self.tableau.one_of([k for k, _ in picked])
         self.picked[step] = picked
-        busy, seconds_of = self.phases[step.backward].busy, dict(zip(options, took))
+        busy = self.tableau.phases[step.backward].busy
         for k, o in picked:
-            waited = o.extra * step.count
-            self.columns.cost[k] += waited
-            busy[k] = busy.get(k, 0.0) + seconds_of[o] - waited
+            self.columns.cost[k] += o.extra * step.count
+            busy[k] = busy.get(k, 0.0) + self.choices.seconds(step, o, self.regime.parts) * step.count
         for i, source in enumerate(step.sources):
             self.taken[step, i] = _grouped([(k, o.inputs[i]) for k, o in picked])
             if follows and all(t in (leader or ()) for t in source):
@@ -223,120 +191,33 @@ class Program:
             self.made[out] = self.taken[step, 0] = self.made[t]
             self.led.add((step, 0))
             return
-        chosen: Chosen = {}
-        for s in self.all_states(out, partial=out.like.dtype.is_floating_point):
-            chosen[s] = {self.columns.add(0.0, integer=True): 1.0}
-        self._one_of([k for terms in chosen.values() for k in terms])
+        chosen = self.tableau.one_state(self.all_states(out, partial=out.like.dtype.is_floating_point))
         self.made[out] = self.taken[step, 0] = chosen
 
-    def _flows(self, t: Tensor) -> None:
-        if t.plain or t not in self.made:
-            return
-        users = [
-            (u, u.sources[k][t], self.taken.get((u, k))) for (u, k) in t.users if not u.plain and (u, k) not in self.led
-        ]
-        by_phase: dict[Any, list[tuple[Chosen, float]]] = {}
-        for u, n, chosen in users:
-            if chosen is None or None in chosen:
-                continue
-            by_phase.setdefault(u.backward, []).append((chosen, float(n)))
-        if t.step is not None and is_free(t.step) and not t.step.border:
-            # What is moved behind a view is moved before it as well, where a plan can say so.
-            for chosen, _ in [user for phase in by_phase.values() for user in phase]:
-                self._same(self.made[t], chosen)
-            by_phase = {}
-        if len(by_phase) > 1 and not any(self.all.beside(t, backward) for backward in by_phase):
-            # What the forward moves is saved for the backward.
-            by_phase = {False: [user for phase in by_phase.values() for user in phase]}
-        for backward, phase in by_phase.items():
-            again = 0.0
-            if t in self.all.reread and self.training and not backward:
-                # The backward gathers it again, if it does not anyway for what is recomputed there.
-                forward, later = (max([n for _, n in by_phase.get(b, [])], default=0.0) for b in (False, True))
-                again = max(0.0, 1.0 - later / forward)
-            self._flow(t, phase, _Paid(self.all.beside(t, backward), backward, again, t.like.dtype.itemsize))
-        for (g, p), n in self.all.gradients.items():
-            if g is t:
-                paid = _Paid(True, True, 0.0, self.regime.itemsize(t.like.dtype))
-                self._flow(t, [(self.made[p], float(n))], paid)
+    def _flows(self) -> None:
+        """Moves between what is made and what is taken, without what takes more seconds than is of interest."""
+        flows = self.flows = Flows(self.all, self.choices, self.regime, self.tableau)
+        for t in self.all.tensors:
+            if not t.plain and t in self.made:
+                users = [key for key in t.users if key in self.taken and key not in self.led]
+                flows.of(t, self.made[t], {key: self.taken[key] for key in users}, self.made)
+        seconds = numpy.array(self.columns.cost)
+        for phase in self.tableau.phases:
+            seconds[[*phase.busy]] += [*phase.busy.values()]
+        groups = Groups(self.tableau)
+        slack, self.least = groups.slack(seconds)
+        room, never = self.below - self.least, set[int]()
+        if room < INF:
+            never = groups.slower(slack, flows.edges(groups), room)
+        for k in never:
+            self.columns.upper[k] = 0.0
+        self.made = {t: without(chosen, never) for t, chosen in self.made.items()}
+        self.taken = {key: without(chosen, never) for key, chosen in self.taken.items()}
+        flows.add(never, room)
 
-    def _same(self, made: Chosen, wanted: Chosen) -> None:
-        """A tensor is used in the state in which it is made."""
-        for s in sorted({*made, *wanted}, key=str):
-            terms = dict(made.get(s, {}))
-            for k, v in wanted.get(s, {}).items():
-                terms[k] = terms.get(k, 0.0) - v
-            if terms := {k: v for k, v in terms.items() if v}:
-                self.rows.add(terms, 0.0, 0.0)
-
-    def _flow(self, t: Tensor, users: list[tuple[Chosen, float]], paid: "_Paid") -> None:
-        """Flows of a tensor from the states in which it is made to those in which users take it.
-
-        Several users share the move to a state in between, and each pays what else it needs.
-        """
-        made = self.made[t]
-        if len(users) > 1:
-            between: Chosen = {}
-            for s in sorted({*made, *[s for chosen, _ in users for s in chosen]}, key=str):
-                between[s] = {self.columns.add(0.0, integer=True): 1.0}
-            self._one_of([k for terms in between.values() for k in terms])
-            self._way(t, made, between, paid, max(n for _, n in users))
-            made = between
-        for chosen, n in users:
-            self._way(t, made, chosen, paid, n)
-
-    def _way(self, t: Tensor, made: Chosen, wanted: Chosen, paid: "_Paid", times: float) -> None:
-        """A flow of a tensor from one set of states to another, so many times."""
-        shared = paid.beside and (t in self.all.ahead or t in self.all.late)
-        moves = self.choices.moves(t.like.shape, paid.itemsize, shared)
-        balance: dict[State, dict[int, float]] = {}
-        starting: dict[int, dict[int, float]] = {}
-        for a, b, price in moves.between(frozenset(made), frozenset(wanted)):
-            if not paid.beside and price * times > self.room:
-                continue
-            k = self.columns.add(0.0, upper=INF)
-            balance.setdefault(a, {})[k] = -1.0
-            balance.setdefault(b, {})[k] = 1.0
-            axis, start = first_start(self.network, a, b)
-            gradient = shared and t not in self.all.ahead
-            taken = self.choices.machine.taken(self.network.links[axis], gradient)
-            if paid.beside:
-                self._pay(k, price * times, paid.backward, taken)
-                self._pay(k, price * times * paid.again, True, taken)
-            elif self.regime.parts > 1 and on_parts(a, b):
-                self._pay(k, (price + (self.regime.parts - 1) * start) * times, paid.backward, taken)
-            else:
-                self.columns.cost[k] += price * times
-            for backward in {paid.backward, paid.backward or paid.again > 0} if shared and start else ():
-                first = self._first(gradient, backward, axis, start)
-                starting.setdefault(first, {})[k] = 1.0
-        for first, terms in starting.items():
-            self.rows.add({**terms, first: -2.0}, -INF, 0.0)
-        for s in sorted({*balance, *made, *wanted}, key=str):
-            terms = dict(balance.get(s, {}))
-            for k, v in made.get(s, {}).items():
-                terms[k] = terms.get(k, 0.0) + v
-            for k, v in wanted.get(s, {}).items():
-                terms[k] = terms.get(k, 0.0) - v
-            terms = {k: v for k, v in terms.items() if v}
-            if terms:
-                self.rows.add(terms, 0.0, 0.0)
-
-    def _first(self, gradient: bool, backward: bool, axis: int, start: float) -> int:
-        """The variable that says whether anything is in buckets: gradients or parameters, in a phase, over an axis."""
-        found = self.firsts.get((gradient, backward, axis))
-        if found is None:
-            found = self.firsts[gradient, backward, axis] = self.columns.add(0.0, integer=True)
-            self._pay(found, start, backward, self.choices.machine.taken(self.network.links[axis], gradient))
-        return found
-
-    def _pay(self, k: int, price: float, backward: bool, taken: float) -> None:
-        """Pay for a move that runs beside computation, and takes part of the processor."""
-        if price:
-            phase = self.phases[backward]
-            phase.beside[k] = phase.beside.get(k, 0.0) + price
-            if taken:
-                phase.busy[k] = phase.busy.get(k, 0.0) + taken * price
+    def _others(self, never: set[int]) -> set[int]:
+        """The variables beside those of choices that a solution may need, if some of these are zero."""
+        return self.flows.among(never) | self.longer
 
     def _saved(self) -> None:
         for t in self.all.tensors:
@@ -349,6 +230,7 @@ class Program:
         """A bound on the bytes that a rank holds at least, whatever the time."""
         self.columns.cost = [0.0] * len(self.columns.cost)
         most = self.columns.add(1.0, upper=INF)
+        self.longer.add(most)
         self.least = COST
         scale = max([*self.halfway.values(), *self.at_end.values()], default=1.0)
         for held in (self.halfway, self.at_end):
@@ -367,14 +249,16 @@ class Program:
             The best solution found; None if there is none.
         """
         scale = COST / (self.least or COST)
-        found = Model(self.columns, self.rows, scale).best(gap, limit)
+        model = Model(self.columns, self.rows, scale)
+        found = model.best(gap, limit, self._others)
+        self.bound = min(model.bound / scale, self.below)
         if found is None:
             return None
         states = {t: _of(chosen, found.x) for t, chosen in self.made.items()}
         uses = {key: _of(chosen, found.x) for key, chosen in self.taken.items()}
         return Solution(
             found.value / scale,
-            min(found.value, found.bound) / scale,
+            min(found.value, model.bound) / scale,
             {t: s for t, s in states.items() if s is not None},
             uses,
             max([sum([v * found.x[k] for k, v in held.items()]) for held in (self.halfway, self.at_end)]),

@@ -1,7 +1,8 @@
 """Programs as the solver HiGHS takes them, and the solver, which is imported when it is needed."""
 
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
@@ -58,13 +59,11 @@ class Found:
         value: its cost.
         bound: no solution costs less.
         x: the values of the variables.
-        reduced: what it costs at least to make each variable one that is zero, if the program was relaxed.
     """
 
     value: float
     bound: float
     x: Any
-    reduced: Any
 
 
 def highs() -> Any:
@@ -90,38 +89,45 @@ class Model:
     Args:
         columns, rows: the program.
         scale: costs are multiplied by it.
+
+    Attributes:
+        bound: no solution costs less, as far as it was solved; inf if there is none.
     """
 
     def __init__(self, columns: Columns, rows: Rows, scale: float) -> None:
         self.cost, self.upper = numpy.array(columns.cost) * scale, numpy.array(columns.upper)
         self.integer = numpy.array(columns.integer)
+        self.bound = 0.0
         self._lower, self._upper = numpy.array(rows.lower), numpy.array(rows.upper)
         self._index, self._value = numpy.array(rows.index), numpy.array(rows.value)
         self._row = numpy.repeat(numpy.arange(len(rows.lower)), numpy.diff([*rows.start, len(rows.index)]))
 
-    def best(self, gap: float, limit: float) -> Found | None:
+    def best(self, gap: float, limit: float, moves: Callable[[set[int]], set[int]]) -> Found | None:
         """Solve it in steps; None if no solution is found.
 
         First without integrality, which gives the bound; then with it, among the integers that the first solution takes
-        at least in part, and without what no solution within the gap takes, by its reduced costs. Only if that is too
-        far from the bound, among all.
+        at least in part. Only if that is too far from the bound, among all.
 
         Args:
             gap: how far from the bound, as a fraction, a solution may be.
             limit: seconds.
+            moves: for integers that are zero, which of the other variables a solution may need.
         """
         began = time.monotonic()
         relaxed = self.solve(gap, limit, relaxed=True)
         if relaxed is None:
             return None
-        without = numpy.where(self.integer, relaxed.x < TOUCHED, relaxed.reduced > gap * relaxed.value)
-        found = self.solve(gap / 2, limit - (time.monotonic() - began), without=without)
-        bound, left = relaxed.value, limit - (time.monotonic() - began)
-        if found is None or (found.value - bound > gap * found.value and left > 1):
+        self.bound = relaxed.value
+        without = self.integer & (relaxed.x < TOUCHED)
+        others = numpy.zeros(len(without), bool)
+        others[list(moves(set(numpy.nonzero(without)[0].tolist())))] = True
+        found = self.solve(gap / 2, limit - (time.monotonic() - began), without=without | ~(self.integer | others))
+        left = limit - (time.monotonic() - began)
+        if found is None or (found.value - self.bound > gap * found.value and left > 1):
             more = self.solve(gap, left)
-            bound = bound if more is None else max(bound, more.bound)
+            self.bound = self.bound if more is None else max(self.bound, more.bound)
             found = more if found is None or (more is not None and more.value < found.value) else found
-        return found and replace(found, bound=bound)
+        return found
 
     def solve(self, gap: float, limit: float, *, relaxed: bool = False, without: Any = None) -> Found | None:
         """Solve it; None if no solution is found.
@@ -132,7 +138,9 @@ class Model:
             relaxed: without integrality.
             without: for each variable whether it is zero; None if any may be more.
         """
-        kept = numpy.ones(len(self.cost), bool) if without is None else ~without
+        kept = self.upper > 0
+        if without is not None:
+            kept &= ~without
         highspy = highs()
         solver = highspy.Highs()
         options: dict[str, Any] = {
@@ -150,13 +158,14 @@ class Model:
         solver.passModel(self._part(highspy, kept))
         solver.run()
         info = solver.getInfo()
+        if without is None and solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
+            self.bound = INF
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
         bound = info.objective_function_value if relaxed else info.mip_dual_bound
-        x, reduced = numpy.zeros(len(kept)), numpy.zeros(len(kept))
-        solution = solver.getSolution()
-        x[kept], reduced[kept] = solution.col_value, solution.col_dual if relaxed else 0.0
-        return Found(info.objective_function_value, bound, x, reduced)
+        x = numpy.zeros(len(kept))
+        x[kept] = solver.getSolution().col_value
+        return Found(info.objective_function_value, bound, x)
 
     def _part(self, highspy: Any, kept: Any) -> Any:
         """The program of these variables, and the constraints on them."""
