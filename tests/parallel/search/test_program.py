@@ -9,6 +9,7 @@ from dtensor.parallel.search.choices import Choices
 from dtensor.parallel.search.recording import record
 from dtensor.parallel.search.repeats import steps_of
 from dtensor.parallel.search.solving.program import Program
+from dtensor.parallel.search.solving.solver import COST, Model
 
 from .programs import FAST, MODELS, SLOW, made
 
@@ -26,3 +27,12 @@ def test_what_takes_too_long_to_matter_is_left_out_and_the_best_stays(name, link
     none = Program(steps, choices, below=0.98 * best.seconds)
     none.solve(gap=1e-6)
     assert 0.98 * best.seconds * (1 - 1e-9) <= none.bound
+
+
+@pytest.mark.parametrize("link", [SLOW, FAST], ids=["slow", "fast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_best_is_found_in_steps(name, link):
+    steps = steps_of(record(*made(name)))
+    program = Program(steps, Choices(torch.device("cpu"), Network.of((4,), link), MACHINES["cpu"]))
+    at_once = Model(program.columns, program.rows, COST / program.least).solve(1e-6, 20.0)
+    assert program.solve(gap=1e-6).seconds == pytest.approx(at_once.value * program.least / COST, rel=1e-5)

@@ -59,11 +59,13 @@ class Found:
         value: its cost.
         bound: no solution costs less.
         x: the values of the variables.
+        reduced: what it costs at least to make each variable one that is zero, if the program was relaxed.
     """
 
     value: float
     bound: float
     x: Any
+    reduced: Any
 
 
 def highs() -> Any:
@@ -106,7 +108,7 @@ class Model:
         """Solve it in steps; None if no solution is found.
 
         First without integrality, which gives the bound; then with it, among the integers that the first solution takes
-        at least in part. Only if that is too far from the bound, among all.
+        at least in part. Only if that is too far from the bound, among all with which it may cost less.
 
         Args:
             gap: how far from the bound, as a fraction, a solution may be.
@@ -124,8 +126,9 @@ class Model:
         found = self.solve(gap / 2, limit - (time.monotonic() - began), without=without | ~(self.integer | others))
         left = limit - (time.monotonic() - began)
         if found is None or (found.value - self.bound > gap * found.value and left > 1):
-            more = self.solve(gap, left)
-            self.bound = self.bound if more is None else max(self.bound, more.bound)
+            costs = INF if found is None else found.value
+            more = self.solve(gap, left, without=relaxed.reduced > costs - relaxed.value)
+            self.bound = self.bound if more is None else max(self.bound, min(costs, more.bound))
             found = more if found is None or (more is not None and more.value < found.value) else found
         return found
 
@@ -163,9 +166,10 @@ class Model:
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None
         bound = info.objective_function_value if relaxed else info.mip_dual_bound
-        x = numpy.zeros(len(kept))
-        x[kept] = solver.getSolution().col_value
-        return Found(info.objective_function_value, bound, x)
+        x, reduced = numpy.zeros(len(kept)), numpy.zeros(len(kept))
+        solution = solver.getSolution()
+        x[kept], reduced[kept] = solution.col_value, solution.col_dual if relaxed else 0.0
+        return Found(info.objective_function_value, bound, x, reduced)
 
     def _part(self, highspy: Any, kept: Any) -> Any:
         """The program of these variables, and the constraints on them."""
