@@ -52,3 +52,19 @@ def test_without_a_solution_no_bound_is_too_high():
     model = covering([1.0, 1.0], PAIRS[:1] + PAIRS[:1])
     assert best(model)[0] is None
     assert model.bound == INF
+
+
+def test_a_solver_that_fails_leaves_what_was_found_before(monkeypatch):
+    highspy = pytest.importorskip("highspy")
+    run, runs = highspy.Highs.run, []
+
+    def failing(self):
+        runs.append(self)
+        if len(runs) == 3:
+            raise ValueError("vector::reserve")
+        return run(self)
+
+    monkeypatch.setattr(highspy.Highs, "run", failing)
+    model = covering([1.0, 1.0, 1.0, 1.6], [*PAIRS, ALL])
+    assert best(model)[0].value == pytest.approx(2.0)
+    assert (model.bound, len(runs)) == (pytest.approx(1.5), 3)

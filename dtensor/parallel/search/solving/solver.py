@@ -159,7 +159,10 @@ class Model:
         for name, value in options.items():
             solver.setOptionValue(name, value)
         solver.passModel(self._part(highspy, kept))
-        solver.run()
+        try:
+            solver.run()
+        except (ValueError, MemoryError):  # "vector::reserve", seen in 1.15 after seconds of branching
+            return None
         info = solver.getInfo()
         if without is None and solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
             self.bound = INF
