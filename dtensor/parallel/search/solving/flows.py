@@ -16,7 +16,7 @@ from .tableau import Chosen, Tableau
 
 UNSAID = 1e-4
 """The fraction by which moves seem dearer that a plan cannot tell the engine, so that others are taken if they cost the
-same."""
+same. The bound may be too high by as much."""
 
 
 @dataclass(frozen=True)
