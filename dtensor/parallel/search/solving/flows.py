@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 
+from ....layout.cost import Network
 from ..choices import Choices
 from ..regime import Regime, on_parts
 from ..states import Moves, State, first_start
@@ -61,8 +62,11 @@ class Flows:
     """
 
     def __init__(self, steps: Steps, choices: Choices, regime: Regime, tableau: Tableau) -> None:
-        self.all, self.choices, self.regime = steps, choices, regime
-        self.network, self.tableau = choices.network, tableau
+        self.all: Steps = steps
+        self.choices: Choices = choices
+        self.regime: Regime = regime
+        self.network: Network = choices.network
+        self.tableau: Tableau = tableau
         self.ways: list[Way] = []
         self.equal: list[tuple[Chosen, Chosen]] = []
         self.firsts: dict[tuple[bool, bool, int], int] = {}

@@ -30,7 +30,7 @@ from ..tape import BUFFER, CONSTANT, INPUT, PARAMETER
 from .flows import Flows, without
 from .following import following, leader_of
 from .pruning import Groups
-from .solver import COST, INF, Model
+from .solver import COST, INF, Columns, Model, Rows
 from .tableau import Chosen, Tableau
 
 
@@ -87,14 +87,20 @@ class Program:
         fixed: dict[Tensor, State] | None = None,
         below: float = INF,
     ) -> None:
-        self.all, self.choices, self.network = steps, choices, choices.network
-        self.sizes, self.regime = self.network.sizes, regime
-        self.training, self.kept = regime.training, regime.states
-        self.fixed = fixed or {}
-        self.below, self.bound = below, 0.0
-        self.partial = choices.made(steps.steps)
-        self.tableau = Tableau()
-        self.columns, self.rows = self.tableau.columns, self.tableau.rows
+        self.all: Steps = steps
+        self.choices: Choices = choices
+        self.regime: Regime = regime
+        self.sizes: tuple[int, ...] = choices.network.sizes
+        self.fixed: dict[Tensor, State] = fixed or {}
+        self.below: float = below
+        self.bound: float = 0.0
+        self.partial: set[str] = choices.made(steps.steps)
+        self.tableau: Tableau = Tableau()
+        self.columns: Columns = self.tableau.columns
+        self.rows: Rows = self.tableau.rows
+        self.least: float = 0.0
+        self.longer: set[int] = set()
+        self.flows: Flows = Flows(steps, choices, regime, self.tableau)
         self.made: dict[Tensor, Chosen] = {}
         self.taken: dict[tuple[Step, int], Chosen] = {}
         self.led: set[tuple[Step, int]] = set()
@@ -105,7 +111,6 @@ class Program:
         for step in steps.steps:
             self._step(step)
         self._flows()
-        self.longer = set[int]()
         for phase in self.tableau.phases:
             longer = self.columns.add(1.0 / MICRO, upper=INF)
             self.longer.add(longer)
@@ -138,11 +143,11 @@ class Program:
                 states = [s for s in states if self.regime.divides(t.like.shape, s, self.sizes)] or states
             for s in states:
                 local = t.like.bytes / parts(s, self.sizes)
-                cost = seconds_of_optimizer(local, machine, self.kept) if trained else 0.0
+                cost = seconds_of_optimizer(local, machine, self.regime.states) if trained else 0.0
                 k = self.columns.add(cost * t.count, integer=True)
                 chosen[s] = {k: 1.0}
-                self.halfway[k] = local * t.count * (1 + self.kept if trained else 1)
-                self.at_end[k] = local * t.count * (2 + self.kept if trained else 1)
+                self.halfway[k] = local * t.count * (1 + self.regime.states if trained else 1)
+                self.at_end[k] = local * t.count * (2 + self.regime.states if trained else 1)
             self.tableau.one_of([k for terms in chosen.values() for k in terms])
             self.made[t] = chosen
 
@@ -196,11 +201,10 @@ class Program:
 
     def _flows(self) -> None:
         """Moves between what is made and what is taken, without what takes more seconds than is of interest."""
-        flows = self.flows = Flows(self.all, self.choices, self.regime, self.tableau)
         for t in self.all.tensors:
             if not t.plain and t in self.made:
                 users = [key for key in t.users if key in self.taken and key not in self.led]
-                flows.of(t, self.made[t], {key: self.taken[key] for key in users}, self.made)
+                self.flows.of(t, self.made[t], {key: self.taken[key] for key in users}, self.made)
         seconds = numpy.array(self.columns.cost)
         for phase in self.tableau.phases:
             seconds[[*phase.busy]] += [*phase.busy.values()]
@@ -208,12 +212,12 @@ class Program:
         slack, self.least = groups.slack(seconds)
         room, never = self.below - self.least, set[int]()
         if room < INF:
-            never = groups.slower(slack, flows.edges(groups), room)
+            never = groups.slower(slack, self.flows.edges(groups), room)
         for k in never:
             self.columns.upper[k] = 0.0
         self.made = {t: without(chosen, never) for t, chosen in self.made.items()}
         self.taken = {key: without(chosen, never) for key, chosen in self.taken.items()}
-        flows.add(never, room)
+        self.flows.add(never, room)
 
     def _others(self, never: set[int]) -> set[int]:
         """The variables beside those of choices that a solution may need, if some of these are zero."""

@@ -58,7 +58,7 @@ class Groups:
     """The groups of a tableau, by their variables."""
 
     def __init__(self, tableau: Tableau) -> None:
-        self.groups = tableau.groups
+        self.groups: list[list[int]] = tableau.groups
         self._of, self._place = (numpy.zeros(len(tableau.columns.cost), int) for _ in range(2))
         for k, variables in enumerate(self.groups):
             self._of[variables], self._place[variables] = k, numpy.arange(len(variables))

@@ -97,9 +97,10 @@ class Model:
     """
 
     def __init__(self, columns: Columns, rows: Rows, scale: float) -> None:
-        self.cost, self.upper = numpy.array(columns.cost) * scale, numpy.array(columns.upper)
-        self.integer = numpy.array(columns.integer)
-        self.bound = 0.0
+        self.cost: Any = numpy.array(columns.cost) * scale
+        self.upper: Any = numpy.array(columns.upper)
+        self.integer: Any = numpy.array(columns.integer)
+        self.bound: float = 0.0
         self._lower, self._upper = numpy.array(rows.lower), numpy.array(rows.upper)
         self._index, self._value = numpy.array(rows.index), numpy.array(rows.value)
         self._row = numpy.repeat(numpy.arange(len(rows.lower)), numpy.diff([*rows.start, len(rows.index)]))
