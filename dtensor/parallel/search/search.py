@@ -3,11 +3,9 @@
 record a step -> integer program -> states of all tensors -> what the engine needs to be told of them -> plan
 """
 
-import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -159,20 +157,7 @@ def search(
         plan = replace(plan_of(made, engine.steps, step.sizes), recomputed=again, options=options)
         return replace(plan, gradients=gradients if run.sent else None, prediction=predicted)
 
-    with _uncollected():
-        return found() if isinstance(mesh, Mapping) else _once(mesh, found)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Python does not look for garbage: a program is many small objects, and no garbage among them."""
-    on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if on:
-            gc.enable()
+    return found() if isinstance(mesh, Mapping) else _once(mesh, found)
 
 
 def predict(

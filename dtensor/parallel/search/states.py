@@ -154,7 +154,7 @@ class Moves:
         return before * (shared or to not in (0, None)) + after * (shared or (have != 0 and isinstance(have, int)))
 
     def targets(self, state: State, axis: int) -> Iterator[int | str | None]:
-        """What the entry of one axis can become, if it divides the tensor."""
+        """What the entry of one axis can become, if that cuts the tensor evenly."""
         if state[axis] is not None:
             yield None
         yield from [dim for dim in range(len(self.shape)) if dim != state[axis]]

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy
 
@@ -72,7 +71,9 @@ class Flows:
         self.firsts: dict[tuple[bool, bool, int], int] = {}
         self.moves: list[tuple[Way, dict[tuple[State, State], int]]] = []
 
-    def of(self, t: Tensor, made: Chosen, users: Mapping[tuple[Step, int], Chosen], stored: Any) -> None:
+    def of(
+        self, t: Tensor, made: Chosen, users: Mapping[tuple[Step, int], Chosen], stored: Mapping[Tensor, Chosen]
+    ) -> None:
         """The ways of a tensor to the states in which users take it.
 
         Args:

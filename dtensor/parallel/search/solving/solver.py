@@ -162,7 +162,7 @@ class Model:
         solver.passModel(self._part(highspy, kept))
         try:
             solver.run()
-        except (ValueError, MemoryError):  # "vector::reserve", seen in 1.15 after seconds of branching
+        except ValueError:  # "vector::reserve", seen in 1.15 after seconds of branching
             return None
         info = solver.getInfo()
         if without is None and solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible:
