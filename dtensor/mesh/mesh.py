@@ -467,6 +467,19 @@ def is_for_any_rank() -> bool:
     return _any_rank.get()
 
 
+def unpickled(mesh: Any, rank: int) -> Any:
+    """The mesh of this rank for `mesh`, which global rank `rank` pickled.
+
+    A pickled mesh says where in it the rank is that pickled it, and names that rank's groups. So another rank takes its
+    own mesh of the same ranks instead.
+
+    Raises:
+        MeshError: this rank has used no such mesh yet.
+    """
+    is_own = not dist.is_initialized() or dist.get_rank() == rank
+    return mesh if is_own else mesh_of_kind(mesh_kind(mesh))
+
+
 def world_of(mesh: Any) -> str:
     """Text with everything about `mesh` that a traced graph may depend on, for cache keys of compiled code."""
     known = facts(mesh)
@@ -503,5 +516,6 @@ __all__ = [
     "one_object",
     "partitions",
     "prepare",
+    "unpickled",
     "world_of",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..comm.between_meshes import exchanged
 from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
@@ -27,7 +28,7 @@ from ..errors import PlacementError, ShardingError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from ..layout.planner import Prefer
-from ..mesh.mesh import facts, mesh_shape, world_of
+from ..mesh.mesh import facts, mesh_shape, unpickled, world_of
 from ..mesh.operator_library import library
 from ..mesh.tensor_spec import Spec, contiguous_stride, define_local_sizes
 from ..torch_private.core import (
@@ -356,7 +357,7 @@ class DTensor(torch.Tensor):
         spec, local = self._spec, fresh(self)._local_tensor.detach()
         others = dict(vars(self))  # the parameter mark, and attributes set by users
         state = (spec.mesh, spec.layout.text, tuple(spec.shape), tuple(spec.stride), self.requires_grad, others)
-        return _rebuild, (local, *state)
+        return _rebuild, (local, *state, _part(spec.layout, spec.coordinate), dist.get_rank() if dist.is_initialized() else 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
@@ -382,11 +383,39 @@ class DTensor(torch.Tensor):
 _DATA: Any = torch.Tensor.data
 
 
-def _rebuild(local: Any, mesh: Any, layout: str, shape: Any, stride: Any, requires_grad: bool, others: Any) -> Any:
-    """The DTensor that was pickled, from values that `torch.load` accepts by default."""
-    made = DTensor(local, mesh, Layout.parse(layout, len(shape)), shape, stride, requires_grad)
+def _rebuild(
+    local: Any, mesh: Any, text: str, shape: Any, stride: Any, requires_grad: bool, others: Any, part: Any, rank: int
+) -> Any:
+    """The DTensor that was pickled, from values that `torch.load` accepts by default.
+
+    Raises:
+        ShardingError: the local tensor is another part of the global tensor than the one that belongs to this rank.
+        MeshError: as for `unpickled`.
+    """
+    layout = Layout.parse(text, len(shape))
+    mesh = unpickled(mesh, rank)
+    own = _part(layout, mesh.get_coordinate())
+    if own is not None and own != part:
+        raise ShardingError(
+            f"this file or message holds the part of a DTensor of shape {list(shape)} in layout {text} that belongs to "
+            f"{_whose(part)}; this rank is {_whose(own)}. Pickle whole tensors, x.full_tensor() or get_model_state_dict("
+            "model, options=StateDictOptions(full_state_dict=True)); or let every rank write and read a file of its "
+            "own; or use dtensor.Checkpoints, which reads on any mesh"
+        )
+    made = DTensor(local, mesh, layout, shape, stride, requires_grad)
     vars(made).update(others)
     return made
+
+
+def _part(layout: Layout, coordinate: Any) -> list[list[int]] | None:
+    """Which part of a global tensor a rank holds: (axis, coordinate) for all axes on which parts differ. None: none."""
+    if coordinate is None:
+        return None
+    return [[a, coordinate[a]] for a, p in enumerate(layout.placements) if not isinstance(p, Replicate)]
+
+
+def _whose(part: list[list[int]] | None) -> str:
+    return "no rank of its mesh" if part is None else ", ".join(f"coordinate {c} on mesh axis {a}" for a, c in part)
 
 
 torch.serialization.add_safe_globals([_rebuild])
