@@ -470,14 +470,20 @@ def is_for_any_rank() -> bool:
 def unpickled(mesh: Any, rank: int) -> Any:
     """The mesh of this rank for `mesh`, which global rank `rank` pickled.
 
-    A pickled mesh says where in it the rank is that pickled it, and names that rank's groups. So another rank takes its
-    own mesh of the same ranks instead.
+    A pickled mesh says where in it the rank is that pickled it, names that rank's groups, and lacks those of several
+    axes. So a rank takes its own mesh of the same ranks instead, if it has one: then all plan the same collectives.
 
     Raises:
-        MeshError: this rank has used no such mesh yet.
+        MeshError: another rank pickled the mesh, and this rank has used no such mesh yet.
     """
-    is_own = not dist.is_initialized() or dist.get_rank() == rank
-    return mesh if is_own else mesh_of_kind(mesh_kind(mesh))
+    if not dist.is_initialized():
+        return mesh
+    try:
+        return mesh_of_kind(mesh_kind(mesh))
+    except MeshError as error:
+        if dist.get_rank() == rank:
+            return mesh
+        raise MeshError(f"{error}; make it, and the model on it, before loading, or save x.full_tensor()") from error
 
 
 def world_of(mesh: Any) -> str:
