@@ -51,7 +51,7 @@ def same(found, wanted):
         assert found.keys() == wanted.keys()
         for key in wanted:
             same(found[key], wanted[key])
-    elif isinstance(wanted, list):
+    elif isinstance(wanted, list | tuple):  # torch makes lists of tuples when it sets whole ones
         assert len(found) == len(wanted)
         for x, y in zip(found, wanted):
             same(x, y)
@@ -65,7 +65,7 @@ def same(found, wanted):
 def whole(x):
     if isinstance(x, dict):
         return {key: whole(value) for key, value in x.items()}
-    return [whole(v) for v in x] if isinstance(x, list) else x.full_tensor() if isinstance(x, DTensor) else x
+    return [whole(v) for v in x] if isinstance(x, list | tuple) else x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @with_ranks(2)
@@ -89,7 +89,8 @@ def test_state_dicts_are_those_of_one_device(rank):
             plain = StateDictOptions(ignore_frozen_params=frozen, flatten_optimizer_state_dict=flat)
             same(found[0] if full else whole(found[0]), get_model_state_dict(one, options=plain))
             same(found[1] if full else whole(found[1]), get_optimizer_state_dict(one, its, options=plain))
-        for broadcast, offload, flat, strict in itertools.product((False, True), repeat=4):
+        for broadcast, offload, strict in itertools.product((False, True), repeat=3):
+            flat = False  # torch sets no flat whole ones
             options = StateDictOptions(
                 full_state_dict=True,
                 broadcast_from_rank0=broadcast,
