@@ -21,7 +21,7 @@ If a backend has no reduce-scatter, the ranks exchange the chunks and each reduc
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from ..mesh.operator_library import library
 from ..torch_private.core import c10d, traced_into_backward
 from ..torch_private.symbolic_sizes import known_equal
 from .start_collectives import ANY_ORDER, starts
+from .wire_dtypes import Kernel, carried
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
 library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> Tensor")
@@ -110,9 +111,6 @@ def _joined(chunks: list[torch.Tensor], dim: int, size: Any) -> torch.Tensor:
     """Chunks of equal, padded length concatenated along `dim` and narrowed to `size`."""
     x = torch.cat(chunks, dim) if len(chunks) > 1 else chunks[0]
     return _cut(x, dim, size)
-
-
-Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _all_gather(x: torch.Tensor, dim: int, size: Any, group: str) -> Kernel:
@@ -212,51 +210,12 @@ def start(name: str, *args: Any) -> Callable[[], torch.Tensor]:
     return lambda: _finished(kernel, started)
 
 
-CARRIED = {
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
-"""Dtypes that every backend supports."""
-
-
-def carried(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
-    """Extend `kernel` to all dtypes, by sending those that backends do not support as another one.
-
-    Complex numbers are sent as pairs of real numbers. Other dtypes are sent as bytes where data is only moved, and as
-    int32 where integers are reduced.
-    """
-
-    @functools.wraps(kernel)
-    def generator(x: torch.Tensor, *rest: Any) -> Kernel:
-        if x.dtype in CARRIED:
-            return (yield from kernel(x, *rest))
-        if x.dtype.is_complex:
-            if rest[0] == "product":
-                raise ValueError("complex numbers cannot be reduced over ranks by a product; gather and multiply them")
-            y = yield from kernel(torch.view_as_real(x.resolve_conj()), *rest)
-            return torch.view_as_complex(y.contiguous())
-        if kernel in (_all_reduce, _reduce_scatter):
-            y = yield from kernel(x.to(torch.int32), *rest)
-            return y.to(x.dtype)
-        y = yield from kernel(x.unsqueeze(-1).view(torch.uint8), *rest)
-        return y.contiguous().view(x.dtype).squeeze(-1)
-
-    return generator
-
-
 _GENERATORS: dict[str, Callable[..., Kernel]] = {
-    "all_gather": carried(_all_gather),
-    "reduce_scatter": carried(_reduce_scatter),
-    "all_reduce": carried(_all_reduce),
-    "all_to_all": carried(_all_to_all),
-    "collective_permute": carried(_collective_permute),
+    "all_gather": carried(reduces=False)(_all_gather),
+    "reduce_scatter": carried(reduces=True)(_reduce_scatter),
+    "all_reduce": carried(reduces=True)(_all_reduce),
+    "all_to_all": carried(reduces=False)(_all_to_all),
+    "collective_permute": carried(reduces=False)(_collective_permute),
 }
 
 
@@ -352,7 +311,6 @@ KEPT = "dtensor_kept"
 """Key of the annotation (`torch.fx.traceback.annotate`) of gathers whose results are always saved for the backward."""
 
 __all__ = [
-    "CARRIED",
     "COMMUNICATING",
     "KEPT",
     "KERNELS",

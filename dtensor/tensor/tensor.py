@@ -17,6 +17,7 @@ from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export
 from ..comm.pending_tensor import Pending, waited
 from ..comm.redistribute import check_dtypes, check_target, redistribute_local
 from ..comm.replication_check import BY_STYLE, note_taken
+from ..comm.wire_dtypes import check_reducible
 from ..dispatch import multi_step as multi_step  # registers how dispatch runs operators without a rule
 from ..dispatch import out_variants as out_variants  # registers how dispatch runs out= variants
 from ..dispatch.decision import COMPOSITES
@@ -191,7 +192,8 @@ class DTensor(torch.Tensor):
                 sharded as in `placements`.
 
         Raises:
-            PlacementError: placements do not fit mesh or tensor; `grad_placements` cannot be those of a local gradient;
+            PlacementError: placements do not fit mesh or tensor, or Partial its dtype (an average of integers, a
+                maximum of complex numbers); `grad_placements` cannot be those of a local gradient;
                 `local_tensor` is not this rank's shard of a tensor of `shape`, which is raised on this rank only unless
                 `run_check`; or, with `run_check`, shape or dtype differ between ranks, which is raised on all of them.
             ValueError: only one of shape and stride was given.
@@ -215,6 +217,8 @@ class DTensor(torch.Tensor):
         checked = as_placements(placements, mesh.ndim, ndim)
         refuse_tangent(local_tensor, "from_local")
         layout = Layout.of(checked, ndim)
+        for _, reduce_op in layout.partial:
+            check_reducible(local_tensor.dtype, reduce_op)
         grads = layout.without_partial()
         if grad_placements is not None:
             grads = Layout.of(gradient_placements(grad_placements, mesh.ndim, ndim, checked), ndim)
