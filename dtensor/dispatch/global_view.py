@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from ..comm.replication_check import BY_VIEW, compare, is_due, note_taken
+from ..comm.replication_check import BY_VIEW, compare, is_due, note_drawn, note_taken
 from ..mesh.mesh import facts
 from ..mesh.provenance import ALIKE, LAYOUT, LOCAL
 from ..torch_private.core import FakeTensor, FunctionalTensor, fx_traceback, graph_node, is_being_compiled
 from .plain_operands import (
     check_invariant,
     differing,
+    draws,
     implicit_replication,
     is_alike,
     is_differentiated,
@@ -129,14 +130,32 @@ def _taken_in_trace(x: torch.Tensor, groups: list[str]) -> bool:
     node = graph_node(x)
     if node is None:
         return False
-    found = [n for n, _ in differing(node) if not _is_whole(n)]
+    found, drawn = _sources(node)
     if any(n.op != "placeholder" or LOCAL in n.meta for n in found):
         return False
     if groups:
         note_taken(x, groups, BY_VIEW)
-    for n in (node, *found):  # the backward meets the nodes again, without an annotation
+        if drawn:
+            note_drawn(groups)
+    for n in (node, *found, *drawn):  # the backward meets the nodes again, without an annotation
         n.meta[ALIKE] = True
     return True
+
+
+def _sources(node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+    """The ancestors of `node` that can differ between ranks; and those that draw random numbers, which are the same on
+    all ranks if the generators and what else they are computed from are."""
+    found: list[torch.fx.Node] = []
+    drawn: list[torch.fx.Node] = []
+    waiting = [node]
+    while waiting:
+        for n, _ in differing(waiting.pop()):
+            if draws(n):
+                drawn.append(n)
+                waiting += n.all_input_nodes
+            elif not _is_whole(n):
+                found.append(n)
+    return found, drawn
 
 
 def _is_whole(node: torch.fx.Node) -> bool:

@@ -204,6 +204,11 @@ def _differs(node: torch.fx.Node) -> str | None:
     return None if getattr(node.target, "__module__", "") == "_operator" else f" computed by {node.target}"
 
 
+def draws(node: torch.fx.Node) -> bool:
+    """Whether this node draws random numbers."""
+    return LOCAL not in node.meta and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
 class _Region(threading.local):
     """The innermost `implicit_replication` region that this thread is in.
 
