@@ -203,7 +203,7 @@ def _generator_state(device: torch.device) -> torch.Tensor:
     """A checksum of the state of the device's default generator, an integer on the CPU."""
     on_cpu = device.type == "cpu"
     state = torch.get_rng_state() if on_cpu else torch.get_device_module(device).get_rng_state(device)
-    return torch.tensor([zlib.crc32(state.numpy())])
+    return torch.tensor([zlib.crc32(bytes(state.numpy()))])
 
 
 library.impl("generator_state", _generator_state, "CompositeExplicitAutograd")
