@@ -17,6 +17,7 @@ from ...comm.from_plain import check_source
 from ...errors import MeshError
 from ...layout.placements import Shard, as_placements
 from ...mesh.mesh import one_object
+from ..modules.replaced import following
 from .mixed_precision import MixedPrecisionPolicy
 from .sharded_module import join, plain_class, sharded_class
 from .sharding import SHARDED_AS, planned, sharded
@@ -89,7 +90,8 @@ def fully_shard(
     ignored = {id(p) for p in _parameters(ignored_params)}
     unit = Unit(one_object(mesh), policy_of(mp_policy), not reshard_after_forward, activations == "local")
     parts = _Parts(modules, unit, ignored, shard_placement_fn)
-    parts.shard(src_data_rank)
+    with following(*modules):
+        parts.shard(src_data_rank)
     return module
 
 
