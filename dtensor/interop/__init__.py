@@ -38,7 +38,8 @@ def convert_module(module: nn.Module) -> nn.Module:
         PlacementError: a parameter has a placement that dtensor does not support.
         MeshError: FSDP2 and a style were applied over meshes that are not slices of one mesh.
         NotImplementedError: a module is sharded by FSDP1 or `replicate`, offloaded, or has torch's `input_reshard`.
-        ValueError: `module` is only a part of what one FSDP2 call has sharded, or FSDP2 holds unreduced gradients.
+        ValueError: `module` is only a part of what one FSDP2 call has sharded, separate calls have untied a shared
+            parameter, or FSDP2 holds unreduced gradients.
     """
     for name, found in module.named_modules():
         _check(found, name)

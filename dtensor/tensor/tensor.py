@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from ..comm.between_meshes import exchanged
-from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
+from ..comm.from_plain import (
+    check_replicas,
+    is_tracing,
+    mesh_of,
+    refuse_export,
+    refuse_function_transforms,
+    refuse_tangent,
+)
 from ..comm.pending_tensor import Pending, waited
 from ..comm.redistribute import check_dtypes, check_target, redistribute_local
 from ..comm.replication_check import BY_STYLE, note_taken
@@ -241,6 +248,7 @@ class DTensor(torch.Tensor):
             raise PlacementError(f"from_local: {wrong}")
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
+        refuse_function_transforms("from_local")
         return FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -268,6 +276,7 @@ class DTensor(torch.Tensor):
             fresh(self)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
+        refuse_function_transforms("to_local and full_tensor")
         return _ToLocal.apply(self, grads)
 
     def redistribute(

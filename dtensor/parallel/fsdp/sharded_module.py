@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import nn
 
-from ...comm.from_plain import refuse_export
+from ...comm.from_plain import refuse_export, refuse_function_transforms
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced, traced_with_caller, tree_map
 from ..modules.forward_wrapping import made_class, with_own_code, without
@@ -187,6 +187,7 @@ def _run(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[st
     if torch.compiler.is_compiling():
         out = forward(module, *args, **kwargs)
     else:
+        refuse_function_transforms("the forward of a fully sharded module")
         unit.running += 1
         try:
             out = forward(module, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Parameters of `fully_shard` that are read outside of their forward: in losses and other modules, eager and compiled."""
+"""Parameters of `fully_shard` that are read outside of a forward: in losses and other modules, eager and compiled."""
 
 import copy
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, vjp
 from torch.nn import functional as F
 
-from dtensor import DTensor, init_device_mesh
-from dtensor.parallel import fully_shard
+from dtensor import DTensor, ShardingError, init_device_mesh
+from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import with_ranks
 
 
@@ -136,3 +136,30 @@ def test_global_activations_are_not_averaged(rank):
     model = fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2,)), activations="global")
     (model.weight.full_tensor() * (rank + 1)).sum().backward()
     assert model.weight.grad.to_local().eq(rank + 1).all()
+
+
+@with_ranks(2)
+def test_function_transforms_name_another_way(rank):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    plain, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.ones(2, 4)
+    models = {
+        "fully sharded module": fully_shard(copy.deepcopy(plain), mesh),
+        "from_local": parallelize_module(
+            copy.deepcopy(plain), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}, check_inputs=False
+        ),
+    }
+    for what, model in models.items():
+        held = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(p, x, model=model):
+            return functional_call(model, p, (x,)).square().mean()
+
+        for transform in (grad, vjp_of):
+            with pytest.raises(ShardingError, match=f"{what}; write torch.autograd.grad"):
+                transform(loss)(held, x)
+        given = {name: p.requires_grad_() for name, p in held.items()}
+        torch.autograd.grad(loss(given, x), list(given.values()))
+
+
+def vjp_of(loss):
+    return lambda p, x: vjp(loss, p, x)
