@@ -13,7 +13,13 @@ from ..errors import MeshError, PlacementError, ShardingError
 from ..layout.placements import Placement
 from ..mesh.mesh import facts
 from ..mesh.provenance import note_alike
-from ..torch_private.core import FakeTensor, FunctionalTensor, current_device_mesh, has_tangent
+from ..torch_private.core import (
+    FakeTensor,
+    FunctionalTensor,
+    current_device_mesh,
+    function_transforms_active,
+    has_tangent,
+)
 
 
 def current_mesh() -> Any:
@@ -74,6 +80,23 @@ def refuse_tangent(x: torch.Tensor, name: str) -> None:
         raise ShardingError(
             f"forward-mode differentiation does not support {name}, whose result would have no tangent; write "
             "torch.autograd.functional.jvp or hvp, which use reverse mode twice"
+        )
+
+
+def refuse_function_transforms(what: str) -> None:
+    """Raise if a transform of torch.func (grad, vjp, vmap) runs, which cannot pass borders to and from plain tensors.
+
+    Args:
+        what: what was called, for the error.
+
+    Raises:
+        ShardingError: one runs.
+    """
+    if function_transforms_active():
+        raise ShardingError(
+            f"torch.func transforms (grad, vjp, vmap, jacrev) do not support {what}; write torch.autograd.grad(loss, "
+            "parameters) with torch.func.functional_call(model, parameters, args) for gradients with respect to given "
+            "parameters, and a loop over samples for vmap"
         )
 
 
@@ -188,6 +211,7 @@ __all__ = [
     "mesh_of",
     "of_all_ranks",
     "refuse_export",
+    "refuse_function_transforms",
     "refuse_tangent",
     "take_from_source",
 ]

@@ -91,8 +91,23 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
         raise MixedTensorError(
             f"{func}: argument '{name}' is a plain tensor of shape {list(x.shape)}{reason}, other arguments are "
             "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, or "
-            f"DTensor.from_local(x, device_mesh, placements) for a local one{region}"
+            f"DTensor.from_local(x, device_mesh, placements) for a local one{region}{_advice()}"
         )
+
+
+advice: list[str] = []
+"""What the error adds, by whoever makes DTensors that users meet outside of the code that is made for them."""
+
+CLIPPING = Path(torch.nn.utils.clip_grad.__file__)
+
+
+def _advice() -> str:
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == str(CLIPPING):
+            return "; to clip plain and sharded parameters together, write dtensor.parallel.clip_grad_norm_"
+        frame = frame.f_back
+    return "".join([f"; {text}" for text in advice])
 
 
 def is_alike(x: torch.Tensor) -> bool:

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 
 from ..comm.between_meshes import exchanged
-from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
+from ..comm.from_plain import (
+    check_replicas,
+    is_tracing,
+    mesh_of,
+    refuse_export,
+    refuse_function_transforms,
+    refuse_tangent,
+)
 from ..comm.pending_tensor import Pending, waited
 from ..comm.redistribute import check_dtypes, check_target, redistribute_local
 from ..comm.replication_check import BY_STYLE, note_taken
@@ -64,6 +71,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
+    _averaged: tuple[Layout, tuple[int, ...]] | None = None
 
     __torch_function__: Any = disabled_torch_function  # pyright: ignore[reportAssignmentType]
     numpy: Any
@@ -109,15 +117,25 @@ class DTensor(torch.Tensor):
             self._local_tensor = self._local_tensor.wait()
         if copies:
             fresh(self)
-        return ("_local_tensor", "device_mesh"), self._spec.layout.context
+        return ("_local_tensor", "device_mesh"), self._averaged or self._spec.layout.context
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size: Any, stride: Any) -> "DTensor":
-        local, (layout,) = inner["_local_tensor"], context
+    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Any, ...], size: Any, stride: Any) -> "DTensor":
+        local, layout = inner["_local_tensor"], context[0]
         spec = Spec.make(inner["device_mesh"], layout, size, stride, local.dtype)
         if not spec.static:
             define_local_sizes(spec, local)
-        return _wrap(local, spec, local.requires_grad)
+        made = _wrap(local, spec, local.requires_grad)
+        if len(context) == 2:
+            made._averaged = context
+        return made
+
+    def _average_over(self, axes: tuple[int, ...]) -> None:
+        """Average the gradients of plain tensors that this one becomes: over `axes` each rank has a loss of its own.
+
+        This holds for this tensor, a parameter, and for its stand-ins in a trace; not for what is computed from it.
+        """
+        self._averaged = self._spec.layout, axes
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """The form in which tangents of this tensor are traced: the same layout, but never partial."""
@@ -133,7 +151,10 @@ class DTensor(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """The key of this tensor in AOTAutograd's cache: everything that the traced graph may depend on."""
         local = self._local_tensor
-        known = [*map(str, (self._spec, self._spec.stride, self.requires_grad)), world_of(self.device_mesh)]
+        known = [
+            *map(str, (self._spec, self._spec.stride, self.requires_grad, self._averaged and self._averaged[1])),
+            world_of(self.device_mesh),
+        ]
         inner = (tuple(local.shape), local.stride(), local.dtype, local.device, local.requires_grad)
         return hashlib.blake2b("|".join([*known, str(inner)]).encode(), digest_size=16).hexdigest()
 
@@ -165,6 +186,8 @@ class DTensor(torch.Tensor):
             new._spec,
             new.device_mesh,
         )
+        if self._averaged:
+            self._average_over(self._averaged[1])
 
     @staticmethod
     def from_local(
@@ -229,6 +252,7 @@ class DTensor(torch.Tensor):
             raise PlacementError(f"from_local: {wrong}")
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
+        refuse_function_transforms("from_local")
         return FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -237,11 +261,14 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: the placements that the local gradients are assumed to have; None uses this tensor's, with
                 Partial replaced by Replicate. Local gradients have the shape of the local tensor, so their dims must be
-                sharded like this tensor's.
+                sharded like this tensor's. Over a data axis of a parameter of `fully_shard`, each rank has a loss of
+                its own: None averages the gradients there.
 
         Raises:
             PlacementError: `grad_placements` cannot be those of a local gradient.
         """
+        if grad_placements is None and self._averaged:
+            grad_placements = _own_gradients(self.placements, self._averaged[1])
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.dtensor.to_local(self, words(grad_placements))
         refuse_tangent(self, "to_local")
@@ -253,6 +280,7 @@ class DTensor(torch.Tensor):
             fresh(self)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
+        refuse_function_transforms("to_local and full_tensor")
         return _ToLocal.apply(self, grads)
 
     def redistribute(
@@ -322,7 +350,10 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: as in `to_local`, relative to the replicated tensor.
         """
-        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        replicated = (Replicate(),) * self.device_mesh.ndim
+        if grad_placements is None and self._averaged:
+            grad_placements = _own_gradients(replicated, self._averaged[1])
+        whole = self.redistribute(placements=replicated)
         return whole.to_local(grad_placements=grad_placements)
 
     def is_pinned(self, device: Any = None) -> bool:
@@ -384,6 +415,11 @@ class DTensor(torch.Tensor):
 
 
 _DATA: Any = torch.Tensor.data
+
+
+def _own_gradients(placements: Sequence[Placement], axes: tuple[int, ...]) -> list[Placement]:
+    """The placements of a local tensor's gradients where each rank of `axes` has a loss of its own."""
+    return [p if p.is_shard() else Partial("avg") if axis in axes else Replicate() for axis, p in enumerate(placements)]
 
 
 def _rebuild(local: Any, mesh: Any, layout: str, shape: Any, stride: Any, requires_grad: bool, others: Any) -> Any:

@@ -112,6 +112,11 @@ def conjugates_resolved() -> Iterator[None]:
         yield
 
 
+def function_transforms_active() -> bool:
+    """Whether a transform of torch.func runs."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def never_traced(function: Any) -> Any:
     """Make Dynamo skip `function` and everything that it calls, unless it is traced as part of its caller.
 

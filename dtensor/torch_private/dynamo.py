@@ -14,6 +14,7 @@ from .symbolic_sizes import free_symbols, offsets_stand_alone
 # isort: split
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._library.opaque_object import is_opaque_value
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext, SubclassSymbolicContext
 
@@ -30,6 +31,18 @@ def stand_before_dynamo() -> None:
             return ConvertFrameAssert.__call__(self, *args, **kwargs)
 
         ConvertFrameAssert.__call__ = first
+
+
+def before_optimizers_are_traced(call: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """Make Dynamo call `call` with an optimizer before it looks at its parameters, whenever it traces one."""
+    own = OptimizerVariable.__init__
+
+    @functools.wraps(own)
+    def __init__(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        call(value)
+        own(self, value, *args, **kwargs)
+
+    OptimizerVariable.__init__ = __init__
 
 
 def inner_sizes_follow(cls: type) -> None:
@@ -184,6 +197,7 @@ def _but_for_meshes(check: Callable[[Sequence[Any]], None], cls: type) -> Callab
 
 __all__ = [
     "attributes_stand_with_their_tensors",
+    "before_optimizers_are_traced",
     "explain_traced_errors",
     "higher_order_take",
     "inner_sizes_follow",
