@@ -157,8 +157,8 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
 
 SMALL = 4096
 """Bytes up to which ranks gather a tensor that they reduce eagerly over gloo, and each reduces it: in one step, with
-messages that have tags. A rank that reduces a loss alone then waits, where gloo would add up what others reduce next, or
-end the process if that is longer."""
+messages that have tags. A rank that reduces a loss alone then waits. Gloo would add up what others reduce next, or end
+the process if that is longer."""
 
 
 # "avg" is computed as a sum and a division: gloo has no average, and this way results are the same on all backends.

@@ -7,13 +7,13 @@ and none of them raises it a second time later.
 
 A thread in each rank writes a sign of life every `PULSE` seconds and reads the number of failures. If its rank cannot
 look, because it waits in a collective for a rank that will not come, the thread breaks the connections of this rank's
-process groups, which ends the wait with an error, and logs the reason. It does the same if one of the next ranks is dead, and
-if ranks wait for each other in vain, in graphs or in eager collectives that not all of them run (`dtensor.mesh.waits`).
+process groups, which ends the wait with an error, and logs the reason. It does the same if one of the next ranks is dead,
+and if ranks wait for each other in vain, in graphs or in eager collectives that not all of them run (`waits`).
 A second thread does it if the store is gone or does not answer. All of it costs the program no more than a few
 comparisons per call of a compiled graph, and less than a microsecond per eager collective.
 
 A slow rank is not a dead one. A rank on the same host is dead if its process has ended or is stopped. One on another
-host is if it has given no sign of life for `SILENCE` of this rank's own beats: on a loaded machine these come late, too.
+host is if it has given no sign of life for `SILENCE` of this rank's own beats: on a loaded machine these are late, too.
 Who was late recently has longer. For a rank that computes others wait as long as it takes, and say so now and then.
 
 If a wait goes on although its connections are broken, in the program or when the groups are torn down, the process is
@@ -208,16 +208,12 @@ class Job:
             return ""
         state = state_of(store.get(key).decode()) if store.check([key := _key("process", rank)]) else ""
         if state == "ended":
-            return f"rank {rank} has ended without a word: its process is gone. It last said that it {self._did(sign)}"
+            return _ended(rank, sign)
         if state == "running" or silent <= SILENCE:
             return ""
         allowed = SILENCE + 2 * max(self._late, State.of(json.loads(sign)).late)
         silence = f"rank {rank} has given no sign of life for {silent:.0f} s"
         return f"{silence}: its process is stopped" if state else silence if silent > allowed else ""
-
-    @staticmethod
-    def _did(sign: bytes) -> str:
-        return State.of(json.loads(sign)).does()
 
     def gone(self) -> str:
         """That a process of the job on this host has ended without a word; "" if none has."""
@@ -226,9 +222,7 @@ class Job:
             if rank == self.rank or sign in (b"", ENDED.encode()) or not self.store.check([key]):
                 continue
             if state_of(self.store.get(key).decode()) == "ended":
-                return (
-                    f"rank {rank} has ended without a word: its process is gone. It last said that it {self._did(sign)}"
-                )
+                return _ended(rank, sign)
         return ""
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -318,7 +312,7 @@ class Job:
         return is_compiling(sys._current_frames().get(self._main))
 
     def _look_around(self, store: Any, state: State) -> None:
-        """For a rank that has not moved for a while: end its wait if that is in vain, else say now and then for whom."""
+        """For a rank that has not moved for a while: end its wait if that is in vain, or say for whom it waits."""
         said = self.news or self._at_odds(store) or self._dead(store) or self._waits_in_vain(store, state)
         if said:
             self._found(store, said)
@@ -333,7 +327,7 @@ class Job:
     def _compare(self, store: Any, state: State) -> None:
         """Compare the eager collectives begun with those of the next rank of each group."""
         look = self._others(store, state)
-        for ranks in {ranks for ranks, eager, _, _ in state.groups.values() if eager and len(ranks) > 1}:
+        for ranks in {ranks for ranks, begun, _, _ in state.groups.values() if begun and len(ranks) > 1}:
             other = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
             there = look(other)
             if there is not LEFT and (said := mixed_up(self.rank, state, other, there)):
@@ -405,6 +399,11 @@ class Job:
 
 def _key(*parts: object) -> str:
     return "/".join(["dtensor/job", *map(str, parts)])
+
+
+def _ended(rank: int, sign: bytes) -> str:
+    last = State.of(json.loads(sign)).does()
+    return f"rank {rank} has ended without a word: its process is gone. The last that is known: it {last}"
 
 
 def _add_failure(store: Any, number: int, said: str) -> None:

@@ -80,7 +80,7 @@ class State:
     def of(cls, data: dict[str, Any]) -> "State":
         """The state that `data` was made of."""
         waits = data["waits"]
-        return cls(**{**data, "waits": waits and Waiting(**waits)})
+        return cls(**{**data, "waits": waits and Waiting(**{**waits, "ranks": tuple(waits["ranks"])})})
 
     def begun(self, group: str) -> tuple[int, int]:
         """The numbers of eager collectives and of graphs begun on a group."""
@@ -109,9 +109,8 @@ def missing(rank: int, state: State, look: Look) -> list[int]:
     def is_missing(other: int) -> bool:
         there = look(other)
         if waits.kind == "torch":
-            return (
-                there is LEFT or there.waits is None or there.waits.kind != "torch" or there.waits.group != waits.group
-            )
+            inside = None if there is LEFT else there.waits
+            return inside is None or (inside.kind, inside.group) != ("torch", waits.group)
         if there is LEFT:
             return True
         if waits.kind == "eager":
@@ -164,8 +163,8 @@ def mixed_up(rank: int, mine: State, other: int, there: State) -> str:
         for number, checksum in sorted(map(tuple, sums)):
             if known.get(number, checksum) != checksum:
                 why = (
-                    f"ranks {min(rank, other)} and {max(rank, other)} differ in the first {number} eager collectives on "
-                    f"their group {name}, so that each may have received what was meant for another operator"
+                    f"ranks {min(rank, other)} and {max(rank, other)} differ in the first {number} eager collectives "
+                    f"on their group {name}, so that each may have received what was meant for another operator"
                 )
                 return _told({rank: mine, other: there}, why)
     return ""
