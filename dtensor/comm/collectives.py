@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ..layout.chunks import chunk_length, note_place
-from ..mesh.collective_order import Wait, eager
+from ..mesh.collective_order import Wait, eager, mark_of
 from ..mesh.groups import begin, group_rank, group_size
 from ..mesh.job import explain
 from ..mesh.local_sizes import divides, local_length
@@ -198,11 +198,14 @@ def _started(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], 
     if eager.raises is not None:
         eager.raises()
     kernel = _GENERATORS[name](x, *args)
+    eager.mark = mark_of(name, x.dtype, args[0])
     try:
         started = next(kernel)
     except StopIteration as end:
         result = end.value
         return lambda: result
+    finally:
+        eager.mark = 0
     wait = None if isinstance(x, FakeTensor) else begin((name, x.dtype, x.shape, args))
     return lambda: _finished(kernel, started, wait)
 

@@ -127,14 +127,26 @@ class Eager:
 
     Attributes:
         waits: What the program waits for; None if it waits for no eager collective.
+        mark: Checksum that distinguishes the operator which starts a collective from others; 0 while none does.
         raises: Called when the next collective begins, to raise the failure of another rank; None if there is none.
     """
 
     waits: Wait | None = None
+    mark: int = 0
     raises: Callable[[], None] | None = None
 
 
 eager: Eager = Eager()
+
+
+@lru_cache(1024)
+def _mark_of(op: str, dtype: torch.dtype, argument: str) -> int:
+    return zlib.crc32(f"{op} {dtype} {argument}".encode())
+
+
+def mark_of(op: str, dtype: torch.dtype, argument: Any) -> int:
+    """The mark of an operator; `argument` is its first one after the tensor, which names a reduction if it is text."""
+    return _mark_of(op, dtype, argument if isinstance(argument, str) else "")
 
 
 def text(begun: Begun) -> str:
@@ -150,4 +162,17 @@ def _text(op: str, dtype: torch.dtype, shape: torch.Size, args: str) -> str:
     return f"{op}{args} of {str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
 
 
-__all__ = ["Begun", "Eager", "Entry", "Order", "Wait", "alike", "difference", "eager", "mark", "said", "text"]
+__all__ = [
+    "Begun",
+    "Eager",
+    "Entry",
+    "Order",
+    "Wait",
+    "alike",
+    "difference",
+    "eager",
+    "mark",
+    "mark_of",
+    "said",
+    "text",
+]

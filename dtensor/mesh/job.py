@@ -7,8 +7,8 @@ and none of them raises it a second time later.
 
 A thread in each rank writes a sign of life every `PULSE` seconds and reads the number of failures. If its rank cannot
 look, because it waits in a collective for a rank that will not come, the thread breaks the connections of this rank's
-process groups, which ends the wait with an error, and logs the reason. It does the same if one of the next ranks is dead,
-and if ranks wait for each other in vain, in graphs or in eager collectives that not all of them run (`waits`).
+process groups, which ends the wait with an error, and logs the reason. It does so, too, if one of the next ranks is
+dead, and if ranks wait for each other in vain, in graphs or in eager collectives that not all of them run (`waits`).
 A second thread does it if the store is gone or does not answer. All of it costs the program no more than a few
 comparisons per call of a compiled graph, and less than a microsecond per eager collective.
 
@@ -53,6 +53,7 @@ from .collective_order import alike, difference, eager, text
 from .elastic import end, own_keys, state_of, this_process, under_torchrun
 from .groups import all_calls
 from .waits import (
+    ADVICE,
     LEFT,
     Look,
     State,
@@ -215,11 +216,30 @@ class Job:
         silence = f"rank {rank} has given no sign of life for {silent:.0f} s"
         return f"{silence}: its process is stopped" if state else silence if silent > allowed else ""
 
-    def gone(self) -> str:
-        """That a process of the job on this host has ended without a word; "" if none has."""
+    def find_out(self) -> None:
+        """After a connection was closed: raise the reason if it comes to be known within `GONE` seconds.
+
+        Raises:
+            AgreementError: Another rank has failed or ended.
+        """
+        waits, place = eager.waits, place_of(sys._getframe())
+        deadline = time.monotonic() + GONE
+        while True:
+            self.check()
+            if gone := self._gone():
+                what = f"waits in {text(waits.begun)}" if waits else "communicates"
+                raise self.failing(f"{gone}, while rank {self.rank} {what} at {place}\n{ADVICE}")
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.1)
+
+    def _gone(self) -> str:
+        """That a rank has left, or that its process on this host has ended without a word; "" if none has."""
         for rank in range(min(self.ranks, CROWD)):
             key, sign = _key("process", rank), self._sign(self.store, rank)
-            if rank == self.rank or sign in (b"", ENDED.encode()) or not self.store.check([key]):
+            if sign == ENDED.encode():
+                return f"rank {rank} has left the program"
+            if rank == self.rank or not sign or not self.store.check([key]):
                 continue
             if state_of(self.store.get(key).decode()) == "ended":
                 return _ended(rank, sign)
@@ -234,12 +254,21 @@ class Job:
             thread.join(2 * PULSE)
         try:
             if error is not None:
-                self.failed(f"rank {self.rank} ended with {type(error).__name__}: {error}")
+                self._say_why(error)
             self.store.set(_key("alive", self.rank), ENDED)
         except RuntimeError:
             pass  # the store is gone, and with it the rank that held it
         if error is not None:
             break_connections()  # a started collective that is never waited for would keep the process from ending
+
+    def _say_why(self, error: BaseException) -> None:
+        """Record the error that ends the program, or say which failure of another rank may be behind it."""
+        try:
+            self.check()
+        except AgreementError as why:
+            log.error("rank %d ends after a failure of the job: %s", self.rank, why)
+        else:
+            self.failed(f"rank {self.rank} ended with {type(error).__name__}: {error}")
 
     def _watch(self) -> None:
         """The loop of the thread that looks after this process. It waits for nothing, so that nothing can stop it."""
@@ -498,14 +527,11 @@ def explain(error: RuntimeError) -> None:
     if _job.broken:
         raise AgreementError(_job.broken) from error
     try:
-        _job.check()
-        gone = _job.gone()
+        _job.find_out()
     except AgreementError as why:
         raise why from error
     except RuntimeError:
-        return  # the store is gone, and with it the rank that held it
-    if gone:
-        raise _job.failing(gone) from error
+        pass  # the store is gone, and with it the rank that held it
 
 
 atexit.register(_leave_at_exit)

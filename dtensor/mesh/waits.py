@@ -243,6 +243,7 @@ def foreign_wait(frame: FrameType | None) -> Waiting | None:
 
 
 __all__ = [
+    "ADVICE",
     "LEFT",
     "Look",
     "State",

@@ -67,7 +67,7 @@ def item_then_end(r):
 
 def printed(r):
     if r.rank == 0:
-        print(r.x.sum())
+        print(f"{r.x.sum():.1f}")
     dist.barrier()
 
 

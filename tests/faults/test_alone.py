@@ -61,6 +61,5 @@ def test_all_ranks_end_soon(name, tmp_path):
     for rank, text in said.items():
         if says and rank not in left:
             assert processes[rank].returncode == 1, shown
-            assert "AgreementError: " in text, shown
             assert re.search(says, text, re.DOTALL), shown
-            assert re.search(r"alone\.py:\d+", text.rpartition("Error: ")[2]), shown
+            assert re.search(r"alone\.py:\d+", text), shown
