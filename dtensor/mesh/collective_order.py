@@ -150,16 +150,16 @@ def mark_of(op: str, dtype: torch.dtype, argument: Any) -> int:
 
 
 def text(begun: Begun) -> str:
-    """A collective as ranks compare it and as messages name it, such as "all_reduce sum of float32[4, 8]"."""
+    """A collective as ranks compare it and as messages name it, such as "all_reduce(sum) of float32[4, 8]"."""
     op, dtype, shape, args = begun
-    return _text(op, dtype, shape, str(args[:-1]))
+    return _text(op, dtype, shape, ", ".join(map(str, args[:-1])))
 
 
 @lru_cache(1024)
 def _text(op: str, dtype: torch.dtype, shape: torch.Size, args: str) -> str:
     """Lengths that differ between ranks with uneven shards are left out."""
     sizes = list(map(str, shape)) if op in ("all_reduce", "reduce_scatter", "collective_permute") else ["…"]
-    return f"{op}{args} of {str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
+    return f"{op}({args}) of {str(dtype).removeprefix('torch.')}[{', '.join(sizes)}]"
 
 
 __all__ = [

@@ -54,7 +54,6 @@ from .elastic import end, own_keys, state_of, this_process, under_torchrun
 from .groups import all_calls
 from .waits import (
     ADVICE,
-    LEFT,
     Look,
     State,
     Waiting,
@@ -228,7 +227,7 @@ class Job:
             self.check()
             if gone := self._gone():
                 what = f"waits in {text(waits.begun)}" if waits else "communicates"
-                raise self.failing(f"{gone}, while rank {self.rank} {what} at {place}\n{ADVICE}")
+                raise self.failing(f"rank {self.rank} {what} at {place}, but {gone}\n{ADVICE}")
             if time.monotonic() > deadline:
                 return
             time.sleep(0.1)
@@ -359,18 +358,20 @@ class Job:
         for ranks in {ranks for ranks, begun, _, _ in state.groups.values() if begun and len(ranks) > 1}:
             other = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
             there = look(other)
-            if there is not LEFT and (said := mixed_up(self.rank, state, other, there)):
+            if not there.ended and (said := mixed_up(self.rank, state, other, there)):
                 return self._found(store, said)
 
     def _others(self, store: Any, state: State) -> Look:
         """The states of other ranks, read when they are asked for."""
 
         @cache
-        def look(rank: int) -> State | None:
+        def look(rank: int) -> State:
             if rank == self.rank:
                 return state
             sign = self._sign(store, rank)
-            return LEFT if sign == ENDED.encode() and sign else State.of(json.loads(sign)) if sign else State()
+            if sign == ENDED.encode():
+                return State(ended=True)
+            return State.of(json.loads(sign)) if sign else State()
 
         return look
 
@@ -382,9 +383,9 @@ class Job:
         vain = in_vain(self.rank, look)
         for other in state.waits.ranks:
             there = look(other)
-            if other != self.rank and there is not LEFT and (said := mixed_up(self.rank, state, other, there)):
+            if other != self.rank and not there.ended and (said := mixed_up(self.rank, state, other, there)):
                 return said
-        states = {rank: there for rank in vain if (there := look(rank)) is not LEFT}
+        states = {rank: there for rank in vain if not (there := look(rank)).ended}
         # What a rank published before this one began to wait may be out of date.
         fresh = [there.beat > self._first.setdefault(rank, there.beat) for rank, there in states.items()]
         if vain:
@@ -394,7 +395,7 @@ class Job:
         if state.stuck > self._warn_after and (late := missing(self.rank, state, look)):
             self._warn_after = 2 * state.stuck
             others = [look(rank) for rank in state.waits.ranks if rank < self.rank and rank not in late]
-            if not any(there is not LEFT and there.waits == state.waits for there in others):
+            if not any(not there.ended and there.waits == state.waits for there in others):
                 log.warning("%s", late_message(self.rank, state, late, look))
         return ""
 

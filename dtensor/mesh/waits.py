@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from .source_lines import is_users
 
-_DISTRIBUTED = f"{Path(torch.__file__).parent}/distributed/"
-_CALLS = f"{Path(torch.__file__).parent}/_ops.py"
+_TORCH = Path(torch.__path__[0])
+_DISTRIBUTED = f"{_TORCH}/distributed/"
+_CALLS = f"{_TORCH}/_ops.py"
 _MEETS = str(Path(__file__).parent.parent / "comm" / "start_collectives.py")
 
 
@@ -49,6 +50,10 @@ class Waiting:
     number: int = 0
 
 
+Group = tuple[tuple[int, ...], int, int, list[tuple[int, int]]]
+"""What a rank publishes about one of its groups, see `State.groups`."""
+
+
 @dataclass
 class State:
     """What a rank publishes about itself.
@@ -61,7 +66,8 @@ class State:
         stuck: Seconds for which the rank has been at the same place.
         waits: What it waits in; None if it computes.
         groups: Name of a group -> the ranks of the group, the numbers of eager collectives and of graphs begun, and
-            checksums (`dtensor.mesh.eager_order`).
+            checksums (`dtensor.mesh.collective_order.Order`).
+        ended: Whether the rank has ended its program; all else is then unknown.
     """
 
     beat: int = 0
@@ -70,7 +76,8 @@ class State:
     place: str = ""
     stuck: float = 0.0
     waits: Waiting | None = None
-    groups: dict[str, tuple[tuple[int, ...], int, int, list[tuple[int, int]]]] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+    ended: bool = False
 
     def data(self) -> dict[str, Any]:
         """The state for JSON."""
@@ -93,11 +100,8 @@ class State:
         return f"waits in {self.waits.what}{at}" if self.waits else f"computes{at}"
 
 
-LEFT = None
-"""Stands for the state of a rank that has ended its program."""
-
-Look = Callable[[int], "State | None"]
-"""Rank -> its state, `LEFT`, or a state without a beat if it has published none."""
+Look = Callable[[int], State]
+"""Rank -> its state, one without a beat if it has published none."""
 
 
 def missing(rank: int, state: State, look: Look) -> list[int]:
@@ -109,9 +113,9 @@ def missing(rank: int, state: State, look: Look) -> list[int]:
     def is_missing(other: int) -> bool:
         there = look(other)
         if waits.kind == "torch":
-            inside = None if there is LEFT else there.waits
+            inside = None if there.ended else there.waits
             return inside is None or (inside.kind, inside.group) != ("torch", waits.group)
-        if there is LEFT:
+        if there.ended:
             return True
         if waits.kind == "eager":
             return there.begun(waits.group)[0] < waits.number
@@ -130,7 +134,7 @@ def in_vain(rank: int, look: Look) -> list[int]:
     while open_:
         here = open_.pop()
         state = look(here)
-        waits_for[here] = [] if state is LEFT else missing(here, state, look)
+        waits_for[here] = [] if state.ended else missing(here, state, look)
         open_ += [other for other in waits_for[here] if other not in waits_for]
     goes_on: set[int] = set()
     while True:
@@ -141,8 +145,8 @@ def in_vain(rank: int, look: Look) -> list[int]:
     return [] if rank in goes_on else [rank, *sorted(r for r in waits_for if r not in goes_on and r != rank)]
 
 
-def _goes_on(state: State | None, waits_for: Sequence[int], goes_on: set[int]) -> bool:
-    if state is LEFT:
+def _goes_on(state: State, waits_for: Sequence[int], goes_on: set[int]) -> bool:
+    if state.ended:
         return False
     some = any if state.waits is not None and state.waits.kind == "torch" and waits_for else all
     return some(r in goes_on for r in waits_for)
@@ -159,8 +163,8 @@ def mixed_up(rank: int, mine: State, other: int, there: State) -> str:
     if a and b and a.kind == b.kind == "eager" and (a.group, a.number) == (b.group, b.number) and a.what != b.what:
         return _told({rank: mine, other: there}, "ranks wait for each other in different collectives")
     for name, (ranks, _, _, sums) in mine.groups.items():
-        known = dict(map(tuple, there.groups[name][3])) if other in ranks and name in there.groups else {}
-        for number, checksum in sorted(map(tuple, sums)):
+        known = dict(there.groups[name][3]) if other in ranks and name in there.groups else {}
+        for number, checksum in sorted(sums):
             if known.get(number, checksum) != checksum:
                 why = (
                     f"ranks {min(rank, other)} and {max(rank, other)} differ in the first {number} eager collectives "
@@ -192,14 +196,14 @@ SHOWN = 4
 """Number of ranks that a message names."""
 
 
-def _told(states: dict[int, State | None], why: str) -> str:
+def _told(states: dict[int, State], why: str) -> str:
     lines = [f"  rank {r} {_does(state)}" for r, state in sorted(states.items())[:SHOWN]]
     more = [f"  and {len(states) - SHOWN} more"] if len(states) > SHOWN else []
     return "\n".join([f"{why}:", *lines, *more, ADVICE])
 
 
-def _does(state: State | None) -> str:
-    if state is LEFT:
+def _does(state: State) -> str:
+    if state.ended:
         return "has left the program"
     return state.does() if state.beat else "has not made or joined a mesh"
 
@@ -244,9 +248,8 @@ def foreign_wait(frame: FrameType | None) -> Waiting | None:
 
 __all__ = [
     "ADVICE",
-    "LEFT",
     "Look",
-    "State",
+    State,
     "Waiting",
     "foreign_wait",
     "in_vain",

@@ -67,7 +67,7 @@ def item_then_end(r):
 
 def printed(r):
     if r.rank == 0:
-        print(f"{r.x.sum():.1f}")
+        print(r.x.sum().full_tensor())
     dist.barrier()
 
 
@@ -157,7 +157,7 @@ PROGRAMS = {
     "item_then_sharded_step": (2, "rank 0 waits in all_reduce"),
     "item_then_compiled_step": (2, "rank 0 waits in all_reduce.*rank 1 waits in a compiled graph"),
     "item_then_first_compiled_step": (2, "rank 0 waits in all_reduce.*rank 1 waits in the agreement"),
-    "item_then_end": (3, "rank 0 waits in all_reduce.*rank 1 has left.*rank 2 has left"),
+    "item_then_end": (3, r"rank 0 waits in all_reduce.*rank \d has left"),
     "printed": (2, "rank 0 waits in .*rank 1 waits in torch.distributed.barrier"),
     "item_then_barrier": (4, "rank 0 waits in all_reduce.*rank 1 waits in torch.distributed.barrier"),
     "full_tensor": (2, "rank 1 waits in all_gather"),
