@@ -249,7 +249,7 @@ def foreign_wait(frame: FrameType | None) -> Waiting | None:
 __all__ = [
     "ADVICE",
     "Look",
-    State,
+    "State",
     "Waiting",
     "foreign_wait",
     "in_vain",
