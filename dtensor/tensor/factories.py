@@ -90,7 +90,9 @@ def _distributed(tensor: torch.Tensor, mesh: Any, layout: Layout, src_data_rank:
 
 
 # The operator that Dynamo records for `distribute_tensor`.
-library.define("distribute(Tensor x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, int? src) -> Tensor")
+library.define(
+    "distribute(Tensor x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, int? src) -> Tensor"
+)
 
 
 def _distribute_operator(x: Any, mesh: Any, text: str, src: int | None) -> DTensor:

@@ -54,7 +54,15 @@ def test_what_the_code_may_write_to_is_copied(rank):
 def test_functions_that_save_more(rank):
     """Random chains of functions, on sharded and on plain tensors, with some of the backwards kept."""
     mesh = init_device_mesh("cpu", (2,))
-    steps = [torch.sin, torch.exp, torch.tanh, torch.relu, torch.sigmoid, lambda x: x * x.sum(), lambda x: x @ x.t() @ x]
+    steps = [
+        torch.sin,
+        torch.exp,
+        torch.tanh,
+        torch.relu,
+        torch.sigmoid,
+        lambda x: x * x.sum(),
+        lambda x: x @ x.t() @ x,
+    ]
     for seed in range(24):
         made = torch.Generator().manual_seed(seed)
         chain = [steps[k] for k in torch.randint(len(steps), (4,), generator=made)]
