@@ -1,8 +1,8 @@
 """Tensor methods that access raw memory: a DTensor has none of its own, so they raise a clear error.
 
-Those that only read it work where each rank holds all of it: on a replicated tensor, and on one without dimensions, which
-they bring together first, as `item()` does. `data_ptr()` still returns 0, by which torch recognises tensors without
-memory of their own.
+Those that only read it work where each rank holds all of it: on a replicated tensor, and on one without dimensions,
+which they bring together first, as `item()` does. `data_ptr()` still returns 0, by which torch recognises tensors
+without memory of their own.
 """
 
 from collections.abc import Callable
@@ -35,8 +35,10 @@ def on_local_tensors(name: str) -> Callable[..., NoReturn]:
 
 
 def on_whole_tensors(name: str) -> Callable[..., Any]:
-    """The method `name` for tensors of which each rank holds all; on others it raises `ShardingError`. A compiled function
-    calls it between two graphs."""
+    """The method `name` for tensors of which each rank holds all; on others it raises `ShardingError`.
+
+    A compiled function calls it between two graphs.
+    """
     refuse = on_local_tensors(name)
 
     @disable_dynamo

@@ -117,9 +117,8 @@ def values_are_made_anew() -> None:
         if type(found) is not TorchScriptObjectVariable or found.source is not None:
             return own(self, value, allow_cache)
         made = found.as_python_constant()
-        if not (
-            dataclasses.is_dataclass(made) and getattr(made, "__dataclass_params__").eq
-        ):  # a layout is not made anew
+        by_value = type(made).__eq__ is not object.__eq__  # a layout, which is interned, is not made anew
+        if not (dataclasses.is_dataclass(made) and by_value):
             return own(self, value, allow_cache)
         given = [getattr(made, field.name) for field in dataclasses.fields(made)]
         self.add_push_null(lambda: self.load_import_from(type(made).__module__, type(made).__qualname__))

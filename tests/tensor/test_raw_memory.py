@@ -1,4 +1,4 @@
-"""Python's own values of a DTensor: of one that is replicated or has no dimensions as on one device, eager and compiled."""
+"""Python's own values of a DTensor that is replicated or has no dimensions: those of one device, eager and compiled."""
 
 import math
 import warnings
@@ -68,4 +68,5 @@ def test_compiled(rank):
         torch._dynamo.reset()
         got = torch.compile(lambda x, f=f: (f(x * 1), x + 1), backend="aot_eager")(x)
         assert got[0] == f(plain)
-        assert isinstance(got[1], DTensor) and torch.equal(got[1].full_tensor(), plain + 1)
+        assert isinstance(got[1], DTensor)
+        assert torch.equal(got[1].full_tensor(), plain + 1)

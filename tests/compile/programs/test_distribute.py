@@ -52,6 +52,7 @@ def test_distribute_tensor(rank):
         (grad,) = torch.autograd.grad(want.sum(), w)
         torch._dynamo.reset()
         got = torch.compile(f, backend="dtensor", fullgraph=f in whole, options={"inner": "aot_eager"})(h, y)
-        assert isinstance(got, DTensor) and got.placements == want.placements, f
+        assert isinstance(got, DTensor), f
+        assert got.placements == want.placements, f
         torch.testing.assert_close(got.full_tensor(), want.full_tensor())
         torch.testing.assert_close(torch.autograd.grad(got.sum(), w)[0].full_tensor(), grad.full_tensor())

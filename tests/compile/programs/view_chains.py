@@ -1,4 +1,4 @@
-"""Random functions that take views of views and write to them, as lines of Python, and what becomes of each compiled."""
+"""Random functions that take views of views and write to them, as lines of Python, and what becomes of each."""
 
 import random
 from collections import Counter
