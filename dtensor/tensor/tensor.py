@@ -49,7 +49,7 @@ from ..torch_private.core import (
 from ..torch_private.dynamo import attributes_stand_with_their_tensors, inner_sizes_follow
 from . import dcp_protocol
 from .declared_layouts import gradient_placements, wrong_sizes
-from .raw_memory import BY_ELEMENT, OUTSIDE, on_local_tensors
+from .raw_memory import BY_ELEMENT, OUTSIDE, READING, on_local_tensors, on_whole_tensors
 
 PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
 """Index types that are quickly recognised as not being lists."""
@@ -82,7 +82,8 @@ class DTensor(torch.Tensor):
     apply_: Any
     map_: Any
     map2_: Any
-    numpy, tolist, pin_memory, share_memory_, __dlpack__ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
+    numpy, tolist, __dlpack__ = map(on_whole_tensors, READING)  # pyright: ignore
+    pin_memory, share_memory_ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
     apply_, map_, map2_ = map(on_local_tensors, BY_ELEMENT)  # pyright: ignore
 
     @staticmethod
@@ -386,6 +387,12 @@ class DTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = tensor_contents if tensor_contents is not None else repr(fresh(self)._local_tensor)
         return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    def __format__(self, format_spec: str) -> str:
+        """As `torch.Tensor.__format__`: a tensor without dimensions is formatted as its number."""
+        if self.dim() == 0 and not self.is_meta:
+            return self.item().__format__(format_spec)
+        return object.__format__(self, format_spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         spec, local = self._spec, fresh(self)._local_tensor.detach()

@@ -492,6 +492,14 @@ def functionalized(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return FunctionalTensorMode() if isinstance(x, FunctionalTensor) else contextlib.nullcontext()
 
 
+def keep_while_traced(x: torch.Tensor) -> None:
+    """Keep a tensor that functionalization made until it ends: `as_strided`, which could make it anew from another view
+    of its memory, is not written to in a trace."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    if mode is not None and isinstance(x, FunctionalTensor):
+        vars(mode).setdefault("dtensor_kept", []).append(x)
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -633,6 +641,7 @@ __all__ = [
     "is_in_formula",
     "is_in_graph",
     "is_registered",
+    "keep_while_traced",
     "last_traced_node",
     "make_fx",
     "make_wrapper_subclass",
