@@ -256,14 +256,18 @@ def subgraph(operator: Any, function: Callable[..., Any], identifier: Any, *oper
 
 
 def flex_attention(operator: Any, query: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
-    """`flex_attention` on full tensors, because the function that modifies scores reads batch and head indices."""
+    """`flex_attention` on full tensors, because the function that modifies scores reads batch and head indices.
+
+    Whatever else it takes is plain: the tensors of a block mask, torch's empty one too, and those that the functions
+    capture. They index full tensors, so they are global values, and the ranks compare them as in a global view.
+    """
     mesh = next(x.device_mesh for x in (query, key, value) if isinstance(x, DTensor))
 
     def whole(x: Any) -> Any:
         if isinstance(x, DTensor):
             return _in_layout(x, Layout.make(mesh.ndim, ((),) * x.dim(), ())).to_local()
         if isinstance(x, torch.Tensor):
-            check_global("flex_attention", "operand", x, mesh)
+            check_global("flex_attention", "block_mask, score_mod or what they capture", x, mesh, always=True)
         return x
 
     def wrapped(x: Any) -> Any:
