@@ -333,7 +333,7 @@ class DTensor(torch.Tensor):
         return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
 
     def __getitem__(self, index: Any) -> Any:
-        """As `torch.Tensor.__getitem__`. What torch makes plain tensors of is accepted: lists, and masks without dims."""
+        """As `torch.Tensor.__getitem__`. What torch makes plain tensors of is taken: lists, and masks without dims."""
         if _makes_tensors(index):
             with region_of_torch():
                 return _getitem(self, index)
@@ -405,7 +405,7 @@ def _makes_tensors(index: Any) -> bool:
     given = index if type(index) is tuple else (index,)
     if PLAIN_INDICES.issuperset(map(type, given)):
         return False
-    return any([isinstance(i, (*SEQUENCES, bool)) or (isinstance(i, torch.Tensor) and i.dim() == 0) for i in given])
+    return any(isinstance(i, (*SEQUENCES, bool)) or (isinstance(i, torch.Tensor) and i.dim() == 0) for i in given)
 
 
 def _text(placements: tuple[Placement, ...]) -> str:
