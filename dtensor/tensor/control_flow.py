@@ -12,6 +12,7 @@ The collectives of a branch stay in its graph. Passes run on that graph and the 
 Manifests cover only the surrounding graph, because it is unknown how often a branch runs.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -262,12 +263,14 @@ def flex_attention(operator: Any, query: Any, key: Any, value: Any, *more: Any, 
     capture. They index full tensors, so they are global values, and the ranks compare them as in a global view.
     """
     mesh = next(x.device_mesh for x in (query, key, value) if isinstance(x, DTensor))
+    number = itertools.count()
 
     def whole(x: Any) -> Any:
         if isinstance(x, DTensor):
             return _in_layout(x, Layout.make(mesh.ndim, ((),) * x.dim(), ())).to_local()
         if isinstance(x, torch.Tensor):
-            check_global("flex_attention", "block_mask, score_mod or what they capture", x, mesh, always=True)
+            name = f"block_mask, score_mod or what they capture, tensor {next(number)}"
+            check_global("flex_attention", name, x, mesh, always=True)
         return x
 
     def wrapped(x: Any) -> Any:
