@@ -149,11 +149,15 @@ def check_replicas(
     local = local.clone()  # the caller's stays as it is; gradients reach it
     for axis, p in enumerate(placements):
         if p.is_replicate():
-            local = local.contiguous()
+            local = local.resolve_conj().resolve_neg().contiguous()
             with torch.no_grad():
-                group = mesh.get_group(axis)
-                dist.broadcast(local.detach(), dist.get_global_rank(group, 0), group=group)
+                _broadcast(local.detach(), mesh.get_group(axis), 0)
     return local
+
+
+def _broadcast(x: torch.Tensor, group: Any, source: int) -> None:
+    """Overwrite the contiguous `x` with that of rank `source` of the group, as bytes: backends lack some dtypes."""
+    dist.broadcast(x.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group=group)
 
 
 def check_source(mesh: Any, src_data_rank: int | None) -> None:
@@ -197,8 +201,7 @@ def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
         return
     data = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
     for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        dist.broadcast(data, dist.get_global_rank(group, src_data_rank), group=group)
+        _broadcast(data, mesh.get_group(axis), src_data_rank)
 
 
 __all__ = [

@@ -41,7 +41,7 @@ BY_STYLE = (
 """Description, for a message, of a tensor that a style assumes to be replicated: the input of the module {}."""
 
 BY_VIEW = (
-    "that stands beside DTensors in a model sharded by distribute_model, and so counts as the same on all ranks: {}. "
+    "that stands beside DTensors and is taken as a global value, the same on all ranks: {}. "
     "Give all of them the same values, write DTensor.from_local(x, mesh, placements) where each has a part, or "
     "distribute_model(…, check_inputs=False)"
 )

@@ -86,14 +86,16 @@ def _checked(x: torch.Tensor) -> bool | None:
     return _view.checked
 
 
-def check_global(func: Any, name: str, x: torch.Tensor, mesh: Any) -> None:
+def check_global(func: Any, name: str, x: torch.Tensor, mesh: Any, *, always: bool = False) -> None:
     """Refuse the plain tensor `x`, argument `name` of `func` beside DTensors on `mesh`, unless it counts as replicated.
+
+    With `always`, the operator takes plain tensors as global values wherever it is called, and the ranks compare them.
 
     Raises:
         MixedTensorError: it does not count as replicated.
         AgreementError: it counts as replicated in a global view, but ranks hold different values.
     """
-    if not is_alike(x) and not _taken(func, name, x, mesh):
+    if not is_alike(x) and not _taken(func, name, x, mesh, True if always and _checked(x) is None else _checked(x)):
         check_invariant(func, name, x)
 
 
@@ -104,9 +106,11 @@ def may_be_written(x: torch.Tensor) -> bool:
     return _checked(x) is not None
 
 
-def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any) -> bool:
-    """Accept `x` as a global value and mark it so, if it may be one; return whether it was accepted."""
-    checked = _checked(x)
+def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any, checked: bool | None) -> bool:
+    """Accept `x` as a global value and mark it so, if it may be one; return whether it was accepted.
+
+    `checked` states whether the ranks compare its values; None where it is no global value.
+    """
     if checked is None:
         return False
     groups = facts(mesh).by_axis

@@ -119,6 +119,7 @@ _FOLDER = Path(torch.__file__).parent
 IN_PYTHON: dict[Any, bool] = {
     str(_FOLDER / "_lowrank.py"): True,
     str(_FOLDER / "masked" / "_ops.py"): False,
+    str(_FOLDER / "nn" / "attention" / "bias.py"): False,
     torch.nn.functional.fractional_max_pool2d_with_indices.__code__: True,
     torch.nn.functional.fractional_max_pool3d_with_indices.__code__: True,
 }

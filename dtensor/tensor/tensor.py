@@ -52,8 +52,9 @@ from .declared_layouts import gradient_placements, wrong_sizes
 from .raw_memory import BY_ELEMENT, OUTSIDE, READING, on_local_tensors, on_whole_tensors
 
 PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
-"""Index types that are quickly recognised as not being lists."""
-_getitem = torch.Tensor.__getitem__
+"""Index types that are quickly recognised as what torch makes no tensors of."""
+SEQUENCES = (list, tuple, range)
+_getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
 
 class DTensor(torch.Tensor):
@@ -368,12 +369,19 @@ class DTensor(torch.Tensor):
         return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
 
     def __getitem__(self, index: Any) -> Any:
-        """As `torch.Tensor.__getitem__`. Lists of Python numbers, which torch makes plain tensors of, are accepted."""
-        given = index if type(index) is tuple else (index,)
-        if not PLAIN_INDICES.issuperset(map(type, given)) and any(isinstance(i, list) for i in given):
+        """As `torch.Tensor.__getitem__`. What torch makes plain tensors of is taken: lists, and masks without dims."""
+        if _makes_tensors(index):
             with region_of_torch():
                 return _getitem(self, index)
         return _getitem(self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """As `torch.Tensor.__setitem__`, with the same indices as `__getitem__`."""
+        if _makes_tensors(index):
+            with region_of_torch():
+                _setitem(self, index, value)
+        else:
+            _setitem(self, index, value)
 
     def backward(
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
@@ -437,6 +445,14 @@ def _rebuild(local: Any, mesh: Any, layout: str, shape: Any, stride: Any, requir
 
 
 torch.serialization.add_safe_globals([_rebuild])
+
+
+def _makes_tensors(index: Any) -> bool:
+    """Whether torch makes plain tensors of a part of `index`: of sequences, or of the value of a mask without dims."""
+    given = index if type(index) is tuple else (index,)
+    if PLAIN_INDICES.issuperset(map(type, given)):
+        return False
+    return any(isinstance(i, (*SEQUENCES, bool)) or (isinstance(i, torch.Tensor) and i.dim() == 0) for i in given)
 
 
 def _text(placements: tuple[Placement, ...]) -> str:

@@ -244,16 +244,16 @@ def operator_samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterat
             return
 
 
-def shard_order(x: Any) -> dict[int, tuple[int, ...]] | None:
-    """For a DTensor of torch: sharded dimension -> the mesh axes that shard it, outermost first.
+def shard_order(x: Any) -> tuple[dict[int, tuple[int, ...]] | None, bool]:
+    """For a DTensor of torch: what its spec says of the order in which mesh axes shard a dimension.
 
-    None if its strided shards do not correspond to an order of axes.
+    Returns:
+        Sharded dimension -> its axes, outermost first; None where strided shards state the order. And whether they do:
+        in a view they state that its pieces are interleaved.
     """
-    spec = x._spec
-    found = spec.shard_order
-    if found is None:
-        found = type(spec)._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh)
-    return None if found is None else {entry.tensor_dim: tuple(entry.mesh_dims) for entry in found}
+    found = x._spec.shard_order
+    is_order = bool(getattr(x._spec, "use_strided_shard_as_shard_order", found is None))
+    return (None if found is None else {entry.tensor_dim: tuple(entry.mesh_dims) for entry in found}), is_order
 
 
 def strided_shard(dim: int, strides: int) -> Any:

@@ -277,7 +277,20 @@ def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
         return self._dtensor_view(functools.partial(inner, self), arguments, *args, **kwargs)
 
     inside: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
+    if callable(generate := getattr(cls, "generate", None)):
+        inside["generate"] = _in_view(generate)
     return made_class(viewed_class, cls, names, forward=forward, **inside)
+
+
+def _in_view(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' `generate`, which reorders the cache between forwards by plain indices of beams: global values."""
+
+    @functools.wraps(generate)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with global_view(vars(self)[VIEW].check is not None, vars(self)[VIEW].runs):
+            return generate(self, *args, **kwargs)
+
+    return run
 
 
 @never_traced
