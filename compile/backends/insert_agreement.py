@@ -17,6 +17,7 @@ from torch import fx
 
 from dtensor.comm.agreement import dumps
 from dtensor.comm.collectives import COMMUNICATING
+from dtensor.comm.replication_check import DRAWN, noted
 from dtensor.layout.chunks import chunk_length
 from dtensor.mesh.collective_order import Entry
 from dtensor.mesh.groups import group_ranks, group_size
@@ -66,10 +67,15 @@ def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]])
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
     taken = _taken(graph) if direction != "backward" else []
-    said = json.dumps([direction, [[_said(node), node.meta[TAKEN].groups] for node in taken]])
+    told = [[_said(node), node.meta[TAKEN].groups] for node in taken]
+    if direction != "backward" and (groups := noted()[1]):
+        device = ir.value(first).device
+        taken = [*taken, ir.insert(start, torch.ops.dtensor.generator_state.default, (device,), like=first)]
+        told.append([DRAWN, groups])
+    said = json.dumps([direction, told])
     args = (token, dumps(sequences, untagged), taken, said)
-    told = ir.insert(start, torch.ops.dtensor.agree.default, args, like=first)
-    return {first: [told, token]}
+    agreed = ir.insert(start, torch.ops.dtensor.agree.default, args, like=first)
+    return {first: [agreed, token]}
 
 
 def _taken(graph: fx.Graph) -> list[fx.Node]:

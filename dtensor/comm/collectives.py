@@ -21,19 +21,21 @@ If a backend has no reduce-scatter, the ranks exchange the chunks and each reduc
 """
 
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..layout.chunks import chunk_length, note_place
-from ..mesh.groups import group_rank, group_size
+from ..mesh.collective_order import Wait, eager, mark_of
+from ..mesh.groups import begin, group_rank, group_size
 from ..mesh.job import explain
 from ..mesh.local_sizes import divides, local_length
 from ..mesh.operator_library import library
-from ..torch_private.core import c10d, traced_into_backward
+from ..torch_private.core import FakeTensor, c10d, traced_into_backward
 from ..torch_private.symbolic_sizes import known_equal
-from .start_collectives import ANY_ORDER, starts
+from .start_collectives import ANY_ORDER, OVER_GLOO, starts
+from .wire_dtypes import Kernel, carried
 
 library.define("all_gather(Tensor x, int dim, SymInt size, str group) -> Tensor")
 library.define("reduce_scatter(Tensor x, str reduce_op, int dim, str group) -> Tensor")
@@ -112,9 +114,6 @@ def _joined(chunks: list[torch.Tensor], dim: int, size: Any) -> torch.Tensor:
     return _cut(x, dim, size)
 
 
-Kernel = Generator[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
 def _all_gather(x: torch.Tensor, dim: int, size: Any, group: str) -> Kernel:
     n = group_size(group)
     x = _padded(x, dim, local_length(size, group, first=True)).contiguous()
@@ -154,10 +153,21 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
     return y if even else _cut(y, dim, local_length(size, group))
 
 
+SMALL = 4096
+"""Bytes up to which ranks gather a tensor that they reduce eagerly over gloo, and each reduces it: in one step, with
+messages that have tags. A rank that reduces a loss alone then waits. Gloo would add up what others reduce next, or end
+the process if that is longer."""
+
+
 # "avg" is computed as a sum and a division: gloo has no average, and this way results are the same on all backends.
 def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     op = "sum" if reduce_op == "avg" else reduce_op
-    y = yield c10d.all_reduce(x.contiguous(), op, group)
+    x = x.contiguous()
+    if not isinstance(x, FakeTensor) and x.nbytes <= SMALL and (start := starts(group, x.device)) is OVER_GLOO:
+        y = yield start.all_gather(x.view(1, -1), group_size(group), group)
+        y = REDUCTIONS[op](y).view(x.shape)
+    else:
+        y = yield c10d.all_reduce(x, op, group)
     return y / group_size(group) if reduce_op == "avg" else y
 
 
@@ -181,89 +191,57 @@ def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kern
     return y.view(x.shape)
 
 
-def run(kernel: Kernel) -> torch.Tensor:
-    """Run a kernel, wait for its collective and return the result."""
-    try:
-        started = next(kernel)
-    except StopIteration as end:
-        return end.value
-    return _finished(kernel, started)
-
-
-def _finished(kernel: Kernel, started: torch.Tensor) -> torch.Tensor:
-    try:
-        kernel.send(c10d.wait_tensor(started))
-    except StopIteration as end:
-        return end.value
-    except RuntimeError as error:
-        explain(error)
-        raise
-    raise AssertionError("a kernel starts one collective")
-
-
-def start(name: str, *args: Any) -> Callable[[], torch.Tensor]:
-    """Start the communicating operator `name`; call the returned function, once, to wait for the result."""
-    kernel = _GENERATORS[name](*args)
+def _started(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
+    """Start the collective of the kernel `name`; the returned function waits for it and returns the kernel's result."""
+    if eager.raises is not None:
+        eager.raises()
+    kernel = _GENERATORS[name](x, *args)
+    eager.mark = mark_of(name, x.dtype, args[0])
     try:
         started = next(kernel)
     except StopIteration as end:
         result = end.value
         return lambda: result
-    return lambda: _finished(kernel, started)
+    finally:
+        eager.mark = 0
+    wait = None if isinstance(x, FakeTensor) else begin((name, x.dtype, x.shape, args))
+    return lambda: _finished(kernel, started, wait)
 
 
-CARRIED = {
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-}
-"""Dtypes that every backend supports."""
+def _finished(kernel: Kernel, started: torch.Tensor, wait: Wait | None) -> torch.Tensor:
+    eager.waits = wait
+    try:
+        arrived = c10d.wait_tensor(started)
+    except RuntimeError as error:
+        explain(error)
+        raise
+    finally:
+        eager.waits = None
+    try:
+        kernel.send(arrived)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a kernel starts one collective")
 
 
-def carried(kernel: Callable[..., Kernel]) -> Callable[..., Kernel]:
-    """Extend `kernel` to all dtypes, by sending those that backends do not support as another one.
-
-    Complex numbers are sent as pairs of real numbers. Other dtypes are sent as bytes where data is only moved, and as
-    int32 where integers are reduced.
-    """
-
-    @functools.wraps(kernel)
-    def generator(x: torch.Tensor, *rest: Any) -> Kernel:
-        if x.dtype in CARRIED:
-            return (yield from kernel(x, *rest))
-        if x.dtype.is_complex:
-            if rest[0] == "product":
-                raise ValueError("complex numbers cannot be reduced over ranks by a product; gather and multiply them")
-            y = yield from kernel(torch.view_as_real(x.resolve_conj()), *rest)
-            return torch.view_as_complex(y.contiguous())
-        if kernel in (_all_reduce, _reduce_scatter):
-            y = yield from kernel(x.to(torch.int32), *rest)
-            return y.to(x.dtype)
-        y = yield from kernel(x.unsqueeze(-1).view(torch.uint8), *rest)
-        return y.contiguous().view(x.dtype).squeeze(-1)
-
-    return generator
+def start(name: str, x: torch.Tensor, *args: Any) -> Callable[[], torch.Tensor]:
+    """Start the communicating operator `name`; call the returned function, once, to wait for the result."""
+    return _started(name, x, args)
 
 
 _GENERATORS: dict[str, Callable[..., Kernel]] = {
-    "all_gather": carried(_all_gather),
-    "reduce_scatter": carried(_reduce_scatter),
-    "all_reduce": carried(_all_reduce),
-    "all_to_all": carried(_all_to_all),
-    "collective_permute": carried(_collective_permute),
+    "all_gather": carried(reduces=False)(_all_gather),
+    "reduce_scatter": carried(reduces=True)(_reduce_scatter),
+    "all_reduce": carried(reduces=True)(_all_reduce),
+    "all_to_all": carried(reduces=False)(_all_to_all),
+    "collective_permute": carried(reduces=False)(_collective_permute),
 }
 
 
 def _waited(name: str) -> Callable[..., torch.Tensor]:
     @functools.wraps(_GENERATORS[name])
-    def kernel(*args: Any) -> torch.Tensor:
-        return run(_GENERATORS[name](*args))
+    def kernel(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return _started(name, x, args)()
 
     return kernel
 
@@ -352,7 +330,6 @@ KEPT = "dtensor_kept"
 """Key of the annotation (`torch.fx.traceback.annotate`) of gathers whose results are always saved for the backward."""
 
 __all__ = [
-    "CARRIED",
     "COMMUNICATING",
     "KEPT",
     "KERNELS",

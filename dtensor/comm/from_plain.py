@@ -13,7 +13,13 @@ from ..errors import MeshError, PlacementError, ShardingError
 from ..layout.placements import Placement
 from ..mesh.mesh import facts
 from ..mesh.provenance import note_alike
-from ..torch_private.core import FakeTensor, FunctionalTensor, current_device_mesh, has_tangent
+from ..torch_private.core import (
+    FakeTensor,
+    FunctionalTensor,
+    current_device_mesh,
+    function_transforms_active,
+    has_tangent,
+)
 
 
 def current_mesh() -> Any:
@@ -77,6 +83,23 @@ def refuse_tangent(x: torch.Tensor, name: str) -> None:
         )
 
 
+def refuse_function_transforms(what: str) -> None:
+    """Raise if a transform of torch.func (grad, vjp, vmap) runs, which cannot pass borders to and from plain tensors.
+
+    Args:
+        what: what was called, for the error.
+
+    Raises:
+        ShardingError: one runs.
+    """
+    if function_transforms_active():
+        raise ShardingError(
+            f"torch.func transforms (grad, vjp, vmap, jacrev) do not support {what}; write torch.autograd.grad(loss, "
+            "parameters) with torch.func.functional_call(model, parameters, args) for gradients with respect to given "
+            "parameters, and a loop over samples for vmap"
+        )
+
+
 def of_all_ranks(item: Any, mesh: Any) -> list[Any]:
     """Gather the `item`, which must be picklable, of each rank of the mesh, in an order that is the same on all ranks.
 
@@ -126,11 +149,15 @@ def check_replicas(
     local = local.clone()  # the caller's stays as it is; gradients reach it
     for axis, p in enumerate(placements):
         if p.is_replicate():
-            local = local.contiguous()
+            local = local.resolve_conj().resolve_neg().contiguous()
             with torch.no_grad():
-                group = mesh.get_group(axis)
-                dist.broadcast(local.detach(), dist.get_global_rank(group, 0), group=group)
+                _broadcast(local.detach(), mesh.get_group(axis), 0)
     return local
+
+
+def _broadcast(x: torch.Tensor, group: Any, source: int) -> None:
+    """Overwrite the contiguous `x` with that of rank `source` of the group, as bytes: backends lack some dtypes."""
+    dist.broadcast(x.view(-1).view(torch.uint8), dist.get_global_rank(group, source), group=group)
 
 
 def check_source(mesh: Any, src_data_rank: int | None) -> None:
@@ -174,8 +201,7 @@ def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
         return
     data = torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage())
     for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        dist.broadcast(data, dist.get_global_rank(group, src_data_rank), group=group)
+        _broadcast(data, mesh.get_group(axis), src_data_rank)
 
 
 __all__ = [
@@ -188,6 +214,7 @@ __all__ = [
     "mesh_of",
     "of_all_ranks",
     "refuse_export",
+    "refuse_function_transforms",
     "refuse_tangent",
     "take_from_source",
 ]

@@ -11,6 +11,7 @@ trace, the graph inputs that such a tensor is computed from are marked, and `dte
 """
 
 import json
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import torch
 
 from ..mesh.groups import Calls, calls_on
 from ..mesh.job import Job, job
+from ..mesh.operator_library import library
 from ..mesh.provenance import LOCAL, TAKEN, Taken
 from ..torch_private.compiling import compile_context
 from ..torch_private.core import (
@@ -39,11 +41,18 @@ BY_STYLE = (
 """Description, for a message, of a tensor that a style assumes to be replicated: the input of the module {}."""
 
 BY_VIEW = (
-    "that stands beside DTensors in a model sharded by distribute_model, and so counts as the same on all ranks: {}. "
+    "that stands beside DTensors and is taken as a global value, the same on all ranks: {}. "
     "Give all of them the same values, write DTensor.from_local(x, mesh, placements) where each has a part, or "
     "distribute_model(…, check_inputs=False)"
 )
 """Description, for a message, of a tensor that a global view assumes to be replicated, at the place {}."""
+
+DRAWN = (
+    "of the state of the generator, from which the forward of a model sharded by distribute_model draws random numbers "
+    "that count as the same on all ranks. Give all ranks one seed, torch.manual_seed(0), draw with a generator of your "
+    "own what is to differ, or write distribute_model(…, check_inputs=False)"
+)
+"""Description, for a message, of the default generator's state."""
 
 FIRST = 2
 """Number of first uses in eager mode that are checked."""
@@ -166,13 +175,41 @@ _noting: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Context of a compilation -> the groups over which a tensor in it is assumed to be replicated."""
 
 
-def noted() -> tuple[str, ...]:
-    """The groups over which a tensor in the current compilation is assumed to be replicated.
+_drawing: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""Context of a compilation -> the groups over which random numbers drawn in it are assumed to be the same."""
+
+
+def noted() -> tuple[tuple[str, ...], ...]:
+    """The groups over which a tensor in the current compilation is assumed to be replicated, and those over which
+    random numbers are.
 
     Part of the identity of compiled code: the same code without this assumption is different.
     """
     context = compile_context()
-    return tuple(sorted(_noting.get(context, ()))) if context is not None else ()
+    return tuple([() if context is None else tuple(sorted(known.get(context, ()))) for known in (_noting, _drawing)])
+
+
+def note_drawn(groups: Sequence[str]) -> None:
+    """While a graph is traced: the ranks of `groups` are assumed to draw the same random numbers."""
+    context = compile_context()
+    if context is not None:
+        _drawing.setdefault(context, set()).update(groups)
+
+
+library.define("generator_state(Device device) -> Tensor")
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    """A checksum of the state of the device's default generator, an integer on the CPU."""
+    on_cpu = device.type == "cpu"
+    state = torch.get_rng_state() if on_cpu else torch.get_device_module(device).get_rng_state(device)
+    return torch.tensor([zlib.crc32(bytes(state.numpy()))])
+
+
+library.impl("generator_state", _generator_state, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "dtensor::generator_state", lambda device: torch.empty(1, dtype=torch.int64, device="cpu"), lib=library
+)
 
 
 def note_taken(local: torch.Tensor, groups: Sequence[str], said: str) -> None:
@@ -196,6 +233,7 @@ def note_taken(local: torch.Tensor, groups: Sequence[str], said: str) -> None:
 __all__ = [
     "BY_STYLE",
     "BY_VIEW",
+    "DRAWN",
     "EVERY",
     "STRIDES",
     "TOLERANCE",
@@ -203,6 +241,7 @@ __all__ = [
     "Look",
     "compare",
     "is_due",
+    "note_drawn",
     "note_taken",
     "noted",
     "numbers",

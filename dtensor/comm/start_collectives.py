@@ -10,8 +10,9 @@ Its all_to_all signals a peer that it is ready to receive on the connection on w
 behind earlier data and the peer waits for it, so transfers that should go both ways at once take turns as soon as
 messages are longer than a socket buffer. Here, each rank first posts all its receives and then sends.
 
-The tag of a message contains its length and the mark of the graph that the rank ran last on the group, so messages of
-different graphs never match: their ranks wait, and `dtensor.mesh.job` detects that. Gloo's own collectives have no such
+The tag of a message contains its length, the mark of the graph that the rank ran last on the group, and in eager code
+the number and the operator of the collective, so messages of different graphs or collectives never match: their ranks
+wait, and `dtensor.mesh.job` detects that. Gloo's own collectives have no such
 tags, so a graph that begins with one calls `meet` first.
 """
 
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..mesh.collective_order import eager
 from ..mesh.groups import calls_on
 from ..mesh.operator_library import library
 from ..torch_private.core import OpOverload, backend_of, c10d, register_work, resolve_process_group
@@ -100,7 +102,8 @@ def _all_to_all_start(x: torch.Tensor, output_splits: list[int], input_splits: l
 def _started(y: torch.Tensor, into: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], name: str) -> torch.Tensor:
     """Start to send `sent[r]` to each rank r and to receive from it into `into[r]`. `y` is complete after a wait."""
     group = resolve_process_group(name)
-    n, rank, mark = group.size(), group.rank(), calls_on(group).mark
+    n, rank, calls = group.size(), group.rank(), calls_on(group)
+    mark = calls.mark + calls.eager.count * 0x85EBCA6B + eager.mark
     works = [
         group.recv([into[r]], r, _tag(mark, into[r].nbytes)) for k in range(1, n) if into[r := (rank - k) % n].numel()
     ]

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from ..comm.replication_check import BY_VIEW, compare, is_due, note_taken
+from ..comm.replication_check import BY_VIEW, compare, is_due, note_drawn, note_taken
 from ..mesh.mesh import facts
 from ..mesh.provenance import ALIKE, LAYOUT, LOCAL
 from ..torch_private.core import FakeTensor, FunctionalTensor, fx_traceback, graph_node, is_being_compiled
 from .plain_operands import (
     check_invariant,
     differing,
+    draws,
     implicit_replication,
     is_alike,
     is_differentiated,
@@ -85,14 +86,16 @@ def _checked(x: torch.Tensor) -> bool | None:
     return _view.checked
 
 
-def check_global(func: Any, name: str, x: torch.Tensor, mesh: Any) -> None:
+def check_global(func: Any, name: str, x: torch.Tensor, mesh: Any, *, always: bool = False) -> None:
     """Refuse the plain tensor `x`, argument `name` of `func` beside DTensors on `mesh`, unless it counts as replicated.
+
+    With `always`, the operator takes plain tensors as global values wherever it is called, and the ranks compare them.
 
     Raises:
         MixedTensorError: it does not count as replicated.
         AgreementError: it counts as replicated in a global view, but ranks hold different values.
     """
-    if not is_alike(x) and not _taken(func, name, x, mesh):
+    if not is_alike(x) and not _taken(func, name, x, mesh, True if always and _checked(x) is None else _checked(x)):
         check_invariant(func, name, x)
 
 
@@ -103,9 +106,11 @@ def may_be_written(x: torch.Tensor) -> bool:
     return _checked(x) is not None
 
 
-def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any) -> bool:
-    """Accept `x` as a global value and mark it so, if it may be one; return whether it was accepted."""
-    checked = _checked(x)
+def _taken(func: Any, name: str, x: torch.Tensor, mesh: Any, checked: bool | None) -> bool:
+    """Accept `x` as a global value and mark it so, if it may be one; return whether it was accepted.
+
+    `checked` states whether the ranks compare its values; None where it is no global value.
+    """
     if checked is None:
         return False
     groups = facts(mesh).by_axis
@@ -129,14 +134,32 @@ def _taken_in_trace(x: torch.Tensor, groups: list[str]) -> bool:
     node = graph_node(x)
     if node is None:
         return False
-    found = [n for n, _ in differing(node) if not _is_whole(n)]
+    found, drawn = _sources(node)
     if any(n.op != "placeholder" or LOCAL in n.meta for n in found):
         return False
     if groups:
         note_taken(x, groups, BY_VIEW)
-    for n in (node, *found):  # the backward meets the nodes again, without an annotation
+        if drawn:
+            note_drawn(groups)
+    for n in (node, *found, *drawn):  # the backward meets the nodes again, without an annotation
         n.meta[ALIKE] = True
     return True
+
+
+def _sources(node: torch.fx.Node) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+    """The ancestors of `node` that can differ between ranks; and those that draw random numbers, which are the same on
+    all ranks if the generators and what else they are computed from are."""
+    found: list[torch.fx.Node] = []
+    drawn: list[torch.fx.Node] = []
+    waiting = [node]
+    while waiting:
+        for n, _ in differing(waiting.pop()):
+            if draws(n):
+                drawn.append(n)
+                waiting += n.all_input_nodes
+            elif not _is_whole(n):
+                found.append(n)
+    return found, drawn
 
 
 def _is_whole(node: torch.fx.Node) -> bool:

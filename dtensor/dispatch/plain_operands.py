@@ -91,8 +91,23 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
         raise MixedTensorError(
             f"{func}: argument '{name}' is a plain tensor of shape {list(x.shape)}{reason}, other arguments are "
             "DTensors; write distribute_tensor(x, device_mesh, placements) for a global tensor, or "
-            f"DTensor.from_local(x, device_mesh, placements) for a local one{region}"
+            f"DTensor.from_local(x, device_mesh, placements) for a local one{region}{_advice()}"
         )
+
+
+advice: list[str] = []
+"""What the error adds, by whoever makes DTensors that users meet outside of the code that is made for them."""
+
+CLIPPING = Path(torch.nn.utils.clip_grad.__file__)
+
+
+def _advice() -> str:
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == str(CLIPPING):
+            return "; to clip plain and sharded parameters together, write dtensor.parallel.clip_grad_norm_"
+        frame = frame.f_back
+    return "".join([f"; {text}" for text in advice])
 
 
 def is_alike(x: torch.Tensor) -> bool:
@@ -104,6 +119,7 @@ _FOLDER = Path(torch.__file__).parent
 IN_PYTHON: dict[Any, bool] = {
     str(_FOLDER / "_lowrank.py"): True,
     str(_FOLDER / "masked" / "_ops.py"): False,
+    str(_FOLDER / "nn" / "attention" / "bias.py"): False,
     torch.nn.functional.fractional_max_pool2d_with_indices.__code__: True,
     torch.nn.functional.fractional_max_pool3d_with_indices.__code__: True,
 }
@@ -202,6 +218,11 @@ def _differs(node: torch.fx.Node) -> str | None:
     if isinstance(node.target, OpOverload):
         return _differs_by(node.target)
     return None if getattr(node.target, "__module__", "") == "_operator" else f" computed by {node.target}"
+
+
+def draws(node: torch.fx.Node) -> bool:
+    """Whether this node draws random numbers."""
+    return LOCAL not in node.meta and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 class _Region(threading.local):

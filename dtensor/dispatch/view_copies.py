@@ -29,7 +29,15 @@ from ..comm.redistribute import redistribute_local
 from ..errors import OperatorError, ShardingError
 from ..layout.layout import Layout
 from ..mesh.tensor_spec import Spec
-from ..torch_private.core import FakeTensor, OpOverload, below_autograd, functionalized, graph_node, is_alias_of
+from ..torch_private.core import (
+    FakeTensor,
+    OpOverload,
+    below_autograd,
+    functionalized,
+    graph_node,
+    is_alias_of,
+    keep_while_traced,
+)
 
 ATTRIBUTE = "dtensor_memory"
 """Attribute of the storage of a base or a copy: its `_Memory`."""
@@ -206,6 +214,7 @@ def remember(
             mine.append(memory)
         if memory in mine and isinstance(memory.origin, _Origin):
             part = made._local_tensor
+            keep_while_traced(part)
             memory.origin.parts.append((index if many else None, made._spec, _place(part), weakref.ref(part)))
 
 

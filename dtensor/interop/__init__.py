@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..parallel.fsdp.torch_fsdp2 import take_over, taken_over
+from ..parallel.modules.replaced import following
 from ..tensor.torch_dtensor import TORCH, as_ours, as_torchs, from_torch, is_torch_dtensor, to_torch
 from ..torch_private.core import tree_map
 from ..torch_private.fsdp import fsdp2_units, remove_fsdp2
@@ -24,7 +25,8 @@ def convert_module(module: nn.Module) -> nn.Module:
     The hooks that torch's styles have installed continue to work: they receive torch's DTensors, and their results are
     converted back. FSDP2 is replaced by `dtensor.parallel.fully_shard`, over the same mesh and dims, with the same
     mixed precision, resharding and shared units. Plain parameters and everything else are unchanged. If the conversion
-    raises, nothing is changed. Create optimizers afterwards: one created before holds the old parameters.
+    raises, nothing is changed. An optimizer made before gets the new parameters with its next step, unless it has state
+    for the old ones: that step raises. Create optimizers afterwards.
 
     Args:
         module: the model.
@@ -36,7 +38,8 @@ def convert_module(module: nn.Module) -> nn.Module:
         PlacementError: a parameter has a placement that dtensor does not support.
         MeshError: FSDP2 and a style were applied over meshes that are not slices of one mesh.
         NotImplementedError: a module is sharded by FSDP1 or `replicate`, offloaded, or has torch's `input_reshard`.
-        ValueError: `module` is only a part of what one FSDP2 call has sharded, or FSDP2 holds unreduced gradients.
+        ValueError: `module` is only a part of what one FSDP2 call has sharded, separate calls have untied a shared
+            parameter, or FSDP2 holds unreduced gradients.
     """
     for name, found in module.named_modules():
         _check(found, name)
@@ -48,13 +51,14 @@ def convert_module(module: nn.Module) -> nn.Module:
             if is_torch_dtensor(x) and id(x) not in made and id(x) not in sharded:
                 made[id(x)] = _converted(x)
     taken = taken_over(units)
-    remove_fsdp2(module)
-    take_over(units, taken)
-    for found in module.modules():
-        for tensors in (found._parameters, found._buffers):
-            tensors.update({name: made[id(x)] for name, x in tensors.items() if id(x) in made})
-        for hooks in _hooks(found):
-            hooks.update({key: _bridged(hook) for key, hook in hooks.items() if _home(hook).startswith(TORCH)})
+    with following(module):
+        remove_fsdp2(module)
+        take_over(units, taken)
+        for found in module.modules():
+            for tensors in (found._parameters, found._buffers):
+                tensors.update({name: made[id(x)] for name, x in tensors.items() if id(x) in made})
+            for hooks in _hooks(found):
+                hooks.update({key: _bridged(hook) for key, hook in hooks.items() if _home(hook).startswith(TORCH)})
     return module
 
 

@@ -108,7 +108,7 @@ def as_placement(given: Any) -> Placement:
     """Convert `given`, a placement of this library or of torch.distributed.tensor, to one of this library.
 
     Raises:
-        PlacementError: `given` is neither.
+        PlacementError: `given` is neither, or a strided shard of torch.
     """
     if isinstance(given, Placement):
         return given
@@ -120,6 +120,12 @@ def as_placement(given: Any) -> Placement:
             return Replicate()
         if kind == "Partial":
             return Partial(given.reduce_op)
+        if kind == "_StridedShard":
+            raise PlacementError(
+                f"{given!r} states the order of mesh axes by sizes, which a placement here does not know; write Shard "
+                f"with a cut for each axis that shards the dimension, Shard({given.dim}, cut=0) for the outermost, or "
+                "take the placements of from_torch(x)"
+            )
     raise PlacementError(f"a placement is Shard(dim), Replicate() or Partial(); got {given!r}")
 
 

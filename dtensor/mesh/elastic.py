@@ -65,6 +65,39 @@ def end(why: str) -> None:
     os._exit(1)
 
 
+def this_process() -> str:
+    """A name of this process by which others on its host find it: host and namespace, id, time of start."""
+    try:
+        return f"{_host()} {os.getpid()} {_stat(os.getpid())[1]}"
+    except OSError:
+        return ""
+
+
+def state_of(process: str) -> str:
+    """The state of a process of that name: "ended", "stopped" or "running"; "" if it is on another host."""
+    if not process or not (here := this_process()) or process.split()[0] != here.split()[0]:
+        return ""
+    _, pid, since = process.split()
+    try:
+        state, started = _stat(int(pid))
+    except OSError:
+        return "ended"
+    if started != since or state in "ZX":
+        return "ended"
+    return "stopped" if state in "Tt" else "running"
+
+
+def _host() -> str:
+    """The kernel and the namespace of processes."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def _stat(pid: int) -> tuple[str, str]:
+    """State and time of start of a process."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return words[0], words[19]
+
+
 def _watch_launcher() -> None:
     """End this process when its parent has changed, which is when torchrun has ended."""
     while os.getppid() == _launcher and not _is_adopted():
@@ -181,4 +214,13 @@ def _pause(deadline: float, what: str) -> None:
 if under_torchrun() and _is_rank():
     threading.Thread(target=_watch_launcher, name="dtensor launcher", daemon=True).start()
 
-__all__ = ["agreed_round", "end", "init_process_group", "join_round", "own_keys", "under_torchrun"]
+__all__ = [
+    "agreed_round",
+    "end",
+    "init_process_group",
+    "join_round",
+    "own_keys",
+    "state_of",
+    "this_process",
+    "under_torchrun",
+]

@@ -1,14 +1,14 @@
-"""Process groups looked up by name, and the record of the compiled graphs that this rank has run on each."""
+"""Process groups looked up by name, and the record of what this rank has run on each: graphs and eager collectives."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
 
 import torch
 
 from ..torch_private.core import is_gloo, is_registered, register_alias, resolve_process_group
-from .collective_order import Entry
+from .collective_order import Begun, Entry, Order, Wait
 
 Rows = tuple[tuple[int, ...], ...]
 """The ranks of several groups."""
@@ -16,7 +16,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Calls:
-    """The compiled graphs that this rank has run on a process group.
+    """The compiled graphs and eager collectives that this rank has run on a process group.
 
     Attributes:
         name: Name of the group, the same on all its ranks. (Ranks do not identify it: other groups can have the same.)
@@ -28,6 +28,7 @@ class Calls:
             (`dtensor.comm.starts`).
         looked: The `count` at which the last replication check ran (`dtensor.comm.replication_check`).
         taken: Number of tensors that were assumed to be replicated in eager mode.
+        eager: The eager collectives that this rank has begun on the group.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Calls:
     mark: int = 0
     looked: int = 0
     taken: int = 0
+    eager: Order = field(default_factory=Order)
+
+    def restart(self) -> None:
+        """Count from zero again: after a failure the counts differ between ranks."""
+        self.count, self.last, self.looked, self.taken, self.eager = 0, (), 0, 0, Order()
 
 
 _calls: WeakKeyDictionary[torch.distributed.ProcessGroup, Calls] = WeakKeyDictionary()
@@ -50,6 +56,12 @@ def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
         found = _calls[group] = Calls(group.group_name, ranks, is_gloo(group, "cpu"))
     return found
+
+
+def begin(begun: Begun) -> Wait:
+    """Note that this rank begins an eager collective, and return what it may wait for."""
+    calls = calls_on(resolve_process_group(begun[3][-1]))
+    return Wait(calls.name, calls.eager.begin(begun), begun)
 
 
 def all_calls() -> list[Calls]:
@@ -122,6 +134,7 @@ def group_ranks(group: str) -> tuple[int, ...]:
 __all__ = [
     "Calls",
     "all_calls",
+    "begin",
     "calls_on",
     "canonical",
     "group_rank",

@@ -7,17 +7,22 @@ and none of them raises it a second time later.
 
 A thread in each rank writes a sign of life every `PULSE` seconds and reads the number of failures. If its rank cannot
 look, because it waits in a collective for a rank that will not come, the thread breaks the connections of this rank's
-process groups, which ends the wait with an error, and logs the reason. It does the same if one of the next ranks has
-given no sign of life for `SILENCE` seconds, and if two ranks wait for each other in different graphs that both know;
-the number of graphs that each has run on the shared group reveals this. A second thread does it if the store is gone or
-does not answer. All of it costs the program no more than a few comparisons per call of a compiled graph.
+process groups, which ends the wait with an error, and logs the reason. It does so, too, if one of the next ranks is
+dead, and if ranks wait for each other in vain, in graphs or in eager collectives that not all of them run (`waits`).
+A second thread does it if the store is gone or does not answer. All of it costs the program no more than a few
+comparisons per call of a compiled graph, and less than a microsecond per eager collective.
+
+A slow rank is not a dead one. A rank on the same host is dead if its process has ended or is stopped. One on another
+host is if it has given no sign of life for `SILENCE` of this rank's own beats: on a loaded machine these are late, too.
+Who was late recently has longer. For a rank that computes others wait as long as it takes, and say so now and then.
 
 If a wait goes on although its connections are broken, in the program or when the groups are torn down, the process is
 ended, so that torchrun starts it anew.
 
 Keys in the store, of this round of the job only (`elastic`), under `dtensor/job/`:
 
-    alive/{rank}     a number that grows; LEFT when the program ends
+    alive/{rank}     what the rank does (`dtensor.mesh.waits.State`), with a number that grows; ENDED when it ends
+    process/{rank}   a name of its process, by which ranks on the same host see whether it runs
     failures         number of failures
     raised/{k}       how many ranks raised the k-th failure by themselves
     failure/{k}      the text of the first of them
@@ -36,6 +41,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -43,26 +49,52 @@ import torch.distributed as dist
 from ..errors import AgreementError
 from ..torch_private.compiling import is_compiling
 from ..torch_private.core import break_connections, cloned_store, default_store
-from .collective_order import alike, difference
-from .elastic import end, own_keys, under_torchrun
+from .collective_order import alike, difference, eager, text
+from .elastic import end, own_keys, state_of, this_process, under_torchrun
 from .groups import all_calls
+from .waits import (
+    ADVICE,
+    Look,
+    State,
+    Waiting,
+    foreign_wait,
+    in_vain,
+    late_message,
+    missing,
+    mixed_up,
+    place_of,
+    vain_message,
+)
 
 PULSE = 1.0
 """Seconds between signs of life."""
 
 SILENCE = 15.0
-"""Seconds without a sign of life after which a rank counts as dead."""
+"""Seconds without a sign of life after which a rank counts as dead, in beats of the rank that misses it."""
 
 LAST = 30.0
 """Seconds that a rank which failed has for its end under torchrun, which gives the others as many."""
 
+GONE = 3.0
+"""The same for a rank on this host whose process has ended."""
+
 PATIENCE = 5.0
 """Seconds in one call after which a rank counts as waiting."""
+
+WARN = 10.0
+"""Seconds of waiting after which a rank first says for whom it waits."""
+
+COMPARE = 3
+"""Beats between two comparisons of the eager collectives that this rank and the next one of a group have begun."""
+
+CROWD = 64
+"""Ranks per beat by which those that wait look at others less often."""
 
 NEIGHBOURS = 8
 """Number of other ranks whose signs of life a waiting rank looks for."""
 
-LEFT = "left"
+ENDED = "left"
+"""The sign of a rank that has ended its program."""
 
 SAID = 2000
 """Maximum number of characters of an error that other ranks receive."""
@@ -92,9 +124,12 @@ class Job:
 
     def __post_init__(self) -> None:
         self.process: int = os.getpid()
-        self._signs: dict[int, tuple[bytes, float]] = {}
+        self._signs: dict[int, tuple[bytes, int]] = {}
+        self._beat, self._late, self._since_heard = 0, 0.0, 0
+        self._first: dict[int, int] = {}
+        self._warn_after = WARN
         self._agreeing = False
-        self._broken_at, self._stuck, self._heard = 0.0, 0.0, time.monotonic()
+        self._broken_at, self._stuck = 0.0, 0.0
         self._store_is_gone = False
         self._stop = threading.Event()
         self._main = threading.get_ident()
@@ -132,19 +167,25 @@ class Job:
         """
         if self.store.add(_key("failures"), 0) > self.failures:
             self._count_failure()
-            self.news = ""
+            self._no_news()
             raise AgreementError(_told(self.store, self.failures))
-        self.news = ""
+        self._no_news()
+
+    def _no_news(self) -> None:
+        self.news, eager.raises = "", None
+
+    def _have_news(self, said: str) -> None:
+        self.news, eager.raises = said, self.check
 
     def _count_failure(self) -> None:
         """Count a failure, and restart the counts of graphs: after a failure they differ between ranks."""
         self.failures += 1
         for calls in all_calls():
-            calls.count, calls.last, calls.looked, calls.taken = 0, (), 0, 0
+            calls.restart()
 
     def absent(self, rank: int) -> str:
         """The reason why `rank` will never come, as far as is known; "" if it may still come."""
-        if self._sign(self.store, rank) == LEFT.encode():
+        if self._sign(self.store, rank) == ENDED.encode():
             return f"rank {rank} has left the program"
         return self._silent(self.store, rank)
 
@@ -154,16 +195,54 @@ class Job:
         return store.get(key) if store.check([key := _key("alive", rank)]) else b""
 
     def _silent(self, store: Any, rank: int) -> str:
-        """That `rank` has given no sign of life for too long; "" if it has, if it left, or if it has yet to come."""
-        sign, now = self._sign(store, rank), time.monotonic()
-        if sign in (b"", LEFT.encode()):
+        """That `rank` is dead, as far as its silence tells; "" if it is alive, if it left, or if it has yet to come."""
+        sign = self._sign(store, rank)
+        if sign in (b"", ENDED.encode()) or rank == self.rank:
             return ""
-        before, since = self._signs.get(rank, (b"", now))
+        before, since = self._signs.get(rank, (b"", self._beat))
         if sign != before:
-            since = now
+            since = self._beat
         self._signs[rank] = (sign, since)
-        silent = now - since
-        return f"rank {rank} has given no sign of life for {silent:.0f} s" if silent > SILENCE else ""
+        silent = (self._beat - since) * PULSE
+        if silent < GONE:
+            return ""
+        state = state_of(store.get(key).decode()) if store.check([key := _key("process", rank)]) else ""
+        if state == "ended":
+            return _ended(rank, sign)
+        if state == "running" or silent <= SILENCE:
+            return ""
+        allowed = SILENCE + 2 * max(self._late, State.of(json.loads(sign)).late)
+        silence = f"rank {rank} has given no sign of life for {silent:.0f} s"
+        return f"{silence}: its process is stopped" if state else silence if silent > allowed else ""
+
+    def find_out(self) -> None:
+        """After a connection was closed: raise the reason if it comes to be known within `GONE` seconds.
+
+        Raises:
+            AgreementError: Another rank has failed or ended.
+        """
+        waits, place = eager.waits, place_of(sys._getframe())
+        deadline = time.monotonic() + GONE
+        while True:
+            self.check()
+            if gone := self._gone():
+                what = f"waits in {text(waits.begun)}" if waits else "communicates"
+                raise self.failing(f"rank {self.rank} {what} at {place}, but {gone}\n{ADVICE}")
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.1)
+
+    def _gone(self) -> str:
+        """That a rank has left, or that its process on this host has ended without a word; "" if none has."""
+        for rank in range(min(self.ranks, CROWD)):
+            key, sign = _key("process", rank), self._sign(self.store, rank)
+            if sign == ENDED.encode():
+                return f"rank {rank} has left the program"
+            if rank == self.rank or not sign or not self.store.check([key]):
+                continue
+            if state_of(self.store.get(key).decode()) == "ended":
+                return _ended(rank, sign)
+        return ""
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the threads, and record that this rank has left; with an `error`, also that it failed with it."""
@@ -174,12 +253,21 @@ class Job:
             thread.join(2 * PULSE)
         try:
             if error is not None:
-                self.failed(f"rank {self.rank} ended with {type(error).__name__}: {error}")
-            self.store.set(_key("alive", self.rank), LEFT)
+                self._say_why(error)
+            self.store.set(_key("alive", self.rank), ENDED)
         except RuntimeError:
             pass  # the store is gone, and with it the rank that held it
         if error is not None:
             break_connections()  # a started collective that is never waited for would keep the process from ending
+
+    def _say_why(self, error: BaseException) -> None:
+        """Record the error that ends the program, or say which failure of another rank may be behind it."""
+        try:
+            self.check()
+        except AgreementError as why:
+            log.error("rank %d ends after a failure of the job: %s", self.rank, why)
+        else:
+            self.failed(f"rank {self.rank} ended with {type(error).__name__}: {error}")
 
     def _watch(self) -> None:
         """The loop of the thread that looks after this process. It waits for nothing, so that nothing can stop it."""
@@ -188,7 +276,8 @@ class Job:
             now = time.monotonic()
             if (here := self._place()) != place:
                 place, since = here, now
-            self._stuck, silent = now - since, now - self._heard
+            self._since_heard += 1
+            self._stuck, silent = now - since, self._since_heard * PULSE
             if min(self._stuck, silent) > SILENCE and not self._compiles():
                 self._break("the job's store does not answer; the rank or the host that holds it is gone")
             in_vain = self.broken and self.news and min(self._stuck, now - self._broken_at) > SILENCE
@@ -198,20 +287,48 @@ class Job:
 
     def _talk(self, store: Any) -> None:
         """The loop of the thread that talks to the store, which may not answer if the host that holds it is lost."""
-        beat = 0
+        last = time.monotonic()
         while not self._store_is_gone:
-            beat += 1
+            now = time.monotonic()
+            self._beat += 1
+            self._late, last = max(0.9 * self._late, now - last - PULSE), now
+            state = self._state()
             try:
-                store.set(_key("alive", self.rank), str(beat))
+                if self._beat == 1:
+                    store.set(_key("process", self.rank), this_process())
+                store.set(_key("alive", self.rank), json.dumps(state.data()))
                 if not self.news and store.add(_key("failures"), 0) > self.failures:
-                    self.news = _told(store, self.failures + 1)
+                    self._have_news(_told(store, self.failures + 1))
+                if self._beat % COMPARE == 0 and not self.news:
+                    self._compare(store, state)
                 if self._stuck > PATIENCE and not self.broken and not self._compiles():
-                    self._look_around(store)
+                    if self.news or self._beat % (1 + self.ranks // CROWD) == 0:
+                        self._look_around(store, state)
+                else:
+                    self._first.clear()
+                    self._warn_after = WARN
             except RuntimeError:
                 self._store_is_gone = True  # the process group was destroyed, or its first rank has ended
-            self._heard = time.monotonic()
+            self._since_heard = 0
             if self._stop.wait(PULSE):
                 return
+
+    def _state(self) -> State:
+        """What this rank does, for the others."""
+        groups, waits, frame = {}, eager.waits, sys._current_frames().get(self._main)
+        for calls in all_calls():
+            calls.eager.sum_up()
+            sums = sorted(set(calls.eager.checksums.values()))
+            groups[calls.name] = (calls.ranks, calls.eager.count, calls.count, sums)
+        found = None
+        if waits is not None and waits.group in groups:
+            found = Waiting("eager", text(waits.begun), waits.group, groups[waits.group][0], waits.number)
+        elif self._agreeing:
+            found = Waiting("graph", "the agreement on a compiled graph")
+        elif self._stuck > PATIENCE:
+            found = foreign_wait(frame)
+        place = f"{place_of(frame)} (compiles)" if is_compiling(frame) else place_of(frame)
+        return State(self._beat, self._late, self.failures, place, self._stuck, found, groups)
 
     def _place(self) -> tuple[int, int] | None:
         """The position of the main thread. It stays the same within one call, and while the rank waits to agree."""
@@ -222,15 +339,65 @@ class Job:
         """Whether the main thread compiles, which may take as long as it likes."""
         return is_compiling(sys._current_frames().get(self._main))
 
-    def _look_around(self, store: Any) -> None:
-        """For a rank that has not moved for a while: end its wait if that is in vain."""
-        said = self.news or self._at_odds(store) or self._dead(store)
-        if not said:
-            return
+    def _look_around(self, store: Any, state: State) -> None:
+        """For a rank that has not moved for a while: end its wait if that is in vain, or say for whom it waits."""
+        said = self.news or self._at_odds(store) or self._dead(store) or self._waits_in_vain(store, state)
+        if said:
+            self._found(store, said)
+
+    def _found(self, store: Any, said: str) -> None:
+        """Tell all ranks of a failure that this one has found, and end its wait."""
         if not self.news:
             _add_failure(store, self.failures + 1, said)
-        self.news = said
+        self._have_news(said)
         self._break(said)
+
+    def _compare(self, store: Any, state: State) -> None:
+        """Compare the eager collectives begun with those of the next rank of each group."""
+        look = self._others(store, state)
+        for ranks in {ranks for ranks, begun, _, _ in state.groups.values() if begun and len(ranks) > 1}:
+            other = ranks[(ranks.index(self.rank) + 1) % len(ranks)]
+            there = look(other)
+            if not there.ended and (said := mixed_up(self.rank, state, other, there)):
+                return self._found(store, said)
+
+    def _others(self, store: Any, state: State) -> Look:
+        """The states of other ranks, read when they are asked for."""
+
+        @cache
+        def look(rank: int) -> State:
+            if rank == self.rank:
+                return state
+            sign = self._sign(store, rank)
+            if sign == ENDED.encode():
+                return State(ended=True)
+            return State.of(json.loads(sign)) if sign else State()
+
+        return look
+
+    def _waits_in_vain(self, store: Any, state: State) -> str:
+        """That this rank waits in vain; "" if it does not, or if that is not known for sure."""
+        if state.waits is None:
+            return ""
+        look = self._others(store, state)
+        vain = in_vain(self.rank, look)
+        for other in state.waits.ranks:
+            there = look(other)
+            if other != self.rank and not there.ended and (said := mixed_up(self.rank, state, other, there)):
+                return said
+        states = {rank: there for rank in vain if not (there := look(rank)).ended}
+        # What a rank published before this one began to wait may be out of date.
+        fresh = [there.beat > self._first.setdefault(rank, there.beat) for rank, there in states.items()]
+        if vain:
+            sure = all(fresh) and all(there.stuck > PATIENCE for there in states.values())
+            same = all(there.failures == self.failures for there in states.values())
+            return vain_message(vain, look) if sure and same else ""
+        if state.stuck > self._warn_after and (late := missing(self.rank, state, look)):
+            self._warn_after = 2 * state.stuck
+            others = [look(rank) for rank in state.waits.ranks if rank < self.rank and rank not in late]
+            if not any(not there.ended and there.waits == state.waits for there in others):
+                log.warning("%s", late_message(self.rank, state, late, look))
+        return ""
 
     def _break(self, said: str) -> None:
         """Break the connections of this rank, if it has any, unless it looks for failures itself."""
@@ -262,6 +429,11 @@ class Job:
 
 def _key(*parts: object) -> str:
     return "/".join(["dtensor/job", *map(str, parts)])
+
+
+def _ended(rank: int, sign: bytes) -> str:
+    last = State.of(json.loads(sign)).does()
+    return f"rank {rank} has ended without a word: its process is gone. The last that is known: it {last}"
 
 
 def _add_failure(store: Any, number: int, said: str) -> None:
@@ -308,6 +480,7 @@ def leave() -> None:
     """Leave the job, with the error that ends the program if there is one."""
     global _job, _store
     gone, _job, _store = _job, None, None
+    eager.raises = None
     if gone is not None and gone.process == os.getpid():
         gone.leave(_error())
 
@@ -355,7 +528,7 @@ def explain(error: RuntimeError) -> None:
     if _job.broken:
         raise AgreementError(_job.broken) from error
     try:
-        _job.check()
+        _job.find_out()
     except AgreementError as why:
         raise why from error
     except RuntimeError:

@@ -28,6 +28,15 @@ def all_reduce(x: torch.Tensor, op: str, call: LocalCall, factors: Any = None) -
     return x
 
 
+WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+"""Dtype -> the one that torch's kernels add it up in, where that is another."""
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype that torch's kernels add it up in."""
+    return x.to(WIDE.get(x.dtype, x.dtype))
+
+
 def parts(call: LocalCall, factor: str) -> int:
     """The number of shards of `factor`."""
     count = 1
@@ -90,6 +99,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 __all__ = [
     "FOR_EMPTY",
+    "WIDE",
     "all_reduce",
     "axes_of",
     "empty_outputs",
@@ -99,4 +109,5 @@ __all__ = [
     "is_sharded",
     "parts",
     "unless_empty",
+    "wide",
 ]

@@ -89,10 +89,10 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
         return whole
     first = min(ranks)
     if dist.get_rank() == first:
-        dist.send(whole.contiguous(), 0)
+        dist.send(whole.contiguous().view(-1).view(torch.uint8), 0)
     elif dist.get_rank() == 0:
         whole = torch.empty(x.shape, dtype=x.dtype, device=whole.device)
-        dist.recv(whole, first)
+        dist.recv(whole.view(-1).view(torch.uint8), first)
     return whole
 
 

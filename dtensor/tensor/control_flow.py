@@ -12,6 +12,7 @@ The collectives of a branch stay in its graph. Passes run on that graph and the 
 Manifests cover only the surrounding graph, because it is unknown how often a branch runs.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -256,14 +257,20 @@ def subgraph(operator: Any, function: Callable[..., Any], identifier: Any, *oper
 
 
 def flex_attention(operator: Any, query: Any, key: Any, value: Any, *more: Any, **named: Any) -> Any:
-    """`flex_attention` on full tensors, because the function that modifies scores reads batch and head indices."""
+    """`flex_attention` on full tensors, because the function that modifies scores reads batch and head indices.
+
+    Whatever else it takes is plain: the tensors of a block mask, torch's empty one too, and those that the functions
+    capture. They index full tensors, so they are global values, and the ranks compare them as in a global view.
+    """
     mesh = next(x.device_mesh for x in (query, key, value) if isinstance(x, DTensor))
+    number = itertools.count()
 
     def whole(x: Any) -> Any:
         if isinstance(x, DTensor):
             return _in_layout(x, Layout.make(mesh.ndim, ((),) * x.dim(), ())).to_local()
         if isinstance(x, torch.Tensor):
-            check_global("flex_attention", "operand", x, mesh)
+            name = f"block_mask, score_mod or what they capture, tensor {next(number)}"
+            check_global("flex_attention", name, x, mesh, always=True)
         return x
 
     def wrapped(x: Any) -> Any:

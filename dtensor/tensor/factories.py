@@ -11,10 +11,12 @@ from ..comm.from_plain import from_source, mesh_of
 from ..errors import MeshError, PlacementError
 from ..layout.chunks import note_place
 from ..layout.layout import Layout
-from ..layout.placements import Placement, as_placements
+from ..layout.placements import Placement, as_placements, parsed, words
+from ..mesh.operator_library import library
 from ..mesh.tensor_spec import Spec, contiguous_stride
 from ..rules.families.random import keep_shard
 from ..rules.sampling import sample
+from ..torch_private.core import disable_dynamo
 from .declared_layouts import is_size
 from .tensor import DTensor
 
@@ -58,6 +60,10 @@ def distribute_tensor(
     checked = as_placements(placements, mesh.ndim, tensor.dim())
     if isinstance(tensor, DTensor):
         return _already_distributed(tensor, mesh, checked)
+    if torch.compiler.is_dynamo_compiling():
+        if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # no graph makes a leaf that requires a gradient
+            return _outside_of_graphs(tensor, mesh, placements, src_data_rank)
+        return torch.ops.dtensor.distribute(tensor, mesh, words(checked), src_data_rank)
     if not tensor.is_leaf:
         raise ValueError(
             "distribute_tensor takes a leaf tensor, but the one given was computed with gradients; "
@@ -65,7 +71,13 @@ def distribute_tensor(
         )
     if tensor.layout != torch.strided:
         raise ValueError(f"distribute_tensor takes a strided tensor, got layout={tensor.layout}; write x.to_dense()")
-    layout = Layout.of(checked, tensor.dim())
+    made = _distributed(tensor, mesh, Layout.of(checked, tensor.dim()), src_data_rank)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)  # pyright: ignore[reportReturnType]
+    return made
+
+
+def _distributed(tensor: torch.Tensor, mesh: Any, layout: Layout, src_data_rank: int | None) -> DTensor:
     spec = Spec.make(mesh, layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     data = tensor.detach()
     if tensor.is_meta:
@@ -74,10 +86,27 @@ def distribute_tensor(
         data = data.to(mesh.device_type)
         data = from_source(data, mesh, src_data_rank) if src_data_rank is not None else data.contiguous().clone()
         data = _keep_part(keep_shard(data, layout, mesh), layout, mesh)
-    made = DTensor(data, mesh, layout, spec.shape, spec.stride, tensor.requires_grad)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)  # pyright: ignore[reportReturnType]
-    return made
+    return DTensor(data, mesh, layout, spec.shape, spec.stride, tensor.requires_grad)
+
+
+# The operator that Dynamo records for `distribute_tensor`.
+library.define(
+    "distribute(Tensor x, torch.distributed.device_mesh.DeviceMesh mesh, str placements, int? src) -> Tensor"
+)
+
+
+def _distribute_operator(x: Any, mesh: Any, text: str, src: int | None) -> DTensor:
+    """`dtensor::distribute`, decomposed at once for any tensor and any mode."""
+    return _distributed(x, mesh, Layout.of(parsed(text), x.dim()), src)
+
+
+library.impl("distribute", _distribute_operator, "CompositeImplicitAutograd")
+
+
+@disable_dynamo
+def _outside_of_graphs(*arguments: Any) -> DTensor:
+    """`distribute_tensor` between two graphs."""
+    return distribute_tensor(*arguments[:-1], src_data_rank=arguments[-1])
 
 
 _NEUTRAL = {"sum": 0, "product": 1}

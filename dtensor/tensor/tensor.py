@@ -14,10 +14,18 @@ import torch
 import torch.distributed as dist
 
 from ..comm.between_meshes import exchanged
-from ..comm.from_plain import check_replicas, is_tracing, mesh_of, refuse_export, refuse_tangent
+from ..comm.from_plain import (
+    check_replicas,
+    is_tracing,
+    mesh_of,
+    refuse_export,
+    refuse_function_transforms,
+    refuse_tangent,
+)
 from ..comm.pending_tensor import Pending, waited
 from ..comm.redistribute import check_dtypes, check_target, redistribute_local
 from ..comm.replication_check import BY_STYLE, note_taken
+from ..comm.wire_dtypes import check_reducible
 from ..dispatch import multi_step as multi_step  # registers how dispatch runs operators without a rule
 from ..dispatch import out_variants as out_variants  # registers how dispatch runs out= variants
 from ..dispatch.decision import COMPOSITES
@@ -42,11 +50,12 @@ from ..torch_private.core import (
 from ..torch_private.dynamo import attributes_stand_with_their_tensors, inner_sizes_follow
 from . import dcp_protocol
 from .declared_layouts import gradient_placements, wrong_sizes
-from .raw_memory import BY_ELEMENT, OUTSIDE, on_local_tensors
+from .raw_memory import BY_ELEMENT, OUTSIDE, READING, on_local_tensors, on_whole_tensors
 
 PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
-"""Index types that are quickly recognised as not being lists."""
-_getitem = torch.Tensor.__getitem__
+"""Index types that are quickly recognised as what torch makes no tensors of."""
+SEQUENCES = (list, tuple, range)
+_getitem, _setitem = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 
 
 class DTensor(torch.Tensor):
@@ -64,6 +73,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
+    _averaged: tuple[Layout, tuple[int, ...]] | None = None
 
     __torch_function__: Any = disabled_torch_function  # pyright: ignore[reportAssignmentType]
     numpy: Any
@@ -74,7 +84,8 @@ class DTensor(torch.Tensor):
     apply_: Any
     map_: Any
     map2_: Any
-    numpy, tolist, pin_memory, share_memory_, __dlpack__ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
+    numpy, tolist, __dlpack__ = map(on_whole_tensors, READING)  # pyright: ignore
+    pin_memory, share_memory_ = map(on_local_tensors, OUTSIDE)  # pyright: ignore
     apply_, map_, map2_ = map(on_local_tensors, BY_ELEMENT)  # pyright: ignore
 
     @staticmethod
@@ -109,15 +120,25 @@ class DTensor(torch.Tensor):
             self._local_tensor = self._local_tensor.wait()
         if copies:
             fresh(self)
-        return ("_local_tensor", "device_mesh"), self._spec.layout.context
+        return ("_local_tensor", "device_mesh"), self._averaged or self._spec.layout.context
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Layout], size: Any, stride: Any) -> "DTensor":
-        local, (layout,) = inner["_local_tensor"], context
+    def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Any, ...], size: Any, stride: Any) -> "DTensor":
+        local, layout = inner["_local_tensor"], context[0]
         spec = Spec.make(inner["device_mesh"], layout, size, stride, local.dtype)
         if not spec.static:
             define_local_sizes(spec, local)
-        return _wrap(local, spec, local.requires_grad)
+        made = _wrap(local, spec, local.requires_grad)
+        if len(context) == 2:
+            made._averaged = context
+        return made
+
+    def _average_over(self, axes: tuple[int, ...]) -> None:
+        """Average the gradients of plain tensors that this one becomes: over `axes` each rank has a loss of its own.
+
+        This holds for this tensor, a parameter, and for its stand-ins in a trace; not for what is computed from it.
+        """
+        self._averaged = self._spec.layout, axes
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """The form in which tangents of this tensor are traced: the same layout, but never partial."""
@@ -133,7 +154,10 @@ class DTensor(torch.Tensor):
     def _stable_hash_for_caching(self) -> str:
         """The key of this tensor in AOTAutograd's cache: everything that the traced graph may depend on."""
         local = self._local_tensor
-        known = [*map(str, (self._spec, self._spec.stride, self.requires_grad)), world_of(self.device_mesh)]
+        known = [
+            *map(str, (self._spec, self._spec.stride, self.requires_grad, self._averaged and self._averaged[1])),
+            world_of(self.device_mesh),
+        ]
         inner = (tuple(local.shape), local.stride(), local.dtype, local.device, local.requires_grad)
         return hashlib.blake2b("|".join([*known, str(inner)]).encode(), digest_size=16).hexdigest()
 
@@ -165,6 +189,8 @@ class DTensor(torch.Tensor):
             new._spec,
             new.device_mesh,
         )
+        if self._averaged:
+            self._average_over(self._averaged[1])
 
     @staticmethod
     def from_local(
@@ -192,7 +218,8 @@ class DTensor(torch.Tensor):
                 sharded as in `placements`.
 
         Raises:
-            PlacementError: placements do not fit mesh or tensor; `grad_placements` cannot be those of a local gradient;
+            PlacementError: placements do not fit mesh or tensor, or Partial its dtype (an average of integers, a
+                maximum of complex numbers); `grad_placements` cannot be those of a local gradient;
                 `local_tensor` is not this rank's shard of a tensor of `shape`, which is raised on this rank only unless
                 `run_check`; or, with `run_check`, shape or dtype differ between ranks, which is raised on all of them.
             ValueError: only one of shape and stride was given.
@@ -216,6 +243,8 @@ class DTensor(torch.Tensor):
         checked = as_placements(placements, mesh.ndim, ndim)
         refuse_tangent(local_tensor, "from_local")
         layout = Layout.of(checked, ndim)
+        for _, reduce_op in layout.partial:
+            check_reducible(local_tensor.dtype, reduce_op)
         grads = layout.without_partial()
         if grad_placements is not None:
             grads = Layout.of(gradient_placements(grad_placements, mesh.ndim, ndim, checked), ndim)
@@ -226,6 +255,7 @@ class DTensor(torch.Tensor):
             raise PlacementError(f"from_local: {wrong}")
         if shape is None or stride is None:
             shape, stride = _global_sizes(local_tensor, mesh, checked)
+        refuse_function_transforms("from_local")
         return FromLocal.apply(local_tensor, mesh, layout, tuple(shape), tuple(stride), grads)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
@@ -234,11 +264,14 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: the placements that the local gradients are assumed to have; None uses this tensor's, with
                 Partial replaced by Replicate. Local gradients have the shape of the local tensor, so their dims must be
-                sharded like this tensor's.
+                sharded like this tensor's. Over a data axis of a parameter of `fully_shard`, each rank has a loss of
+                its own: None averages the gradients there.
 
         Raises:
             PlacementError: `grad_placements` cannot be those of a local gradient.
         """
+        if grad_placements is None and self._averaged:
+            grad_placements = _own_gradients(self.placements, self._averaged[1])
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.dtensor.to_local(self, words(grad_placements))
         refuse_tangent(self, "to_local")
@@ -250,6 +283,7 @@ class DTensor(torch.Tensor):
             fresh(self)
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
+        refuse_function_transforms("to_local and full_tensor")
         return _ToLocal.apply(self, grads)
 
     def redistribute(
@@ -319,7 +353,10 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: as in `to_local`, relative to the replicated tensor.
         """
-        whole = self.redistribute(placements=[Replicate()] * self.device_mesh.ndim)
+        replicated = (Replicate(),) * self.device_mesh.ndim
+        if grad_placements is None and self._averaged:
+            grad_placements = _own_gradients(replicated, self._averaged[1])
+        whole = self.redistribute(placements=replicated)
         return whole.to_local(grad_placements=grad_placements)
 
     def is_pinned(self, device: Any = None) -> bool:
@@ -333,12 +370,19 @@ class DTensor(torch.Tensor):
         return self._local_tensor.new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad)
 
     def __getitem__(self, index: Any) -> Any:
-        """As `torch.Tensor.__getitem__`. Lists of Python numbers, which torch makes plain tensors of, are accepted."""
-        given = index if type(index) is tuple else (index,)
-        if not PLAIN_INDICES.issuperset(map(type, given)) and any(isinstance(i, list) for i in given):
+        """As `torch.Tensor.__getitem__`. What torch makes plain tensors of is taken: lists, and masks without dims."""
+        if _makes_tensors(index):
             with region_of_torch():
                 return _getitem(self, index)
         return _getitem(self, index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """As `torch.Tensor.__setitem__`, with the same indices as `__getitem__`."""
+        if _makes_tensors(index):
+            with region_of_torch():
+                _setitem(self, index, value)
+        else:
+            _setitem(self, index, value)
 
     def backward(
         self, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
@@ -352,6 +396,12 @@ class DTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         text = tensor_contents if tensor_contents is not None else repr(fresh(self)._local_tensor)
         return f"DTensor(local_tensor={text}, device_mesh={self.device_mesh}, placements={self.placements})"
+
+    def __format__(self, format_spec: str) -> str:
+        """As `torch.Tensor.__format__`: a tensor without dimensions is formatted as its number."""
+        if self.dim() == 0 and not self.is_meta:
+            return self.item().__format__(format_spec)
+        return object.__format__(self, format_spec)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         spec, local = self._spec, fresh(self)._local_tensor.detach()
@@ -381,6 +431,11 @@ class DTensor(torch.Tensor):
 
 
 _DATA: Any = torch.Tensor.data
+
+
+def _own_gradients(placements: Sequence[Placement], axes: tuple[int, ...]) -> list[Placement]:
+    """The placements of a local tensor's gradients where each rank of `axes` has a loss of its own."""
+    return [p if p.is_shard() else Partial("avg") if axis in axes else Replicate() for axis, p in enumerate(placements)]
 
 
 def _rebuild(
@@ -419,6 +474,14 @@ def _whose(part: list[list[int]] | None) -> str:
 
 
 torch.serialization.add_safe_globals([_rebuild])
+
+
+def _makes_tensors(index: Any) -> bool:
+    """Whether torch makes plain tensors of a part of `index`: of sequences, or of the value of a mask without dims."""
+    given = index if type(index) is tuple else (index,)
+    if PLAIN_INDICES.issuperset(map(type, given)):
+        return False
+    return any(isinstance(i, (*SEQUENCES, bool)) or (isinstance(i, torch.Tensor) and i.dim() == 0) for i in given)
 
 
 def _text(placements: tuple[Placement, ...]) -> str:

@@ -5,6 +5,7 @@ mesh axes shard one dim, which torch expresses as strided shards, is preserved. 
 torch's DTensor, and it imports it on first use.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from ..torch_private.core import shard_order, strided_shard
 from .tensor import DTensor
 
 TORCH = "torch.distributed.tensor"
+KINDS = ("Shard", "Replicate", "Partial")
+STRIDED = "_StridedShard"
+"""The kind of placement that torch gives to an axis that shards a dimension after later ones, and to some views."""
 
 
 def _theirs() -> Any:
@@ -40,19 +44,16 @@ def from_torch(x: Any) -> DTensor:
 
     Raises:
         TypeError: `x` is not a DTensor of torch.
-        PlacementError: one of its placements is private to torch and has no equivalent.
+        PlacementError: one of its placements has no equivalent, such as that of a view in which each rank holds every
+            other piece (`x.flatten()` of a matrix that is sharded by columns).
     """
     if not is_torch_dtensor(x):
         raise TypeError(
             f"from_torch takes a torch.distributed.tensor.DTensor, got {type(x).__name__}; write distribute_tensor or "
             "DTensor.from_local for a plain tensor"
         )
-    for p in x.placements:
-        if type(p).__name__ not in ("Shard", "Replicate", "Partial", "_StridedShard"):
-            raise _unknown(x)
     if torch.compiler.is_dynamo_compiling():  # compiled code is not differentiated twice
-        # The spec cannot be read in a trace. Hooks and from_local create tensors that are sharded in mesh order.
-        placements = as_placements(x.placements, x.device_mesh.ndim, x.dim())
+        placements = _in_a_trace(x)
         local = x.to_local(grad_placements=_torch_placements(_without_partial(placements), x.device_mesh))
         return DTensor.from_local(local, x.device_mesh, placements, shape=tuple(x.shape), stride=tuple(x.stride()))
     return _FromTorch.apply(x, layout_of(x))
@@ -81,13 +82,72 @@ def layout_of(x: Any) -> Layout:
     """The layout of torch's DTensor `x`.
 
     Raises:
-        PlacementError: one of its placements is private to torch and has no equivalent.
+        PlacementError: one of its placements has no equivalent.
     """
-    order = shard_order(x)
-    if order is None:
-        raise _unknown(x)
+    order = _order(x)
     partial = [(a, p.reduce_op) for a, p in enumerate(x.placements) if p.is_partial()]
     return Layout.make(len(x.placements), tuple([order.get(d, ()) for d in range(x.dim())]), tuple(partial))
+
+
+def _in_a_trace(x: Any) -> tuple[Placement, ...]:
+    """The placements of `x`, which are in mesh order: a trace can read neither the spec nor the strides of a shard."""
+    names = [type(p).__name__ for p in x.placements]
+    if STRIDED in names:
+        raise PlacementError(
+            f"a tensor of shape {list(x.shape)} whose placements are {names} cannot be converted in compiled code; "
+            "write from_torch(x) outside of it, and pass the result"
+        )
+    if any(name not in KINDS for name in names):
+        raise _unknown(x)
+    return as_placements(x.placements, x.device_mesh.ndim, x.dim())
+
+
+def _order(x: Any) -> dict[int, tuple[int, ...]]:
+    """Sharded dimension of torch's DTensor `x` -> the mesh axes that shard it, outermost first.
+
+    torch has one placement, `_StridedShard`, for two things: an order of axes, as of a parameter that tensor
+    parallelism and then FSDP2 sharded, and the interleaved pieces of a view. Where the dimension divides evenly, as
+    many pieces as later axes make are that order; where it does not, only the spec knows which of the two is meant.
+    """
+    placements, mesh = x.placements, x.device_mesh
+    if any(type(p).__name__ not in (*KINDS, STRIDED) for p in placements):
+        raise _unknown(x)
+    strided = {p.dim for p in placements if type(p).__name__ == STRIDED}
+    stated, is_order = shard_order(x)
+    if stated is not None and not strided:
+        return stated
+    shards = [(axis, p) for axis, p in enumerate(placements) if type(p).__name__ in ("Shard", STRIDED)]
+    order: dict[int, tuple[int, ...]] = {p.dim: () for _, p in shards}
+    for axis, p in reversed(shards):
+        before = _axes_before(getattr(p, "split_factor", 1), order[p.dim], mesh, axis)
+        if before is None:
+            raise _interleaved(x)
+        order[p.dim] = (*before, axis, *order[p.dim][len(before) :])
+    if not is_order and any(x.shape[dim] % math.prod([mesh.size(a) for a in order[dim]]) for dim in strided):
+        raise _interleaved(x)
+    return order
+
+
+def _axes_before(strides: int, axes: tuple[int, ...], mesh: Any, axis: int) -> tuple[int, ...] | None:
+    """The first of `axes` that make the `strides` pieces which `axis` then shards; None if there are no such."""
+    for count in range(len(axes) + 1):
+        if math.prod([mesh.size(a) for a in axes[:count]]) == strides:
+            return axes[:count]
+    return () if mesh.size(axis) == 1 else None  # an axis of one rank holds all pieces
+
+
+def _interleaved(x: Any) -> PlacementError:
+    return PlacementError(
+        f"a tensor of shape {list(x.shape)} placed as {list(x.placements)!r} is a view whose ranks each hold "
+        "interleaved pieces, not one chunk, and dtensor has no layout for that; write "
+        f"from_torch(x.redistribute(placements=[{', '.join([_written(p) for p in x.placements])}])), which communicates"
+    )
+
+
+def _written(p: Any) -> str:
+    if type(p).__name__ in ("Shard", STRIDED):
+        return f"Shard({p.dim})"
+    return f"Partial({p.reduce_op!r})" if type(p).__name__ == "Partial" else "Replicate()"
 
 
 def _unknown(x: Any) -> PlacementError:

@@ -153,13 +153,18 @@ def parts_count_as_wholes(cls: type) -> None:
     Otherwise it would trace the forward once more, a tenth of its work, only to count the inner tensors and find those
     that are written to. Also, if inner tensors of results are views of the same memory, it would count that memory as a
     result; but the final trace goes by the outer tensors, which are not views.
+
+    AOTAutograd can then return the memory of results that are views of one another, which are plain tensors, beside
+    subclasses: it refuses this, as it does not know the inner tensors of that memory.
     """
+    from torch._functorch import aot_autograd
     from torch._functorch._aot_autograd import graph_capture, graph_capture_wrappers
 
     take_apart, collect = (
         graph_capture.aot_dispatch_subclass,
         graph_capture_wrappers.run_functionalized_fw_and_collect_metadata,
     )
+    has_parts = aot_autograd.requires_subclass_dispatch
     outer: ContextVar[Any] = ContextVar("dtensor_outer_metadata", default=None)
 
     @functools.wraps(take_apart)
@@ -185,6 +190,11 @@ def parts_count_as_wholes(cls: type) -> None:
 
         return counted
 
+    @functools.wraps(has_parts)
+    def refuses_views(args: Any, meta: Any) -> bool:
+        return has_parts(args, meta) and not (meta.num_intermediate_bases and _knows_parts(meta, cls))
+
+    aot_autograd.requires_subclass_dispatch = refuses_views
     graph_capture.aot_dispatch_subclass = taken_apart
     graph_capture_wrappers.run_functionalized_fw_and_collect_metadata = collected
 

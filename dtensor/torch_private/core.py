@@ -112,6 +112,11 @@ def conjugates_resolved() -> Iterator[None]:
         yield
 
 
+def function_transforms_active() -> bool:
+    """Whether a transform of torch.func runs."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def never_traced(function: Any) -> Any:
     """Make Dynamo skip `function` and everything that it calls, unless it is traced as part of its caller.
 
@@ -239,16 +244,16 @@ def operator_samples(op: Any, dtype: torch.dtype, requires_grad: bool) -> Iterat
             return
 
 
-def shard_order(x: Any) -> dict[int, tuple[int, ...]] | None:
-    """For a DTensor of torch: sharded dimension -> the mesh axes that shard it, outermost first.
+def shard_order(x: Any) -> tuple[dict[int, tuple[int, ...]] | None, bool]:
+    """For a DTensor of torch: what its spec says of the order in which mesh axes shard a dimension.
 
-    None if its strided shards do not correspond to an order of axes.
+    Returns:
+        Sharded dimension -> its axes, outermost first; None where strided shards state the order. And whether they do:
+        in a view they state that its pieces are interleaved.
     """
-    spec = x._spec
-    found = spec.shard_order
-    if found is None:
-        found = type(spec)._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh)
-    return None if found is None else {entry.tensor_dim: tuple(entry.mesh_dims) for entry in found}
+    found = x._spec.shard_order
+    is_order = bool(getattr(x._spec, "use_strided_shard_as_shard_order", found is None))
+    return (None if found is None else {entry.tensor_dim: tuple(entry.mesh_dims) for entry in found}), is_order
 
 
 def strided_shard(dim: int, strides: int) -> Any:
@@ -487,6 +492,14 @@ def functionalized(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
     return FunctionalTensorMode() if isinstance(x, FunctionalTensor) else contextlib.nullcontext()
 
 
+def keep_while_traced(x: torch.Tensor) -> None:
+    """Keep a tensor that functionalization made until it ends: `as_strided`, which could make it anew from another view
+    of its memory, is not written to in a trace."""
+    mode: Any = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)
+    if mode is not None and isinstance(x, FunctionalTensor):
+        vars(mode).setdefault("dtensor_kept", []).append(x)
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` when the backward that runs on this thread is done."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -628,6 +641,7 @@ __all__ = [
     "is_in_formula",
     "is_in_graph",
     "is_registered",
+    "keep_while_traced",
     "last_traced_node",
     "make_fx",
     "make_wrapper_subclass",

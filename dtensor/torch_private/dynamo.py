@@ -1,6 +1,7 @@
 """Changes to Dynamo that let it trace DTensors: for their sizes, inner tensors and attributes, for branches and loops,
 and for its errors. See also `compiling`."""
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +13,10 @@ from .compiling import parts_count_as_wholes  # first: it checks the version of 
 from .symbolic_sizes import free_symbols, offsets_stand_alone
 
 # isort: split
+from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.convert_frame import ConvertFrameAssert
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._library.opaque_object import is_opaque_value
 from torch.fx.experimental.symbolic_shapes import DimDynamic, StatefulSymbolicContext, SubclassSymbolicContext
 
@@ -32,6 +35,18 @@ def stand_before_dynamo() -> None:
         ConvertFrameAssert.__call__ = first
 
 
+def before_optimizers_are_traced(call: Callable[[torch.optim.Optimizer], Any]) -> None:
+    """Make Dynamo call `call` with an optimizer before it looks at its parameters, whenever it traces one."""
+    own = OptimizerVariable.__init__
+
+    @functools.wraps(own)
+    def __init__(self: Any, value: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        call(value)
+        own(self, value, *args, **kwargs)
+
+    OptimizerVariable.__init__ = __init__
+
+
 def inner_sizes_follow(cls: type) -> None:
     """Make Dynamo use symbols for the sizes of inner tensors of `cls` exactly where it does for the outer tensor.
 
@@ -48,6 +63,7 @@ def inner_sizes_follow(cls: type) -> None:
     ) -> Any:
         parts_count_as_wholes(cls)  # when something is compiled: to import what it changes takes 60 ms
         offsets_stand_alone()
+        values_are_made_anew()
         if type(e) is not cls or outer_only:
             return own(e, tx, source, static_shapes, outer_only, *args, **kwargs)
         outer: Any = own(e, tx, source, static_shapes, True, *args, **kwargs)
@@ -94,6 +110,35 @@ def attributes_stand_with_their_tensors() -> None:
         own(self, example_value, e_proxy)
 
     SubgraphTracer.track_produced_symints = tracked
+
+
+@functools.cache
+def values_are_made_anew() -> None:
+    """Make code of Dynamo construct the placements that a function had made before a graph break.
+
+    Torch 2.13 returns them from the graph, out of which they come as stand-ins of a trace.
+    """
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.variables.base import VariableTracker
+    from torch._dynamo.variables.script_object import TorchScriptObjectVariable
+
+    own = PyCodegen.__call__
+
+    @functools.wraps(own)
+    def load(self: Any, value: Any, allow_cache: bool = True) -> None:
+        found = value.realize() if isinstance(value, VariableTracker) else None
+        if type(found) is not TorchScriptObjectVariable or found.source is not None:
+            return own(self, value, allow_cache)
+        made = found.as_python_constant()
+        by_value = type(made).__eq__ is not object.__eq__  # a layout, which is interned, is not made anew
+        if not (dataclasses.is_dataclass(made) and by_value):
+            return own(self, value, allow_cache)
+        given = [getattr(made, field.name) for field in dataclasses.fields(made)]
+        self.add_push_null(lambda: self.load_import_from(type(made).__module__, type(made).__qualname__))
+        self.extend_output([self.create_load_const(x) for x in given])
+        self.extend_output(create_call_function(len(given), False))
+
+    PyCodegen.__call__ = load
 
 
 @functools.cache
@@ -184,9 +229,11 @@ def _but_for_meshes(check: Callable[[Sequence[Any]], None], cls: type) -> Callab
 
 __all__ = [
     "attributes_stand_with_their_tensors",
+    "before_optimizers_are_traced",
     "explain_traced_errors",
     "higher_order_take",
     "inner_sizes_follow",
     "own_compile",
     "stand_before_dynamo",
+    "values_are_made_anew",
 ]

@@ -141,7 +141,8 @@ def fsdp2_units(module: Any) -> list[FSDP2Unit]:
 
     Raises:
         NotImplementedError: It uses a feature that dtensor has no equivalent of.
-        ValueError: A parameter in `module` belongs to a unit of a module around it, or FSDP2 holds unreduced gradients.
+        ValueError: A parameter in `module` belongs to a unit of a module around it, two units have untied a shared one,
+            or FSDP2 holds unreduced gradients.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return []
@@ -155,9 +156,28 @@ def fsdp2_units(module: Any) -> list[FSDP2Unit]:
                     f"parameters of this {type(module).__name__} were sharded by a fully_shard on the "
                     f"{type(owner).__name__} around it; convert that module instead"
                 )
-    return [
-        _fsdp2_unit(state, group) for state in _fsdp2_states(module) for group in state._fsdp_param_groups or [None]
-    ]
+    groups = [(state, group) for state in _fsdp2_states(module) for group in state._fsdp_param_groups or [None]]
+    _check_ties([p for _, group in groups if group is not None for p in group.fsdp_params])
+    return [_fsdp2_unit(state, group) for state, group in groups]
+
+
+def _check_ties(parameters: list[Any]) -> None:
+    """Raise if two units have sharded one parameter: each has a copy, which torch refuses in the first forward."""
+    seen: dict[Any, Any] = {}
+    for p in parameters:
+        uid = getattr(p, "_orig_param_uid", None)
+        if uid is not None and uid in seen:
+            one, other = [
+                f"{info.param_name} of the {type(info.module).__name__.removeprefix('FSDP')}"
+                for info in (seen[uid], p._module_info)
+            ]
+            raise ValueError(
+                f"{one} was tied to {other}, but separate calls of FSDP2's fully_shard have made two parameters of "
+                "them, which would be trained apart; shard the two modules in one call, "
+                "fully_shard([embedding, head], mesh=mesh), or convert the model before it is sharded and write "
+                "dtensor.parallel.fully_shard, which keeps them tied"
+            )
+        seen[uid] = p._module_info
 
 
 def _fsdp2_states(module: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
+from torch._prims_common import clone_preserve_strides
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +28,10 @@ WHOLE = {"bundled_autograd_cache": True, "force_non_lazy_backward_lowering": Tru
 
 TOGETHER = ("_sync_decision_cross_ranks", "_sync_cache_decision_cross_ranks")
 """Settings of AOTAutograd with which ranks compile together, by collectives."""
+
+DONATED = "dtensor_donated"
+"""The attribute of a graph's metadata that holds which arguments of a backward its code may write to, after the first
+backward that kept the graph."""
 
 NOTE = "dtensor_note"
 """The attribute of an entry of the cache that holds its note."""
@@ -275,6 +280,43 @@ def install() -> None:
     cache.save, cache._write_to_local_cache = staticmethod(save), staticmethod(write)
     cache._pickle_entry = staticmethod(pickle_entry)
     cache.iterate_over_candidates = classmethod(candidates)  # pyright: ignore
+    _keep_donated_buffers()
+
+
+def _keep_donated_buffers() -> None:
+    """Let a backward be repeated (`retain_graph=True`) whose code writes into the tensors saved for it.
+
+    AOTAutograd learns in the first backward whether it may make such code, if it makes it no sooner; otherwise it
+    refuses to keep the graph. A backward that keeps it is given copies of what the code may write to.
+    """
+    from torch._functorch._aot_autograd.runtime_wrappers import _AutogradBackwardCompiler
+
+    own = _AutogradBackwardCompiler.get_or_compile
+
+    def get_or_compile(self: Any, *, saved_tensors_use_once: bool) -> Callable[..., Any]:
+        compiled = own(self, saved_tensors_use_once=saved_tensors_use_once)
+        if saved_tensors_use_once:
+            return compiled
+        meta = self.fw_metadata
+        if meta.bw_donated_idxs:  # what AOTAutograd refuses by; the attribute is kept where the code is
+            setattr(meta, DONATED, meta.bw_donated_idxs)
+            meta.bw_donated_idxs = []
+        donated = getattr(meta, DONATED, None)
+        return _on_copies(compiled, donated) if donated else compiled
+
+    _AutogradBackwardCompiler.get_or_compile = get_or_compile
+
+
+def _on_copies(compiled: Any, donated: list[int]) -> Callable[[list[Any]], Any]:
+    """A compiled graph that is called with copies of the arguments of these indices."""
+
+    def call(args: list[Any]) -> Any:
+        for k in donated:
+            args[k] = clone_preserve_strides(args[k])
+        return compiled(args) if getattr(compiled, "_boxed_call", False) else compiled(*args)
+
+    call._boxed_call = True  # pyright: ignore
+    return call
 
 
 __all__ = ["WHOLE", "Exchange", "Session", "exchange_from_now_on", "exchanging", "install"]

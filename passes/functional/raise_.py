@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from dtensor.comm.collectives import CARRIED
+from dtensor.comm.wire_dtypes import CARRIED, form
 
 from ..graph import ir
 from . import glue
@@ -40,7 +40,7 @@ class Raise:
     - A coalesced start becomes one operator for each tensor, if all of its tensors can be raised.
     - An all_to_all is raised together with the glue that makes it an exchange of dims; without such glue it stays.
     - The backend's own "avg" stays, since it rounds differently from a sum and a division. So do bitwise reductions,
-      and dtypes that would be sent as another dtype.
+      and dtypes that would be sent as another dtype, such as the floating-point numbers of a maximum.
     - A wait stays with its start if work stands between the two: whoever separated them wants both to run at the same
       time.
     - A gather or an exchange stays if its operand is padded or its result is sliced, and a scatter stays if its operand
@@ -188,7 +188,7 @@ def _all_gather(pair: Pair) -> _Reading | None:
 
 def _reduce_scatter(pair: Pair) -> _Reading | None:
     reduce_op, parts = pair.given
-    if parts != pair.n or reduce_op not in REDUCTIONS or _is_padded(pair.x):
+    if parts != pair.n or not _is_ours(pair, reduce_op) or _is_padded(pair.x):
         return None
     found, inner = _before(pair)
     source, dim = (found.source, found.cut) if found is not None and not found.stacked else (None, 0)
@@ -199,7 +199,7 @@ def _reduce_scatter(pair: Pair) -> _Reading | None:
 
 def _all_reduce(pair: Pair) -> _Reading | None:
     (reduce_op,) = pair.given
-    if reduce_op not in REDUCTIONS:
+    if not _is_ours(pair, reduce_op):
         return None
     source, copies = _original(pair)
     return _Reading(ir.Collective("all_reduce", source, pair.group, reduce_op), pair.wait, copies)
@@ -227,6 +227,11 @@ def _is_even(splits: Any, pair: Pair) -> bool:
     return len(sizes) == pair.n and all(ir.same(size * pair.n, rows) for size in sizes)
 
 
+def _is_ours(pair: Pair, reduce_op: str) -> bool:
+    """Whether `lower` would turn a reduction by `reduce_op` back into the same functional collective."""
+    return reduce_op in REDUCTIONS and form(ir.value(pair.x).dtype, reduce_op) is None
+
+
 def _is_padded(x: fx.Node) -> bool:
     return any(node.target in PADDING for node in glue.moved_from(x))
 
@@ -236,7 +241,7 @@ def _is_cut(result: fx.Node) -> bool:
 
 
 REDUCTIONS = ir.REDUCE_OPS - {"avg"}
-"""The reductions that `lower` would turn back into the same functional collective."""
+"""The reductions that ranks carry out as the operator names them, if they do so for the dtype."""
 
 PADDING = frozenset((aten.constant_pad_nd.default, aten.new_zeros.default, aten.zeros.default))
 """Operators that make the zeros with which a tensor is padded."""

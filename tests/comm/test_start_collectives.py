@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtensor.comm.collectives import CARRIED
 from dtensor.comm.start_collectives import FUNCTIONAL, OVER_GLOO, starts
+from dtensor.comm.wire_dtypes import CARRIED
 from dtensor.testing import run_ranks
 from dtensor.torch_private.core import c10d
 

@@ -179,6 +179,12 @@ def test_what_cannot_be_converted(rank):
     whole = init_device_mesh("cpu", (1, 2), mesh_dim_names=("rows", "columns"))
     with pytest.raises((MeshError, RuntimeError)):
         convert_module(fully_shard(apart, mesh=whole["rows"]))
+    tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    for part in tied:
+        fully_shard(part, mesh=mesh)
+    with pytest.raises(ValueError, match=r"weight of the Linear was tied to weight of the Linear, but separate calls"):
+        convert_module(tied)
     resharded = input_reshard(nn.Linear(4, 4), mesh, 0)
     with pytest.raises(NotImplementedError, match=r"has torch's input_reshard, which supports only torch's DTensors"):
         convert_module(resharded)

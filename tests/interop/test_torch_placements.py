@@ -159,5 +159,5 @@ def test_in_a_compiled_graph(fake_mesh):
 
 def test_what_is_no_placement_of_ours(fake_mesh):
     strided = theirs.placement_types._StridedShard(0, split_factor=2)
-    with pytest.raises(ours.PlacementError, match=r"a placement is Shard\(dim\), Replicate\(\) or Partial\(\); got"):
+    with pytest.raises(ours.PlacementError, match=r"write Shard with a cut for each axis that shards the dimension"):
         distribute_tensor(X, fake_mesh(2), [strided])

@@ -8,6 +8,7 @@ from dtensor import Partial, PlacementError, Replicate, Shard
 from dtensor.layout.chunks import chunk_length
 from dtensor.layout.layout import Layout
 from dtensor.layout.placements import Placement, as_placement, as_placements, parsed, words
+from dtensor.torch_private.core import strided_shard
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 7])
@@ -75,6 +76,10 @@ def test_torch_s_placements_by_one():
     for wrong in (None, "R", 0, Replicate):
         with pytest.raises(PlacementError, match=r"a placement is Shard\(dim\), Replicate\(\) or Partial\(\); got"):
             as_placement(wrong)
+    with pytest.raises(
+        PlacementError, match=r"write Shard with a cut for each axis .* Shard\(1, cut=0\) for the outer"
+    ):
+        as_placement(strided_shard(1, 2))
 
 
 def test_kinds_of_the_same_name_elsewhere_are_none():
@@ -85,7 +90,7 @@ def test_kinds_of_the_same_name_elsewhere_are_none():
         as_placement(Shard())
 
 
-@pytest.mark.parametrize("name", ["Mask", "Q", "Re", "Rz", "Sh", "Si", "Z", "_StridedShard"])
+@pytest.mark.parametrize("name", ["Mask", "Q", "Re", "Rz", "Sh", "Si", "Z"])
 def test_other_kinds_of_torch_s_are_none(name):
     kind = type(name, (), {"dim": 0, "reduce_op": "sum", "__module__": "torch.distributed.tensor.placement_types"})
     with pytest.raises(PlacementError, match="a placement is"):

@@ -43,6 +43,8 @@ def part_cases():
     yield c(aten.as_strided_scatter.default, f(4, 6), f(4, 6), [4, 6], [6, 1], at_least=3)
     yield c(aten.as_strided.default, f(2, 6), [6, 2], [2, 1], at_least=3)
     yield c(aten.as_strided.default, f(1, 6), [0, 6], [6, 1], at_least=3)
+    yield c(aten.as_strided.default, f(4, 8, 6), [4, 3, 4, 6], [48, 12, 6, 1], at_least=4)
+    yield c(aten.as_strided.default, f(4, 6, 2, 5), [2, 6, 4, 3], [2, 10, 60, 3], at_least=5)
     yield c(aten._reshape_copy.default, x, [2, 2, 6, 5], at_least=6)
     yield c(aten._reshape_alias.default, x, [2, 2, 6, 5], [60, 30, 5, 1], at_least=6)
 
@@ -165,11 +167,13 @@ def test_every_candidate_is_right(group, n):
 def test_strides_of_a_shard_are_not_those_of_the_whole(rank):
     mesh = init_device_mesh("cpu", (2,))
     x = torch.arange(12.0).reshape(4, 3)
-    turned = distribute_tensor(x, mesh, [Shard(1)]).t()
-    with pytest.raises(OperatorError, match=r"of a tensor of shape \[3, 4\] and strides \[1, 3\], sharded as S\(0\)"):
-        turned.as_strided((2, 3), (6, 2))
-    for placed in (distribute_tensor(x, mesh, [Replicate()]).t(), distribute_tensor(x, mesh, [Shard(0)])):
-        assert torch.equal(placed.as_strided((2, 3), (6, 2)).full_tensor(), x.as_strided((2, 3), (6, 2)))
+    gaps = distribute_tensor(x, mesh, [Shard(1)])[::2]
+    with pytest.raises(OperatorError, match=r"of a tensor of shape \[2, 3\] and strides \[6, 1\], sharded as S\(1\)"):
+        gaps.as_strided((2, 3), (6, 2))
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        placed = distribute_tensor(x, mesh, [placement])
+        for y in (placed, placed.t()):
+            assert torch.equal(y.as_strided((2, 3), (6, 2)).full_tensor(), x.as_strided((2, 3), (6, 2)))
 
 
 @with_threads(2)

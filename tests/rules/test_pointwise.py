@@ -101,9 +101,9 @@ def ordered_cases():
     yield c(aten.clamp.Tensor, x, row, y, at_least=5)
     yield c(aten.maximum.default, x, row, at_least=8)
     yield c(aten.minimum.default, x, row, at_least=8)
-    yield c(aten.add.Tensor, x, row, at_least=9)
-    yield from [c(aten.add.Tensor, x, y, alpha=alpha, at_least=7) for alpha in (-2, 2, 1.0)]
-    yield c(aten.sub.Tensor, x, y, at_least=9)
+    yield c(aten.add.Tensor, x, row, at_least=5)
+    yield from [c(aten.add.Tensor, x, y, alpha=alpha, at_least=5) for alpha in (-2, 2, 1.0)]
+    yield c(aten.sub.Tensor, x, y, at_least=5)
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -281,10 +281,10 @@ def test_a_rising_function_of_a_maximum_is_not_communicated(rank):
     dense = torch.arange(24.0).reshape(4, 6).sin()
     top = distribute_tensor(dense, mesh, [Shard(1)]).amax(1)
     with CountCollectives() as seen:
-        out = -(torch.relu(top) + 1).clamp(max=1.5).exp_()
+        out = -torch.relu(top).clamp(max=0.5).exp_()
     assert seen.collectives == []
     assert out.placements == (Partial("min"),)
-    torch.testing.assert_close(out.full_tensor(), -(dense.amax(1).relu() + 1).clamp(max=1.5).exp())
+    torch.testing.assert_close(out.full_tensor(), -dense.amax(1).relu().clamp(max=0.5).exp())
 
 
 @with_threads(2)
@@ -299,7 +299,7 @@ def test_a_decision_for_one_factor_does_not_serve_another_sign(rank):
 
 @with_threads(2)
 def test_what_keeps_no_order_is_not_taken_for_it(rank):
-    """Integers wrap around, and a logarithm of a part may be NaN where that of the maximum is not."""
+    """Integers wrap around, and of a part that loses the result may be NaN, or that of a NaN may not."""
     mesh = init_device_mesh("cpu", (2,))
     dense = torch.tensor([[0, 200], [3, 250]], dtype=torch.uint8)
     top = distribute_tensor(dense, mesh, [Shard(1)]).amax(1)
@@ -309,3 +309,8 @@ def test_what_keeps_no_order_is_not_taken_for_it(rank):
     top = distribute_tensor(signed, mesh, [Shard(1)]).amax(1)
     torch.testing.assert_close(top.log().full_tensor(), signed.amax(1).log())
     torch.testing.assert_close((top * -1).full_tensor(), -signed.amax(1))
+    inf, nan = float("inf"), float("nan")
+    masked = torch.tensor([[5.0, -inf], [5.0, nan]])
+    top = distribute_tensor(masked, mesh, [Shard(1)]).amax(1)
+    assert (top + inf).full_tensor().tolist()[0] == inf
+    assert torch.equal(top.sign().full_tensor(), masked.amax(1).sign())

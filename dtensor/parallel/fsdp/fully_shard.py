@@ -14,14 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
 from ...comm.from_plain import check_source
+from ...dispatch.plain_operands import advice
 from ...errors import MeshError
 from ...layout.placements import Shard, as_placements
 from ...mesh.mesh import one_object
+from ..modules.replaced import following
 from .mixed_precision import MixedPrecisionPolicy
 from .sharded_module import join, plain_class, sharded_class
 from .sharding import SHARDED_AS, planned, sharded
 from .unit import MEMBER, Member, Unit, members
 from .unshard import Unshard
+
+OUTSIDE = (
+    "if one of them is a parameter of fully_shard that is read outside of a forward, write p.full_tensor(), or "
+    "module.unshard() before and module.reshard() after"
+)
+"""What to do where a sharded parameter meets plain tensors."""
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -89,7 +97,10 @@ def fully_shard(
     ignored = {id(p) for p in _parameters(ignored_params)}
     unit = Unit(one_object(mesh), policy_of(mp_policy), not reshard_after_forward, activations == "local")
     parts = _Parts(modules, unit, ignored, shard_placement_fn)
-    parts.shard(src_data_rank)
+    if OUTSIDE not in advice:
+        advice.append(OUTSIDE)
+    with following(*modules):
+        parts.shard(src_data_rank)
     return module
 
 

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import nn
 
-from ...comm.from_plain import refuse_export
+from ...comm.from_plain import refuse_export, refuse_function_transforms
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced, traced_with_caller, tree_map
 from ..modules.forward_wrapping import made_class, with_own_code, without
@@ -62,6 +62,23 @@ class FullyShardedModule(nn.Module):
         _check_flag("requires_all_reduce", requires_all_reduce)
         self._set_reduced("all" if requires_all_reduce else "scatter", recurse)
 
+    def unshard(self, async_op: bool = False) -> None:
+        """Makes attributes such as `module.weight` unsharded outside of forwards too, until `reshard()` is called.
+
+        This is for code that uses a parameter beside the forward, such as a loss that multiplies by the weight of a
+        head. Each read gathers the parameter, in the dtype of the forward, and gradients are averaged over the data
+        axes like those of the forward. `parameters()` and `state_dict()` stay sharded. It applies to the parameters of
+        this module's own unit. Compiled code reads attributes unsharded in any case.
+
+        Args:
+            async_op: ignored; present for compatibility with FSDP2.
+        """
+        vars(self)[MEMBER].unit.unsharded = True
+
+    def reshard(self) -> None:
+        """Makes attributes the sharded DTensors again outside of forwards."""
+        vars(self)[MEMBER].unit.unsharded = False
+
     def _set_reduced(self, reduce: str, recurse: bool) -> None:
         own = vars(self)[MEMBER].unit
         set_reduced([found for found in members(self) if recurse or found[1].unit is own], reduce)
@@ -83,13 +100,16 @@ class FullyShardedModule(nn.Module):
                     "replace it before fully_shard"
                 )
             how[name] = found
+            _average(vars(self)[MEMBER].unit, param, found)
         super().register_parameter(name, param)
 
     def redistribute_parameter(self, name: str, distribute: Callable[[nn.Parameter], nn.Parameter]) -> None:
         """Use `distribute` to shard a parameter over other mesh axes. It also stays sharded over the data axes."""
         how, parameter = vars(self)[MEMBER].how, self._parameters[name]
         assert parameter is not None, f"{type(self).__name__} has no parameter {name}"
-        self._parameters[name], how[name] = sharded_otherwise(parameter, how[name], distribute)
+        made, how[name] = sharded_otherwise(parameter, how[name], distribute)
+        self._parameters[name] = made
+        _average(vars(self)[MEMBER].unit, made, how[name])
 
 
 def _check_flag(name: str, given: Any) -> None:
@@ -102,7 +122,15 @@ def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) ->
     member = vars(module).setdefault(MEMBER, Member(unit))
     member.how.update(how)
     member.given = member.given or given
+    for name, found in how.items():
+        _average(unit, module._parameters[name], found)
     module.__class__ = sharded_class(plain_class(module), tuple(sorted(member.how)))
+
+
+def _average(unit: Unit, parameter: Any, how: Unshard) -> None:
+    """Have the gradient averaged where a parameter is read outside of a forward, with `full_tensor` or `to_local`."""
+    if unit.local and isinstance(parameter, DTensor):
+        parameter._average_over(tuple([axis for axis, _ in how.unreduced.partial]))
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -134,7 +162,7 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     member: Member = getattr(module, MEMBER)
     unit, how = member.unit, member.how[name]
     # Traced forwards are not counted, because activation checkpointing allows no change of state.
-    if not isinstance(parameter, DTensor) or not (torch.compiler.is_compiling() or unit.running):
+    if not isinstance(parameter, DTensor) or not (torch.compiler.is_compiling() or unit.running or unit.unsharded):
         return parameter
     dtype = unit.policy.param_dtype if parameter.is_floating_point() else None
     return unsharded(
@@ -159,6 +187,7 @@ def _run(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[st
     if torch.compiler.is_compiling():
         out = forward(module, *args, **kwargs)
     else:
+        refuse_function_transforms("the forward of a fully sharded module")
         unit.running += 1
         try:
             out = forward(module, *args, **kwargs)

@@ -28,6 +28,7 @@ class Unit:
         reduce: over which axes the backward now reduces gradients, as in `unsharded`.
         wanted: over which axes it should reduce. This takes effect once accumulated gradients have been reduced too.
         running: the number of running forwards of the unit's modules; compiled ones are not counted.
+        unsharded: whether parameters are read unsharded outside of forwards, too.
     """
 
     mesh: Any
@@ -37,6 +38,7 @@ class Unit:
     reduce: str = "all"
     wanted: str = "all"
     running: int = 0
+    unsharded: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Unit":
         made = memo[id(self)] = Unit(*self._copied())

@@ -12,6 +12,7 @@ from ...layout.placements import Placement, Replicate, as_placements
 from ...tensor.factories import distribute_tensor, of_xla, on_xla
 from ...tensor.tensor import DTensor
 from .forward_wrapping import Give, Take, wrap_forward
+from .replaced import following
 from .ties import DISTRIBUTED_AS, Ties, shared_otherwise
 
 DISTRIBUTED = "_distributed_module"
@@ -82,12 +83,13 @@ def distribute_module(
     if partition_fn is not None:
         _check_function(partition_fn, "partition_fn", "(name, submodule, device_mesh)")
     ties = Ties(module)
-    if partition_fn is not None:
-        for name, sub in module.named_modules():
-            partition_fn(name, sub, mesh)
-    ties.restore()
-    for sub in module.modules():
-        _replicate_rest(sub, mesh)
+    with following(module):
+        if partition_fn is not None:
+            for name, sub in module.named_modules():
+                partition_fn(name, sub, mesh)
+        ties.restore()
+        for sub in module.modules():
+            _replicate_rest(sub, mesh)
     if take or give:
         wrap_forward(module, take, give)
     setattr(module, DISTRIBUTED, True)

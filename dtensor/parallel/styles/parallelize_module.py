@@ -15,6 +15,7 @@ from ...comm.from_plain import check_module, mesh_of
 from ...torch_private.core import mesh_resources
 from ..checks.rank_variance import watch
 from ..checks.size_misfit import Planned, tell_of_misfits
+from ..modules.replaced import following
 from ..modules.ties import Ties
 from .style import ParallelStyle
 
@@ -66,10 +67,11 @@ def parallelize_module(
         return module
     targets, ties = _resolved(module, parallelize_plan), Ties(module)
     _check_ties(module, ties, [(target, style) for target, _, style in targets])
-    for target, _, style in targets:
-        style.src_data_rank, style.check_inputs = src_data_rank, check_inputs
-        style.apply(target, mesh)
-    ties.restore()  # a custom style may shard more than it declares
+    with following(module):
+        for target, _, style in targets:
+            style.src_data_rank, style.check_inputs = src_data_rank, check_inputs
+            style.apply(target, mesh)
+        ties.restore()  # a custom style may shard more than it declares
     watch(module, mesh)
     tell_of_misfits(module, [(target, planned) for target, planned, _ in targets])
     return module

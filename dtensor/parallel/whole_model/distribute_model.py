@@ -27,6 +27,7 @@ from ..fsdp.sharded_module import FullyShardedModule
 from ..fsdp.sharding import SHARDED_AS
 from ..modules.distribute_module import DISTRIBUTED, distribute_parameter
 from ..modules.forward_wrapping import made_class, with_own_code, wrap_call, wrap_forward
+from ..modules.replaced import following
 from .by_name import at_borders, chosen_placements, fitting
 from .inputs import Placements, check_names, entry_of, is_by_name, mapped, mapped_arguments, parameter_names
 from .plan import FINDERS, INPUT, OUTPUT, Activation, Plan, check_mesh, modules_of, on_axes, recomputed_of
@@ -133,17 +134,18 @@ def distribute_model(
     def distribute(x: nn.Parameter, placements: Sequence[Placement]) -> nn.Parameter:
         return distribute_parameter(x, mesh, placements, src_data_rank=src_data_rank)
 
-    for module in model.modules():
-        for name, p in list(_own(module._parameters)):
-            if SHARDED_AS in vars(p):
-                assert isinstance(module, FullyShardedModule)
-                module.redistribute_parameter(name, functools.partial(distribute, placements=chosen[p]))
-            else:
-                setattr(module, name, distribute(p, chosen[p]))
-        for name, b in list(_own(module._buffers)):
-            if b not in buffers:  # a shared buffer stays shared
-                buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
-            module._buffers[name] = buffers[b]
+    with following(model):
+        for module in model.modules():
+            for name, p in list(_own(module._parameters)):
+                if SHARDED_AS in vars(p):
+                    assert isinstance(module, FullyShardedModule)
+                    module.redistribute_parameter(name, functools.partial(distribute, placements=chosen[p]))
+                else:
+                    setattr(module, name, distribute(p, chosen[p]))
+            for name, b in list(_own(module._buffers)):
+                if b not in buffers:  # a shared buffer stays shared
+                    buffers[b] = distribute_tensor(b, mesh, chosen[b], src_data_rank=src_data_rank)
+                module._buffers[name] = buffers[b]
     for name in recomputed:
         wrap_call(model.get_submodule(name), functools.partial(checkpoint, use_reentrant=False))
     for name, borders in around.items():
@@ -275,7 +277,20 @@ def viewed_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module
         return self._dtensor_view(functools.partial(inner, self), arguments, *args, **kwargs)
 
     inside: dict[str, Any] = {name: property(functools.partial(_read, name=name)) for name in names}
+    if callable(generate := getattr(cls, "generate", None)):
+        inside["generate"] = _in_view(generate)
     return made_class(viewed_class, cls, names, forward=forward, **inside)
+
+
+def _in_view(generate: Callable[..., Any]) -> Callable[..., Any]:
+    """transformers' `generate`, which reorders the cache between forwards by plain indices of beams: global values."""
+
+    @functools.wraps(generate)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with global_view(vars(self)[VIEW].check is not None, vars(self)[VIEW].runs):
+            return generate(self, *args, **kwargs)
+
+    return run
 
 
 @never_traced

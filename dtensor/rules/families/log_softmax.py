@@ -9,10 +9,8 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local_calls import all_reduce
+from ..local_calls import all_reduce, wide
 from ..rule import Rule
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _rule(call: Call, local: Any, all_reduces: int, linear: Any = (), refuses: bool = False) -> Rule:
@@ -51,17 +49,13 @@ def _along(call: LocalCall) -> tuple[int, str]:
 
 def _local_log_softmax(call: LocalCall) -> Any:
     dim, factor = _along(call)
-    x = _wide(call["self"])
+    x = wide(call["self"])
     lowest = x.new_full([1 if i == dim else n for i, n in enumerate(x.shape)], -torch.inf)
     largest = all_reduce(x.amax(dim, keepdim=True) if x.shape[dim] else lowest, "max", call, {factor})
     shifted = x - largest
     total = all_reduce(shifted.exp().sum(dim, keepdim=True), "sum", call, {factor})
     out = shifted - total.log()
     return out if call["half_to_float"] else out.to(call["self"].dtype)
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.float32) if x.dtype in HALF else x
 
 
 @rule_for("_log_softmax_backward_data")
@@ -71,7 +65,7 @@ def log_softmax_backward(call: Call) -> Rule:
 
 def _local_backward(call: LocalCall) -> Any:
     dim, factor = _along(call)
-    grad, output = _wide(call["grad_output"]), _wide(call["output"])
+    grad, output = wide(call["grad_output"]), wide(call["output"])
     total = all_reduce(grad.sum(dim, keepdim=True), "sum", call, {factor})
     return (grad - output.exp() * total).to(call["input_dtype"])
 

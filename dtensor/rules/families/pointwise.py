@@ -99,16 +99,15 @@ RISING = frozenset(
         "rad2deg",
         "relu",
         "round",
-        "sgn",
         "sigmoid",
-        "sign",
         "sinh",
         "tanh",
         "trunc",
     }
 )
-"""Operators that are increasing functions of operand 0 and defined for every number. (The logarithm is not: it may be
-NaN for one rank's value but not for the maximum.) None depends on the sign of a parameter such as a slope."""
+"""Operators that are increasing functions of operand 0, defined for every number, and NaN for NaN only. (The logarithm
+is not: it may be NaN for one rank's value but not for the maximum. The sign is not: it makes 0 of NaN.) None depends on
+the sign of a parameter such as a slope."""
 
 FALLING = frozenset({"erfc", "neg"})
 """Operators that are decreasing functions of operand 0, likewise."""
@@ -217,12 +216,7 @@ def kept(call: Call) -> tuple[tuple[frozenset[int], Mapping[str, str]], ...]:
     if call.name in ("maximum", "minimum"):
         op = call.name[:3]
         return ((first, UP), (frozenset({1}), UP), (frozenset({0, 1}), {op: op}))
-    if call.name in ("add", "sub"):
-        # A decision is reused for other floats, so a float alpha cannot be relied on to be 1.
-        plain = call.has("alpha") and isinstance(call["alpha"], int) and call["alpha"] == 1
-        second = call.operands_at({1}) if plain else None
-        return ((first, UP), *([(second, UP if call.name == "add" else DOWN)] if second else []))
-    return ()
+    return ()  # not a sum: minus infinity, which loses on one rank, may meet infinity and be NaN
 
 
 def _widens(call: Call) -> bool:

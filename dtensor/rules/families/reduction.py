@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..call import Call, LocalCall, rule_for
-from ..local_calls import all_reduce, has_empty_shard
+from ..local_calls import WIDE, all_reduce, has_empty_shard, wide
 from ..rule import Dims, Rule
 from .pointwise import broadcast
 
@@ -104,8 +104,9 @@ def _mean(call: LocalCall) -> Any:
     """The local sum divided by the global count, so that uneven shards are weighted correctly."""
     over, keep = reduced_dims(call.call)
     (x,) = call.call.operands
-    total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=call["dtype"])
-    return total / prod(x.shape[i] for i in over)
+    dtype = call["dtype"] or x.dtype
+    total = torch.ops.aten.sum.dim_IntList(call.args[0], over, keep, dtype=WIDE.get(dtype, call["dtype"]))
+    return (total / prod(x.shape[i] for i in over)).to(dtype)
 
 
 def _extremum(call: LocalCall) -> Any:
@@ -141,19 +142,19 @@ def _logsumexp(call: LocalCall) -> Any:
     assert o is not None
     over, keep = reduced_dims(call.call)
     factors = _reduced_factors(call)
-    x = call["self"].to(o.dtype)
+    x = wide(call["self"].to(o.dtype))
     shape = [1 if i in over else s for i, s in enumerate(x.shape)]
     top = x.amax(over, keepdim=True) if x.numel() else x.new_full(shape, -inf)
     top = all_reduce(top, "max", call, factors)
     top = torch.where(top.abs() == inf, torch.zeros_like(top), top)
     total = all_reduce((x - top).exp().sum(over, keepdim=True), "sum", call, factors)
-    made = total.log() + top
+    made = (total.log() + top).to(o.dtype)
     return made if keep else made.reshape([s for i, s in enumerate(made.shape) if i not in over])
 
 
 def _variance(call: LocalCall) -> Any:
     """Compute the variance in two passes: first the mean, then the squared deviations from it."""
-    name, x = call.call.name, call["self"]
+    name, x = call.call.name, wide(call["self"])
     over, keep = reduced_dims(call.call)
     factors = _reduced_factors(call)
     count = prod(call.call["self"].shape[i] for i in over)
@@ -165,6 +166,7 @@ def _variance(call: LocalCall) -> Any:
     if not keep:
         kept = [s for i, s in enumerate(made.shape) if i not in over]
         made, mean = made.reshape(kept), mean.reshape(kept)
+    made, mean = (t.to(call["self"].dtype) for t in (made, mean))
     return (made, mean) if name.endswith("_mean") else made
 
 

@@ -141,15 +141,63 @@ def as_strided(call: Call) -> Rule:
         out = tuple(() if dim is None else names[dim] for dim in kept)
         sizes = {f"d{dim}": n for dim, n in enumerate(given.shape)}
         return Rule((tuple(names),), (out,), sizes, linear=LINEAR, local=partial(_with_ones, kept))
-    if given.static and given.unusual_stride is not None and not given.layout.is_replicated:
+    if given.static and given.unusual_stride is not None and not given.layout.is_replicated and _has_gaps(given):
         raise OperatorError(
             f"{call.func} of a tensor of shape {list(given.shape)} and strides {list(given.stride)}, sharded as "
             f"{given.layout}: strides refer to the global tensor's memory, which no rank holds; write "
             "x.contiguous().as_strided(…), or select, slice, transpose or unfold it"
         )
+    outer = _outermost(call)
+    if outer:
+        names = [(f"d{dim}",) if dim in outer else () for dim in range(given.ndim)]
+        there = {place: dim for dim, place in outer.items()}
+        out = tuple(names[there[place]] if place in there else () for place in range(len(call["size"])))
+        sizes = {f"d{dim}": given.shape[dim] for dim in outer}
+        local = partial(_strided, outer, call["size"], call["stride"])
+        return Rule((tuple(names),), (out,), sizes, linear=LINEAR, local=local)
     nothing = tuple(((),) * o.ndim for o in call.operands)
     outs = tuple(((),) * o.ndim for o in call.outputs if o is not None)
     return Rule(nothing, outs, {}, linear=(frozenset(range(len(nothing))),))
+
+
+def _by_memory(given: Any) -> list[int]:
+    """The dims of a tensor that are longer than 1, outermost in memory first."""
+    return sorted([d for d, n in enumerate(given.shape) if n != 1], key=lambda d: -given.stride[d])
+
+
+def _has_gaps(given: Any) -> bool:
+    inner = 1
+    for dim in reversed(_by_memory(given)):
+        if given.stride[dim] != inner and 0 not in given.shape:
+            return True
+        inner *= given.shape[dim]
+    return False
+
+
+def _outermost(call: Call) -> dict[int, int]:
+    """Outermost dims in memory that an as_strided result has, too, while all others stay within one step of them."""
+    given = call["self"]
+    if call.name != "as_strided" or not given.static or call["storage_offset"] not in (None, 0) or 0 in given.shape:
+        return {}
+    asked = list(zip(call["size"], call["stride"]))
+    if not all(isinstance(n, int) for pair in asked for n in pair) or _has_gaps(given):
+        return {}
+    found, left = dict[int, int](), list(range(len(asked)))
+    for dim in _by_memory(given):
+        place = next((k for k in left if asked[k] == (given.shape[dim], given.stride[dim])), None)
+        rest = [asked[k] for k in left if k != place]
+        if place is None or sum((n - 1) * step for n, step in rest) >= given.stride[dim]:
+            break
+        found[dim] = place
+        left.remove(place)
+    return found
+
+
+def _strided(outer: dict[int, int], size: Any, stride: Any, call: LocalCall) -> torch.Tensor:
+    x, size, stride = call["self"], list(size), list(stride)
+    for dim, place in outer.items():
+        size[place], stride[place] = x.shape[dim], x.stride(dim)
+    return x.as_strided(size, stride)
 
 
 def _as_it_lies(call: Call) -> tuple[int | None, ...] | None:

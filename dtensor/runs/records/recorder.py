@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ...comm.pending_tensor import Pending
 from ...comm.redistribute import watchers
+from ...errors import PlacementError
 from ...layout.layout import Layout
 from ...mesh import environment, provenance
 from ...mesh.mesh import mesh_shape
@@ -474,9 +475,11 @@ def _opened(x: Any) -> tuple[torch.Tensor, Spec | None]:
         local = x._local_tensor
         return (local.wait() if type(local) is Pending else local), x._spec
     if is_torch_dtensor(x):
-        spec = Spec.make(x.device_mesh, layout_of(x), x.shape, x.stride(), x.dtype)
-        local = x._local_tensor
-        return local, spec
+        try:
+            layout = layout_of(x)
+        except PlacementError:  # what no layout describes, such as the interleaved pieces of a view, is not recorded
+            return x, None
+        return x._local_tensor, Spec.make(x.device_mesh, layout, x.shape, x.stride(), x.dtype)
     return x, None
 
 

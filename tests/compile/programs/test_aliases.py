@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from dtensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.parallel import fully_shard
 from dtensor.testing import with_ranks
 
 
@@ -78,3 +80,46 @@ def test_results_whose_parts_are_views_of_one_memory(rank, backend):
     sum(v.square().sum() for v in found).backward()
     for ours, dense in zip(given, plain):
         torch.testing.assert_close(ours.grad.full_tensor(), dense.grad)
+
+
+PLAIN = {
+    "disjoint": lambda h, x: (h[:1], h[1:]),
+    "overlapping": lambda h, x: (h[:3], h[1:].t()),
+    "with their base": lambda h, x: (h, h[1:]),
+    "of several kinds": lambda h, x: (h.view(-1), h[0], x[1:], h.t().exp(), h[:, 2:]),
+    "of two results": lambda h, x: (h[:2], (h * 2)[:, 1:], h[1:], (x + h)[::2]),
+}
+
+
+class Returns(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.linear, self.name = nn.Linear(8, 8), name
+
+    def forward(self, x):
+        return PLAIN[self.name](self.linear(x), x)
+
+
+def trained(model, x, write):
+    leaf = x.clone().requires_grad_()
+    outputs = model(leaf * 1)
+    if write:
+        outputs[0].mul_(2)  # and so all that share its memory
+    sum([(o * (k + 1)).sin().sum() for k, o in enumerate(outputs)]).backward()
+    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    return [*[o.detach() for o in outputs], leaf.grad, *grads]
+
+
+@with_ranks(2)
+def test_plain_results_beside_sharded_parameters(rank):
+    """Views of one tensor as results, written to afterwards: as on one device."""
+    mesh, x = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.linspace(-1, 1, 32).view(4, 8)
+    for name in PLAIN:
+        for write in (False, True):
+            torch._dynamo.reset()
+            models = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                models.append(Returns(name))
+            run = torch.compile(fully_shard(models[0], mesh), backend="dtensor", options={"inner": "aot_eager"})
+            torch.testing.assert_close(trained(run, x, write), trained(models[1], x, write))

@@ -108,3 +108,17 @@ def test_compiled_is_eager(rank):
     torch.testing.assert_close(clip(), norm)
     for x, g in zip(parameters, grads):
         torch.testing.assert_close(whole(x.grad), g)
+
+
+@with_threads(2)
+def test_torchs_own_names_ours_beside_plain_parameters(rank):
+    mesh = init_device_mesh("cpu", (2,))
+
+    def mixed():
+        return placed([mesh, None, mesh, None], [[Shard(0)], None, [Shard(0)], None])
+
+    for foreach in (False, True):
+        with pytest.raises(RuntimeError, match=r"write dtensor.parallel.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(mixed(), 1.0, foreach=foreach)
+    expected, _ = dense(2.0, 1.0)
+    torch.testing.assert_close(clip_grad_norm_(mixed(), 1.0), expected)

@@ -94,7 +94,7 @@ def test_functional_collectives_of_every_dim(bench, shape, dim, axis):
 
     def f(x):
         y = funcol.all_gather_single(x * 2, dim, group)
-        y = funcol.all_reduce(y, "max", group)
+        y = funcol.all_reduce(y, "product", group)
         return funcol.reduce_scatter_single(y, "sum", dim, group) + 1
 
     gm = bench.trace(f, tuple(shape))
@@ -105,6 +105,13 @@ def test_functional_collectives_of_every_dim(bench, shape, dim, axis):
     assert (gather.gather_dim, scatter.scatter_dim) == (0 if by_view else dim, dim)
     assert not {"aten.split.Tensor", "aten.cat.default", "wait_tensor"} & {str(m.target) for m in gm.graph.nodes}
     assert n == scatter.group_size
+
+
+def test_a_maximum_is_raised_where_it_is_sent_as_it_is(bench):
+    """Backends differ on NaN, so that `lower` sends floating-point numbers as integers in the same order."""
+    for dtype, raised in ((torch.int32, 1), (torch.float32, 0), (torch.bfloat16, 0)):
+        gm = bench.trace(lambda x: funcol.all_reduce(x, "max", bench.tp) + 1, (4, 6), dtype=dtype)
+        assert applied(bench, gm) == raised
 
 
 CUTS = {
