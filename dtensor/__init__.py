@@ -41,9 +41,9 @@ from .runs.records import taps as taps  # registers the operators by which compi
 from .runs.records.recorder import record, record_if_asked
 from .runs.watching.watch import Watch, watch
 from .state import safetensors as safetensors
+from .state import torch_state_dicts as torch_state_dicts  # makes DTensors known to torch's state dicts
 from .state.checkpoints import Checkpoints
 from .state.torch_checkpoints import load_torch_checkpoint
-from .state import torch_state_dicts as torch_state_dicts  # makes DTensors known to torch's state dicts
 from .tensor import compile_hooks as hooks  # registers the backend and the passes
 from .tensor import composite_operators as composite_operators  # registers what is caught whole
 from .tensor import control_flow as control_flow  # registers branches and loops

@@ -438,15 +438,23 @@ def mesh_kind(mesh: Any) -> MeshKind:
 
 
 def mesh_of_kind(kind: MeshKind) -> Any:
-    """The mesh of this process that is what another rank described by `mesh_kind`.
+    """The mesh of this rank that is what another rank described by `mesh_kind`.
 
     Raises:
         MeshError: There is none.
     """
     for known in known_meshes():
-        if mesh_kind(known.mesh) == kind:
+        if mesh_kind(known.mesh) == kind and _is_own(known.mesh):
             return known.mesh
     raise MeshError(f"there is no mesh {kind[3] or kind[4]} of {kind[0]} ranks {kind[1]} here")
+
+
+def _is_own(mesh: Any) -> bool:
+    """Whether this rank is where `mesh` says: ranks that are threads of one process see each other's meshes."""
+    root = root_mesh(mesh)  # a slice is computed from the rank that asks, so it says nothing of whose it is
+    here = (root.mesh == dist.get_rank()).nonzero().tolist()
+    coordinate = root.get_coordinate()
+    return here == ([] if coordinate is None else [list(coordinate)])
 
 
 _any_rank: ContextVar[bool] = ContextVar("dtensor_keys_of_any_rank", default=False)

@@ -407,7 +407,12 @@ class DTensor(torch.Tensor):
         spec, local = self._spec, fresh(self)._local_tensor.detach()
         others = dict(vars(self))  # the parameter mark, and attributes set by users
         state = (spec.mesh, spec.layout.text, tuple(spec.shape), tuple(spec.stride), self.requires_grad, others)
-        return _rebuild, (local, *state, _part(spec.layout, spec.coordinate), dist.get_rank() if dist.is_initialized() else 0)
+        return _rebuild, (
+            local,
+            *state,
+            _part(spec.layout, spec.coordinate),
+            dist.get_rank() if dist.is_initialized() else 0,
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
