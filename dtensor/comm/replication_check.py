@@ -43,7 +43,7 @@ BY_STYLE = (
 BY_VIEW = (
     "that stands beside DTensors and is taken as a global value, the same on all ranks: {}. "
     "Give all of them the same values, write DTensor.from_local(x, mesh, placements) where each has a part, or "
-    "distribute_model(…, check_inputs=False)"
+    "check_inputs=False into the distribute_model that sharded the model"
 )
 """Description, for a message, of a tensor that a global view assumes to be replicated, at the place {}."""
 
