@@ -113,7 +113,8 @@ def saved_and_resumed(folder, made, resumed, optimizer_of):
         group["weight_decay"] = 0.5
     state = {"at": {"model": again, "optimizers": [fresh]}, "epoch": 0}
     assert checkpoints.load(state) == 2
-    assert state["epoch"] == 7 and state["at"]["optimizers"] == [fresh]
+    assert state["epoch"] == 7
+    assert state["at"]["optimizers"] == [fresh]
     assert (held(model, optimizer).keys(), settings(optimizer)) == (before[0].keys(), before[1])
     torch.testing.assert_close(held(again, fresh), before[0], rtol=0, atol=0)
     assert settings(fresh) == before[1]
@@ -178,7 +179,7 @@ def test_what_would_be_lost_is_an_error(rank, tmp_path):
             call(raw, 1)
         with pytest.raises(CheckpointError, match=wanted):
             call(optimizer.state_dict(), 1)
-        with pytest.raises(CheckpointError, match="no module with 7 of the 7 parameters .* give the model too"):
+        with pytest.raises(CheckpointError, match=r"no module with 7 of the 7 parameters .* give the model too"):
             call({"model": model.state_dict(), "optimizer": optimizer}, 1)
     assert checkpoints.steps() == []
     checkpoints.save({"model": model, "optimizer": optimizer}, 1)
@@ -195,7 +196,7 @@ def test_what_would_be_lost_is_an_error(rank, tmp_path):
     assert torch.equal(whole(again.net1.weight), before)
     optimizer = torch.optim.SGD(model.net1.parameters(), lr=0.1)
     checkpoints.save({"model": model, "optimizer": optimizer}, 2)
-    with pytest.raises(CheckpointError, match="holds 'net2.weight', which the optimizer in the checkpoint did not"):
+    with pytest.raises(CheckpointError, match=r"holds 'net2.weight', which the optimizer in the checkpoint did not"):
         checkpoints.load({"model": again, "optimizer": torch.optim.SGD(again.net2.parameters(), lr=0.1)})
     checkpoints.save({"model": model, "optimizer": grouped(model)}, 3)
     fresh = OPTIMIZERS["adamw"](again)
