@@ -5,11 +5,12 @@ import re
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from dtensor import CheckpointError, Checkpoints, DTensor, init_device_mesh
+from dtensor import CheckpointError, Checkpoints, DTensor, init_device_mesh, load_torch_checkpoint
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import run_ranks, with_ranks
 
@@ -219,6 +220,39 @@ def test_parameters_of_several_modules_and_compiled_ones(tmp_path):
     checkpoints.load({"one": again[0], "two": torch.compile(again[1]), "optimizer": fresh})
     torch.testing.assert_close([x["exp_avg"] for x in fresh.state.values()], wanted, rtol=0, atol=0)
     assert torch.equal(again[1].weight, two.weight)
+
+
+@with_ranks(2)
+def test_schedulers_and_checkpoints_of_torch(rank, tmp_path):
+    """Optimizers made before sharding too; torch's checkpoints are read by name, and by number."""
+
+    def made():
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        fully_shard(model, init_device_mesh("cpu", (2,)))
+        return {"model": model, "optimizer": optimizer, "rate": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+    def run(state, steps):
+        losses = []
+        for step in steps:
+            losses += train(state["model"], state["optimizer"], [step])
+            state["rate"].step()
+        return losses
+
+    state, again = made(), made()
+    run(state, range(2))
+    Checkpoints(tmp_path).save(state, 2)
+    Checkpoints(tmp_path).load(again)
+    assert run(again, range(2, 4)) == run(state, range(2, 4))
+    model, optimizer = state["model"], state["optimizer"]
+    names, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": names, "optimizer": moments}, checkpoint_id=tmp_path / "names")
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path / "numbers")
+    wanted = train(model, optimizer, range(4, 6))
+    for name in ("names", "numbers"):
+        again = made()
+        load_torch_checkpoint({"model": again["model"], "optimizer": again["optimizer"]}, tmp_path / name)
+        assert train(again["model"], again["optimizer"], range(4, 6)) == wanted
 
 
 def half_way(rank, folder, made):
