@@ -132,9 +132,9 @@ def test_one_process(name, tmp_path):
 
 
 @with_ranks(2)
-def test_every_optimizer_resumes_as_if_not_interrupted(rank, tmp_path):
-    for name, optimizer_of in OPTIMIZERS.items():
-        saved_and_resumed(tmp_path / name, sharded, sharded, optimizer_of)
+def test_sharded_runs_resume_as_if_not_interrupted(rank, tmp_path):
+    for name in ("foreach", "fused", "sgd", "adafactor", "grouped"):
+        saved_and_resumed(tmp_path / name, sharded, sharded, OPTIMIZERS[name])
     saved_and_resumed(tmp_path / "parallel", sharded, parallel, OPTIMIZERS["adamw"])
     saved_and_resumed(tmp_path / "back", parallel, sharded, OPTIMIZERS["adafactor"])
 
