@@ -22,7 +22,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from model import LAYERS, SEQ, VOCAB, WIDTH, batch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dtensor import Checkpoints, DTensor, Partial, init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
@@ -89,11 +88,7 @@ if tp > 1:
 fully_shard(model, dp)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 run = torch.compile(model, backend="dtensor") if given.compile else model
-
-
-def state() -> dict:
-    names, moments = get_state_dict(model, optimizer)
-    return {"model": names, "optimizer": moments}
+state = {"model": model, "optimizer": optimizer}
 
 
 def say(text: str) -> None:
@@ -103,9 +98,7 @@ def say(text: str) -> None:
 
 checkpoints, start = Checkpoints(given.folder, keep=3), 0
 if checkpoints.newest() is not None:
-    found = state()
-    start = checkpoints.load(found)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    start = checkpoints.load(state)
 say(f"{world} ranks go on after step {start}")
 
 for step in range(start + 1, given.steps + 1):
@@ -117,7 +110,7 @@ for step in range(start + 1, given.steps + 1):
     mean = DTensor.from_local(loss.detach(), dp, [Partial("avg")]).full_tensor()
     say(f"step {step} loss {mean.item():.9g}")  # nine digits are all bits of a float32
     if step % given.every == 0 or step == given.steps:
-        checkpoints.save(state(), step)
+        checkpoints.save(state, step)
     time.sleep(given.pause)
 
 dist.destroy_process_group()

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from model import Model, batch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from dtensor import Checkpoints, DTensor, Partial, init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
@@ -38,18 +37,12 @@ if given.tp > 1:
 fully_shard(model, dp)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 run = torch.compile(model, backend="dtensor") if given.compile else model
-
-
-def state() -> dict:
-    names, moments = get_state_dict(model, optimizer)
-    return {"model": names, "optimizer": moments}
+state = {"model": model, "optimizer": optimizer}
 
 
 checkpoints, start = Checkpoints(given.folder, keep=3), 0
 if checkpoints.newest() is not None:
-    found = state()
-    start = checkpoints.load(found)
-    set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    start = checkpoints.load(state)
     print(f"goes on after step {start}", flush=True)
 
 for step in range(start + 1, given.steps + 1):
@@ -63,7 +56,7 @@ for step in range(start + 1, given.steps + 1):
         print(f"step {step} loss {mean.item():.6f}", flush=True)
     if step % given.every == 0 or step == given.steps:
         save = checkpoints.save_async if given.background else checkpoints.save
-        save(state(), step)
+        save(state, step)
 
 checkpoints.wait()
 dist.destroy_process_group()

@@ -58,6 +58,7 @@ PASSES_KNOW = (
     "mesh.provenance",
     "mesh.source_lines",
     "comm.collectives",
+    "comm.wire_dtypes",
     "rules",
 )
 """What the passes know of dtensor: a graph, the collectives and the rules; neither tensors nor a job."""

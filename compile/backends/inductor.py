@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 import dtensor
-from dtensor.comm.replication_check import noted
+from dtensor.comm.replication_check import drawn, noted
 from dtensor.comm.start_collectives import OVER_GLOO
 from dtensor.dispatch import registration, strictness
 from dtensor.mesh.local_sizes import local_lengths
@@ -97,7 +97,7 @@ def trace_key() -> Any:
     """
     meshes = [(m.names, m.network.sizes, m.network.links) for m in mesh_groups()]
     groups = mesh_kinds() if is_for_any_rank() else process_groups()
-    return source_hash(), registration.fingerprint(), strictness.fingerprint(), groups, meshes, noted()
+    return source_hash(), registration.fingerprint(), strictness.fingerprint(), groups, meshes, noted(), drawn()
 
 
 @cache

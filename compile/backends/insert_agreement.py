@@ -17,7 +17,7 @@ from torch import fx
 
 from dtensor.comm.agreement import dumps
 from dtensor.comm.collectives import COMMUNICATING
-from dtensor.comm.replication_check import DRAWN, noted
+from dtensor.comm.replication_check import DRAWN, drawn
 from dtensor.layout.chunks import chunk_length
 from dtensor.mesh.collective_order import Entry
 from dtensor.mesh.groups import group_ranks, group_size
@@ -68,7 +68,7 @@ def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]])
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)
     taken = _taken(graph) if direction != "backward" else []
     told = [[_said(node), node.meta[TAKEN].groups] for node in taken]
-    if direction != "backward" and (groups := noted()[1]):
+    if direction != "backward" and (groups := drawn()):
         device = ir.value(first).device
         taken = [*taken, ir.insert(start, torch.ops.dtensor.generator_state.default, (device,), like=first)]
         told.append([DRAWN, groups])

@@ -28,11 +28,11 @@ import torch
 
 from ..layout.chunks import chunk_length, note_place
 from ..mesh.collective_order import Wait, eager, mark_of
-from ..mesh.groups import begin, group_rank, group_size
+from ..mesh.groups import begin, calls_on, group_rank, group_size
 from ..mesh.job import explain
 from ..mesh.local_sizes import divides, local_length
 from ..mesh.operator_library import library
-from ..torch_private.core import FakeTensor, c10d, traced_into_backward
+from ..torch_private.core import FakeTensor, c10d, resolve_process_group, traced_into_backward
 from ..torch_private.symbolic_sizes import known_equal
 from .start_collectives import ANY_ORDER, OVER_GLOO, starts
 from .wire_dtypes import Kernel, carried
@@ -163,8 +163,13 @@ the process if that is longer."""
 def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     op = "sum" if reduce_op == "avg" else reduce_op
     x = x.contiguous()
-    if not isinstance(x, FakeTensor) and x.nbytes <= SMALL and (start := starts(group, x.device)) is OVER_GLOO:
-        y = yield start.all_gather(x.view(1, -1), group_size(group), group)
+    if (
+        not isinstance(x, FakeTensor)
+        and x.nbytes <= SMALL
+        and x.is_cpu
+        and calls_on(resolve_process_group(group)).over_gloo
+    ):
+        y = yield OVER_GLOO.all_gather(x.view(1, -1), group_size(group), group)
         y = REDUCTIONS[op](y).view(x.shape)
     else:
         y = yield c10d.all_reduce(x, op, group)

@@ -43,7 +43,7 @@ BY_STYLE = (
 BY_VIEW = (
     "that stands beside DTensors and is taken as a global value, the same on all ranks: {}. "
     "Give all of them the same values, write DTensor.from_local(x, mesh, placements) where each has a part, or "
-    "distribute_model(…, check_inputs=False)"
+    "check_inputs=False into the distribute_model that sharded the model"
 )
 """Description, for a message, of a tensor that a global view assumes to be replicated, at the place {}."""
 
@@ -179,14 +179,22 @@ _drawing: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Context of a compilation -> the groups over which random numbers drawn in it are assumed to be the same."""
 
 
-def noted() -> tuple[tuple[str, ...], ...]:
-    """The groups over which a tensor in the current compilation is assumed to be replicated, and those over which
-    random numbers are.
+def noted() -> tuple[str, ...]:
+    """The groups over which a tensor in the current compilation is assumed to be replicated.
 
     Part of the identity of compiled code: the same code without this assumption is different.
     """
+    return _of_context(_noting)
+
+
+def drawn() -> tuple[str, ...]:
+    """The groups over which random numbers drawn in the current compilation are assumed to be the same; likewise."""
+    return _of_context(_drawing)
+
+
+def _of_context(known: WeakKeyDictionary[Any, set[str]]) -> tuple[str, ...]:
     context = compile_context()
-    return tuple([() if context is None else tuple(sorted(known.get(context, ()))) for known in (_noting, _drawing)])
+    return tuple(sorted(known.get(context, ()))) if context is not None else ()
 
 
 def note_drawn(groups: Sequence[str]) -> None:
@@ -240,6 +248,7 @@ __all__ = [
     "Given",
     "Look",
     "compare",
+    "drawn",
     "is_due",
     "note_drawn",
     "note_taken",

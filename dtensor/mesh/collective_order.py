@@ -1,8 +1,8 @@
 """The sequence of collectives on a process group, of a graph and of eager code, and how ranks compare theirs.
 
 Every rank of a group begins the same eager collectives in the same order. The program only counts them and notes their
-arguments (`Order.begin`, below a microsecond); the thread of the job (`dtensor.mesh.job`) turns the notes into text and
-checksums and compares them with those of other ranks.
+arguments (`Order.begin`, one to two microseconds); the thread of the job (`dtensor.mesh.job`) turns the notes into text
+and checksums and compares them with those of other ranks.
 """
 
 import re

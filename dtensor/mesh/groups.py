@@ -21,7 +21,7 @@ class Calls:
     Attributes:
         name: Name of the group, the same on all its ranks. (Ranks do not identify it: other groups can have the same.)
         ranks: Global ranks of the group.
-        over_gloo: Whether the group sends CPU tensors over gloo.
+        over_gloo: Whether the group sends CPU tensors over gloo. A fake group that plays gloo sends nothing.
         count: Number of graphs run.
         last: The collectives of the last graph on the group.
         mark: Checksum that distinguishes the last graph from others; part of the tags of its messages
@@ -54,7 +54,9 @@ def calls_on(group: torch.distributed.ProcessGroup) -> Calls:
     found = _calls.get(group)
     if found is None:
         ranks = tuple(torch.distributed.get_process_group_ranks(group))
-        found = _calls[group] = Calls(group.group_name, ranks, is_gloo(group, "cpu"))
+        found = _calls[group] = Calls(
+            group.group_name, ranks, is_gloo(group, "cpu") and torch.distributed.get_backend(group) != "fake"
+        )
     return found
 
 

@@ -10,7 +10,7 @@ look, because it waits in a collective for a rank that will not come, the thread
 process groups, which ends the wait with an error, and logs the reason. It does so, too, if one of the next ranks is
 dead, and if ranks wait for each other in vain, in graphs or in eager collectives that not all of them run (`waits`).
 A second thread does it if the store is gone or does not answer. All of it costs the program no more than a few
-comparisons per call of a compiled graph, and less than a microsecond per eager collective.
+comparisons per call of a compiled graph, and one to two microseconds per eager collective.
 
 A slow rank is not a dead one. A rank on the same host is dead if its process has ended or is stopped. One on another
 host is if it has given no sign of life for `SILENCE` of this rank's own beats: on a loaded machine these are late, too.

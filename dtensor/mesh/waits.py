@@ -176,7 +176,7 @@ def mixed_up(rank: int, mine: State, other: int, there: State) -> str:
 
 ADVICE = (
     "a collective has to be run by all ranks of its group, in the same order: `v = x.item()` on all ranks, and then "
-    "`if rank == 0: print(v)`; the same for print(x), full_tensor, redistribute, clip_grad_norm_ and modules of "
+    "`if rank == 0: print(v)`; the same for full_tensor, redistribute, clip_grad_norm_ and modules of "
     "fully_shard"
 )
 

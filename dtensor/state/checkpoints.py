@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from ..errors import CheckpointError
 from ..mesh.job import all_here
 from ..torch_private.core import default_group_timeout
-from .files import Reader, attempted, gathered, line, of_ranks, read_into, said, save_from, tried, without_objects
+from .files import Reader, attempted, gathered, line, of_ranks, read_into, said, save_from, tried
 from .index import read_index
+from .optimizers import to_save
 from .verify import verify
 
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
@@ -75,13 +76,15 @@ class Checkpoints:
         """Writes `state` as the checkpoint of `step`. The checkpoint is complete when this returns.
 
         Args:
-            state: a state dict, which may be nested, of tensors, numbers, strings and containers of these. At its top
-                level it may also have objects with `state_dict` and `load_state_dict`.
+            state: a state dict, which may be nested, of tensors, numbers, strings and containers of these, and of
+                modules, optimizers and other objects with `state_dict` and `load_state_dict`. An optimizer is written
+                by the names that its parameters have in the modules of `state`.
             step: the number of the checkpoint, at least 0. An existing checkpoint of this step is replaced.
 
         Raises:
             CheckpointError: a rank could not write, or a previous save in the background failed and `result()` was not
-                called on it; raised on all ranks. Earlier checkpoints are intact.
+                called on it; raised on all ranks. Earlier checkpoints are intact. Before anything is written:
+                an optimizer is given without the module that has its parameters, or as `optimizer.state_dict()`.
         """
         given = self._asked(f"save(step={step!r})", lambda: _state_of(state, step))
         self._write(given, self._begin(step), step)
@@ -154,7 +157,9 @@ class Checkpoints:
 
         Args:
             state: a state dict like the one that was saved. Its tensors are overwritten, whatever their mesh and
-                placements; other values are replaced in the dict.
+                placements; other values are replaced in the dict. Modules and optimizers are given the state that
+                they had. An optimizer then has state for those parameters for which it was saved, placed like them,
+                and the settings of its groups, except foreach, fused, capturable and differentiable, which it keeps.
             step: the checkpoint to read; None reads the newest intact one and skips damaged ones with a warning.
 
         Returns:
@@ -336,7 +341,7 @@ def _check(state: Any, step: Any) -> None:
 def _state_of(state: Any, step: Any) -> dict[str, Any]:
     """The state dict to save: `state`, with objects replaced by their state dicts."""
     _check(state, step)
-    return without_objects(state)
+    return to_save(state)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..errors import CheckpointError
 from .index import DamagedError, Index, Part, read_index, write_index
+from .optimizers import give_back, to_load
 from .safetensors import raw_bytes
 
 
@@ -203,31 +203,19 @@ def save_from(state: dict[str, Any], folder: Path, group: Any) -> None:
 
 
 def read_into(state: dict[str, Any], reader: Any, group: Any) -> tuple[str, bool]:
-    """Read a checkpoint into `state`, including objects in it that have a `state_dict`.
+    """Read a checkpoint into `state`, including modules, optimizers and objects in it that have a `state_dict`.
 
     Returns:
         A description of what went wrong ("" for nothing) and whether it is damage. The same on all ranks.
     """
-    given, wrong = tried(lambda: without_objects(state), group)
+    given, wrong = tried(lambda: to_load(state, reader.read_metadata()), group)
     if wrong:
         return wrong, False
     try:
         dcp.load(given, storage_reader=reader, planner=SafeLoadPlanner(), process_group=group)
     except CheckpointException as error:
         return said(error), any(isinstance(found, DamagedError) for found, _ in error.failures.values())
-
-    def give_back() -> None:
-        for key, x in state.items():
-            if isinstance(x, Stateful):
-                x.load_state_dict(given[key])
-        state.update({key: x for key, x in given.items() if not isinstance(state[key], Stateful)})
-
-    return tried(give_back, group)[1], False
-
-
-def without_objects(state: dict[str, Any]) -> dict[str, Any]:
-    """A state dict in which objects with a `state_dict` are replaced by it."""
-    return {key: x.state_dict() if isinstance(x, Stateful) else x for key, x in state.items()}
+    return tried(lambda: give_back(state, given), group)[1], False
 
 
 def gathered(mine: Any, group: Any) -> list[Any]:
@@ -286,5 +274,4 @@ __all__ = [
     "said",
     "save_from",
     "tried",
-    "without_objects",
 ]

@@ -90,7 +90,7 @@ def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str])
 
     Args:
         state: a state dict like the one that was saved. Its tensors are overwritten, whatever their mesh and
-            placements; other values are replaced in the dict.
+            placements; other values are replaced in the dict. Modules and optimizers are as in `Checkpoints.load`.
         folder: the folder of the checkpoint.
 
     Raises:

@@ -46,7 +46,7 @@ def following(module: nn.Module, *others: nn.Module) -> Iterator[None]:
         _changes.count += 1
         if not _hooked:
             _hooked.append(register_optimizer_step_pre_hook(_before_step))
-            before_optimizers_are_traced(_check)
+            before_optimizers_are_traced(follow)
 
 
 def _parameters(*modules: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
@@ -68,11 +68,16 @@ _checked: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():  # there Dynamo has checked it
-        _check(optimizer)
+        follow(optimizer)
 
 
 @never_traced
-def _check(optimizer: Optimizer) -> None:
+def follow(optimizer: Optimizer) -> None:
+    """Put the parameters that replaced those of `optimizer` into its groups, as its next step does.
+
+    Raises:
+        ShardingError: the optimizer has state or a gradient for a replaced parameter, or also holds the new one.
+    """
     now = _changes.count, len(optimizer.param_groups)
     if _checked.get(optimizer) != now:
         _follow(optimizer)
@@ -80,11 +85,6 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _follow(optimizer: Optimizer) -> None:
-    """Put the parameters that replaced those of `optimizer` into its groups.
-
-    Raises:
-        ShardingError: the optimizer has state or a gradient for a replaced parameter, or also holds the new one.
-    """
     groups = [group["params"] for group in optimizer.param_groups]
     held = {id(p) for group in groups for p in group}
     swaps = [(group, i, p, _newest(p)) for group in groups for i, p in enumerate(group) if REPLACED_BY in vars(p)]
@@ -114,4 +114,4 @@ def _newest(parameter: Any) -> Any:
     return parameter
 
 
-__all__ = ["following"]
+__all__ = ["follow", "following"]

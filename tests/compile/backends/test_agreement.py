@@ -48,7 +48,7 @@ def test_different_reductions(rank, inner):
     text = refused(compiled(lambda x: whole(x) + 1, inner), x)
     assert text.startswith("ranks 0 and 1 run compiled graphs that communicate differently")
     assert "rank 0, collective 0 of 1: all_reduce sum of float32[4], from " in text
-    assert "rank 1, collective 0 of 1: all_reduce max of float32[4], from " in text
+    assert "rank 1, collective 0 of 1: all_reduce max of int32[4], from " in text
     assert "test_agreement.py:" in text
 
 
@@ -188,7 +188,7 @@ def test_graphs_from_the_cache_are_compared(tmp_path):
         assert sorted([one[1], other[1]]) == [0, 1]  # one rank compiles for both
     for text, hits in run_ranks(reduced_by, 2, str(tmp_path), ["sum", "max"], fresh=True):
         assert hits == 1
-        assert "rank 1, collective 0 of 1: all_reduce max of float32[6]" in text
+        assert "rank 1, collective 0 of 1: all_reduce max of int32[6]" in text
 
 
 def test_nothing_is_sent_before_the_agreement():

@@ -77,7 +77,7 @@ def test_exchanges(bench):
 
     def f(x, y, z):
         scattered = [ops.reduce_scatter(a.exp(), "avg", 0, bench.tp) for a in (x, y)]
-        return scattered, [ops.reduce_scatter(a.exp(), "max", 0, bench.tp) for a in (y, z)]
+        return scattered, [ops.reduce_scatter(a.exp(), "product", 0, bench.tp) for a in (y, z)]
 
     with bench.exchanging():
         gm = lowered(bench, f, (4, 2), (2,), (6, 3))

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtensor
 from dtensor import AgreementError, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor.mesh.job import job
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.testing import Transformer, with_ranks
 from dtensor.testing.models import ModelArgs
@@ -162,6 +163,13 @@ def test_close_removes_hooks_and_the_mode():
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def hear_of_it():
+    """Do nothing until the failure of another rank is known here, which then raises it, as it would communicating."""
+    while True:
+        job().check()
+        time.sleep(0.05)
+
+
 @with_ranks(2)
 def test_operators_on_dtensors_are_named_by_their_global_shapes(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -173,6 +181,8 @@ def test_operators_on_dtensors_are_named_by_their_global_shapes(rank):
             assert "aten.sqrt.default of (float32 [4] S(0)) made a NaN on rank 0, in test_" in raised(x.sqrt)
         else:
             x.sqrt()
+            with pytest.raises(AgreementError, match="made a NaN on rank 0"):
+                hear_of_it()
     with dtensor.watch(model, nan=True):
         loss = model(distribute_tensor(torch.ones(2, 8), mesh, [Replicate()])).sum()
         text = raised(loss.backward)
