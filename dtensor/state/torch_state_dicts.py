@@ -1,4 +1,4 @@
-"""DTensors in `torch.distributed.checkpoint.state_dict`: whole and sharded state dicts, as torch makes them of its own."""
+"""DTensors in `torch.distributed.checkpoint.state_dict`: whole and sharded state dicts, as torch makes of its own."""
 
 from ..mesh.tensor_spec import chunk
 from ..tensor.factories import distribute_tensor

@@ -458,8 +458,8 @@ def _rebuild(
     if own is not None and own != part:
         raise ShardingError(
             f"this file or message holds the part of a DTensor of shape {list(shape)} in layout {text} that belongs to "
-            f"{_whose(part)}; this rank is {_whose(own)}. Pickle whole tensors, x.full_tensor() or get_model_state_dict("
-            "model, options=StateDictOptions(full_state_dict=True)); or let every rank write and read a file of its "
+            f"{_whose(part)}; this rank is {_whose(own)}. Pickle whole tensors, x.full_tensor() or get_model_state_dict"
+            "(model, options=StateDictOptions(full_state_dict=True)); or let every rank write and read a file of its "
             "own; or use dtensor.Checkpoints, which reads on any mesh"
         )
     made = DTensor(local, mesh, layout, shape, stride, requires_grad)

@@ -1,8 +1,8 @@
 """Private names by which torch.distributed.checkpoint.state_dict recognises tensors that are distributed.
 
-Its functions (`get_state_dict`, `set_model_state_dict`, ...) gather, spread and copy what is an instance of torch's DTensor,
-and take every other tensor for a whole one. They look that class up among the globals of one module when they run, so it
-does not matter whether a program imported them before.
+Its functions (`get_state_dict`, `set_model_state_dict`, ...) gather, spread and copy what is an instance of torch's
+DTensor, and take every other tensor for a whole one. They look that class up among the globals of one module when they
+run, so it does not matter whether a program imported them before.
 """
 
 from collections.abc import Callable
