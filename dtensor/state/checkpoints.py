@@ -348,7 +348,7 @@ def _state_of(state: Any, step: Any) -> dict[str, Any]:
 
 
 class _Stager(StateDictStager):
-    """Torch's stager, which copies the bytes of storages. So views that read theirs with other signs are resolved first."""
+    """Torch's stager copies the bytes of storages. So views that read theirs with other signs are resolved first."""
 
     def deepcopy_with_tensor_offload(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """As torch's, which calls this for everything in a state dict, including the local tensor of a DTensor."""
