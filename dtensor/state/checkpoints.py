@@ -18,13 +18,16 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from ..dispatch.view_copies import fresh
 from ..errors import CheckpointError
 from ..mesh.job import all_here
-from ..torch_private.core import default_group_timeout
+from ..tensor.tensor import DTensor
+from ..torch_private.core import default_group_timeout, functional_collectives
+from ..torch_private.staging import StateDictStager
 from .files import Reader, attempted, gathered, line, of_ranks, read_into, said, save_from, tried
 from .index import read_index
 from .optimizers import to_save
@@ -344,9 +347,22 @@ def _state_of(state: Any, step: Any) -> dict[str, Any]:
     return to_save(state)
 
 
+class _Stager(StateDictStager):
+    """Torch's stager copies the bytes of storages. So views that read theirs with other signs are resolved first."""
+
+    def deepcopy_with_tensor_offload(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """As torch's, which calls this for everything in a state dict, including the local tensor of a DTensor."""
+        if isinstance(x, DTensor):
+            x = fresh(x)
+        elif isinstance(x, torch.Tensor):
+            x = x.wait() if isinstance(x, functional_collectives.AsyncCollectiveTensor) else x
+            x = x.resolve_conj().resolve_neg()
+        return super().deepcopy_with_tensor_offload(x, *args, **kwargs)
+
+
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """A copy of a state dict in host memory."""
-    stager = DefaultStager(StagingOptions(False, False, False, False))
+    stager = _Stager()
     try:
         copied: Any = stager.stage(state)
         return copied

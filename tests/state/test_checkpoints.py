@@ -14,7 +14,16 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor as theirs
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from dtensor import CheckpointError, Checkpoints, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
+from dtensor import (
+    CheckpointError,
+    Checkpoints,
+    DTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    zeros,
+)
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from dtensor.state.files import Writer
 from dtensor.testing import MLPModule, RankError, run_ranks, with_ranks
@@ -344,3 +353,47 @@ def test_one_process_without_groups(tmp_path):
     state = {k: torch.zeros_like(v) for k, v in FULL.items()}
     assert checkpoints.load(state) == 4
     assert all(torch.equal(state[k], FULL[k]) for k in FULL)
+
+
+@with_ranks(2)
+def test_a_save_in_the_background_holds_the_values_of_views(rank, tmp_path):
+    """Bits that are yet to be applied, strides, collectives under way and copies that follow a base."""
+    mesh = init_device_mesh("cpu", (2,))
+    z = torch.arange(12.0).view(4, 3) + torch.arange(12.0, 24.0).view(4, 3) * 1j
+    views = {
+        "conj": lambda z: z.conj(),
+        "neg": lambda z: z.conj().imag,
+        "both": lambda z: z.conj().imag.t()[1:],
+        "transposed": lambda z: z.t(),
+        "expanded": lambda z: z.conj()[:1].expand(4, 3),
+    }
+    state, wanted = {"plain": {}, "dtensor": {}, "local": {}, "in lists": []}, {}
+    for name, view in views.items():
+        wanted[name] = view(z).clone().resolve_conj().resolve_neg()
+        state["plain"][name] = view(z)
+        state["dtensor"][name] = view(distribute_tensor(z, mesh, [Shard(0)]))
+        state["local"][name] = DTensor.from_local(view(z), mesh, [Replicate()])
+        state["in lists"].append([view(z)])
+    sharded = distribute_tensor(z, mesh, [Shard(0)])
+    state["pending"] = sharded.redistribute(placements=[Replicate()], async_op=True)
+    base = distribute_tensor(z.clone(), mesh, [Shard(0)])
+    state["stale"] = base.view(-1)  # twelve elements of rows that are sharded: shares memory or follows its base
+    state["follows"] = base[1:3]
+    base.mul_(2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save_async(state, 2).result(60)
+    checkpoints.save(state, 1)
+    for step in (1, 2):
+        found = {
+            kind: {name: torch.zeros_like(x) for name, x in wanted.items()} for kind in ("plain", "dtensor", "local")
+        }
+        found["in lists"] = [[torch.zeros_like(x)] for x in wanted.values()]
+        found |= {"pending": torch.zeros_like(z), "stale": torch.zeros_like(z.view(-1))}
+        found["follows"] = torch.zeros_like(z[1:3])
+        checkpoints.load(found, step)
+        for (name, x), (listed,) in zip(wanted.items(), found["in lists"]):
+            for got in (*(found[kind][name] for kind in ("plain", "dtensor", "local")), listed):
+                assert torch.equal(got, x), (step, name)
+        assert torch.equal(found["pending"], z)
+        assert torch.equal(found["stale"], 2 * z.view(-1))
+        assert torch.equal(found["follows"], 2 * z[1:3])
