@@ -89,10 +89,6 @@ aten.add_.Tensor [rule: runs on local tensors by its rule]
       31.01 us  S(1), S(1) -> S(1)
   *   11.00 us  P, P -> P
       43.02 us  P(avg), P(avg) -> P(avg)
-      42.02 us  P(max), R -> P(max)
-      42.02 us  P(min), R -> P(min)
-             -  R, P(max) -> P(max)  (in place: the result would have another layout than the operand)
-             -  R, P(min) -> P(min)  (in place: the result would have another layout than the operand)
   other is redistributed, 32 bytes, 11.00 us:
       S(0) -> R: all_gather over axis 0, 32 B
       R -> P: partial over axis 0, local
