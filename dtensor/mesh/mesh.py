@@ -444,7 +444,7 @@ def mesh_of_kind(kind: MeshKind) -> Any:
         MeshError: There is none.
     """
     for known in known_meshes():
-        if mesh_kind(known.mesh) == kind and _is_own(known.mesh):
+        if mesh_kind(known.mesh) == kind:
             return known.mesh
     raise MeshError(f"there is no mesh {kind[3] or kind[4]} of {kind[0]} ranks {kind[1]} here")
 
@@ -486,12 +486,16 @@ def unpickled(mesh: Any, rank: int) -> Any:
     """
     if not dist.is_initialized():
         return mesh
-    try:
-        return mesh_of_kind(mesh_kind(mesh))
-    except MeshError as error:
-        if dist.get_rank() == rank:
-            return mesh
-        raise MeshError(f"{error}; make it, and the model on it, before loading, or save x.full_tensor()") from error
+    kind = mesh_kind(mesh)
+    for known in known_meshes():
+        if mesh_kind(known.mesh) == kind and _is_own(known.mesh):
+            return known.mesh
+    if dist.get_rank() == rank:
+        return mesh
+    raise MeshError(
+        f"there is no mesh {kind[3] or kind[4]} of {kind[0]} ranks {kind[1]} here; make it, and the model on it, before "
+        "loading, or save x.full_tensor()"
+    )
 
 
 def world_of(mesh: Any) -> str:
