@@ -493,8 +493,8 @@ def unpickled(mesh: Any, rank: int) -> Any:
     if dist.get_rank() == rank:
         return mesh
     raise MeshError(
-        f"there is no mesh {kind[3] or kind[4]} of {kind[0]} ranks {kind[1]} here; make it, and the model on it, before "
-        "loading, or save x.full_tensor()"
+        f"there is no mesh {kind[3] or kind[4]} of {kind[0]} ranks {kind[1]} here; make it, and the model on it, "
+        "before loading, or save x.full_tensor()"
     )
 
 
