@@ -12,7 +12,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -172,11 +172,29 @@ def _parsed(text: str) -> Index:
         parts = {torch.Size(map(_natural, e["offsets"])): _part(e, files) for e in entry["parts"]}
         for part in parts.values():
             _checked(part, part.length == torch.Size(part.sizes).numel() * dtype.itemsize)
-        _checked(parts, sum(torch.Size(p.sizes).numel() for p in parts.values()) == shape.numel())
+        chunks = [(at, p.sizes) for at, p in parts.items()]
+        _checked(
+            parts, sum(torch.Size(sizes).numel() for _, sizes in chunks) == shape.numel() and covers(shape, chunks)
+        )
         tensors[name] = dtype, shape, parts
     values = {name: _part(entry, files) for name, entry in content["values"].items()}
     paths = {name: tuple(_checked(k, isinstance(k, str | int)) for k in p) for name, p in content["paths"].items()}
     return Index(files, paths, tensors, values)
+
+
+def covers(shape: Sequence[int], chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
+    """Whether every element of a tensor of `shape` is in one of `chunks`, (offsets, sizes) each, which may overlap."""
+    boxes = [[(begin, begin + n) for begin, n in zip(offsets, sizes)] for offsets, sizes in chunks]
+    # The edges of all chunks divide the tensor into cells, each of which a chunk holds as a whole or not at all.
+    cell_of = []
+    for dim, length in enumerate(shape):
+        edges = {0, length} | {edge for box in boxes for edge in box[dim] if 0 < edge < length}
+        cell_of.append({edge: i for i, edge in enumerate(sorted(edges))})
+    held = torch.zeros([len(cells) - 1 for cells in cell_of], dtype=torch.bool)
+    for box in boxes:
+        ends = [[cells[min(max(edge, 0), n)] for edge in ends] for ends, cells, n in zip(box, cell_of, shape)]
+        held[tuple(slice(*cells) for cells in ends)] = True
+    return bool(held.all())
 
 
 def _part(entry: Mapping[str, Any], files: Mapping[str, int]) -> Part:
@@ -195,4 +213,4 @@ def _checked(x: Any, fits: bool) -> Any:
     return x
 
 
-__all__ = ["INDEX", "DamagedError", "Index", "Part", "content_of", "read_index", "write_index"]
+__all__ = ["INDEX", "DamagedError", "Index", "Part", "content_of", "covers", "read_index", "write_index"]

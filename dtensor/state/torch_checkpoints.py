@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ..errors import CheckpointError
 from .files import read_into, tried
-from .index import content_of
+from .index import content_of, covers
 
 _OF_METADATA = {
     "torch.distributed.checkpoint.metadata": {
@@ -57,7 +57,8 @@ class TorchReader(FileSystemReader):
     The constructor reads the index.
 
     Raises:
-        CheckpointError: the index is missing or invalid, or names a file that is not in its folder.
+        CheckpointError: the index is missing or invalid, names a file that is not in its folder, or has only some of
+            the elements of a tensor.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -66,6 +67,7 @@ class TorchReader(FileSystemReader):
         try:
             self.metadata: Any = _Unpickler(io.BytesIO(content_of(path))).load()
             files = {info.relative_path for info in self.metadata.storage_data.values()}
+            partial = [name for name, kind in self.metadata.state_dict_metadata.items() if not _is_whole(kind)]
         except CheckpointError:
             raise
         except OSError as error:
@@ -75,11 +77,24 @@ class TorchReader(FileSystemReader):
         for name in files:
             if Path(name).name != name or not (Path(folder) / name).is_file():
                 raise CheckpointError(f"{path} names {name}, which is not a file in its folder")
+        if partial:
+            raise CheckpointError(
+                f"{path} has only a part of {', '.join(map(repr, partial))}: its chunks do not cover its shape, "
+                "so the other elements were never saved; save again from all ranks that hold a part, or read another "
+                "checkpoint"
+            )
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         self.metadata.storage_meta = self.metadata.storage_meta or StorageMeta()
         self.metadata.storage_meta.load_id = self.load_id
         return self.metadata
+
+
+def _is_whole(kind: Any) -> bool:
+    """Whether the chunks of a tensor cover it; true of other values."""
+    if not isinstance(kind, TensorStorageMetadata):
+        return True
+    return covers(kind.size, [(chunk.offsets, chunk.sizes) for chunk in kind.chunks])
 
 
 def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
@@ -94,8 +109,8 @@ def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str])
         folder: the folder of the checkpoint.
 
     Raises:
-        CheckpointError: there is no checkpoint, it does not match `state`, or it has values of other types; raised on
-            all ranks.
+        CheckpointError: there is no checkpoint, it does not match `state`, it has only some of the elements of a tensor
+            (`state` is then as it was), or it has values of other types; raised on all ranks.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     reader, wrong = tried(lambda: TorchReader(folder), group)

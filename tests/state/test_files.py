@@ -28,7 +28,7 @@ from dtensor import (
     init_device_mesh,
     load_torch_checkpoint,
 )
-from dtensor.state.index import INDEX
+from dtensor.state.index import INDEX, covers
 from dtensor.state.verify import verify
 from dtensor.testing import with_ranks
 from dtensor.tools.cli import main
@@ -270,6 +270,41 @@ def test_a_checkpoint_of_torch_is_read(tmp_path):
     assert same(state, {"w": torch.ones(3), "name": "x"})
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: there is no such file"):
         load_torch_checkpoint(state, tmp_path)
+
+
+def test_a_checkpoint_of_torch_that_holds_half_of_a_tensor_is_not_read(tmp_path):
+    """Nor is anything else in it: the state stays as it was."""
+    folder = theirs(tmp_path / "c")
+
+    def halve(found):
+        kind = found.state_dict_metadata["w"]
+        kind.size = torch.Size([6])
+
+    changed_metadata(folder, halve)
+    state = {"w": torch.full((6,), 9.0), "name": "before"}
+    with pytest.raises(CheckpointError, match=r"has only a part of 'w': .* save again from all ranks"):
+        load_torch_checkpoint(state, folder)
+    assert same(state, {"w": torch.full((6,), 9.0), "name": "before"})
+
+
+def test_chunks_cover_a_tensor_if_each_element_is_in_one():
+    """Compared with marking the elements one by one."""
+    draw, seen = random.Random(0), set()
+    for _ in range(500):
+        shape = [draw.randrange(4) for _ in range(draw.randrange(4))]
+        chunks = []
+        for _ in range(draw.randrange(5)):
+            offsets = [draw.randrange(n + 1) for n in shape]
+            chunks.append((offsets, [draw.randrange(n - at + 1) for n, at in zip(shape, offsets)]))
+        if draw.random() < 0.3:
+            chunks += [([0] * len(shape), shape)]
+        held = torch.zeros(shape, dtype=torch.bool)
+        for offsets, sizes in chunks:
+            held[tuple(slice(at, at + n) for at, n in zip(offsets, sizes))] = True
+        wanted = bool(held.all())
+        assert covers(shape, chunks) is wanted, (shape, chunks)
+        seen.add((wanted, len(shape)))
+    assert {(whole, dims) for whole in (True, False) for dims in (0, 1, 2, 3)} <= seen
 
 
 def a_text(text):
