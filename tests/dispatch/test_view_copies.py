@@ -292,7 +292,9 @@ def test_a_view_that_repeats_elements_is_not_written_to(rank):
 def test_what_has_no_one_memory_is_refused(rank):
     x = distribute_tensor(torch.arange(24.0).view(4, 6), init_device_mesh("cpu", (2,)), [Shard(0)])
     with pytest.raises(OperatorError, match=r"write x\.contiguous"):
-        x.t().as_strided((3, 2), (1, 6))
+        x[:, ::2].as_strided((3, 2), (1, 6))
+    dense = torch.arange(24.0).view(4, 6).t().as_strided((3, 2), (1, 6))
+    assert torch.equal(x.t().as_strided((3, 2), (1, 6)).full_tensor(), dense)
     with pytest.raises(OperatorError, match="is a view of shape"):
         torch.add(x, 1, out=x.view(-1)[:0])
 
