@@ -62,9 +62,9 @@ def cases(number):
 
 def check(mesh, x, names, use, wanted, run):
     given = [INDICES[name] for name in names]
-    index = tuple([distribute_tensor(i, mesh, None) if isinstance(i, torch.Tensor) else i for i in given])
+    index = [distribute_tensor(i, mesh, None) if isinstance(i, torch.Tensor) else i for i in given]
     for p in (Replicate(), *[Shard(d) for d in range(x.dim())]):
-        found = run(distribute_tensor(x, mesh, [p]), index if len(index) > 1 else index[0])
+        found = run(distribute_tensor(x, mesh, [p]), tuple(index) if len(index) > 1 else index[0])
         assert torch.equal(found.full_tensor(), wanted), f"{use} by {names} on {list(x.shape)}, {p}"
 
 
