@@ -68,6 +68,12 @@ def test_flex_attention(rank):
     check_flex(mesh, ["a score_mod that captures"], [Shard(1)], [compiled])
     with implicit_replication():
         check_flex(mesh, ["a block mask"], [Shard(1)], [None])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@with_ranks(2, fresh=True)
+def test_what_a_score_mod_captures_is_compared(rank):
+    mesh = init_device_mesh("cpu", (2,))
     other = TABLE + rank
     q, k, v = [distribute_tensor(x, mesh, [Shard(1)]) for x in queries(4, 4)]
     said = ""
@@ -78,7 +84,7 @@ def test_flex_attention(rank):
     # Nobody waits to compare: whoever comes second raises, and the other one when it next communicates.
     everyone = [None, None]
     dist.all_gather_object(everyone, said)
-    assert "block_mask, score_mod or what they capture, tensor 4" in "".join(everyone)
+    assert "block_mask, score_mod or what they capture, tensor 4" in "".join(everyone), everyone
 
 
 @pytest.mark.nightly
