@@ -154,9 +154,9 @@ def _reduce_scatter(x: torch.Tensor, reduce_op: str, dim: int, group: str) -> Ke
 
 
 SMALL = 4096
-"""Bytes up to which ranks gather a tensor that they reduce eagerly over gloo, and each reduces it: in one step, with
-messages that have tags. A rank that reduces a loss alone then waits. Gloo would add up what others reduce next, or end
-the process if that is longer."""
+"""Bytes that a rank sends at most where ranks gather a tensor that they reduce eagerly over gloo, and each reduces it:
+in one step, with messages that have tags. A rank that reduces a loss alone then waits. Gloo would add up what others
+reduce next, or end the process if that is longer."""
 
 
 # "avg" is computed as a sum and a division: gloo has no average, and this way results are the same on all backends.
@@ -165,8 +165,8 @@ def _all_reduce(x: torch.Tensor, reduce_op: str, group: str) -> Kernel:
     x = x.contiguous()
     if (
         not isinstance(x, FakeTensor)
-        and x.nbytes <= SMALL
         and x.is_cpu
+        and x.nbytes * (group_size(group) - 1) <= SMALL
         and calls_on(resolve_process_group(group)).over_gloo
     ):
         y = yield OVER_GLOO.all_gather(x.view(1, -1), group_size(group), group)

@@ -31,6 +31,7 @@ from ..torch_private.staging import StateDictStager
 from .files import Reader, attempted, gathered, line, of_ranks, read_into, said, save_from, tried
 from .index import read_index
 from .optimizers import to_save
+from .plain_values import check_values
 from .verify import verify
 
 _NAME = re.compile(r"step-(\d+)|\.step-(\d+)\.replaced")
@@ -87,9 +88,11 @@ class Checkpoints:
         Raises:
             CheckpointError: a rank could not write, or a previous save in the background failed and `result()` was not
                 called on it; raised on all ranks. Earlier checkpoints are intact. Before anything is written:
-                an optimizer is given without the module that has its parameters, or as `optimizer.state_dict()`.
+                an optimizer is given without the module that has its parameters, or as `optimizer.state_dict()`; two
+                keys of a dict are the same as text (1 and "1"); or ranks have different numbers or strings for one key.
         """
         given = self._asked(f"save(step={step!r})", lambda: _state_of(state, step))
+        check_values(given, self._group)
         self._write(given, self._begin(step), step)
 
     def save_async(self, state: dict[str, Any], step: int) -> Saving:
@@ -107,6 +110,7 @@ class Checkpoints:
             CheckpointError: as in `save`, for errors before the save starts.
         """
         copied = self._asked(f"save_async(step={step!r})", lambda: _copied(_state_of(state, step)))
+        check_values(copied, self._group)
         partial, saving = self._begin(step), Saving()
 
         def write() -> None:

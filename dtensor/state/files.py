@@ -189,8 +189,13 @@ class SafeLoadPlanner(DefaultLoadPlanner):
         owner: Any = self.original_state_dict
         *path, last = self.mappings[name] if self.flatten_state_dict else (name,)
         for key in path:
-            owner = owner[key]
-        owner[last] = found
+            owner = owner[_key(owner, key)]
+        owner[_key(owner, last)] = found
+
+
+def _key(owner: Any, name: Any) -> Any:
+    """The key of a container that a checkpoint has by `name`: torch makes text of the keys of a dict."""
+    return next((key for key in owner if str(key) == name), name) if isinstance(owner, dict) else name
 
 
 def save_from(state: dict[str, Any], folder: Path, group: Any) -> None:

@@ -61,7 +61,7 @@ def give_back(state: dict[str, Any], found: dict[str, Any]) -> None:
 
     def give(container: Any, found: Any) -> None:
         for key, x in _items(container):
-            value = found[str(key)] if isinstance(container, list) else found[key]
+            value = found[str(key)] if isinstance(container, list) or container is state else found[key]
             if isinstance(x, Optimizer):
                 _set(x, names, value)
             elif isinstance(x, nn.Module):
@@ -80,12 +80,14 @@ def _replaced(state: Any, replace: Callable[[Any, Path], Any], at: Path = ()) ->
     if isinstance(state, Stateful):
         return replace(state, at)
     if isinstance(state, Mapping):
+        _check_keys(state, at)
         _check_numbers(state, at)
     if not _has_objects(state) and at:
         for key, x in _items(state):  # for what is not ours to replace, but would be lost
             _replaced(x, replace, (*at, str(key)))
         return state
-    as_key = str if isinstance(state, list) else lambda key: key  # the names in a checkpoint are the same
+    # The names in a checkpoint are the same; torch sorts the outermost keys.
+    as_key = str if isinstance(state, list) or not at else lambda key: key
     return {as_key(key): _replaced(x, replace, (*at, str(key))) for key, x in _items(state)}
 
 
@@ -95,6 +97,18 @@ def _items(x: Any) -> list[tuple[Any, Any]]:
 
 def _has_objects(x: Any) -> bool:
     return any(isinstance(inner, Stateful) or _has_objects(inner) for _, inner in _items(x))
+
+
+def _check_keys(state: Any, at: Path) -> None:
+    """Raise if two keys have one name in a checkpoint, which names values by text."""
+    names = dict[str, Any]()
+    for key in state:
+        if str(key) in names:
+            where = f" of {'.'.join(at)!r}" if at else ""
+            raise CheckpointError(
+                f"the keys {names[str(key)]!r} and {key!r}{where} have one name in a checkpoint; rename one of them"
+            )
+        names[str(key)] = key
 
 
 def _check_numbers(state: Any, at: Path) -> None:

@@ -397,3 +397,31 @@ def test_a_save_in_the_background_holds_the_values_of_views(rank, tmp_path):
         assert torch.equal(found["pending"], z)
         assert torch.equal(found["stale"], 2 * z.view(-1))
         assert torch.equal(found["follows"], 2 * z[1:3])
+
+
+@with_ranks(2)
+def test_values_that_ranks_do_not_share(rank, tmp_path):
+    """Told on all ranks before anything is written; what each rank has under a key of its own is saved."""
+    checkpoints = Checkpoints(tmp_path)
+    for save in (checkpoints.save, checkpoints.save_async):
+        with pytest.raises(CheckpointError, match=r"'at.k' is 0 on rank 0 and 1 on rank 1.*f'at.k/\{rank\}'"):
+            save({"same": 1, "at": {"k": rank}}, 1)
+        assert checkpoints.newest() is None
+    checkpoints.save({"same": 1, f"own{rank}": rank}, 1)
+    found = {"same": 0, f"own{rank}": -1}
+    checkpoints.load(found)
+    assert found == {"same": 1, f"own{rank}": rank}
+
+
+def test_keys_that_are_numbers(tmp_path):
+    given = {"steps": {1: "one", 2: {3: torch.ones(2), 4: 5}}, 7: [1, {8: "eight"}]}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(given, 1)
+    found = {"steps": {1: "", 2: {3: torch.zeros(2), 4: 0}}, 7: [0, {8: ""}]}
+    checkpoints.load(found)
+    assert found["steps"][1] == "one"
+    assert torch.equal(found["steps"][2][3], torch.ones(2))
+    assert (found["steps"][2][4], found[7]) == (5, given[7])
+    with pytest.raises(CheckpointError, match=r"the keys 1 and '1' of 'steps' have one name"):
+        checkpoints.save({"steps": {1: 1, "1": 2}}, 2)
+    assert checkpoints.newest() == 1
