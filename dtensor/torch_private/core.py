@@ -1,7 +1,8 @@
 """Private torch APIs for tensors, operators, process groups and traces.
 
-The other modules of this folder contain those for symbolic sizes, torch.compile, FSDP, state dicts and more. The rest of
-the library uses no private part of torch, so changes in a new release are found and fixed here. Importing this module checks the torch version and raises `ImportError` outside the supported range.
+The other modules of this folder contain those for symbolic sizes, torch.compile, FSDP, state dicts and more. The rest
+of the library uses no private part of torch, so changes in a new release are found and fixed here. Importing this
+module checks the torch version and raises `ImportError` outside the supported range.
 """
 
 import contextlib
