@@ -372,14 +372,16 @@ class DTensor(torch.Tensor):
 
     def __getitem__(self, index: Any) -> Any:
         """As `torch.Tensor.__getitem__`. What torch makes plain tensors of is taken: lists, and masks without dims."""
-        if _makes_tensors(index):
+        given = index if type(index) is tuple else (index,)
+        if not PLAIN_INDICES.issuperset(map(type, given)) and _makes_tensors(given):
             with region_of_torch():
                 return _getitem(self, index)
         return _getitem(self, index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """As `torch.Tensor.__setitem__`, with the same indices as `__getitem__`."""
-        if _makes_tensors(index):
+        given = index if type(index) is tuple else (index,)
+        if not PLAIN_INDICES.issuperset(map(type, given)) and _makes_tensors(given):
             with region_of_torch():
                 _setitem(self, index, value)
         else:
@@ -483,11 +485,9 @@ def _whose(part: list[list[int]] | None) -> str:
 torch.serialization.add_safe_globals([_rebuild])
 
 
-def _makes_tensors(index: Any) -> bool:
-    """Whether torch makes plain tensors of a part of `index`: of sequences, or of the value of a mask without dims."""
-    given = index if type(index) is tuple else (index,)
-    if PLAIN_INDICES.issuperset(map(type, given)):
-        return False
+def _makes_tensors(given: tuple[Any, ...]) -> bool:
+    """Whether torch makes plain tensors of one of these indices: of sequences, or of the value of a mask without
+    dims."""
     return any(isinstance(i, (*SEQUENCES, bool)) or (isinstance(i, torch.Tensor) and i.dim() == 0) for i in given)
 
 
