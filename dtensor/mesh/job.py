@@ -93,6 +93,9 @@ CROWD = 64
 NEIGHBOURS = 8
 """Number of other ranks whose signs of life a waiting rank looks for."""
 
+CLOSED = ("onnection", "pair closure", "NCCL")
+"""What the errors of backends say when a rank at the other end is gone, whose reason may not be known yet."""
+
 ENDED = "left"
 """The sign of a rank that has ended its program."""
 
@@ -523,12 +526,15 @@ def explain(error: RuntimeError) -> None:
         AgreementError: This rank waited in vain and its connections were broken for that; or another rank's were, and
             with them those to this rank.
     """
-    if _job is None:
+    if _job is None or isinstance(error, AgreementError):
         return
     if _job.broken:
         raise AgreementError(_job.broken) from error
     try:
-        _job.find_out()
+        if any(words in str(error) for words in CLOSED):
+            _job.find_out()
+        else:
+            _job.check()
     except AgreementError as why:
         raise why from error
     except RuntimeError:

@@ -80,6 +80,21 @@ def test_an_error_of_a_collective_is_explained_by_the_failure_behind_it(rank):
         assert raised.value.__cause__ is error
 
 
+@with_ranks(1)
+def test_a_reason_is_looked_for_where_a_connection_was_closed(rank):
+    """Not behind an error of the program, nor behind one that is the reason."""
+    asked = []
+    job().find_out = lambda: asked.append(True)
+    try:
+        for error in (RuntimeError("shapes do not match"), AgreementError("Connection of rank 1")):
+            explain(error)
+        assert asked == []
+        explain(RuntimeError("[pair.cc:553] Connection closed by peer"))
+        assert asked == [True]
+    finally:
+        del job().find_out
+
+
 @with_ranks(2, fresh=True)
 def test_marks_end_with_their_group(rank):
     """Which graph ran last is no matter of groups that are made later, under the same names."""
