@@ -51,6 +51,7 @@ from ..torch_private.core import (
 from ..torch_private.dynamo import attributes_stand_with_their_tensors, inner_sizes_follow
 from . import dcp_protocol
 from .declared_layouts import gradient_placements, wrong_sizes
+from .own_losses import mark, own_loss_axes
 from .raw_memory import BY_ELEMENT, OUTSIDE, READING, on_local_tensors, on_whole_tensors
 
 PLAIN_INDICES = frozenset((int, slice, type(None), type(...)))
@@ -74,7 +75,7 @@ class DTensor(torch.Tensor):
     _local_tensor: torch.Tensor
     _spec: Spec
     device_mesh: Any
-    _averaged: tuple[Layout, tuple[int, ...]] | None = None
+    _own_losses: tuple[Layout, tuple[int, ...]] | None = None
 
     __torch_function__: Any = disabled_torch_function  # pyright: ignore[reportAssignmentType]
     numpy: Any
@@ -121,7 +122,7 @@ class DTensor(torch.Tensor):
             self._local_tensor = self._local_tensor.wait()
         if copies:
             fresh(self)
-        return ("_local_tensor", "device_mesh"), self._averaged or self._spec.layout.context
+        return ("_local_tensor", "device_mesh"), self._own_losses or self._spec.layout.context
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], context: tuple[Any, ...], size: Any, stride: Any) -> "DTensor":
@@ -131,15 +132,8 @@ class DTensor(torch.Tensor):
             define_local_sizes(spec, local)
         made = _wrap(local, spec, local.requires_grad)
         if len(context) == 2:
-            made._averaged = context
+            mark(made, context[1], in_trace=True)
         return made
-
-    def _average_over(self, axes: tuple[int, ...]) -> None:
-        """Average the gradients of plain tensors that this one becomes: over `axes` each rank has a loss of its own.
-
-        This holds for this tensor, a parameter, and for its stand-ins in a trace; not for what is computed from it.
-        """
-        self._averaged = self._spec.layout, axes
 
     def __coerce_tangent_metadata__(self) -> "DTensor":
         """The form in which tangents of this tensor are traced: the same layout, but never partial."""
@@ -156,7 +150,7 @@ class DTensor(torch.Tensor):
         """The key of this tensor in AOTAutograd's cache: everything that the traced graph may depend on."""
         local = self._local_tensor
         known = [
-            *map(str, (self._spec, self._spec.stride, self.requires_grad, self._averaged and self._averaged[1])),
+            *map(str, (self._spec, self._spec.stride, self.requires_grad, self._own_losses and self._own_losses[1])),
             world_of(self.device_mesh),
         ]
         inner = (tuple(local.shape), local.stride(), local.dtype, local.device, local.requires_grad)
@@ -190,8 +184,8 @@ class DTensor(torch.Tensor):
             new._spec,
             new.device_mesh,
         )
-        if self._averaged:
-            self._average_over(self._averaged[1])
+        if self._own_losses:
+            mark(self, self._own_losses[1])
 
     @staticmethod
     def from_local(
@@ -265,14 +259,12 @@ class DTensor(torch.Tensor):
         Args:
             grad_placements: the placements that the local gradients are assumed to have; None uses this tensor's, with
                 Partial replaced by Replicate. Local gradients have the shape of the local tensor, so their dims must be
-                sharded like this tensor's. Over a data axis of a parameter of `fully_shard`, each rank has a loss of
-                its own: None averages the gradients there.
+                sharded like this tensor's. Over the data axes of `fully_shard` each rank has a loss of its own: for its
+                parameters, and what is computed from them, None averages the gradients there.
 
         Raises:
             PlacementError: `grad_placements` cannot be those of a local gradient.
         """
-        if grad_placements is None and self._averaged:
-            grad_placements = _own_gradients(self.placements, self._averaged[1])
         if torch.compiler.is_dynamo_compiling():
             return torch.ops.dtensor.to_local(self, words(grad_placements))
         refuse_tangent(self, "to_local")
@@ -285,6 +277,8 @@ class DTensor(torch.Tensor):
         if not torch.is_grad_enabled() or not self.requires_grad:
             return _alias(self._local_tensor)
         refuse_function_transforms("to_local and full_tensor")
+        if grad_placements is None and (axes := own_loss_axes(self)):
+            grads = _averaged(grads, axes)
         return _ToLocal.apply(self, grads)
 
     def redistribute(
@@ -355,8 +349,6 @@ class DTensor(torch.Tensor):
             grad_placements: as in `to_local`, relative to the replicated tensor.
         """
         replicated = (Replicate(),) * self.device_mesh.ndim
-        if grad_placements is None and self._averaged:
-            grad_placements = _own_gradients(replicated, self._averaged[1])
         whole = self.redistribute(placements=replicated)
         return whole.to_local(grad_placements=grad_placements)
 
@@ -441,9 +433,10 @@ class DTensor(torch.Tensor):
 _DATA: Any = torch.Tensor.data
 
 
-def _own_gradients(placements: Sequence[Placement], axes: tuple[int, ...]) -> list[Placement]:
-    """The placements of a local tensor's gradients where each rank of `axes` has a loss of its own."""
-    return [p if p.is_shard() else Partial("avg") if axis in axes else Replicate() for axis, p in enumerate(placements)]
+def _averaged(layout: Layout, axes: tuple[int, ...]) -> Layout:
+    """The layout of a local tensor's gradients, `layout`, where each rank of `axes` has a loss of its own."""
+    split = {axis for on_dim in layout.dims for axis in on_dim}
+    return Layout.make(layout.mesh_ndim, layout.dims, tuple([(axis, "avg") for axis in axes if axis not in split]))
 
 
 def _rebuild(
@@ -630,6 +623,8 @@ def _to_mesh(x: DTensor, mesh: Any, placements: Sequence[Placement] | None, grad
 
 
 class _ToMesh(torch.autograd.Function):
+    border = True
+
     @staticmethod
     @never_traced
     def forward(ctx: Any, x: Any, mesh: Any, layout: Layout, grad_layout: Layout) -> Any:
@@ -653,6 +648,8 @@ class _ToMesh(torch.autograd.Function):
 
 class FromLocal(torch.autograd.Function):
     """Local tensor to DTensor. The backward returns the local gradient in `grad_layout`, and is differentiable."""
+
+    border = True
 
     @staticmethod
     @never_traced
@@ -684,6 +681,8 @@ class _ToLocal(torch.autograd.Function):
 
     A layout, unlike placements, also holds the order of two axes that shard one dim.
     """
+
+    border = True
 
     @staticmethod
     @never_traced

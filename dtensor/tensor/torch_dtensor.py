@@ -185,6 +185,8 @@ class _FromTorch(torch.autograd.Function):
     """Torch's DTensor to ours, with a gradient that can be differentiated again. The gradient of torch's own `to_local`
     cannot, because it is detached from its graph."""
 
+    border = True
+
     @staticmethod
     def forward(ctx: Any, x: Any, layout: Layout) -> Any:
         ctx.set_materialize_grads(False)

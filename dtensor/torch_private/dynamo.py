@@ -168,15 +168,31 @@ def explain_traced_errors(explain: Callable[[Iterator[Any], str], str | None]) -
 
 
 def _modules_traced(translator: Any) -> Iterator[Any]:
-    from torch._dynamo.variables import LazyVariableTracker, UnspecializedNNModuleVariable
-
     while translator is not None:
         for name in translator.f_code.co_varnames[:1]:
-            found = translator.symbolic_locals.get(name)
-            found = found.unwrap() if isinstance(found, LazyVariableTracker) else found
-            if isinstance(found, UnspecializedNNModuleVariable):
-                yield found.value
+            if (module := _module(translator, name)) is not None:
+                yield module
         translator = translator.parent
+
+
+def traced_modules(function: Any, argument: str) -> Iterator[Any]:
+    """The module that is `argument` of each call of `function` that is being traced, innermost first."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    translator: Any = InstructionTranslator.current_tx().output.current_tx
+    while translator is not None:
+        if translator.f_code is function.__code__ and (module := _module(translator, argument)) is not None:
+            yield module
+        translator = translator.parent
+
+
+def _module(translator: Any, name: str) -> Any:
+    """The module that a local variable of a frame that is being traced holds, or None."""
+    from torch._dynamo.variables import LazyVariableTracker, UnspecializedNNModuleVariable
+
+    variable = translator.symbolic_locals.get(name)
+    variable = variable.unwrap() if isinstance(variable, LazyVariableTracker) else variable
+    return variable.value if isinstance(variable, UnspecializedNNModuleVariable) else None
 
 
 def higher_order_take(cls: type) -> None:

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from ...comm.from_plain import refuse_export, refuse_function_transforms
+from ...tensor.own_losses import mark
 from ...tensor.tensor import DTensor
 from ...torch_private.core import never_traced, traced_with_caller, tree_map
+from ...torch_private.dynamo import traced_modules
 from ..modules.forward_wrapping import made_class, with_own_code, without
 from .accumulation import set_reduced
 from .sharding import SHARDED_AS, sharded_otherwise
@@ -68,7 +70,7 @@ class FullyShardedModule(nn.Module):
         This is for code that uses a parameter beside the forward, such as a loss that multiplies by the weight of a
         head. Each read gathers the parameter, in the dtype of the forward, and gradients are averaged over the data
         axes like those of the forward. `parameters()` and `state_dict()` stay sharded. It applies to the parameters of
-        this module's own unit. Compiled code reads attributes unsharded in any case.
+        this module's own unit, in eager and compiled code.
 
         Args:
             async_op: ignored; present for compatibility with FSDP2.
@@ -130,7 +132,7 @@ def join(module: nn.Module, unit: Unit, how: dict[str, Unshard], given: bool) ->
 def _average(unit: Unit, parameter: Any, how: Unshard) -> None:
     """Have the gradient averaged where a parameter is read outside of a forward, with `full_tensor` or `to_local`."""
     if unit.local and isinstance(parameter, DTensor):
-        parameter._average_over(tuple([axis for axis, _ in how.unreduced.partial]))
+        mark(parameter, tuple([axis for axis, _ in how.unreduced.partial]))
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
@@ -161,8 +163,10 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
     parameter = module._parameters.get(name)
     member: Member = getattr(module, MEMBER)
     unit, how = member.unit, member.how[name]
-    # Traced forwards are not counted, because activation checkpointing allows no change of state.
-    if not isinstance(parameter, DTensor) or not (torch.compiler.is_compiling() or unit.running or unit.unsharded):
+    if not isinstance(parameter, DTensor):
+        return parameter
+    in_forward = torch.compiler.is_dynamo_compiling() and _in_traced_forward()
+    if not (in_forward or unit.running or unit.unsharded):
         return parameter
     dtype = unit.policy.param_dtype if parameter.is_floating_point() else None
     return unsharded(
@@ -174,6 +178,16 @@ def _read(module: nn.Module, name: str) -> torch.Tensor | None:
         keep=unit.keep,
         reduce=unit.reduce,
     )
+
+
+@torch.compiler.assume_constant_result
+def _in_traced_forward() -> bool:
+    """Whether the read that Dynamo is tracing is inside a forward of its unit that is traced with it.
+
+    Such forwards are not counted, because activation checkpointing allows no change of state.
+    """
+    unit = vars(next(traced_modules(_read, "module")))[MEMBER].unit
+    return any(vars(module)[MEMBER].unit is unit for module in traced_modules(_run, "module"))
 
 
 @traced_with_caller

@@ -58,6 +58,8 @@ class Unshard:
 class _Unsharded(torch.autograd.Function):
     """Converts the parameter for the forward. `target` is the layout in which its gradient arrives."""
 
+    border = True
+
     @staticmethod
     @never_traced
     def forward(

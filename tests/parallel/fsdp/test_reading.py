@@ -78,6 +78,11 @@ PLACES: dict[str, Any] = {
     "distilled": distilled,
     "called": called,
     "other module": lambda m, x, y: F.cross_entropy(m.beside(m(x), whole(head(m))), y),
+    "transposed": lambda m, x, y: F.cross_entropy(m(x) @ whole(head(m).t()), y),
+    "computed": lambda m, x, y: m(x).square().mean() + (whole(head(m)[1:3].exp() * 2) * x[0]).sum(),
+    "own penalty": lambda m, x, y: m(x).mean() + x[0, 0] * sum(scalar(p.square().sum()) for p in m.parameters()),
+    "attribute": lambda m, x, y: F.cross_entropy(m(x) @ whole(m.head.weight).t(), y),
+    "attribute transposed": lambda m, x, y: F.cross_entropy(m(x) @ whole(m.head.weight.t()), y),
     "part": lambda m, x, y: m(x).square().mean() + (whole(head(m))[1:3] * x[0]).sum(),
 }
 
