@@ -13,16 +13,23 @@ If an argument is None, its word is skipped. If the tensors do not have the dims
 replicated.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, repeat
 from typing import Any
 
+import torch
+
+from ..layout.placements import REDUCE_OPS
 from ..torch_private.symbolic_sizes import same_size
 from .call import Call, rule_for
 from .local_calls import unless_empty
 from .rule import Dims, Rule
+
+ITEM = re.compile(r"\([A-Za-z]+\)|[A-Za-z_*~]")
+"""An item of a word."""
 
 Item = str | tuple[str, ...]
 Word = tuple[Item, ...]
@@ -41,6 +48,9 @@ class Pattern:
         blocked: factors that may not be sharded, `*` for all leading dims.
         addends, unread: word indices, otherwise as in `Rule`.
         whole, local, shape_arg: as in `Rule`.
+
+    Raises:
+        ValueError: the text cannot be parsed, or factors or indices in the other arguments are not in it.
     """
 
     text: str
@@ -55,29 +65,50 @@ class Pattern:
     local: Callable[[Any], Any] | None = unless_empty
     shape_arg: str | None = None
 
+    def __post_init__(self) -> None:
+        ins, outs = words(self.text)
+        known = _factors(ins) | set(self.sizes)
+        major = {item[0] for word in outs for item in word} - {"_", "~"}  # im2col makes a minor factor of its own
+        for what, factors in (("an output", major), ("reduce", self.reduce), ("blocked", self.blocked)):
+            if unknown := sorted(set(factors) - known):
+                raise ValueError(f"{self.text!r}: {what} names {unknown[0]!r}, which no argument has")
+        for factor, op in self.reduce.items():
+            if op not in REDUCE_OPS:
+                raise ValueError(f"{self.text!r}: {factor!r} reduces by one of {', '.join(REDUCE_OPS)}; got {op!r}")
+            if outs and all(factor in _factors((word,)) for word in outs):
+                raise ValueError(f"{self.text!r}: {factor!r} is in every output, so it is not reduced")
+        for what, indices in (("linear", chain(*self.linear)), ("addends", self.addends), ("unread", self.unread)):
+            if wrong := [i for i in indices if i not in range(len(ins))]:
+                raise ValueError(f"{self.text!r}: {what} has {wrong[0]}; the arguments are 0 to {len(ins) - 1}")
+
 
 @cache
 def words(text: str) -> tuple[tuple[Word, ...], tuple[Word, ...]]:
     """The words of the arguments and of the outputs."""
-    ins, _, outs = text.partition("->")
+    ins, arrow, outs = text.partition("->")
+    if not arrow or "->" in outs:
+        raise ValueError(f"a pattern reads 'arguments -> outputs'; got {text!r}")
     return tuple(_word(w) for w in ins.split(",")), tuple(_word(w) for w in outs.split(",") if outs.strip())
 
 
 def _word(text: str) -> Word:
-    items: list[Item] = []
-    rest = text.strip()
-    while rest:
-        end = rest.index(")") + 1 if rest[0] == "(" else 1
-        items.append(tuple(rest[1 : end - 1]) if end > 1 else rest[0])
-        rest = rest[end:]
-    return tuple(items)
+    found = ITEM.findall(text.strip())
+    if "".join(found) != text.strip():
+        raise ValueError(f"the items of a word are letters, (ab), _, * and ~; got {text.strip()!r}")
+    if sum(item in ("*", "~") for item in found) > 1:
+        raise ValueError(f"a word has one item for any number of dims, * or ~; got {text.strip()!r}")
+    return tuple([tuple(item[1:-1]) if item[0] == "(" else item for item in found])
+
+
+def _factors(some: tuple[Word, ...]) -> set[str]:
+    return {f for word in some for item in word for f in item} - {"_", "~"}
 
 
 def bind(pattern: Pattern, call: Call) -> Rule:
     """Apply `pattern` to `call` and return its rule."""
     ins, outs = words(pattern.text)
     outputs = call.wanted
-    named = [a.name for a in call.func._schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
+    named = _tensor_arguments(call.func._schema)
     present = [i for i, name in enumerate(named) if hasattr(call[name], "layout")]
     if len(present) != len(call.operands) or len(ins) != len(named):
         return whole_rule(call)
@@ -169,13 +200,42 @@ def whole_rule(call: Call) -> Rule:
 
 
 def pattern_rules(table: Mapping[str, Pattern | str]) -> None:
-    """Register a table from operator to pattern; an entry for an overload takes precedence over one without."""
+    """Register a table from operator to pattern; an entry for an overload takes precedence over one without.
+
+    Raises:
+        ValueError: no overload of an operator has as many tensor arguments and outputs as its pattern has words.
+    """
     patterns = {name: Pattern(p) if isinstance(p, str) else p for name, p in table.items()}
+    for name, pattern in patterns.items():
+        _check_words(name, pattern)
 
     @rule_for(*{name.partition(".")[0] for name in patterns})
     def by_pattern(call: Call) -> Rule:
         found = patterns.get(f"{call.name}.{call.func._overloadname}") or patterns.get(call.name)
         return whole_rule(call) if found is None else bind(found, call)
+
+
+def _check_words(name: str, pattern: Pattern) -> None:
+    packet, _, overload = name.partition(".")
+    operator = getattr(torch.ops.aten, packet, None)
+    if operator is None:
+        return  # of another version of torch
+    wanted = tuple(map(len, words(pattern.text)))
+    counts = [_tensors(getattr(operator, o)._schema) for o in ([overload] if overload else operator.overloads())]
+    if not any(ins == wanted[0] and outs >= wanted[1] for ins, outs in counts):
+        raise ValueError(
+            f"{name}: {pattern.text!r} has words for {wanted[0]} tensor arguments and {wanted[1]} outputs; "
+            f"the operator has {' or '.join(f'{ins} and {outs}' for ins, outs in dict.fromkeys(counts))}"
+        )
+
+
+def _tensors(schema: Any) -> tuple[int, int]:
+    """The number of tensor arguments and of outputs."""
+    return len(_tensor_arguments(schema)), len(schema.returns)
+
+
+def _tensor_arguments(schema: Any) -> list[str]:
+    return [a.name for a in schema.arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
 
 
 __all__ = ["Pattern", "bind", "pattern_rules", "whole_rule", "words"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dtensor.rules.pattern import Pattern, bind, words
+from dtensor.rules.pattern import Pattern, bind, pattern_rules, words
 from dtensor.rules.rule import candidates
 from dtensor.testing.rules.candidates import OneAxis, call_and_rule
 from dtensor.testing.rules.candidates import case as c
@@ -64,7 +64,7 @@ def test_arguments_that_are_none_are_passed_over():
     assert rule.addends == {1}
 
 
-@pytest.mark.parametrize("text", ["ab, ab -> ab", "abcd -> ab", "ab -> abc", "a -> ab", "ab -> a", "-> ab"])
+@pytest.mark.parametrize("text", ["ab, ab -> ab", "abcd -> ab", "ab -> ab_", "a_ -> a", "a -> a_", "_ -> __"])
 def test_where_the_words_do_not_fit_everything_is_replicated(text):
     rule = bound(c(aten.relu.default, f(4, 3)), Pattern(text))
     assert (rule.inputs, rule.outputs) == ((((), ()),), (((), ()),))
@@ -100,3 +100,32 @@ def test_outputs_that_a_mask_leaves_out():
     )
     rule = call_and_rule(backward, OneAxis(2))[1]
     assert rule.outputs == (None, (("o",), ("i",), ()), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "properties", "told"),
+    [
+        ("ab", {}, "reads 'arguments -> outputs'"),
+        ("a(b -> a", {}, r"items of a word .* got 'a\(b'"),
+        ("*a~ -> a", {}, "one item for any number of dims"),
+        ("a, b -> c", {}, "an output names 'c', which no argument has"),
+        ("ab, b -> a", {"reduce": {"k": "sum"}}, "reduce names 'k', which no argument has"),
+        ("ab, b -> a", {"reduce": {"b": "mean"}}, "'b' reduces by one of sum, avg, .* got 'mean'"),
+        ("ab, b -> a", {"reduce": {"a": "sum"}}, "'a' is in every output"),
+        ("ab, b -> a", {"blocked": "ac"}, "blocked names 'c'"),
+        ("ab, b -> a", {"linear": ({0}, {2})}, "linear has 2; the arguments are 0 to 1"),
+        ("ab, b -> a", {"unread": (-1,)}, "unread has -1"),
+    ],
+)
+def test_typos_are_errors(text, properties, told):
+    with pytest.raises(ValueError, match=told):
+        Pattern(text, **properties)
+
+
+def test_a_pattern_has_a_word_for_each_tensor():
+    with pytest.raises(
+        ValueError, match="mm: 'ab -> a' has words for 1 tensor arguments and 1 outputs; the operator has 2 and 1"
+    ):
+        pattern_rules({"mm": "ab -> a"})
+    with pytest.raises(ValueError, match=r"mm.out: .* the operator has 3 and 1"):
+        pattern_rules({"mm.out": "ab, bc -> ac"})
