@@ -95,7 +95,7 @@ def _said(node: fx.Node) -> str:
 
 
 def _is_tagged(node: fx.Node) -> bool:
-    """Whether, over gloo, a collective consists of messages of `dtensor.comm.starts`, whose tags distinguish graphs."""
+    """Whether, over gloo, a collective consists of messages of `dtensor.comm.start_collectives`, whose tags distinguish graphs."""
     target: Any = node.target
     return target.namespace == "dtensor" and target is not torch.ops.dtensor.all_reduce.default
 

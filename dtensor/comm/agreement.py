@@ -13,7 +13,7 @@ list that it never had itself. Neither can go on, and both raise, and so does ev
 not come is waited for as long as a collective would wait, for the default group's timeout.
 
 Later runs look the text up and record on the group which graph runs. Ranks that call different graphs, all of them
-known to each, are then found waiting for each other (`dtensor.comm.starts`, `dtensor.mesh.job`).
+known to each, are then found waiting for each other (`dtensor.comm.start_collectives`, `dtensor.mesh.job`).
 
 Symbolic sizes match any size.
 """

@@ -25,7 +25,7 @@ class Calls:
         count: Number of graphs run.
         last: The collectives of the last graph on the group.
         mark: Checksum that distinguishes the last graph from others; part of the tags of its messages
-            (`dtensor.comm.starts`).
+            (`dtensor.comm.start_collectives`).
         looked: The `count` at which the last replication check ran (`dtensor.comm.replication_check`).
         taken: Number of tensors that were assumed to be replicated in eager mode.
         eager: The eager collectives that this rank has begun on the group.

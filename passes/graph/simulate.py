@@ -28,7 +28,7 @@ def mesh_groups(mesh: DeviceMesh, names: Mapping[tuple[int, ...], str] | None = 
 
     Args:
         mesh: the device mesh.
-        names: axes -> name of the group over them (`dtensor.mesh.facts(mesh).groups`); by default the groups of single
+        names: axes -> name of the group over them (`dtensor.mesh.mesh.facts(mesh).groups`); by default the groups of single
             axes.
     """
     if names is None:

@@ -4,7 +4,7 @@ Each query attends to all keys, so keys and values stay whole where the sequence
 gradients are sums over its shards. A kernel that masks by position counts from its first query, and others pad their
 outputs: there the sequence stays whole. Where the keys have fewer heads than the queries, the query heads are a
 (key head, group) pair of factors. These rules
-are for the fused operators; `dtensor.tensor.composite` catches the math path before torch decomposes it.
+are for the fused operators; `dtensor.tensor.composite_operators` catches the math path before torch decomposes it.
 """
 
 from collections.abc import Iterable
