@@ -95,7 +95,8 @@ def _said(node: fx.Node) -> str:
 
 
 def _is_tagged(node: fx.Node) -> bool:
-    """Whether, over gloo, a collective consists of messages of `dtensor.comm.start_collectives`, whose tags distinguish graphs."""
+    """Whether, over gloo, a collective consists of messages whose tags distinguish graphs; see
+    `dtensor.comm.start_collectives`."""
     target: Any = node.target
     return target.namespace == "dtensor" and target is not torch.ops.dtensor.all_reduce.default
 

@@ -41,8 +41,8 @@ class Lower:
         %cat: f32[4,8] = aten.cat([%getitem, %getitem_1], 1)
 
     The traced kernel is what the operator would run, so the bits are the same; the pass makes start and wait visible to
-    `bucket` and `schedule`. Over gloo the starts are our own (`dtensor.comm.start_collectives`), and a reduce_scatter becomes an
-    all_to_all of its parts and a local reduction of them.
+    `bucket` and `schedule`. Over gloo the starts are our own (`dtensor.comm.start_collectives`), and a
+    reduce_scatter becomes an all_to_all of its parts and a local reduction of them.
 
     `shard` and `collective_permute` stay as they are: they look up their rank when the graph runs, so that all ranks
     have the same graph.

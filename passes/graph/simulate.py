@@ -28,8 +28,8 @@ def mesh_groups(mesh: DeviceMesh, names: Mapping[tuple[int, ...], str] | None = 
 
     Args:
         mesh: the device mesh.
-        names: axes -> name of the group over them (`dtensor.mesh.mesh.facts(mesh).groups`); by default the groups of single
-            axes.
+        names: axes -> name of the group over them (`dtensor.mesh.mesh.facts(mesh).groups`); by default the groups of
+            single axes.
     """
     if names is None:
         names = {(axis,): canonical(mesh.get_group(axis).group_name) for axis in range(mesh.ndim)}
