@@ -23,8 +23,8 @@ class Group:
     """A process group, and this rank in it. In a group of one rank nothing is gathered.
 
     Gathers and scatters are started by the library's kernels (`dtensor.comm.start_collectives`). Over gloo these
-    send in both directions at once. They have no reduce-scatter there, because gloo's sends as much as an all-reduce; instead, the
-    ranks exchange their parts with an all-to-all, and add them up here.
+    send in both directions at once. They have no reduce-scatter there, because gloo's sends as much as an all-reduce;
+    instead, the ranks exchange their parts with an all-to-all, and add them up here.
     """
 
     name: str = ""

@@ -95,8 +95,7 @@ def _said(node: fx.Node) -> str:
 
 
 def _is_tagged(node: fx.Node) -> bool:
-    """Whether, over gloo, a collective consists of messages whose tags distinguish graphs; see
-    `dtensor.comm.start_collectives`."""
+    """Whether a collective over gloo consists of tagged messages (`dtensor.comm.start_collectives`)."""
     target: Any = node.target
     return target.namespace == "dtensor" and target is not torch.ops.dtensor.all_reduce.default
 
