@@ -171,22 +171,26 @@ def test_a_rank_that_comes_late_to_another_mesh_is_waited_for(rank):
         dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = before
 
 
-def reduced_by(rank, folder, ops):
-    """What a process gives that reduces by `ops[rank]`, with the compile caches in `folder`; or what it is refused."""
+def reduced_by(rank, folder, *jobs):
+    """What a process gives that reduces by `ops[rank]`, for each `ops` of the jobs, with the compile caches in `folder`;
+    or what it is refused. And how often the cache had it."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    x = DTensor.from_local(torch.ones(6), init_device_mesh("cpu", (2,)), [Partial(ops[rank])])
-    f = compiled(lambda x: whole(x) * 3, "inductor")
-    found = f(x).to_local().tolist() if ops[0] == ops[1] else refused(f, x)
-    return found, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    mesh, hits, given = init_device_mesh("cpu", (2,)), torch._dynamo.utils.counters["aot_autograd"], []
+    for ops in jobs:
+        x, before = DTensor.from_local(torch.ones(6), mesh, [Partial(ops[rank])]), hits["autograd_cache_hit"]
+        f = compiled(lambda x: whole(x) * 3, "inductor")
+        found = f(x).to_local().tolist() if ops[0] == ops[1] else refused(f, x)
+        given.append((found, hits["autograd_cache_hit"] - before))
+    return given
 
 
 def test_graphs_from_the_cache_are_compared(tmp_path):
     """The list of collectives is in the compiled code, and so in what the cache gives back in another process."""
-    for op, expected in (("sum", 6.0), ("max", 3.0)):
-        one, other = run_ranks(reduced_by, 2, str(tmp_path), [op, op], fresh=True)
+    jobs = run_ranks(reduced_by, 2, str(tmp_path), ("sum", "sum"), ("max", "max"), fresh=True)
+    for (one, other), expected in zip(zip(*jobs), (6.0, 3.0)):
         assert one[0] == other[0] == [expected] * 6
         assert sorted([one[1], other[1]]) == [0, 1]  # one rank compiles for both
-    for text, hits in run_ranks(reduced_by, 2, str(tmp_path), ["sum", "max"], fresh=True):
+    for ((text, hits),) in run_ranks(reduced_by, 2, str(tmp_path), ("sum", "max"), fresh=True):
         assert hits == 1
         assert "rank 1, collective 0 of 1: all_reduce max of int32[6]" in text
 

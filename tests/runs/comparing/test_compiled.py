@@ -34,22 +34,23 @@ def record(name, folder, dtype=torch.float32, compiled=None):
 
 
 @pytest.mark.parametrize(
-    ("plan", "dtype"),
+    ("plan", "dtype", "inner"),
     [
-        pytest.param("sp", torch.float32, id="sp-float32"),
-        pytest.param("sp", torch.bfloat16, id="sp-bfloat16", marks=pytest.mark.nightly),
-        pytest.param("fsdp", torch.float32, id="fsdp-float32", marks=pytest.mark.nightly),
-        pytest.param("fsdp", torch.bfloat16, id="fsdp-bfloat16"),
+        pytest.param("sp", torch.float32, "inductor", id="sp-float32"),
+        pytest.param("sp", torch.bfloat16, "inductor", id="sp-bfloat16", marks=pytest.mark.nightly),
+        pytest.param("fsdp", torch.float32, "inductor", id="fsdp-float32", marks=pytest.mark.nightly),
+        pytest.param("fsdp", torch.bfloat16, "aot_eager", id="fsdp-bfloat16-aot_eager"),
+        pytest.param("fsdp", torch.bfloat16, "inductor", id="fsdp-bfloat16", marks=pytest.mark.nightly),
     ],
 )
 @with_ranks(2, timeout=300)
-def test_eager_and_compiled_agree(rank, plan, dtype, on_one_device):
+def test_eager_and_compiled_agree(rank, plan, dtype, inner, on_one_device):
     tmp_path = on_one_device
     one = f"one {str(dtype).removeprefix('torch.')}"
     record(plan, tmp_path / "eager", dtype)
-    record(plan, tmp_path / "inductor", dtype, {})
+    record(plan, tmp_path / "compiled", dtype, {"inner": inner})
     dist.barrier()
-    for a, b in ((one, "eager"), (one, "inductor"), ("eager", "inductor")):
+    for a, b in ((one, "eager"), (one, "compiled"), ("eager", "compiled")):
         found = programs.compared(tmp_path / a, tmp_path / b)
         assert not found.findings, report(found)
         assert len(found.pairs) > 800, (a, b)
