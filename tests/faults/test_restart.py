@@ -43,8 +43,8 @@ def disturb(job, kills, spread, rng):
 
 @pytest.fixture(scope="module")
 def orphaned(tmp_path_factory):
-    """A job that nothing disturbs for eight steps, after which torchrun is killed and its ranks have ended: its curve and
-    what was written to stderr."""
+    """A job that nothing disturbs for eight steps, after which torchrun is killed and its ranks have ended: its curve
+    and what was written to stderr."""
     how = {"each": 2, "nodes": "1", "steps": 10_000, "every": 3}
     folder = tmp_path_factory.mktemp("orphaned") / "job"
     with Launched([HERE], folder, **how) as job:

@@ -172,8 +172,8 @@ def test_a_rank_that_comes_late_to_another_mesh_is_waited_for(rank):
 
 
 def reduced_by(rank, folder, *jobs):
-    """What a process gives that reduces by `ops[rank]`, for each `ops` of the jobs, with the compile caches in `folder`;
-    or what it is refused. And how often the cache had it."""
+    """What a process gives that reduces by `ops[rank]`, for each `ops` of the jobs, with the compile caches in
+    `folder`; or what it is refused. And how often the cache had it."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     mesh, hits, given = init_device_mesh("cpu", (2,)), torch._dynamo.utils.counters["aot_autograd"], []
     for ops in jobs:

@@ -58,7 +58,7 @@ if __name__ == "__main__":
 """
 
 
-def alone(rank, program):
+def unrecorded(rank, program):
     """What the program would print if nothing recorded it."""
     return runpy.run_path(program)["trained"]("compiled")
 
@@ -80,7 +80,7 @@ def test_eager_and_compiled_programs(tmp_path):
     """Two steps of three, of which activations are kept."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    told = {"alone": run_ranks(alone, 2, str(program))[:1]}
+    told = {"alone": run_ranks(unrecorded, 2, str(program))[:1]}
     for mode in ("eager", "compiled"):
         given = {"DTENSOR_RECORD": str(tmp_path / mode), "DTENSOR_RECORD_STEPS": "2", "DTENSOR_RECORD_VALUES": "*/gelu"}
         told[mode] = said(program, mode, **given)
