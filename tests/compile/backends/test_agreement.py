@@ -165,7 +165,7 @@ def test_a_rank_that_comes_late_to_another_mesh_is_waited_for(rank):
     dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = 0.2, 0.1
     try:
         f(x)
-        time.sleep(4 if rank == 1 else 0)
+        time.sleep(2 if rank == 1 else 0)
         assert g(y).to_local().tolist() == [2.0] * 6
     finally:
         dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = before

@@ -35,7 +35,7 @@ class Fault:
         ranks: the ranks that must be named; None for all.
         phase: the phase that must be named.
         process: () -> a context around all ranks, for what the ranks of one process share.
-        steps: how many steps are recorded; what is wrong in the first must be named in the first.
+        steps: how many steps are recorded.
     """
 
     name: str
@@ -642,6 +642,7 @@ FAULTS: tuple[Fault, ...] = (
         "lerp",
         None,
         "optimizer",
+        steps=2,
     ),
     Fault(
         "a gradient that was changed on one rank",
