@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 import dtensor.mesh.job
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.comm.agreement import dumps
-from dtensor.mesh.collective_order import alike, difference
+from dtensor.mesh.collective_order import alike, difference, eager
 from dtensor.parallel import fully_shard
 from dtensor.testing import fake_ranks, run_ranks, with_ranks
 from dtensor.testing.processes import TIMEOUT
@@ -120,6 +121,15 @@ def test_a_rank_fails_while_it_compiles(rank):
     with pytest.raises(Exception, match="strict"):
         compiled(f, strict=True)(x)
     assert compiled(lambda x: whole(x) + 3)(x).to_local().tolist() == [4.0] * 4
+
+
+def test_a_failure_of_another_rank_is_not_raised_within_a_trace(fake_mesh):
+    """There it would be wrapped as one of the compiler, and told to all a second time, as this rank's own."""
+    x = distribute_tensor(torch.ones(4), fake_mesh(2), [Shard(0)])
+    with mock.patch.object(eager, "raises", mock.Mock(side_effect=AgreementError("of another rank"))):
+        assert compiled(whole, agreement=False)(x).shape == (4,)
+        with pytest.raises(AgreementError, match="of another rank"):
+            whole(x)
 
 
 @with_ranks(2)
