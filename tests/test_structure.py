@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,10 +80,14 @@ def modules():
             yield name.removesuffix(".__init__"), path
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def imports(name, path, top_level_only=False):
     """Full names of the modules that `path` imports."""
-    tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
+    nodes = parsed(path).body if top_level_only else ast.walk(parsed(path))
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -144,7 +149,7 @@ def test_a_listing_is_read_at_a_glance(folder):
     entries = [p for p in folder.iterdir() if p.suffix != ".typed" and not p.name.startswith("__")]
     name = next(n for n, p in MODULES.items() if p == folder / "__init__.py")
     assert len(entries) <= FLAT.get(name, ENTRIES), f"{name} holds {len(entries)}"
-    assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), f"{name} does not say what it is for"
+    assert ast.get_docstring(parsed(folder / "__init__.py")), f"{name} does not say what it is for"
 
 
 UNTESTED = {"errors", "torch_private", "__main__", "pipeline", "families", "estimates"}
@@ -170,8 +175,7 @@ def test_passes_know_the_graph_the_collectives_and_the_rules(name):
 def test_private_torch_stays_in_one_room(name):
     if name.startswith(PRIVATE):
         return
-    tree = ast.parse(MODULES[name].read_text())
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(MODULES[name])):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             chain, inner = [node.attr], node.value
             while isinstance(inner, ast.Attribute):

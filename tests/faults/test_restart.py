@@ -41,10 +41,24 @@ def disturb(job, kills, spread, rng):
             job.kill(what, rng.choice(job.hosts), rng.randrange(job.each))
 
 
-def test_a_killed_rank_is_started_again(tmp_path):
+@pytest.fixture(scope="module")
+def orphaned(tmp_path_factory):
+    """A job that nothing disturbs for eight steps, after which torchrun is killed and its ranks have ended: its curve
+    and what was written to stderr."""
+    how = {"each": 2, "nodes": "1", "steps": 10_000, "every": 3}
+    folder = tmp_path_factory.mktemp("orphaned") / "job"
+    with Launched([HERE], folder, **how) as job:
+        job.until(lambda: job.step >= 8, STARTED)
+        job.away.add(HERE)
+        job.kill("agent", HERE)
+        job.until(lambda: job.kills[0].gone, 10)
+    return {step: losses for step, losses in job.curve().items() if step <= 8}, (folder / "errors").read_text()
+
+
+def test_a_killed_rank_is_started_again(orphaned, tmp_path):
     """On one host, in the fourth step, with torchrun as it is by default."""
     how = {"each": 2, "nodes": "1", "steps": 8, "every": 3, "options": ["--pause", "0.05"]}
-    wanted, _ = undisturbed([HERE], tmp_path / "undisturbed", **how)
+    wanted, _ = orphaned
     with Launched([HERE], tmp_path / "disturbed", **how) as job:
         job.until(lambda: job.step >= 4, STARTED)
         job.kill("worker", HERE, 1)
@@ -55,15 +69,10 @@ def test_a_killed_rank_is_started_again(tmp_path):
     assert sorted(wanted) == list(range(1, 9))
 
 
-def test_ranks_end_with_their_launcher(tmp_path):
+def test_ranks_end_with_their_launcher(orphaned):
     """torchrun is killed: its ranks end by themselves, and so write to no checkpoint of the job that comes next."""
-    how = {"each": 2, "nodes": "1", "steps": 10_000, "every": 3}
-    with Launched([HERE], tmp_path / "job", **how) as job:
-        job.until(lambda: job.step >= 4, STARTED)
-        job.away.add(HERE)
-        job.kill("agent", HERE)
-        job.until(lambda: job.kills[0].gone, 10)
-    assert "torchrun, which started it, is gone" in (tmp_path / "job" / "errors").read_text()
+    _, errors = orphaned
+    assert "torchrun, which started it, is gone" in errors
 
 
 needs_hosts = pytest.mark.skipif(bool(no_hosts()), reason=no_hosts())

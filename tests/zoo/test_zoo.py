@@ -11,7 +11,6 @@ from .ways import WAYS, cases
 
 BY_DAY = {
     ("llama", "tp", "compiled"),
-    ("llama", "found", "compiled"),
     ("mixtral", "tp", "eager"),
     ("lstm", "2d", "eager"),
     ("qwen3, its own plan", "tp", "eager"),

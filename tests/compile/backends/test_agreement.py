@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch._inductor.utils import fresh_cache
 import dtensor.mesh.job
 from dtensor import AgreementError, DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.comm.agreement import dumps
-from dtensor.mesh.collective_order import alike, difference
+from dtensor.mesh.collective_order import alike, difference, eager
 from dtensor.parallel import fully_shard
 from dtensor.testing import fake_ranks, run_ranks, with_ranks
 from dtensor.testing.processes import TIMEOUT
@@ -122,6 +123,15 @@ def test_a_rank_fails_while_it_compiles(rank):
     assert compiled(lambda x: whole(x) + 3)(x).to_local().tolist() == [4.0] * 4
 
 
+def test_a_failure_of_another_rank_is_not_raised_within_a_trace(fake_mesh):
+    """There it would be wrapped as one of the compiler, and told to all a second time, as this rank's own."""
+    x = distribute_tensor(torch.ones(4), fake_mesh(2), [Shard(0)])
+    with mock.patch.object(eager, "raises", mock.Mock(side_effect=AgreementError("of another rank"))):
+        assert compiled(whole, agreement=False)(x).shape == (4,)
+        with pytest.raises(AgreementError, match="of another rank"):
+            whole(x)
+
+
 @with_ranks(2)
 def test_backward(rank):
     """Forward graphs agree, backward graphs do not."""
@@ -165,28 +175,32 @@ def test_a_rank_that_comes_late_to_another_mesh_is_waited_for(rank):
     dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = 0.2, 0.1
     try:
         f(x)
-        time.sleep(4 if rank == 1 else 0)
+        time.sleep(2 if rank == 1 else 0)
         assert g(y).to_local().tolist() == [2.0] * 6
     finally:
         dtensor.mesh.job.PATIENCE, dtensor.mesh.job.PULSE = before
 
 
-def reduced_by(rank, folder, ops):
-    """What a process gives that reduces by `ops[rank]`, with the compile caches in `folder`; or what it is refused."""
+def reduced_by(rank, folder, *jobs):
+    """What a process gives that reduces by `ops[rank]`, for each `ops` of the jobs, with the compile caches in
+    `folder`; or what it is refused. And how often the cache had it."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    x = DTensor.from_local(torch.ones(6), init_device_mesh("cpu", (2,)), [Partial(ops[rank])])
-    f = compiled(lambda x: whole(x) * 3, "inductor")
-    found = f(x).to_local().tolist() if ops[0] == ops[1] else refused(f, x)
-    return found, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]
+    mesh, hits, given = init_device_mesh("cpu", (2,)), torch._dynamo.utils.counters["aot_autograd"], []
+    for ops in jobs:
+        x, before = DTensor.from_local(torch.ones(6), mesh, [Partial(ops[rank])]), hits["autograd_cache_hit"]
+        f = compiled(lambda x: whole(x) * 3, "inductor")
+        found = f(x).to_local().tolist() if ops[0] == ops[1] else refused(f, x)
+        given.append((found, hits["autograd_cache_hit"] - before))
+    return given
 
 
 def test_graphs_from_the_cache_are_compared(tmp_path):
     """The list of collectives is in the compiled code, and so in what the cache gives back in another process."""
-    for op, expected in (("sum", 6.0), ("max", 3.0)):
-        one, other = run_ranks(reduced_by, 2, str(tmp_path), [op, op], fresh=True)
+    jobs = run_ranks(reduced_by, 2, str(tmp_path), ("sum", "sum"), ("max", "max"), fresh=True)
+    for (one, other), expected in zip(zip(*jobs), (6.0, 3.0)):
         assert one[0] == other[0] == [expected] * 6
         assert sorted([one[1], other[1]]) == [0, 1]  # one rank compiles for both
-    for text, hits in run_ranks(reduced_by, 2, str(tmp_path), ["sum", "max"], fresh=True):
+    for ((text, hits),) in run_ranks(reduced_by, 2, str(tmp_path), ("sum", "max"), fresh=True):
         assert hits == 1
         assert "rank 1, collective 0 of 1: all_reduce max of int32[6]" in text
 

@@ -86,7 +86,9 @@ def alone(folder):
     )
 
 
-@pytest.mark.parametrize("name", ["add_before_reduce", "bucket", "fuse_reduce_scatter"])
+@pytest.mark.parametrize(
+    "name", ["add_before_reduce", "fuse_reduce_scatter", pytest.param("bucket", marks=pytest.mark.nightly)]
+)
 def test_what_is_left_runs_alone(bench, name, tmp_path):
     """It shows what was found, and that the pass that is installed does right."""
     mutant = next(m for m in MUTANTS if m.name == name)

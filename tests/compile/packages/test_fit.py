@@ -1,6 +1,7 @@
 """What a package does not fit is refused, with the first difference; a damaged one is not read."""
 
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from dtensor import PackageError, init_device_mesh
 from dtensor.compile.packages import archive
 from dtensor.compile.recording.imagined import imagined
 from dtensor.dispatch import registration
+from dtensor.testing import run_ranks
 
 from . import programs
 
@@ -178,29 +180,32 @@ def test_an_object_that_is_exchanged_later(made, monkeypatch):
     assert (len(package.taken), len(package.missed)) == (1, 1)
 
 
+def in_new_process(rank, folder, path, makes):
+    """Make the package of a function of a module that only this process has imported, or load it."""
+    sys.path.insert(0, folder)
+    f = importlib.import_module("a_model").f
+    if makes:
+        with dtensor.compile.packaging(path):
+            torch.compile(f)(torch.ones(3))
+        return None
+    package = dtensor.compile.load(path)
+    torch.compile(f)(torch.ones(3))
+    return package.taken, package.missed
+
+
 def test_changed_source(safe_folder, tmp_path):
-    (tmp_path / "model.py").write_text("def f(x):\n    return inner(x)\n\n\ndef inner(x):\n    return x.sin() + 1\n")
-    (tmp_path / "program.py").write_text(
-        "import sys, torch, dtensor.compile, model\n"
-        "path = sys.argv[1]\n"
-        "if sys.argv[2] == 'make':\n"
-        "    with dtensor.compile.packaging(path): torch.compile(model.f)(torch.ones(3))\n"
-        "else:\n"
-        "    package = dtensor.compile.load(path)\n"
-        "    torch.compile(model.f)(torch.ones(3))\n"
-        "    print(package.taken, package.missed)\n"
-    )
+    path, source = str(safe_folder / "source.package"), tmp_path / "a_model.py"
 
-    def run(mode):
-        command = [sys.executable, "-W", "ignore", "program.py", str(safe_folder / "source.package"), mode]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+    def run(makes):
+        return run_ranks(in_new_process, 1, str(tmp_path), path, makes, fresh=True)[0]
 
-    run("make")
-    assert run("load").startswith("['f'] []")
-    (tmp_path / "model.py").write_text("def f(x):\n    return inner(x)\n\n\ndef inner(x):\n    return x.cos() + 1\n")
-    assert "the source of inner in model, lines 5 to 6 has changed (model.py)" in run("load")
+    source.write_text("def f(x):\n    return inner(x)\n\n\ndef inner(x):\n    return x.sin() + 1\n")
+    run(True)
+    assert run(False) == (["f"], [])
+    source.write_text("def f(x):\n    return inner(x)\n\n\ndef inner(x):\n    return x.cos() + 1\n")
+    taken, missed = run(False)
+    assert "the source of inner in a_model, lines 5 to 6 has changed (a_model.py)" in str(missed)
+    assert taken == []
 
 
 def test_what_is_typed_in_is_left_out(safe_folder):

@@ -97,13 +97,26 @@ def check(run, path, *args, sizes=None):
     return package
 
 
-@pytest.mark.parametrize("name", programs.OPTIMIZERS)
+AT_NIGHT = ("momentum", "adamw", "a rate that is a tensor")
+"""Steps of these are taken by day with rates that change."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] if n in AT_NIGHT else []) for n in programs.OPTIMIZERS]
+)
 def test_a_step(name, safe_folder, own_caches):
     check(trained, safe_folder / "step.package", programs.OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("sharding", ["plain", "fsdp"])
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
+@pytest.mark.parametrize(
+    ("name", "sharding"),
+    [
+        ("momentum", "plain"),
+        ("adamw", "fsdp"),
+        pytest.param("momentum", "fsdp", marks=pytest.mark.nightly),
+        pytest.param("adamw", "plain", marks=pytest.mark.nightly),
+    ],
+)
 def test_other_parameters(name, sharding, safe_folder, own_caches):
     """On one rank: what others would add to a gathered parameter is not there."""
     check(trained, safe_folder / "step.package", programs.OPTIMIZERS[name], sharding, sizes={"dp": 1})
@@ -152,7 +165,7 @@ def whole(mesh, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
+@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.nightly), "adamw"])
 def test_a_whole_step(name, safe_folder, own_caches):
     check(whole, safe_folder / "step.package", name)
 

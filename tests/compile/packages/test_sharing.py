@@ -109,7 +109,7 @@ def slow(rank):
     own = sharing._publish
 
     def publish(*args):
-        time.sleep(8)
+        time.sleep(5)
         own(*args)
 
     sharing._publish = publish
@@ -134,7 +134,7 @@ def test_there_is_a_limit(own_caches):
 
 def hanging(rank):
     """The rank that compiles hangs, as where it waits for another rank."""
-    return with_part(rank, lambda: time.sleep(12))
+    return with_part(rank, lambda: time.sleep(8))
 
 
 def with_part(rank, part):
@@ -163,7 +163,7 @@ def slow_but_working(rank):
     """The rank that compiles works for longer than one may hang."""
 
     def work():
-        end = time.thread_time() + 8
+        end = time.thread_time() + 5
         while time.thread_time() < end:
             pass
 

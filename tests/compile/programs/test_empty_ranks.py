@@ -27,11 +27,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.nightly)])
 @with_ranks(3)
-def test_one_rank_has_nothing(rank, dim):
+def test_one_rank_has_nothing(rank, first):
+    """Rows and columns in turn; those that are left at night."""
     mesh = init_device_mesh("cpu", (3,))
-    for name, fn in PROGRAMS.items():
+    for k, (name, fn) in enumerate(PROGRAMS.items()):
+        dim = (first + k) % 2
         torch.compiler.reset()
         ours = torch.compile(fn, backend="dtensor", fullgraph=True, dynamic=True, options={"inner": "aot_eager"})
         for n in (4, 6):

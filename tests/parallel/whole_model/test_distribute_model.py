@@ -204,7 +204,7 @@ def test_inputs_of_other_names():
 def test_inputs_that_differ_are_refused_on_all_ranks(rank, compiled):
     """Each rank a batch of its own, and parts of unequal lengths; the graphs are there already."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    whole = runs(distribute_model(made(), mesh, outputs={}), compiled, dynamic=True)
+    whole = runs(distribute_model(made(), mesh, outputs={}), compiled)
     whole(batch())
     given = {**batch(), "labels": batch()["labels"] + rank}
     gave = "" if compiled else r".*passed a torch.int64 \[4, 6\] of checksum \w{6} on ranks \[0\]; a .* on ranks \[1\]"

@@ -35,6 +35,7 @@ class Fault:
         ranks: the ranks that must be named; None for all.
         phase: the phase that must be named.
         process: () -> a context around all ranks, for what the ranks of one process share.
+        steps: how many steps are recorded.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Fault:
     ranks: tuple[int, ...] | None = None
     phase: str = ""
     process: Callable[[], AbstractContextManager[Any]] = nullcontext
+    steps: int = 1
 
 
 def local(x: torch.Tensor) -> torch.Tensor:
@@ -640,6 +642,7 @@ FAULTS: tuple[Fault, ...] = (
         "lerp",
         None,
         "optimizer",
+        steps=2,
     ),
     Fault(
         "a gradient that was changed on one rank",

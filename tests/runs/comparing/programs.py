@@ -34,9 +34,9 @@ class Batch:
         return Batch(self.tokens.chunk(count)[k], self.targets.chunk(count)[k])
 
 
-def transformer(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
+def transformer(seed: int = 0, dtype: torch.dtype = torch.float32, layers: int = 2) -> nn.Module:
     torch.manual_seed(seed)
-    args = ModelArgs(n_layers=2, vocab_size=VOCABULARY, max_seq_len=LENGTH, dim=32, n_heads=4, dropout_p=0.0)
+    args = ModelArgs(n_layers=layers, vocab_size=VOCABULARY, max_seq_len=LENGTH, dim=32, n_heads=4, dropout_p=0.0)
     return Transformer(args).to(dtype)
 
 

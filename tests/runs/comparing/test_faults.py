@@ -12,15 +12,15 @@ NAMED_BY_RANK = 48
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """Folder of the record on one device, by plan."""
+    """Folder of the record on one device, by plan and number of steps."""
     made = {}
 
-    def of(plan):
+    def of(plan, steps):
         make = programs.MODELS.get(plan, programs.transformer)
-        if make not in made:
-            made[make] = tmp_path_factory.mktemp("one")
-            programs.on_one_device(make(), programs.batch(), made[make])
-        return made[make]
+        if (make, steps) not in made:
+            folder = made[make, steps] = tmp_path_factory.mktemp("one")
+            programs.on_one_device(make(), programs.batch(), folder, steps=steps)
+        return made[make, steps]
 
     return of
 
@@ -34,8 +34,9 @@ def overridable():
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda f: f.name)
 def test_a_fault_is_named(fault, reference, tmp_path):
     with fault.process():
-        programs.sharded(fault.plan, programs.model_for(fault.plan), programs.batch(), tmp_path, fault.inject)
-    found = programs.compared(reference(fault.plan), tmp_path).first
+        model = programs.model_for(fault.plan)
+        programs.sharded(fault.plan, model, programs.batch(), tmp_path, fault.inject, steps=fault.steps)
+    found = programs.compared(reference(fault.plan, fault.steps), tmp_path).first
     assert found is not None, "nothing was reported"
     everyone = tuple(range(programs.ALL[fault.plan][1]))
     assert found.value.op.startswith(fault.op)

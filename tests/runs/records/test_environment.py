@@ -2,11 +2,13 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 from dtensor.runs.comparing.report import report
+from dtensor.testing import run_ranks
 from tests.runs.comparing import programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -30,30 +32,39 @@ class Model(nn.Module):
         return self.norm(self.down(self.act(self.up(x))))
 
 
-dist.init_process_group("gloo")
-mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-torch.manual_seed(0)
-model = Model()
-parallelize_module(model, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
-run = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}) if sys.argv[1] == "compiled" else model
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for step in range(3):
-    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
-    loss = run(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-local = [p.to_local() if hasattr(p, "to_local") else p for p in run.parameters()]
-if dist.get_rank() == 0:
-    print("said", loss.item().hex(), [x.double().sum().item().hex() for x in local])
-dist.destroy_process_group()
+def trained(mode):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    model = Model()
+    parallelize_module(model, mesh, {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
+    run = torch.compile(model, backend="dtensor", options={"inner": "aot_eager"}) if mode == "compiled" else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+        loss = run(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in run.parameters()]
+    return f"said {loss.item().hex()} {[x.double().sum().item().hex() for x in local]}"
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    said = trained(sys.argv[1])
+    if dist.get_rank() == 0:
+        print(said)
+    dist.destroy_process_group()
 """
 
 
-def said(folder, mode, **variables):
+def unrecorded(rank, program):
+    """What the program would print if nothing recorded it."""
+    return runpy.run_path(program)["trained"]("compiled")
+
+
+def said(program, mode, **variables):
     """What the program prints at its end: the loss and the sums of its parameters, to the last bit."""
-    program = folder / "program.py"
-    program.write_text(PROGRAM)
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("DTENSOR_RECORD", "RANK", "WORLD_SIZE"))}
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program), mode],
@@ -67,10 +78,12 @@ def said(folder, mode, **variables):
 
 def test_eager_and_compiled_programs(tmp_path):
     """Two steps of three, of which activations are kept."""
-    told = {"alone": said(tmp_path, "compiled")}
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    told = {"alone": run_ranks(unrecorded, 2, str(program))[:1]}
     for mode in ("eager", "compiled"):
         given = {"DTENSOR_RECORD": str(tmp_path / mode), "DTENSOR_RECORD_STEPS": "2", "DTENSOR_RECORD_VALUES": "*/gelu"}
-        told[mode] = said(tmp_path, mode, **given)
+        told[mode] = said(program, mode, **given)
     assert len(told["alone"]) == 1
     assert told["compiled"] == told["alone"]
 

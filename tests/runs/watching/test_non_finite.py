@@ -3,6 +3,7 @@
 import math
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -210,7 +211,11 @@ def test_ranks_that_wait_for_the_one_that_raises_are_told(rank):
     mesh = init_device_mesh("cpu", (2,))
     x = distribute_tensor(torch.tensor([1.0, -1.0]), mesh, [Shard(0)])
     begin = time.monotonic()
-    with dtensor.watch(Net(nn.Tanh()), nan=True), pytest.raises((FloatingPointError, AgreementError)) as found:
+    with (
+        mock.patch("dtensor.mesh.job.PATIENCE", 1.0),
+        dtensor.watch(Net(nn.Tanh()), nan=True),
+        pytest.raises((FloatingPointError, AgreementError)) as found,
+    ):
         x.sqrt().full_tensor()
     assert "made a NaN on rank 1" in str(found.value)
     assert found.type is (FloatingPointError if rank else AgreementError)
