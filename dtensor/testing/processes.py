@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ..mesh.stages import Stage
 from .child import LEAVE, STACKS_SIGNAL, Failure, Job, rank_main
 from .references import FunctionReference
 
@@ -243,12 +245,16 @@ def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
 def _collect(ranks: list[_Rank], job: Job) -> None:
     """Wait for all ranks to return; raise on the first failure, and when `job.timeout` has passed."""
     deadline = time.monotonic() + job.timeout
-    while not all(r.done for r in ranks):
-        ready = _receive(ranks, deadline)
-        if not ready:
-            raise _timed_out(ranks, job)
-        if any(r.failure for r in ready):
-            raise _failed(ranks)
+    with ExitStack() as until_started:
+        until_started.enter_context(Stage(f"starting {len(ranks)} processes"))
+        while not all(r.done for r in ranks):
+            ready = _receive(ranks, deadline)
+            if not ready:
+                raise _timed_out(ranks, job)
+            if any(r.failure for r in ready):
+                raise _failed(ranks)
+            if all(r.started for r in ranks):
+                until_started.close()
 
 
 def _failed(ranks: list[_Rank]) -> RankError:
