@@ -242,7 +242,8 @@ def foreign_wait(frame: FrameType | None) -> Waiting | None:
         for each in frames(top):
             if not each.f_code.co_filename.startswith(_DISTRIBUTED):
                 break
-            found = each if each.f_code.co_name != "wrapper" else found
+            outer = each.f_code.co_filename == file and each.f_code.co_name != "wrapper"
+            found = each if outer else found  # what torch's checkpoints call is a collective of another file
         group = top.f_locals.get("group") or top.f_locals.get("pg") or dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             return None

@@ -45,7 +45,7 @@ EVENTS = {
 STEPS = {
     DYNAMO: "Dynamo",
     "build_guards": "guards",
-    "OutputGraph.call_user_compiler": "backend",
+    "backend_compile": "backend",
     "create_aot_dispatcher_function": "AOTAutograd",
     "aot_collect_metadata": "inputs and results",
     "aot_trace_joint_graph": "joint graph",
