@@ -88,7 +88,8 @@ def _keys(found: re.Match[str]) -> str:
 
 def _layout(found: re.Match[str]) -> str:
     where = re.search(r"# ([\w/.-]+:\d+) in ", found[0])
-    return f"a DTensor has other placements, dimensions or another mesh{f' (first used at {where[1]})' if where else ''}"
+    at = f" (first used at {where[1]})" if where else ""
+    return f"a DTensor has other placements, dimensions or another mesh{at}"
 
 
 Rule = tuple[str, Callable[[re.Match[str]], str]]

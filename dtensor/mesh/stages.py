@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from . import environment
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 SWITCH = "DTENSOR_PROGRESS"
 """The variable that forbids all lines (0), or asks for lines that stay on a terminal, too (1)."""

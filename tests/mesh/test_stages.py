@@ -59,9 +59,12 @@ def test_a_short_one_is_not_told(caplog):
 
 
 def test_what_ends_by_an_error_says_so(fast, caplog):
-    with pytest.raises(KeyError), Stage("loading"):
-        until(lambda: caplog.messages)
-        raise KeyError
+    try:
+        with Stage("loading"):
+            until(lambda: caplog.messages)
+            raise KeyError
+    except KeyError:
+        pass
     assert re.fullmatch(r"loading: ended by an error after \d+ s", caplog.messages[-1])
 
 
