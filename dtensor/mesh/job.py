@@ -527,11 +527,12 @@ def _leave_at_exit() -> None:
     """Leave the job at the end of the program, and make sure that a program that failed does end.
 
     A store that does not answer is waited for, and so is a group whose peer is silent, when it is torn down. The timer
-    needs no interpreter.
+    needs no interpreter. It is short where the connections are broken: nothing can come of them any more, and the ranks
+    at their other ends wait for this one to be gone.
     """
     failed = _error() is not None and under_torchrun()
     if _job is not None and _job.process == os.getpid() and (_job.broken or failed):
-        faulthandler.dump_traceback_later(SILENCE if _job.broken else LAST, exit=True)
+        faulthandler.dump_traceback_later(PATIENCE if _job.broken else LAST, exit=True)
     leave()
 
 
