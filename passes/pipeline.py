@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import fx
 
 from dtensor.errors import InvalidInputError, PassError
+from dtensor.mesh.stages import Stage
 
 from .algebra.add_before_reduce import AddBeforeReduce
 from .algebra.cancel_gather_shard import CancelGatherShard
@@ -272,7 +273,8 @@ class _Runner:
         self.numbers = settle(self.graph, self.numbers)
         before, original = self.counted, self.snapshot()
         start = time.perf_counter()
-        rewrites = p(self.graph)
+        with Stage(f"pass {p.name}", inside=True):
+            rewrites = p(self.graph)
         seconds = time.perf_counter() - start
         if rewrites:
             self.check(p.name)

@@ -58,6 +58,7 @@ PASSES_KNOW = (
     "mesh.tensor_spec",
     "mesh.provenance",
     "mesh.source_lines",
+    "mesh.stages",
     "comm.collectives",
     "comm.wire_dtypes",
     "rules",

@@ -15,6 +15,7 @@ from torch import fx
 
 from dtensor import passes
 from dtensor.errors import InvalidInputError
+from dtensor.mesh.stages import Stage
 from dtensor.passes import PREPARE, SIMPLIFY, CommonSubexpressions, Pass, Raise, Regather, Schedule, SplitBatch
 from dtensor.passes.graph import ir
 from dtensor.torch_private.compiling import check_settled, static_inputs, static_placeholders
@@ -142,7 +143,8 @@ def _run(
     observe = None if within else stage_written(frame, where, resumed=resumed)
     run = partial(passes.run, passes=chosen, traced=True, meshes=mesh_groups(), simulate=simulate, observe=observe)
     try:
-        done = run(graph)
+        with Stage(f"{where} graph", inside=True):
+            done = run(graph)
     except InvalidInputError as error:
         # The passes did not cause this, and it is no reason to refuse the model: run them unverified, with a warning.
         warnings.warn(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dtensor.errors import PackageError
 from dtensor.mesh import environment
 from dtensor.mesh.mesh import init_device_mesh
+from dtensor.mesh.stages import Stage
 from dtensor.torch_private.compiling import forget_compiled
 from dtensor.torch_private.frames import intercept, intercept_from_now_on
 
@@ -50,8 +51,9 @@ def packaging(path: str | os.PathLike[str]) -> Iterator[Kept]:
         reasons = "; ".join([f"{name}: {why}" for name, why in made.left_out])
         raise PackageError(f"there is nothing to package: {reasons or 'torch.compile compiled nothing'}")
     if not dist.is_initialized() or dist.get_rank() == 0:
-        said = [[[list(ranks), text] for ranks, text in graph] for graph in made.collectives]
-        digest = write(Path(path), made.entries, World.here(), made.plain, said)
+        with Stage("writing a package"):
+            said = [[[list(ranks), text] for ranks, text in graph] for graph in made.collectives]
+            digest = write(Path(path), made.entries, World.here(), made.plain, said)
         log.info("wrote %d frames to the package %s, SHA-256 %s", len(made.entries), path, digest)
 
 
@@ -103,6 +105,7 @@ def package(
     return found
 
 
+@Stage("reading a package")
 def load(path: str | os.PathLike[str], *, strict: bool = False, sha256: str = "") -> Package | None:
     """Take compiled frames from a package, from now on, in place of compiling them.
 

@@ -62,9 +62,6 @@ PART = 1 << 20
 POLL, POLL_MOST = 0.02, 0.5
 """Seconds between two looks into the store, at first and at most."""
 
-SAID_AFTER = 5.0
-"""Seconds after which a rank says that it waits."""
-
 GROUPS = 8
 """The most groups of ranks with equal shards, one of which after the other a rank tries."""
 
@@ -182,7 +179,7 @@ class Compiled:
 
     def _wait(self, at: str) -> tuple[bytes | None, str]:
         """What the leader made, or None and why this rank compiles it by itself."""
-        here, limit, began, poll, said = self._job, _limit(), time.monotonic(), POLL, False
+        here, limit, began, poll = self._job, _limit(), time.monotonic(), POLL
         store, looked, moved, beat = here.store, began, began, b""
         with here.waiting():
             while not store.check([f"{at}/done"]):
@@ -193,7 +190,7 @@ class Compiled:
                 looked = now
                 here.check()
                 leader = int(store.get(f"{at}/leader")) if store.check([f"{at}/leader"]) else None
-                wait_for("another rank" if leader is None else f"rank {leader}")
+                wait_for("another rank" if leader is None else here.does(leader))
                 if now - began > limit:
                     return None, f"rank {leader} did not finish it in {limit:.0f} s"
                 if leader is not None and (gone := here.absent(leader)):
@@ -202,9 +199,6 @@ class Compiled:
                 moved = now if before != beat else moved
                 if now - moved > STALL:
                     return None, f"rank {leader} has made no progress for {STALL:.0f} s"
-                if now - began > SAID_AFTER and not said:
-                    said = True
-                    log.info("waiting for rank %s, which compiles %s", leader, self._name)
             count, hash_or_why = store.get(f"{at}/done").decode().split(" ", 1)
             if not int(count):
                 return None, hash_or_why

@@ -60,6 +60,9 @@ class Statistics:
     def began(self, compilation: Compilation) -> None:
         """As `dtensor.torch_private.phases.Watcher`."""
 
+    def repeated(self, compilation: Compilation) -> None:
+        """As `dtensor.torch_private.phases.Watcher`."""
+
     def ended(self, compilation: Compilation) -> None:
         """As `dtensor.torch_private.phases.Watcher`: its seconds count."""
         for phase, seconds in compilation.seconds.items():

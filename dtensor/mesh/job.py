@@ -52,6 +52,7 @@ from ..torch_private.core import break_connections, cloned_store, default_store
 from .collective_order import alike, difference, eager, text
 from .elastic import end, own_keys, state_of, this_process, under_torchrun
 from .groups import all_calls
+from .stages import now, waits
 from .waits import (
     ADVICE,
     Look,
@@ -64,6 +65,7 @@ from .waits import (
     mixed_up,
     place_of,
     vain_message,
+    whom,
 )
 
 PULSE = 1.0
@@ -81,8 +83,11 @@ GONE = 3.0
 PATIENCE = 5.0
 """Seconds in one call after which a rank counts as waiting."""
 
+TELL = 3.0
+"""Seconds of waiting after which a rank that is at a stage, or waits for one that is, says so with its stages."""
+
 WARN = 10.0
-"""Seconds of waiting after which a rank first says for whom it waits."""
+"""Seconds of waiting after which any rank first says for whom it waits."""
 
 COMPARE = 3
 """Beats between two comparisons of the eager collectives that this rank and the next one of a group have begun."""
@@ -191,6 +196,11 @@ class Job:
         if self._sign(self.store, rank) == ENDED.encode():
             return f"rank {rank} has left the program"
         return self._silent(self.store, rank)
+
+    def does(self, rank: int) -> str:
+        """What another rank does, as far as it has said so."""
+        sign = self._sign(self.store, rank)
+        return whom([rank], lambda _: _published(sign))
 
     @staticmethod
     def _sign(store: Any, rank: int) -> bytes:
@@ -304,14 +314,19 @@ class Job:
                     self._have_news(_told(store, self.failures + 1))
                 if self._beat % COMPARE == 0 and not self.news:
                     self._compare(store, state)
-                if self._stuck > PATIENCE and not self.broken and not self._compiles():
+                if self._stuck > TELL and not self.broken and not self._compiles():
                     if self.news or self._beat % (1 + self.ranks // CROWD) == 0:
-                        self._look_around(store, state)
+                        look = self._others(store, state)
+                        told = self._tell(state, look)
+                        if self._stuck > PATIENCE:
+                            self._look_around(store, state, look, told)
                 else:
                     self._first.clear()
                     self._warn_after = WARN
+                    waits("")
             except RuntimeError:
                 self._store_is_gone = True  # the process group was destroyed, or its first rank has ended
+                waits("")
             self._since_heard = 0
             if self._stop.wait(PULSE):
                 return
@@ -328,10 +343,10 @@ class Job:
             found = Waiting("eager", text(waits.begun), waits.group, groups[waits.group][0], waits.number)
         elif self._agreeing:
             found = Waiting("graph", "the agreement on a compiled graph")
-        elif self._stuck > PATIENCE:
+        elif self._stuck > TELL:
             found = foreign_wait(frame)
-        place = f"{place_of(frame)} (compiles)" if is_compiling(frame) else place_of(frame)
-        return State(self._beat, self._late, self.failures, place, self._stuck, found, groups)
+        stage = now(self._main) or ("compiling" if is_compiling(frame) else "")
+        return State(self._beat, self._late, self.failures, place_of(frame), stage, self._stuck, found, groups)
 
     def _place(self) -> tuple[int, int] | None:
         """The position of the main thread. It stays the same within one call, and while the rank waits to agree."""
@@ -342,9 +357,21 @@ class Job:
         """Whether the main thread compiles, which may take as long as it likes."""
         return is_compiling(sys._current_frames().get(self._main))
 
-    def _look_around(self, store: Any, state: State) -> None:
-        """For a rank that has not moved for a while: end its wait if that is in vain, or say for whom it waits."""
-        said = self.news or self._at_odds(store) or self._dead(store) or self._waits_in_vain(store, state)
+    def _tell(self, state: State, look: Look) -> bool:
+        """Let the lines of stages say for whom this rank waits, if it or one of those is at a stage. Whether it is."""
+        late = missing(self.rank, state, look)
+        told = bool(late) and bool(state.stage or any(look(rank).stage for rank in late))
+        if state.waits is not None and told:
+            at = f" at {state.place}" if state.place else ""
+            waits(f"waits in {state.waits.what}{at}", whom(late, look), self._stuck)
+        else:
+            waits("")
+        return told
+
+    def _look_around(self, store: Any, state: State, look: Look, told: bool) -> None:
+        """For a rank that has not moved for a while: end its wait if that is in vain, or say for whom it waits, unless
+        that is `told`."""
+        said = self.news or self._at_odds(store) or self._dead(store) or self._waits_in_vain(state, look, told)
         if said:
             self._found(store, said)
 
@@ -371,18 +398,14 @@ class Job:
         def look(rank: int) -> State:
             if rank == self.rank:
                 return state
-            sign = self._sign(store, rank)
-            if sign == ENDED.encode():
-                return State(ended=True)
-            return State.of(json.loads(sign)) if sign else State()
+            return _published(self._sign(store, rank))
 
         return look
 
-    def _waits_in_vain(self, store: Any, state: State) -> str:
+    def _waits_in_vain(self, state: State, look: Look, told: bool) -> str:
         """That this rank waits in vain; "" if it does not, or if that is not known for sure."""
         if state.waits is None:
             return ""
-        look = self._others(store, state)
         vain = in_vain(self.rank, look)
         for other in state.waits.ranks:
             there = look(other)
@@ -395,7 +418,7 @@ class Job:
             sure = all(fresh) and all(there.stuck > PATIENCE for there in states.values())
             same = all(there.failures == self.failures for there in states.values())
             return vain_message(vain, look) if sure and same else ""
-        if state.stuck > self._warn_after and (late := missing(self.rank, state, look)):
+        if not told and state.stuck > self._warn_after and (late := missing(self.rank, state, look)):
             self._warn_after = 2 * state.stuck
             others = [look(rank) for rank in state.waits.ranks if rank < self.rank and rank not in late]
             if not any(not there.ended and there.waits == state.waits for there in others):
@@ -432,6 +455,13 @@ class Job:
 
 def _key(*parts: object) -> str:
     return "/".join(["dtensor/job", *map(str, parts)])
+
+
+def _published(sign: bytes) -> State:
+    """The state of which a rank's sign of life tells; one without a beat if it has given none."""
+    if sign == ENDED.encode():
+        return State(ended=True)
+    return State.of(json.loads(sign)) if sign else State()
 
 
 def _ended(rank: int, sign: bytes) -> str:
@@ -497,11 +527,12 @@ def _leave_at_exit() -> None:
     """Leave the job at the end of the program, and make sure that a program that failed does end.
 
     A store that does not answer is waited for, and so is a group whose peer is silent, when it is torn down. The timer
-    needs no interpreter.
+    needs no interpreter. It is short where the connections are broken: nothing can come of them any more, and the ranks
+    at their other ends wait for this one to be gone.
     """
     failed = _error() is not None and under_torchrun()
     if _job is not None and _job.process == os.getpid() and (_job.broken or failed):
-        faulthandler.dump_traceback_later(SILENCE if _job.broken else LAST, exit=True)
+        faulthandler.dump_traceback_later(PATIENCE if _job.broken else LAST, exit=True)
     leave()
 
 

@@ -63,6 +63,7 @@ class State:
         late: Seconds by which this and recent signs were late.
         failures: Number of the job's failures that the rank has raised.
         place: Line of the user's program that runs, "file.py:12"; "" if there is none.
+        stage: What it is at that may take long (`dtensor.mesh.stages`), with seconds; "" if it is at nothing such.
         stuck: Seconds for which the rank has been at the same place.
         waits: What it waits in; None if it computes.
         groups: Name of a group -> the ranks of the group, the numbers of eager collectives and of graphs begun, and
@@ -74,6 +75,7 @@ class State:
     late: float = 0.0
     failures: int = 0
     place: str = ""
+    stage: str = ""
     stuck: float = 0.0
     waits: Waiting | None = None
     groups: dict[str, Group] = field(default_factory=dict)
@@ -96,7 +98,7 @@ class State:
 
     def does(self) -> str:
         """What the rank does, for a message."""
-        at = f" at {self.place}" if self.place else ""
+        at = (f" at {self.place}" if self.place else "") + (f" [{self.stage}]" if self.stage else "")
         return f"waits in {self.waits.what}{at}" if self.waits else f"computes{at}"
 
 
@@ -188,8 +190,13 @@ def vain_message(ranks: Sequence[int], look: Look) -> str:
 
 def late_message(rank: int, state: State, late: Sequence[int], look: Look) -> str:
     """The warning of a rank that waits for others which take their time."""
-    names = "; ".join(f"rank {r} {_does(look(r))}" for r in late[:SHOWN])
-    return f"rank {rank} {state.does()} since {state.stuck:.0f} s: {names}"
+    return f"rank {rank} {state.does()} since {state.stuck:.0f} s: {whom(late, look)}"
+
+
+def whom(late: Sequence[int], look: Look) -> str:
+    """The ranks that are late, and what they do."""
+    more = [f"and {len(late) - SHOWN} more"] if len(late) > SHOWN else []
+    return "; ".join([*[f"rank {r} {_does(look(r))}" for r in late[:SHOWN]], *more])
 
 
 SHOWN = 4
@@ -235,7 +242,8 @@ def foreign_wait(frame: FrameType | None) -> Waiting | None:
         for each in frames(top):
             if not each.f_code.co_filename.startswith(_DISTRIBUTED):
                 break
-            found = each if each.f_code.co_name != "wrapper" else found
+            outer = each.f_code.co_filename == file and each.f_code.co_name != "wrapper"
+            found = each if outer else found  # what torch's checkpoints call is a collective of another file
         group = top.f_locals.get("group") or top.f_locals.get("pg") or dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             return None
@@ -258,4 +266,5 @@ __all__ = [
     "mixed_up",
     "place_of",
     "vain_message",
+    "whom",
 ]

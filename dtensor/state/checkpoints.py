@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..dispatch.view_copies import fresh
 from ..errors import CheckpointError
 from ..mesh.job import all_here
+from ..mesh.stages import Stage
 from ..tensor.tensor import DTensor
 from ..torch_private.core import default_group_timeout, functional_collectives
 from ..torch_private.staging import StateDictStager
@@ -91,9 +92,10 @@ class Checkpoints:
                 an optimizer is given without the module that has its parameters, or as `optimizer.state_dict()`; two
                 keys of a dict are the same as text (1 and "1"); or ranks have different numbers or strings for one key.
         """
-        given = self._asked(f"save(step={step!r})", lambda: _state_of(state, step))
-        check_values(given, self._group)
-        self._write(given, self._begin(step), step)
+        with Stage(f"saving the checkpoint of step {step}"):
+            given = self._asked(f"save(step={step!r})", lambda: _state_of(state, step))
+            check_values(given, self._group)
+            self._write(given, self._begin(step), step)
 
     def save_async(self, state: dict[str, Any], step: int) -> Saving:
         """As `save`, but in the background. Returns once the values are copied to the host; they may then be modified.
@@ -109,8 +111,9 @@ class Checkpoints:
         Raises:
             CheckpointError: as in `save`, for errors before the save starts.
         """
-        copied = self._asked(f"save_async(step={step!r})", lambda: _copied(_state_of(state, step)))
-        check_values(copied, self._group)
+        with Stage(f"copying what the checkpoint of step {step} holds"):
+            copied = self._asked(f"save_async(step={step!r})", lambda: _copied(_state_of(state, step)))
+            check_values(copied, self._group)
         partial, saving = self._begin(step), Saving()
 
         def write() -> None:
@@ -139,7 +142,8 @@ class Checkpoints:
         """
         saving, self._saving = self._saving, None
         if saving is not None:
-            futures.wait([saving])
+            with Stage("waiting for the checkpoint that is saved in the background"):
+                futures.wait([saving])
             if not saving.told:
                 saving.result()
 
@@ -149,15 +153,16 @@ class Checkpoints:
         To verify a checkpoint the ranks read every byte of it, each rank a share. Newer damaged checkpoints are
         skipped, with a warning on the first rank.
         """
-        self._asked("newest()", lambda: None)
-        damaged = ""
-        for step, path in self._newest_first():
-            torn = of_ranks(gathered(verify(path, self._share), self._group))
-            if not torn:
-                self._warn(step, damaged)
-                return step
-            damaged += f"; that of step {step} is damaged: {torn}"
-        return None
+        with Stage("verifying checkpoints"):
+            self._asked("newest()", lambda: None)
+            damaged = ""
+            for step, path in self._newest_first():
+                torn = of_ranks(gathered(verify(path, self._share), self._group))
+                if not torn:
+                    self._warn(step, damaged)
+                    return step
+                damaged += f"; that of step {step} is damaged: {torn}"
+            return None
 
     def load(self, state: dict[str, Any], step: int | None = None) -> int:
         """Reads a checkpoint into `state`.
@@ -176,29 +181,31 @@ class Checkpoints:
             CheckpointError: there is no checkpoint, the checkpoint of `step` is damaged (`state` may then hold part of
                 it), or its contents do not match `state`; raised on all ranks.
         """
-        self._asked(f"load(step={step!r})", lambda: _check(state, step or 0))
-        if step is not None:
-            path = self._together(lambda: self._path_of(step))
-            torn = self._read(state, step, path)
-            if torn:
-                whole = [s for s, p in self._newest_first() if not _torn(p)]
-                raise CheckpointError(f"the checkpoint of step {step} is damaged: {torn}{_which(sorted(whole))}")
-            return step
-        damaged = ""
-        for newest, path in self._newest_first():
-            torn = self._read(state, newest, path)
-            if not torn:
-                self._warn(newest, damaged)
-                return newest
-            damaged += f"; that of step {newest} is damaged: {torn}"
-        raise CheckpointError(f"there is no {'intact ' if damaged else ''}checkpoint in {self.folder}{damaged}")
+        with Stage("loading a checkpoint"):
+            self._asked(f"load(step={step!r})", lambda: _check(state, step or 0))
+            if step is not None:
+                path = self._together(lambda: self._path_of(step))
+                torn = self._read(state, step, path)
+                if torn:
+                    whole = [s for s, p in self._newest_first() if not _torn(p)]
+                    raise CheckpointError(f"the checkpoint of step {step} is damaged: {torn}{_which(sorted(whole))}")
+                return step
+            damaged = ""
+            for newest, path in self._newest_first():
+                torn = self._read(state, newest, path)
+                if not torn:
+                    self._warn(newest, damaged)
+                    return newest
+                damaged += f"; that of step {newest} is damaged: {torn}"
+            raise CheckpointError(f"there is no {'intact ' if damaged else ''}checkpoint in {self.folder}{damaged}")
 
     def _read(self, state: dict[str, Any], step: int, path: Path) -> str:
         """Read a checkpoint into `state`. Returns a description of the damage, or "" for none."""
-        reader, torn = tried(lambda: Reader(path), self._group)
-        if torn:
-            return torn
-        wrong, is_damage = read_into(state, reader, self._group)
+        with Stage(f"step {step}", inside=True):
+            reader, torn = tried(lambda: Reader(path), self._group)
+            if torn:
+                return torn
+            wrong, is_damage = read_into(state, reader, self._group)
         if wrong and not is_damage:
             raise CheckpointError(f"the checkpoint of step {step} cannot be read into the state: {wrong}")
         return wrong

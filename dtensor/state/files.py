@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ..errors import CheckpointError
+from ..mesh.stages import Stage
 from .index import DamagedError, Index, Part, read_index, write_index
 from .optimizers import give_back, to_load
 from .safetensors import raw_bytes
@@ -60,8 +61,13 @@ class Writer(StorageWriter):
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         results, begin = [], 0
         # Checksums are computed in a thread while the data is written.
-        with open(self.folder / self.file, "wb") as file, ThreadPoolExecutor(1) as beside:
-            for item in plan.items:
+        with (
+            open(self.folder / self.file, "wb") as file,
+            ThreadPoolExecutor(1) as beside,
+            Stage("writing", inside=True) as stage,
+        ):
+            for k, item in enumerate(plan.items):
+                stage.what = f"writing part {k + 1} of {len(plan.items)}"
                 data = planner.resolve_data(item)
                 is_value = item.type == WriteItemType.BYTE_IO
                 raw = data.getbuffer() if is_value else raw_bytes(data)
@@ -134,20 +140,22 @@ class Reader(StorageReader):
         wanted: dict[Part, list[Any]] = {}
         for item in plan.items:
             wanted.setdefault(self.where[item.storage_index], []).append(item)
-        for part in sorted(wanted, key=lambda p: (p.file, p.begin)):
-            data = part.read(self.folder)
-            raw: Any = data.numpy()
-            for item in wanted[part]:
-                if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, io.BytesIO(raw))
-                    continue
-                dtype = self.index.tensors[item.storage_index.fqn][0]
-                found = data.view(dtype).view(part.sizes)
-                for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
-                    found = found.narrow(dim, offset, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(found)
-                planner.commit_tensor(item, target)
+        with Stage("reading", inside=True) as stage:
+            for k, part in enumerate(sorted(wanted, key=lambda p: (p.file, p.begin))):
+                stage.what = f"reading part {k + 1} of {len(wanted)}"
+                data = part.read(self.folder)
+                raw: Any = data.numpy()
+                for item in wanted[part]:
+                    if item.type == LoadItemType.BYTE_IO:
+                        planner.load_bytes(item, io.BytesIO(raw))
+                        continue
+                    dtype = self.index.tensors[item.storage_index.fqn][0]
+                    found = data.view(dtype).view(part.sizes)
+                    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths)):
+                        found = found.narrow(dim, offset, length)
+                    target = planner.resolve_tensor(item).detach()
+                    target.copy_(found)
+                    planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

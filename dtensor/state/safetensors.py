@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CheckpointError
+from ..mesh.stages import Stage
 from ..mesh.tensor_spec import chunk
 from ..tensor.tensor import DTensor
 
@@ -44,6 +45,7 @@ INDEX = "model.safetensors.index.json"
 """The name of the file that maps tensors to files, if there are several."""
 
 
+@Stage("writing safetensors")
 def export(
     state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
 ) -> None:
@@ -169,6 +171,7 @@ def raw_bytes(x: torch.Tensor) -> memoryview:
     return memoryview(raw)
 
 
+@Stage("reading safetensors")
 def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, strict: bool = True) -> list[str]:
     """Reads safetensors files into the tensors of a state dict, in place. Each rank reads only its own shards.
 

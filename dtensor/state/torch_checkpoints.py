@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from ..errors import CheckpointError
+from ..mesh.stages import Stage
 from .files import read_into, tried
 from .index import content_of, covers
 
@@ -97,6 +98,7 @@ def _is_whole(kind: Any) -> bool:
     return covers(kind.size, [(chunk.offsets, chunk.sizes) for chunk in kind.chunks])
 
 
+@Stage("loading a checkpoint of torch")
 def load_torch_checkpoint(state: dict[str, Any], folder: str | os.PathLike[str]) -> None:
     """Reads a checkpoint that `torch.distributed.checkpoint.save` wrote into `state`, like `Checkpoints.load`.
 

@@ -161,6 +161,9 @@ class _Progress:
     def began(self, compilation: Compilation) -> None:
         _told().began(compilation)
 
+    def repeated(self, compilation: Compilation) -> None:
+        _told().repeated(compilation)
+
     def ended(self, compilation: Compilation) -> None:
         _told().ended(compilation)
 

@@ -61,9 +61,9 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 """Setting to restore -> the functions that read and write it."""
 
-IDLE = ("ThreadPoolExecutor", "tqdm_monitor")
+IDLE = ("ThreadPoolExecutor", "tqdm_monitor", "dtensor progress")
 """Prefixes of the names of threads that may remain, as they wait and do not touch data of a job: Inductor's workers,
-Dynamo's progress bar."""
+Dynamo's progress bar, what tells of stages that take long."""
 
 ENDING = 3.0
 """Seconds that the remaining threads have to notice that their process group is gone, and to end."""

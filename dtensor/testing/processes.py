@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from ..mesh.stages import Stage
 from .child import LEAVE, STACKS_SIGNAL, Failure, Job, rank_main
 from .references import FunctionReference
 
@@ -99,10 +101,12 @@ def run_ranks(
         )
         ranks: list[_Rank] = []
         try:
-            for rank in range(nproc):
-                ranks.append(_Rank(rank, _idle(kept, backend) or _Process(backend)))
-                ranks[-1].process.send(pickle.dumps((rank, job)))
-            _collect(ranks, job)
+            with ExitStack() as until_started:
+                until_started.enter_context(Stage(f"starting {nproc} processes"))
+                for rank in range(nproc):
+                    ranks.append(_Rank(rank, _idle(kept, backend) or _Process(backend)))
+                    ranks[-1].process.send(pickle.dumps((rank, job)))
+                _collect(ranks, job, until_started)
             results = [pickle.loads(r.result) for r in ranks]
             if kept is not None:
                 kept += _left(ranks)
@@ -240,8 +244,9 @@ def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
     return ready
 
 
-def _collect(ranks: list[_Rank], job: Job) -> None:
-    """Wait for all ranks to return; raise on the first failure, and when `job.timeout` has passed."""
+def _collect(ranks: list[_Rank], job: Job, until_started: ExitStack) -> None:
+    """Wait for all ranks to return; raise on the first failure, and when `job.timeout` has passed. `until_started` is
+    closed when all have begun."""
     deadline = time.monotonic() + job.timeout
     while not all(r.done for r in ranks):
         ready = _receive(ranks, deadline)
@@ -249,6 +254,8 @@ def _collect(ranks: list[_Rank], job: Job) -> None:
             raise _timed_out(ranks, job)
         if any(r.failure for r in ready):
             raise _failed(ranks)
+        if all(r.started for r in ranks):
+            until_started.close()
 
 
 def _failed(ranks: list[_Rank]) -> RankError:

@@ -8,7 +8,6 @@ demo uses the public API of the library, and `dtensor.testing` for the model and
 import importlib.util
 import os
 import statistics as numbers
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,11 +19,11 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from dtensor.compile import statistics
 
 from ..mesh.mesh import init_device_mesh
+from ..mesh.stages import Stage
 from ..parallel import clip_grad_norm_
 from ..testing import CountCollectives, ModelArgs, Transformer, run_ranks
 from .demo_plans import PLANS, computing_in
@@ -150,6 +149,7 @@ def demonstrate(options: Options) -> Outcome | None:
         dist.destroy_process_group()
 
 
+@Stage("demo")
 def on_rank(rank: int, options: Options) -> Outcome | None:
     """Do the part of one rank in an initialised process group; return the outcome on rank 0, None on the others."""
     batches = list(_batches(options))
@@ -167,12 +167,13 @@ def on_rank(rank: int, options: Options) -> Outcome | None:
     single = None
     if rank == 0:
         single = train("one process", loss_of(model(), dtype), batches)
-    counted = count(sharded(), own[0])
-    eager = _averaged(train("sharded, eager", sharded(), own, counted, quiet=rank != 0))
+    with Stage("counting what an eager step sends"):
+        counted = count(sharded(), own[0])
+    eager = _averaged(train("sharded, eager", sharded(), own, counted))
     torch.compiler.reset()
     with statistics() as seen:
         step = sharded(lambda fn: torch.compile(fn, backend=options.backend, fullgraph=True))
-        compiled = _averaged(train("sharded, compiled", step, own, quiet=rank != 0))
+        compiled = _averaged(train("sharded, compiled", step, own))
     compiled = replace(compiled, traffic=_compiled_traffic(seen, options.backend))
     curves = _gathered([eager.losses, compiled.losses])
     if single is None:
@@ -211,25 +212,25 @@ def train(
     step: Step,
     batches: Sequence[tuple[torch.Tensor, ...]],
     traffic: Traffic | None = None,
-    quiet: bool = False,
 ) -> Run:
     """Train with AdamW and clipped gradients, one step for each batch.
 
-    The speed is that of the median step, without the first. There is no progress bar if `quiet` is set or stderr is not
-    a terminal.
+    The speed is that of the median step, without the first.
     """
     parameters = list(step.model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     losses, seconds = [], []
-    for inputs, targets in tqdm(batches, desc=f"{name:<18}", unit="step", disable=quiet or None, file=sys.stderr):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = step.loss(inputs, targets)
-        loss.backward()
-        clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
+    with Stage(name) as stage:
+        for k, (inputs, targets) in enumerate(batches):
+            stage.what = f"{name}, step {k + 1} of {len(batches)}" + (f", loss {losses[-1]:.3f}" if losses else "")
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = step.loss(inputs, targets)
+            loss.backward()
+            clip_grad_norm_(parameters, CLIP)
+            optimizer.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
     speed = BATCH * SEQ / numbers.median(seconds[1:] or seconds)
     return Run(name, tuple(losses), speed, traffic or Traffic((Counter(), 0), (Counter(), 0)))
 

@@ -35,7 +35,7 @@ from torch._inductor import config as inductor_config
 
 from . import graph_cache
 from .graph_cache import WHOLE, exchanging
-from .phases import compilation
+from .phases import compilation, repeats
 
 BY_IDENTITY = ("ID_MATCH", "FUNCTION_MATCH", "CLASS_MATCH", "MODULE_MATCH", "CLOSURE_MATCH")
 """Guards that hold for one object of one process."""
@@ -157,6 +157,7 @@ def install() -> None:
     """Stand before Dynamo from now on, without a handler at first: what it compiles is then told as a compilation."""
     if convert_frame.ConvertFrameAssert.__call__ is not _compile:
         convert_frame.ConvertFrameAssert.__call__ = _compile
+        convert_frame.get_and_maybe_log_recompilation_reasons = _recompilation_reasons
         guards.CheckFunctionManager.serialize_guards = _serialize_guards
         guards.GuardsStatePickler.reducer_override = _reduce
         autograd_cache.AOTAutogradCache._lookup = staticmethod(_lookup)
@@ -168,6 +169,7 @@ def install() -> None:
         graph_cache.install()
 
 
+_own_reasons = convert_frame.get_and_maybe_log_recompilation_reasons
 _own_serialize = guards.CheckFunctionManager.serialize_guards
 _own_lookup = autograd_cache.AOTAutogradCache._lookup
 _own_install_unsafe = OutputGraph.install_global_unsafe
@@ -283,6 +285,13 @@ def _compile(self: Any, frame: Any, cache_entry: Any, hooks: Any, frame_state: A
         found = (_answered if _handlers else _compiled)(*given, skip=skip + 2)
         made.made = made.made or found.guarded_code is not None
         return found
+
+
+def _recompilation_reasons(*args: Any, **kwargs: Any) -> list[str]:
+    """As Dynamo finds out why it compiles a frame again."""
+    reasons = _own_reasons(*args, **kwargs)
+    repeats(reasons)
+    return reasons
 
 
 def _named(frame: Any) -> str:

@@ -1,15 +1,18 @@
 """Where the time goes while a frame is compiled: each moment belongs to one phase, on the thread that compiles.
 
-Torch announces the steps of a compilation to its `ChromiumEventLogger`; those in `EVENTS` begin a phase. The rest of
-the library names its own with `phase`. A phase inside another interrupts it, so that the seconds of all add up to the
-whole.
+Torch announces the steps of a compilation to its `ChromiumEventLogger`; those in `EVENTS` begin a phase, those in
+`STEPS` are only named to who waits. The rest of the library names its own with `phase`. A phase inside another
+interrupts it, so that the seconds of all add up to the whole.
 """
 
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, Protocol
 
 from torch._dynamo.utils import ChromiumEventLogger
@@ -24,6 +27,9 @@ PHASES = (TRACING, PASSES, GENERATING, COMPILING, LOADING, WAITING, SAVING)
 BACKWARD = "entire_backward_compile"
 """Torch's name for compiling a backward when it first runs."""
 
+DYNAMO = "bytecode_tracing"
+"""Torch's name for what Dynamo does with the code of a frame."""
+
 EVENTS = {
     BACKWARD: GENERATING,
     "_recursive_joint_graph_passes": GENERATING,
@@ -35,6 +41,47 @@ EVENTS = {
     "CachingAutotuner.benchmark_all_configs": COMPILING,
 }
 """Torch's name for a step -> the phase that it begins."""
+
+STEPS = {
+    DYNAMO: "Dynamo",
+    "build_guards": "guards",
+    "backend_compile": "backend",
+    "create_aot_dispatcher_function": "AOTAutograd",
+    "aot_collect_metadata": "inputs and results",
+    "aot_trace_joint_graph": "joint graph",
+    "_recursive_joint_graph_passes": "Inductor's passes on the joint graph",
+    "min_cut_rematerialization_partition": "partition",
+    "compile_fx.<locals>.fw_compiler_base": "forward graph",
+    "compile_fx.<locals>.bw_compiler": "backward graph",
+    "inductor_compile": "Inductor",
+    "_recursive_post_grad_passes": "Inductor's passes",
+    "GraphLowering.run": "lowering",
+    "Scheduler.__init__": "fusing",
+    "Scheduler.codegen": "generating code",
+    "PyCodeCache.load_by_key_path": "loading the code",
+    "compile_file": "g++",
+    "async_compile.wait": "compiling kernels",
+    "CachingAutotuner.slow_precompile_config": "compiling kernels",
+    "CachingAutotuner.benchmark_all_configs": "choosing the fastest kernel",
+}
+"""Torch's name for a step -> what it is called."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that a compilation is in.
+
+    Attributes:
+        event: torch's name for it, or that of a phase.
+        before: the phase that it interrupted.
+        what: what it is called; "" if it has no name.
+        began: when it began, as `time.monotonic` gives it.
+    """
+
+    event: str
+    before: str
+    what: str
+    began: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -48,6 +95,8 @@ class Compilation:
         phase: the phase that lasts.
         whom: what it waits for; "" if it waits for nobody.
         made: whether it led to compiled code.
+        again: why no code that was compiled before holds, as Dynamo says it for each; none if there is no such code.
+        thread: the thread that compiles.
     """
 
     name: str
@@ -56,26 +105,36 @@ class Compilation:
     phase: str = TRACING
     whom: str = ""
     made: bool = False
+    again: tuple[str, ...] = ()
+    thread: int = field(default_factory=threading.get_ident)
     _since: float = 0.0
-    _outer: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    _outer: list[Step] = field(default_factory=list[Step])
 
     def __post_init__(self) -> None:
         self._since = self.began
 
-    def enter(self, event: str, phase: str) -> None:
-        """Begin a phase, for which `event` stands. What torch does to load a frame belongs to the loading."""
+    def enter(self, event: str, phase: str, what: str = "") -> None:
+        """Begin a step, for which `event` stands. What torch does to load a frame belongs to the loading."""
         if self.phase == LOADING and event in EVENTS:
             return
-        self._outer.append((event, self.phase))
+        self._outer.append(Step(event, self.phase, what))
         self._change(phase)
 
     def leave(self, event: str) -> None:
         """Return to the phase that `event` interrupted."""
-        while any(name == event for name, _ in self._outer):
-            name, before = self._outer.pop()
-            self._change(before)
-            if name == event:
+        while any(step.event == event for step in self._outer):
+            step = self._outer.pop()
+            self._change(step.before)
+            if step.event == event:
                 return
+
+    def steps(self) -> list[tuple[str, float]]:
+        """What it is in now, outermost first, and when each began, as `time.monotonic` gives it."""
+        named = [
+            (f"{s.what} for {self.whom}" if s.event == WAITING else s.what, s.began) for s in self._outer if s.what
+        ]
+        within = _within(sys._current_frames().get(self.thread), self._outer[-1].event if self._outer else "")
+        return [*named, (within, time.monotonic())] if within else named
 
     def _change(self, phase: str) -> None:
         now = time.perf_counter()
@@ -88,6 +147,10 @@ class Watcher(Protocol):
 
     def began(self, compilation: Compilation) -> None:
         """It has begun."""
+        ...
+
+    def repeated(self, compilation: Compilation) -> None:
+        """It has turned out that the frame was compiled before, and why that does not hold (`Compilation.again`)."""
         ...
 
     def ended(self, compilation: Compilation) -> None:
@@ -129,6 +192,15 @@ def compilation(name: str) -> Iterator[Compilation]:
         _finish(made, told)
 
 
+def repeats(reasons: Iterable[str]) -> None:
+    """This thread compiles a frame again, for these reasons."""
+    made = _here.compilation
+    if made is not None and not made.again:
+        made.again = tuple(reasons)
+        for watcher in list(_watchers):
+            watcher.repeated(made)
+
+
 def _finish(made: Compilation, told: list[Watcher]) -> None:
     _here.compilation = None
     made.enter("end", made.phase)
@@ -149,7 +221,7 @@ def phase(name: str, whom: str = "") -> Iterator[None]:
         yield
         return
     before, made.whom = made.whom, whom
-    made.enter(name, name)
+    made.enter(name, name, name)
     try:
         yield
     finally:
@@ -177,18 +249,57 @@ def _started(self: Any, event_name: str, *args: Any, **kwargs: Any) -> None:
     if made is not None:
         if event_name == "entire_frame_compile":
             _names[_id()] = made.name
-        elif event_name in EVENTS:
-            made.enter(event_name, EVENTS[event_name])
+        elif event_name in EVENTS or event_name in STEPS:
+            made.enter(event_name, EVENTS.get(event_name, made.phase), STEPS.get(event_name, ""))
     _own_start(self, event_name, *args, **kwargs)
 
 
 def _ended(self: Any, event_name: str, *args: Any, **kwargs: Any) -> None:
     _own_end(self, event_name, *args, **kwargs)
     made = _here.compilation
-    if made is not None and event_name in EVENTS:
+    if made is not None and (event_name in EVENTS or event_name in STEPS):
         made.leave(event_name)
         if event_name == BACKWARD and not made._outer:
             _finish(made, list(_watchers))
+
+
+def _line_of(found: dict[str, Any]) -> str:
+    translator = found["self"]
+    return f"at {os.path.basename(translator.f_code.co_filename)}:{translator.lineno}"
+
+
+def _count(what: str, of: Callable[[dict[str, Any]], Iterable[Any]], name: str) -> Callable[[dict[str, Any]], str]:
+    """Says which of how many things that it goes through a function is at: the value of its variable `name`."""
+
+    def said(found: dict[str, Any]) -> str:
+        every = list(of(found))
+        return f"{what} {1 + every.index(found[name])} of {len(every)}"
+
+    return said
+
+
+WITHIN = {
+    ("symbolic_convert.py", "run"): _line_of,
+    ("interpreter.py", "run"): _count("operator", lambda found: found["self"].graph.nodes, "node"),
+    ("scheduler.py", "_codegen"): _count("kernel", lambda found: found["nodes"], "node"),
+    ("async_compile.py", "_wait_futures"): _count("kernel", lambda found: found["kernels"], "key"),
+}
+"""File and function of torch -> what its variables say of how far it is."""
+
+
+def _within(frame: FrameType | None, event: str) -> str:
+    """How far the innermost of the functions in `WITHIN` is that a thread is in; "" if that is unknown. Dynamo's is
+    that in which all other steps begin."""
+    while frame is not None:
+        code = frame.f_code
+        found = WITHIN.get((os.path.basename(code.co_filename), code.co_name))
+        if found is not None and f"{os.sep}torch{os.sep}" in code.co_filename:
+            try:
+                return "" if (found is _line_of) != (event == DYNAMO) else found(frame.f_locals)
+            except Exception:  # it has not begun, or another release names its variables otherwise
+                return ""
+        frame = frame.f_back
+    return ""
 
 
 def _id() -> Any:
@@ -197,4 +308,4 @@ def _id() -> Any:
 
 
 __all__ = ["COMPILING", "GENERATING", "LOADING", "PASSES", "PHASES", "SAVING", "TRACING", "WAITING", "Compilation"]
-__all__ += ["Watcher", "compilation", "current", "phase", "wait_for", "watch_compilations"]
+__all__ += ["Watcher", "compilation", "current", "phase", "repeats", "wait_for", "watch_compilations"]

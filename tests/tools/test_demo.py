@@ -1,8 +1,10 @@
 """The `demo` command: what it refuses, what it says when a rank fails, and one real run."""
 
+import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 
 import pytest
@@ -187,3 +189,27 @@ def test_a_real_run(tmp_path, layers):
     assert "The losses agree" in result.stdout
     assert "Graphs of the compiled step: 1; graph breaks: 0." in result.stdout
     assert b"<svg" in plot.read_bytes()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("plan", "nproc"), [("tp", 2), ("2d", 4)])
+def test_no_rank_is_silent(plan, nproc, tmp_path):
+    """Each rank writes a line at least every ten seconds, from the start of the processes on, with nothing cached."""
+    command = [sys.executable, "-m", "dtensor", "demo", "--nproc", str(nproc), "--steps", "3", "--plan", plan]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    lines: list[tuple[float, str]] = []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as running:
+        for line in running.stderr:
+            lines.append((time.monotonic(), line))
+        ended = time.monotonic()
+        assert running.wait(60) == 0, lines
+    for rank in range(nproc):
+        own = [at for at, line in lines if f"dtensor, rank {rank}: " in line]
+        gaps = [later - before for before, later in zip([lines[0][0], *own], [*own, ended])]
+        print(f"{plan}, rank {rank}: {len(own)} lines in {ended - lines[0][0]:.0f} s, at most {max(gaps):.1f} s apart")
+        assert max(gaps) <= 10.0, "".join(line for _, line in lines)
+    said = "".join(line for _, line in lines)
+    assert re.search(r"rank 0: demo.*: compiling .*: AOTAutograd.*: joint graph", said)
+    assert re.search(r"rank 0: demo.*: sharded, compiled, step 1 of 3.*: kernel \d+ of \d+", said)

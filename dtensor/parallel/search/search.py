@@ -19,6 +19,7 @@ from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
 from ...mesh.links import links_here
 from ...mesh.mesh import backend_of, facts
+from ...mesh.stages import Stage
 from ..whole_model.plan import FINDERS, Plan, modules_of, recomputed_of
 from ..whole_model.prediction import Prediction
 from .best import Best
@@ -42,6 +43,7 @@ PER_HOST = 8
 Mode = Literal["training", "forward"]
 
 
+@Stage("searching a plan")
 def search(
     model: nn.Module,
     mesh: Any,
@@ -135,7 +137,8 @@ def search(
                     below *= 1 - WORTH
                 here = engine if parts == engine.regime.parts else step.engine_of(engine.steps, parts=parts)
                 tried = Best(here, pinned, memory, gap, until, below)
-                found = tried.found()
+                with Stage("solving", inside=True):
+                    found = tried.found()
                 if found is not None and found[1].seconds < below and parts in (split_batch, found[1].parts):
                     best = tried, again, *found
                     enough = tried.free
@@ -147,7 +150,8 @@ def search(
             assert tried is not None
             raise PlacementError(tried.too_large())
         tried, again, made, run, bound = best
-        made, run, bound = tried.finished(made, run, bound)
+        with Stage("polishing", inside=True):
+            made, run, bound = tried.finished(made, run, bound)
         engine, pinned = tried.engine, tried.pinned
         predicted = step.prediction(engine, run, bound)
         if what_if:
@@ -232,9 +236,14 @@ class _Step:
         """Record the step, with what the plan computes again."""
         self._began = time.monotonic()
         again = recomputed_of(plan, [name for name, _ in model.named_modules()])
-        tape = record(
-            model, inputs, loss=loss, training=self._regime.training, recomputed=again if self._regime.training else ()
-        )
+        with Stage("recording the step", inside=True):
+            tape = record(
+                model,
+                inputs,
+                loss=loss,
+                training=self._regime.training,
+                recomputed=again if self._regime.training else (),
+            )
         self._recorded = time.monotonic()
         return self.engine_of(steps_of(tape))
 

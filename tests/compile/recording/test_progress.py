@@ -1,9 +1,9 @@
-"""What a user who waits is told: phases whose seconds add up, a line for each frame, and a live one on a terminal."""
+"""What a user who waits is told: phases whose seconds add up, a line for each frame, and what it is in meanwhile."""
 
-import io
 import logging
+import re
+import threading
 import time
-import types
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ import dtensor.compile
 from dtensor import distribute_tensor
 from dtensor.compile.recording import progress
 from dtensor.layout.placements import Replicate, Shard
+from dtensor.mesh import stages
 from dtensor.torch_private import phases
 
 TRACED = {"tracing", "passes", "generating code", "compiling kernels"}
@@ -65,7 +66,7 @@ def test_a_line_for_each_frame(given, caplog):
     run, x = given
     with caplog.at_level(logging.INFO, "dtensor"):
         run(x).sum().backward()
-    forward, backward = [m for m in caplog.messages if "Net.forward" in m]
+    forward, backward = [m for m in caplog.messages if "is compiled after" in m]
     assert forward.startswith("rank 0: Net.forward is compiled after ")
     assert all(f"{name} " in forward for name in TRACED)
     assert backward.startswith("rank 0: Net.forward (backward) is compiled after ")
@@ -85,35 +86,19 @@ def test_a_frame_that_fails_is_not_told(fake_mesh, caplog):
         assert phases._here.compilation is None
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    """Standard error of the program, as if it were a terminal."""
-    found = Terminal()
-    monkeypatch.setattr(progress, "sys", types.SimpleNamespace(stderr=found))
-    monkeypatch.setattr(progress, "FIRST", 0.0)
-    monkeypatch.setattr(progress, "EVERY", 0.01)
-    return found
-
-
-def test_a_line_on_a_terminal(given, terminal):
-    run, x = given
-    run(x)
-    shown = terminal.getvalue().split(progress.CLEAR)
-    said = {line.split(", ")[0] for line in shown[1:-1]}
-    assert {"Net.forward: tracing", "Net.forward: generating code"} <= said <= {f"Net.forward: {n}" for n in TRACED}
-    assert shown[0] == shown[-1] == ""
-    assert terminal.getvalue().endswith(progress.CLEAR)
-
-
 def test_whom_a_rank_waits_for():
     with phases.compilation("f") as made, phases.phase(phases.WAITING, "rank 3"):
-        assert progress.now(made) == "f: waiting for rank 3, 0 s"
-    assert (made.whom, made.phase) == ("", "tracing")
+        assert [what for what, _ in made.steps()] == ["waiting for rank 3"]
+    assert (made.whom, made.phase, made.steps()) == ("", "tracing", [])
+
+
+def test_steps_that_are_named_take_no_phase():
+    with phases.compilation("f") as made:
+        made.enter("aot_trace_joint_graph", made.phase, "joint graph")
+        with phases.phase(phases.PASSES):
+            assert [what for what, _ in made.steps()] == ["joint graph", "passes"]
+        made.leave("aot_trace_joint_graph")
+    assert set(made.seconds) == {"tracing", "passes"}
 
 
 def test_nothing_is_written_elsewhere(given, capfd):
@@ -122,21 +107,25 @@ def test_nothing_is_written_elsewhere(given, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("setting", "mesh", "rank", "shown"),
-    [("", True, 0, True), ("", False, 0, False), ("0", True, 0, False), ("1", False, 0, True), ("1", True, 1, False)],
-)
-def test_who_shows_it(setting, mesh, rank, shown, terminal, monkeypatch):
-    monkeypatch.setenv(progress.SWITCH, setting)
-    monkeypatch.setattr(progress, "known_meshes", lambda: [None] * mesh)
-    monkeypatch.setattr(progress, "_rank", lambda: rank)
-    assert progress.is_shown() is shown
+def test_only_programs_with_a_mesh_are_told(monkeypatch, caplog):
+    @torch.compile(backend=lambda gm, _: seen.append(stages.now(threading.get_ident())) or gm.forward)
+    def double(x):
+        return x * 2
 
-
-def test_the_variable_is_a_switch(monkeypatch):
-    monkeypatch.setenv(progress.SWITCH, "yes")
-    with pytest.raises(ValueError, match="DTENSOR_PROGRESS is 'yes'; write 0 or 1, or leave it unset"):
-        progress.is_shown()
+    seen, x, meshes = [], torch.ones(3), []
+    monkeypatch.setattr(progress, "known_meshes", lambda: meshes)
+    double(x)
+    meshes.append(None)
+    torch.compiler.reset()
+    double(x)
+    double(x.double())
+    without, first, again = seen
+    assert without == ""
+    name = r"test_only_programs_with_a_mesh_are_told\.<locals>\.double"
+    assert re.fullmatch(rf"compiling {name}.*: backend.*", first)
+    assert re.fullmatch(rf"compiling {name} again.*: backend.*", again)
+    (said,) = [m for m in caplog.messages if "compiled again" in m]
+    assert re.fullmatch(f"{name} is compiled again: x is float64, and was float32", said.removeprefix("rank 0: "))
 
 
 def test_a_phase_interrupts_another():
