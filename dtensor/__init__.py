@@ -39,6 +39,7 @@ from .parallel.whole_model.plan import Activation, Plan
 from .rules.notation import Rule
 from .runs.records import taps as taps  # registers the operators by which compiled graphs are recorded
 from .runs.records.recorder import record, record_if_asked
+from .runs.traces.trace import merge_traces, trace, trace_handler
 from .runs.watching.watch import Watch, watch
 from .state import safetensors as safetensors
 from .state import torch_state_dicts as torch_state_dicts  # makes DTensors known to torch's state dicts
@@ -107,6 +108,7 @@ __all__ = [
     "linspace",
     "load_torch_checkpoint",
     "local_map",
+    "merge_traces",
     "logspace",
     "ones",
     "predict",
@@ -117,6 +119,8 @@ __all__ = [
     "register_sharding",
     "search",
     "strict",
+    "trace",
+    "trace_handler",
     "watch",
     "zeros",
 ]
