@@ -37,7 +37,10 @@ def graph_named(found: Sequence[tuple[fx.Node, str]], direction: str) -> dict[st
         direction: "forward", "backward" or "inference".
     """
     frame = current_frame()
-    return {"name": frame_name(frame), "collectives": [_described(node, group, direction, frame) for node, group in found]}
+    return {
+        "name": frame_name(frame),
+        "collectives": [_described(node, group, direction, frame) for node, group in found],
+    }
 
 
 def frame_name(frame: Frame) -> str:
@@ -48,7 +51,8 @@ def frame_name(frame: Frame) -> str:
 
 
 def _described(node: fx.Node, group: str, direction: str, frame: Frame) -> Described:
-    info, target = describe(node), node.target
+    info = describe(node)
+    target: Any = node.target
     assert info is not None, "a collective of a graph is known"
     line = source(node)
     name = frame_name(frame)
@@ -60,7 +64,7 @@ def _described(node: fx.Node, group: str, direction: str, frame: Frame) -> Descr
         "line": str(line) if line is not None and is_users(line.file) else "",
         "stage": direction,
         "graph": name,
-        "carried": str(getattr(target, "_schema").name).split("::")[1],
+        "carried": str(target._schema.name).split("::")[1],
         "elements": _elements(node),
     }
 

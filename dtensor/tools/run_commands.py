@@ -64,8 +64,8 @@ def _run(script: str, args: Sequence[str]) -> None:
 def trace(skip: int, steps: int, merges: bool, folder: Path, script: str | None, args: tuple[str, ...]) -> None:
     """Run SCRIPT with ARGS, and leave a trace of some of its steps in FOLDER, for Perfetto.
 
-    Collectives have names in it: placements, mesh axis, module or parameter, and the line of the program. Under torchrun
-    each rank writes a file, and the last one trace.json, with all of them:
+    Collectives have names in it: placements, mesh axis, module or parameter, and the line of the program. Under
+    torchrun each rank writes a file, and the last one trace.json, with all of them:
     torchrun --nproc-per-node 2 -m dtensor trace FOLDER script.py
     """
     if merges == (script is not None):

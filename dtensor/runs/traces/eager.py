@@ -7,17 +7,25 @@ DTensors, as many communicate in the backward only.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import torch
 
 from ...comm import profiled
 from ...tensor.tensor import DTensor
 from ...torch_private.core import autograd_node, next_sequence_number
-from ..records.places import BACKWARD, Names, Places
+from ..records.places import BACKWARD, Names, Place, Places
 
 MOST = 1 << 20
 """The number of places that are kept; one more, and all are forgotten."""
+
+
+NEAR = (0, 1, -1)
+"""How far from a number of autograd's the place of its forward is looked for."""
+
+NO_PLACE = Place(BACKWARD, "", "")
 
 
 class Namer:
@@ -26,9 +34,12 @@ class Namer:
     def __init__(self) -> None:
         self.names: Names = Names()
         self.places: Places = Places(self.names)
-        self._parameters: dict[int, str] = {}
-        self._known: int = 0
+        self._parameters: dict[int, tuple[ref[torch.Tensor], str]] = {}
         self._of: dict[int, str] = {}
+
+    def forget(self) -> None:
+        """Forget all models and places: the next trace begins with none."""
+        self.__init__()
 
     def note(self) -> None:
         """Note the place of the operator that is called now, for its backward."""
@@ -46,6 +57,7 @@ class Namer:
             if parameter:
                 self._of[next_sequence_number() - 1] = parameter
         else:
+            place = self._forward(node.sequence_number)
             parameter = self._of.get(node.sequence_number, "")
             of = f"gradient of {parameter}" if parameter else place.module or f"backward of {node.name}"
         return {
@@ -58,15 +70,21 @@ class Namer:
             "graph": "",
         }
 
+    def _forward(self, number: int) -> Place:
+        """The place of the forward whose backward has a number. `from_local` and `to_local` are no operators on
+        DTensors; their places are those of the operators after and before."""
+        forward = self.places.forward
+        return next((replace(forward[number + k], phase=BACKWARD) for k in NEAR if number + k in forward), NO_PLACE)
+
     def _parameter(self, x: torch.Tensor) -> str:
         """The name of the parameter whose memory `x` is; "" if it is none's."""
-        if len(self.names.kept) != self._known:
-            self._known = len(self.names.kept)
-            for tensor in self.names.kept:
-                local = getattr(tensor, "_local_tensor", tensor)
-                if type(local) in (torch.Tensor, torch.nn.Parameter) and local.numel():
-                    self._parameters[local.data_ptr()] = self.names.tensors[id(tensor)]
-        return self._parameters.get(x.data_ptr(), "") if x.numel() else ""
+        for tensor in self.names.kept:
+            local = getattr(tensor, "_local_tensor", tensor)
+            if type(local) in (torch.Tensor, torch.nn.Parameter) and local.numel():
+                self._parameters[local.data_ptr()] = ref(tensor), self.names.tensors[id(tensor)]
+        self.names.kept.clear()  # a profile keeps no model alive
+        alive, name = self._parameters.get(x.data_ptr(), (None, "")) if x.numel() else (None, "")
+        return name if alive is not None and alive() is not None else ""
 
 
 def moved(op: str, args: tuple[Any, ...]) -> str:

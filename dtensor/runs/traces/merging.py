@@ -40,8 +40,8 @@ def merge(folder: Path) -> Path:
     absent = sorted(set(range(ranks[0]["world"])) - {r["rank"] for r in ranks})
     if absent:
         raise RecordError(
-            f"{folder} lacks the traces of ranks {absent} of {ranks[0]['world']}; copy them there (each rank writes its "
-            "own), or trace again"
+            f"{folder} lacks the traces of ranks {absent} of {ranks[0]['world']}; copy them there (each rank writes "
+            "its own), or trace again"
         )
     write_whole(folder / TRACE, json.dumps(merged(ranks)))
     return folder / TRACE

@@ -1,7 +1,7 @@
 """`dtensor.trace`: a profile of some steps on every rank, in one file for Perfetto.
 
-    torch.profiler -> its trace of this rank -> `events` names what is in it -> FOLDER/rank00000.json
-                                                the last rank to come merges -> FOLDER/trace.json
+torch.profiler -> its trace of this rank -> `events` names what is in it -> FOLDER/rank00000.json
+                                            the last rank to come merges -> FOLDER/trace.json
 """
 
 import json
@@ -76,9 +76,9 @@ class Trace:
 
     def _start(self) -> None:
         gpus = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        self._profile = profile(activities=[ProfilerActivity.CPU, *gpus], record_shapes=True)
+        namer.forget()
         self._stack.enter_context(noting_places())
-        self._stack.enter_context(self._profile)
+        self._profile = self._stack.enter_context(profile(activities=[ProfilerActivity.CPU, *gpus], record_shapes=True))
 
     def _stop(self) -> None:
         done, self._profile = self._profile, None
@@ -140,7 +140,11 @@ def trace_handler(folder: str | os.PathLike[str]) -> Callable[[profile], None]:
     Args:
         folder: where the traces go; the same one on all ranks. A later trace of the same profiler replaces them.
     """
-    return lambda done: (write_trace(done, Path(folder)), None)[1]
+
+    def write(done: profile) -> None:
+        write_trace(done, Path(folder))
+
+    return write
 
 
 def write_trace(done: profile, folder: Path) -> Path | None:

@@ -62,7 +62,8 @@ def test_slices_that_overlap_have_rows_of_their_own():
     given = [op("step", 0, 50), op("gloo:recv", 1, 10, cat="user_annotation"), op("gloo:send", 2, 20)]
     assert not nests(given)
     made = rewritten(given, {}, {})
-    assert nests(made) and len({e["tid"] for e in made if e["ph"] == "X"}) == 2
+    assert nests(made)
+    assert len({e["tid"] for e in made if e["ph"] == "X"}) == 2
     assert [e["args"]["name"] for e in made if e["name"] == "thread_name"] == ["gloo"]
 
 
