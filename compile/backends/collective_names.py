@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dtensor.comm.profiled import Described
+from dtensor.comm.profiled import Described, Graph, packed
 from dtensor.mesh.groups import canonical
 from dtensor.mesh.provenance import MOVE, TRACED
 from dtensor.mesh.source_lines import is_users
@@ -29,18 +29,16 @@ SHOWN = 3
 """Modules that the name of a bucket lists."""
 
 
-def graph_named(found: Sequence[tuple[fx.Node, str]], direction: str) -> dict[str, Any]:
-    """Return {"name": what was compiled, "collectives": a `Described` of each, in order}.
+def graph_named(found: Sequence[tuple[fx.Node, str]], direction: str) -> str:
+    """Return the name of a graph and a `Described` of each of its collectives, in order, as `profiled.packed` text.
 
     Args:
         found: the collectives of a graph, each with its group.
         direction: "forward", "backward" or "inference".
     """
     frame = current_frame()
-    return {
-        "name": frame_name(frame),
-        "collectives": [_described(node, group, direction, frame) for node, group in found],
-    }
+    name = frame_name(frame)
+    return packed(Graph(f"{direction} of {name}", [_described(node, group, direction, frame) for node, group in found]))
 
 
 def frame_name(frame: Frame) -> str:

@@ -93,7 +93,7 @@ class StepLog:
         for name, value in (("every", every), ("calls", calls), ("flops", flops), ("peak", peak)):
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}; write a number greater than 0")
-        writers: Sequence[Any] = to if isinstance(to, (list, tuple)) else (to,)
+        writers: tuple[Any, ...] = tuple(to) if isinstance(to, (list, tuple)) else (to,)
         for writer in writers:
             if not isinstance(writer, (ScalarWriter, DictWriter)):
                 raise TypeError(
@@ -225,7 +225,7 @@ def flops_of(frame: Frame) -> float | None:
 
 
 def memory(device: str) -> int:
-    """Bytes that this process holds: the most since the last call that torch allocated on the GPU, or what is in RAM."""
+    """Bytes that this process holds: what torch allocated on the GPU at most since the last line, or what is in RAM."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     try:
@@ -243,7 +243,7 @@ def measured_peak(device: str, dtype: torch.dtype) -> float:
     best = float("inf")
     for _ in range(ROUNDS + 1):
         start = time.perf_counter()
-        a @ b
+        torch.mm(a, b)
         if device == "cuda":
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - start)

@@ -140,7 +140,7 @@ def agree(token: torch.Tensor, text: str, alike: Sequence[torch.Tensor], said: s
         alike: Inputs of the graph that are assumed to be the same on all ranks. Ranks compare their values on the first
             run and periodically after that.
         said: JSON: the direction of the graph; for each of `alike`, the description for a message and the names of the
-            groups; the graph's name, and a `profiled.Described` of each collective in order.
+            groups; and the `profiled.packed` names of the graph and its collectives.
 
     Raises:
         AgreementError: Another rank runs something else, has failed, is gone, or does not come within the default

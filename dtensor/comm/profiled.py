@@ -10,6 +10,8 @@ a collective, and a graph, ask one question of torch, which takes a tenth of a m
 """
 
 import json
+import zlib
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -82,14 +84,31 @@ def mark_graph(said: str) -> None:
         pass
 
 
+def packed(graph: Graph) -> str:
+    """A graph as short text: it is an argument of an operator, which copies it in every call."""
+    return b64encode(zlib.compress(json.dumps(graph).encode(), 9)).decode()
+
+
 @lru_cache(4096)
 def _graph(said: str) -> str:
-    direction, _, found = json.loads(said)
-    name = f"{direction} of {found['name']}"
-    known = [each for each in GRAPHS if GRAPHS[each].name == name]
-    number = f" #{len(known) + 1}" if known else ""
-    GRAPHS[GRAPH + name + number] = Graph(name, found["collectives"])
-    return GRAPH + name + number
+    _, _, text = json.loads(said)
+    graph = Graph(*json.loads(zlib.decompress(b64decode(text))))
+    known = [each for each in GRAPHS.values() if each.name == graph.name]
+    name = GRAPH + graph.name + (f" #{len(known) + 1}" if known else "")
+    GRAPHS[name] = graph
+    return name
 
 
-__all__ = ["GRAPH", "GRAPHS", "NAMES", "WAIT", "Described", "Graph", "is_profiled", "mark_graph", "name_of", "named"]
+__all__ = [
+    "GRAPH",
+    "GRAPHS",
+    "NAMES",
+    "WAIT",
+    "Described",
+    "Graph",
+    "is_profiled",
+    "mark_graph",
+    "name_of",
+    "named",
+    "packed",
+]

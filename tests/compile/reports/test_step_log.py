@@ -65,7 +65,7 @@ def test_values_and_where_they_go(clock):
     }
     assert log.step() is None
     assert log.step() == {"seconds": 0.125, "mfu": 0.2, "exposed_seconds": 0.01, "memory_bytes": 1e9, "recompiles": 0}
-    assert dicts.seen == [(made, 2), ({k: v for k, v in log_values(scalars, 4).items()}, 4)]
+    assert dicts.seen == [(made, 2), (log_values(scalars, 4), 4)]
     assert log_values(scalars, 2) == made
     assert lines == [
         "rank 0. MFU: 1e+09 FLOP a step, given, of 4e+10 FLOP/s, given. exposed communication: given. "
