@@ -287,8 +287,8 @@ def test_an_earlier_record_is_not_written_over(tmp_path, monkeypatch):
 
     run_threads(recorded, 2)
     run_threads(on_rank, 2)
-    with pytest.raises(dtensor.RecordError, match="rank00000.jsonl"):
+    with pytest.raises(dtensor.RecordError, match=r"rank00000\.jsonl"):
         dtensor.record(tmp_path / "two").__enter__()
     (tmp_path / "two" / "rank00000.jsonl").unlink()
-    with pytest.raises(dtensor.RecordError, match="rank00001.jsonl"):
+    with pytest.raises(dtensor.RecordError, match=r"rank00001\.jsonl"):
         dtensor.record(tmp_path / "two").__enter__()
