@@ -4,6 +4,9 @@ Create DTensors with `distribute_tensor` or a factory such as `zeros`, or shard 
 Importing the package registers the backend `"dtensor"` with `torch.compile` and installs its passes in Inductor.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import interop as interop
@@ -56,6 +59,16 @@ from .tensor.tensor import DTensor
 from .torch_private.core import optim_foreach_types, utils_foreach_types
 
 __version__ = "0.1.0"
+
+ON_DEMAND = ("compile", "passes")
+"""Packages that are imported when they are first named: they import torch's compilers."""
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ON_DEMAND:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 for _types in (optim_foreach_types, utils_foreach_types):
     if DTensor not in _types:

@@ -49,7 +49,7 @@ class DictWriter(Protocol):
 class StepLog:
     """Logs training: call `step` at the end of each step, on all ranks.
 
-        log = dtensor.compile.StepLog(model, every=10, peak=989e12, to=SummaryWriter())
+        log = StepLog(model, every=10, peak=989e12, to=SummaryWriter())
         for batch in batches:
             loss = train(batch)
             log.step(tokens=batch.numel(), loss=loss)
@@ -131,7 +131,7 @@ class StepLog:
             return None
         if self.device == "cuda":
             torch.cuda.synchronize()
-        made = self._measured() | {name: float(value) for name, value in values.items()}
+        made = self._measured() | {name: _number(value) for name, value in values.items()}
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._write(made, list(values))
         self._tokens, self._recompiled, self._since = 0, recompiled(), time.perf_counter()
@@ -195,16 +195,24 @@ class StepLog:
 
 def line(step: int, made: Mapping[str, float], others: Sequence[str] = ()) -> str:
     """The line of a step, of the values that are known."""
-    parts = [f"{made['seconds'] * 1e3:,.3g} ms"]
+    parts = [_milliseconds(made["seconds"])]
     if "tokens_per_second" in made:
         parts.append(f"{made['tokens_per_second']:,.0f} tokens/s")
     if "mfu" in made:
         parts.append(f"MFU {made['mfu']:.1%}".replace("%", " %"))
     if "exposed_seconds" in made:
-        parts.append(f"exposed {made['exposed_seconds'] * 1e3:,.3g} ms")
+        parts.append(f"exposed {_milliseconds(made['exposed_seconds'])}")
     parts.append(f"memory {made['memory_bytes'] / 1e9:.2f} GB")
     parts.append(f"{made['recompiles']:.0f} recompile{'s' * (made['recompiles'] != 1)}")
     return f"step {step}: " + ", ".join([*parts, *[f"{name} {made[name]:.4g}" for name in others]])
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _number(value: Any) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def latest(frames: Sequence[Frame]) -> list[Frame]:

@@ -226,6 +226,33 @@ def _event(like: Slice, name: str, category: str, start: float, end: float, args
     }
 
 
+def exposed(events: Iterable[Event]) -> float:
+    """Return the seconds for which a rank only waited for communication, for each step of its rewritten trace.
+
+    On GPUs that is the time in which kernels of collectives run and no others do; elsewhere that of the waits.
+    """
+    events = list(events)
+    steps = max(1, len([e for e in events if e.get("cat") == "step"]))
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    if not kernels:
+        return sum([e["args"]["waited_us"] for e in events if "waited_us" in e.get("args", {})]) / steps / 1e6
+    alone = 0.0
+    for pid in {e["pid"] for e in kernels}:
+        mine = [(e["ts"], e["ts"] + e["dur"], "kernel" in e["args"]) for e in kernels if e["pid"] == pid]
+        computing = _length([(a, b) for a, b, sends in mine if not sends])
+        alone += _length([(a, b) for a, b, _ in mine]) - computing
+    return alone / steps / 1e6
+
+
+def _length(intervals: Sequence[tuple[float, float]]) -> float:
+    """The length of what intervals cover together."""
+    covered, until = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        covered += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return covered
+
+
 def _said(found: Described) -> dict[str, Any]:
     return {key: found[key] for key in ("op", "move", "axis", "of", "line", "stage", "graph") if found[key]}
 
@@ -287,4 +314,4 @@ def _name_kernel(e: Event, ids: Mapping[Any, str]) -> None:
         args["kernel"], e["name"] = e["name"], ids[args["External id"]]
 
 
-__all__ = ["COLLECTIVE", "GRAPH", "STEP", "Slice", "nested", "rewritten"]
+__all__ = ["COLLECTIVE", "GRAPH", "STEP", "Slice", "exposed", "nested", "rewritten"]

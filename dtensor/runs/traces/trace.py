@@ -21,7 +21,7 @@ from ...mesh.files import write_whole
 from ..records.recorder import rank_and_world
 from ..records.storage import refuse_earlier
 from .eager import namer, noting_places
-from .events import STEP, rewritten
+from .events import STEP, exposed, rewritten
 from .merging import merge, path_of
 
 profiled.namer = namer.describe
@@ -34,12 +34,15 @@ class Trace:
         folder: where the traces go.
         path: the trace of all ranks, if this rank wrote it; else None.
         is_written: whether the trace of this rank is.
+        exposed: seconds of a step for which this rank only waited for communication, measured; None until it is
+            written.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, skip: int = 0, steps: int | None = None) -> None:
         self.folder: Path = Path(folder)
         self.path: Path | None = None
         self.is_written: bool = False
+        self.exposed: float | None = None
         self.skip, self.steps = skip, steps
         self._passed: int = 0
         self._stack: ExitStack = ExitStack()
@@ -84,7 +87,8 @@ class Trace:
         done, self._profile = self._profile, None
         self._stack.close()
         if done is not None:
-            self.path, self.is_written = write_trace(done, self.folder), True
+            self.path, self.exposed = write_trace(done, self.folder)
+            self.is_written = True
 
 
 def trace(folder: str | os.PathLike[str], *, skip: int = 0, steps: int | None = None) -> Trace:
@@ -109,7 +113,9 @@ def trace(folder: str | os.PathLike[str], *, skip: int = 0, steps: int | None = 
             hundred bytes for each operator: a few steps are enough.
 
     Returns:
-        The trace, a context. Its `step()` ends a step where no optimizer does; `path` is the trace of all ranks.
+        The trace, a context. Its `step()` ends a step where no optimizer does; afterwards `path` is the trace of all
+        ranks on the rank that wrote it, and `exposed` the seconds of a step for which this rank only waited for
+        communication.
 
     Raises:
         TypeError: `folder` is no path, or `skip` or `steps` no number.
@@ -147,8 +153,8 @@ def trace_handler(folder: str | os.PathLike[str]) -> Callable[[profile], None]:
     return write
 
 
-def write_trace(done: profile, folder: Path) -> Path | None:
-    """Write the trace of this rank; return that of all ranks, if all are there.
+def write_trace(done: profile, folder: Path) -> tuple[Path | None, float]:
+    """Write the trace of this rank; return the path of that of all ranks, if all are there, and what is exposed.
 
     Raises:
         OSError: it cannot be written.
@@ -163,7 +169,8 @@ def write_trace(done: profile, folder: Path) -> Path | None:
     made["traceEvents"] = rewritten(made["traceEvents"], profiled.NAMES, profiled.GRAPHS)
     made["dtensor"] = {"rank": rank, "world": world}
     write_whole(path_of(folder, rank), json.dumps(made))
-    return merge(folder) if all(path_of(folder, r).exists() for r in range(world)) else None
+    whole = merge(folder) if all(path_of(folder, r).exists() for r in range(world)) else None
+    return whole, exposed(made["traceEvents"])
 
 
 def merge_traces(folder: str | os.PathLike[str]) -> Path:

@@ -1,7 +1,7 @@
 """What is made of torch.profiler's events: names by order and size, rows that nest, and one clock."""
 
 from dtensor.comm.profiled import WAIT, Graph, name_of
-from dtensor.runs.traces.events import STEP, nested, rewritten
+from dtensor.runs.traces.events import STEP, exposed, nested, rewritten
 from dtensor.runs.traces.merging import later, merged
 
 
@@ -149,3 +149,13 @@ def test_ranks_are_processes_of_one_clock():
     }  # fmt: skip
     ends = {pid: [e["ts"] + e["dur"] for e in made if e["ph"] == "X" and e["pid"] == pid] for pid in (0, 64, 128)}
     assert ends == {0: [4.0, 104.0, 204.0], 64: [5.0, 105.0, 205.0], 128: [3.0, 104.0, 205.0]}
+
+
+def test_what_is_exposed():
+    waits = [op("all_reduce", 0, 9, cat="collective") | {"args": {"waited_us": w}} for w in (3.0, 5.0)]
+    steps = [op("step", 0, 9, cat="step"), op("step", 9, 9, cat="step")]
+    assert exposed(waits) == 8e-6
+    assert exposed([*waits, *steps]) == 4e-6
+    compute = [op("gemm", ts, 10, cat="kernel") for ts in (0, 5, 40)]  # 0 to 15, 40 to 50
+    sends = [op("all_reduce", ts, dur, cat="kernel") | {"args": {"kernel": "nccl"}} for ts, dur in ((10, 10), (45, 20))]
+    assert exposed([*waits, *compute, *sends]) == (5 + 15) / 1e6
