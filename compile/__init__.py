@@ -15,6 +15,7 @@ from .packages.sharing import Shared, shared
 from .recording.statistics import GraphRecord, Statistics, statistics
 from .recording.watch_compiles import dump
 from .reports.report import Report, report
+from .reports.step_log import StepLog
 
 __all__ = [
     "GraphRecord",
@@ -24,6 +25,7 @@ __all__ = [
     "Report",
     "Shared",
     "Statistics",
+    "StepLog",
     "backend",
     "dump",
     "load",

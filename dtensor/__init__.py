@@ -4,6 +4,9 @@ Create DTensors with `distribute_tensor` or a factory such as `zeros`, or shard 
 Importing the package registers the backend `"dtensor"` with `torch.compile` and installs its passes in Inductor.
 """
 
+from importlib import import_module
+from types import ModuleType
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import interop as interop
@@ -39,6 +42,7 @@ from .parallel.whole_model.plan import Activation, Plan
 from .rules.notation import Rule
 from .runs.records import taps as taps  # registers the operators by which compiled graphs are recorded
 from .runs.records.recorder import record, record_if_asked
+from .runs.traces.trace import merge_traces, trace, trace_handler
 from .runs.watching.watch import Watch, watch
 from .state import safetensors as safetensors
 from .state import torch_state_dicts as torch_state_dicts  # makes DTensors known to torch's state dicts
@@ -55,6 +59,16 @@ from .tensor.tensor import DTensor
 from .torch_private.core import optim_foreach_types, utils_foreach_types
 
 __version__ = "0.1.0"
+
+ON_DEMAND = ("compile", "passes")
+"""Packages that are imported when they are first named: they import torch's compilers."""
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ON_DEMAND:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 for _types in (optim_foreach_types, utils_foreach_types):
     if DTensor not in _types:
@@ -108,6 +122,7 @@ __all__ = [
     "load_torch_checkpoint",
     "local_map",
     "logspace",
+    "merge_traces",
     "ones",
     "predict",
     "prepare",
@@ -117,6 +132,8 @@ __all__ = [
     "register_sharding",
     "search",
     "strict",
+    "trace",
+    "trace_handler",
     "watch",
     "zeros",
 ]

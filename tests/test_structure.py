@@ -30,7 +30,7 @@ ROOMS = {
         ["__main__"],
     ],
     "dtensor.parallel": [["modules"], ["checks"], ["fsdp"], ["styles", "whole_model", "training"], ["search"]],
-    "dtensor.runs": [["records"], ["comparing", "watching"]],
+    "dtensor.runs": [["records"], ["comparing", "traces", "watching"]],
     "dtensor.rules": [
         ["rule"],
         ["call"],

@@ -27,6 +27,8 @@ from dtensor.passes.graph.count import describe
 from dtensor.passes.graph.source import module, source
 from dtensor.torch_private.compiling import order_after
 
+from .collective_names import graph_named
+
 
 def seal(graph: fx.Graph, direction: str, *, scheduled: bool, agreement: bool = True) -> None:
     """Insert the agreement into `graph`, in place, if it communicates, and fix the order of its collectives.
@@ -72,7 +74,7 @@ def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]])
         device = ir.value(first).device
         taken = [*taken, ir.insert(start, torch.ops.dtensor.generator_state.default, (device,), like=first)]
         told.append([DRAWN, groups])
-    said = json.dumps([direction, told])
+    said = json.dumps([direction, told, graph_named(found, direction)])
     args = (token, dumps(sequences, untagged), taken, said)
     agreed = ir.insert(start, torch.ops.dtensor.agree.default, args, like=first)
     return {first: [agreed, token]}

@@ -22,6 +22,7 @@ from dtensor.torch_private.compiling import check_settled, static_inputs, static
 from dtensor.torch_private.phases import PASSES, phase
 from dtensor.torch_private.symbolic_sizes import binary_products
 
+from ..estimates.estimate import flops
 from ..estimates.meshes import mesh_groups
 from ..recording.frames import current_frame
 from ..recording.logs import log_passes
@@ -153,6 +154,7 @@ def _run(
         done = run(graph, verify=False)
     if within:
         return
+    frame.story(where).flops = flops(graph)
     record(where, traced, graph, done)
     log_passes(frame, where, done)
     if where != "joint":

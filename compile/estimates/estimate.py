@@ -34,6 +34,12 @@ def seconds(node: fx.Node, machine: Machine) -> float:
     return machine.seconds(flops, moved, torch.float32 if out is None else out.dtype)
 
 
+def flops(graph: fx.Graph) -> float:
+    """Return the floating-point operations of a graph's products on this rank; symbolic sizes count with their example
+    values."""
+    return sum([_flops(node) for node in graph.nodes if node.op == "call_function"])
+
+
 def is_free(node: fx.Node) -> bool:
     """Whether a node does nothing when it runs, or only views existing data."""
     if node.op != "call_function":
@@ -92,4 +98,4 @@ def _plain(val: Any) -> Any:
     return hint(val) if isinstance(val, torch.SymInt) else val
 
 
-__all__ = ["is_free", "machine_of", "seconds"]
+__all__ = ["flops", "is_free", "machine_of", "seconds"]

@@ -33,7 +33,7 @@ from dtensor.torch_private.core import backend_of, resolve_process_group
 from ..backends.inductor import source_hash
 from .entries import Entry
 
-FORMAT = 2
+FORMAT = 3
 """The version of the file's layout."""
 
 CPUINFO = Path("/proc/cpuinfo")

@@ -33,8 +33,10 @@ from dtensor.torch_private.kernels import binary, using_kernels
 
 from ..backends.backend import as_returned, how_returned
 from ..recording.frames import Frame, recent_frames, remember
+from .hooks import Hooks, hooks, other_hooks
 from .identities import Identity, digest, identities, same_objects, stand_ins
 from .optimizers import Stepped, initialized, stepped
+from .refusals import refusal
 from .which_ranks import asks_for_rank, group_of_this_rank, other_part, uneven_lengths
 
 OURS = ("torch", "dtensor")
@@ -94,6 +96,7 @@ class Entry:
         lengths: (length, group, part): lengths that do not divide, and this rank's part of each. It holds for ranks
             that have the same parts.
         rank: the global rank that it holds for; None if it holds for all.
+        hooks: the hooks of modules that the frame refers to, which guards do not look at.
         sizes: what Dynamo has seen of the sizes of inputs, pickled.
         report: what is known of the frame for reports, pickled.
     """
@@ -114,6 +117,7 @@ class Entry:
     settings: dict[str, str] = field(repr=False)
     lengths: tuple[tuple[int, str, int], ...]
     rank: int | None
+    hooks: Hooks = field(repr=False)
     sizes: bytes = field(repr=False)
     report: bytes = field(repr=False)
 
@@ -131,12 +135,14 @@ class Noted:
         kernels: hash of a kernel's source -> loads its library.
         lengths: lengths that do not divide, by the names of groups, and this rank's part of each.
         sizes: what Dynamo has seen of the sizes of inputs.
+        hooks: those of the modules that the frame refers to.
         before: the frames that reports knew before.
     """
 
     kernels: dict[str, Callable[[], Any]]
     lengths: Lengths
     sizes: dict[Any, Any]
+    hooks: Hooks
     before: list[Frame]
 
 
@@ -175,6 +181,7 @@ def take_apart(code: types.CodeType, made: frames.FrameRecorder, noted: Noted, c
         settings(),
         lengths,
         rank,
+        noted.hooks,
         pickle.dumps(noted.sizes),
         reported(noted.before),
     )
@@ -329,15 +336,18 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
     scope = frame.f_globals
     frame_data.prepare_globals(scope, entry.imports)
     try:
-        manager = frame_data.guard_manager(entry.guards, frame.f_code, scope)
+        guards = frame_data.guard_manager(entry.guards, frame.f_code, scope)
     except Exception as error:  # whatever unpickling raises
-        return None, f"its guards cannot be read: {error}"
-    if difference := other_part(entry.lengths, entry.rank):
-        return None, difference
-    if difference := initialized(entry.optimizers, frame.f_locals, scope):
-        return None, difference
-    if difference := frame_data.first_difference(manager, frame.f_locals):
-        return None, difference
+        return None, f"its guards cannot be read: {error}; make the package again"
+    if difference := (
+        other_part(entry.lengths, entry.rank)
+        or initialized(entry.optimizers, frame.f_locals, scope)
+        or other_hooks(entry.hooks, hooks(frame.f_code, frame.f_locals, scope), frame.f_locals)
+    ):
+        return None, f"{difference}; make the package again"
+    if (failed := guards.failed(frame.f_locals)) is not None:
+        return None, refusal(failed, frame.f_locals, scope)
+    manager = guards.manager
     found, difference = stand_ins(entry.identities, frame.f_locals, scope)
     if difference:
         return None, difference
@@ -352,7 +362,7 @@ def put_together(entry: Entry, frame: Any) -> tuple[Any, str]:
                 for name, (content, how) in entry.backends.items()
             }
     except Exception as error:  # whatever unpickling, and loading libraries of kernels, raises
-        return None, f"its graphs cannot be loaded: {type(error).__name__}: {error}"
+        return None, f"its graphs cannot be loaded: {type(error).__name__}: {error}; make the package again"
     frame_data.see_sizes(pickle.loads(entry.sizes))
     for known in pickle.loads(entry.report):
         remember(known)

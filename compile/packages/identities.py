@@ -16,6 +16,8 @@ import torch
 from dtensor.torch_private.core import OpOverload, OpOverloadPacket
 from dtensor.torch_private.frame_data import evaluate
 
+from .refusals import MODEL, another_object, place
+
 Identity = tuple[str, str]
 """An expression as Dynamo writes it (`L['self'].act`), and the description of what it stands for."""
 
@@ -130,13 +132,13 @@ def stand_ins(
         try:
             value = evaluate(expression, frame_locals, frame_globals)
         except Exception as error:  # whatever the user's objects raise
-            return found, f"{expression} does not exist here: {error}"
+            return found, f"{place(expression, frame_locals)} does not exist here: {error}; {MODEL}"
         try:
             here = describe(value)
         except ValueError as error:
             here = str(error)
         if here != description:
-            return found, f"{expression} was {description}, and is {here}"
+            return found, another_object(expression, description, here, frame_locals)
         found.append((expression, value))
     return found, ""
 

@@ -17,6 +17,7 @@ from dtensor.torch_private.phases import SAVING, phase
 from ..backends.insert_agreement import Collectives, overheard
 from ..recording.frames import recent_frames
 from .entries import Entry, Noted, NotPortable, by_reference, take_apart
+from .hooks import hooks
 from .identities import digest
 
 log: logging.Logger = logging.getLogger("dtensor")
@@ -51,6 +52,7 @@ def kept(
     forget_all_but_meshes()  # so that all lengths are computed again, and uneven ones noted
     recorder = FrameRecorder(reduce=by_reference)
     sizes, before = sizes_seen(), recent_frames()
+    registered = hooks(code, frame.f_locals, frame.f_globals)
     with noted_kernels() as kernels, uneven_noted() as lengths, overheard() as heard:
         yield recorder
     if recorder.code is None and not recorder.refused:
@@ -59,7 +61,7 @@ def kept(
     try:
         with phase(SAVING):
             seen = {code: known for code, known in sizes_seen().items() if known != sizes.get(code)}
-            noted = Noted(kernels, lengths, seen, before)
+            noted = Noted(kernels, lengths, seen, registered, before)
             made: Entry | NotPortable = take_apart(code, recorder, noted, compiler)
     except NotPortable as why:
         made = why

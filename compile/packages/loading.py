@@ -1,21 +1,28 @@
 """Loads packages: frames that a package holds are not compiled."""
 
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch.distributed as dist
+
 from dtensor.errors import PackageError
+from dtensor.mesh import environment
 from dtensor.torch_private.frames import FrameRecorder, no_longer
 from dtensor.torch_private.phases import LOADING, phase
 
+from ..recording.progress import SWITCH
 from .archive import World, read
 from .entries import Entry, changed_settings, changed_source, put_together
 from .identities import digest
 
 log: logging.Logger = logging.getLogger("dtensor")
+
+AGAIN = "make the package again"
 
 
 @dataclass
@@ -55,15 +62,17 @@ class Package:
             return None
         with phase(LOADING):
             self._compare()
-            found, why = (None, self.refused) if self.refused else self._entry(frame, compiler)
+            found, why = (None, f"{self.refused}; {AGAIN}") if self.refused else self._entry(frame, compiler)
         if found is not None:
+            if not self.taken:
+                tell(f"dtensor: {name} is taken from the package {self.path}, and not compiled")
             self.taken.append(name)
             log.info("%s is taken from the package %s, not compiled", name, self.path)
             return found
         if code in self.plain:
             return None
         if self.strict:
-            raise PackageError(f"{name} cannot be taken from the package {self.path}: {why}; make the package again")
+            raise PackageError(f"{name} cannot be taken from the package {self.path}: {why}")
         self.missed.append((name, why))
         log.warning("%s is compiled, not taken from the package %s: %s", name, self.path, why)
         return None
@@ -83,8 +92,10 @@ class Package:
         code, why = digest(frame.f_code), ""
         for entry in [e for e in self.entries if e.digest == code]:
             if entry.compiler != compiler:
-                difference = f"torch.compile was given {entry.compiler}, and is given {compiler}"
-            elif not (difference := changed_settings(entry) or changed_source(entry)):
+                difference = f"torch.compile was given {entry.compiler}, and is given {compiler}; {AGAIN}"
+            elif difference := changed_settings(entry) or changed_source(entry):
+                difference += f"; {AGAIN}"
+            else:
                 found, difference = put_together(entry, frame)
                 if found is not None:
                     return found, ""
@@ -92,12 +103,19 @@ class Package:
         return None, why or self._unknown(frame)
 
     def _unknown(self, frame: Any) -> str:
-        same = [e for e in self.entries if e.function == frame.f_code.co_qualname]
-        return "its source has changed" if same else "the package does not hold it"
+        if any(e.function == frame.f_code.co_qualname for e in self.entries):
+            return f"its source has changed; {AGAIN}"
+        return "the package does not hold it; call it while the package is made (dtensor package --steps N)"
 
     def recording(self, frame: Any, compiler: str) -> AbstractContextManager[FrameRecorder | None]:
         """As `dtensor.torch_private.frames.Handler`: what is compiled is not kept."""
         return nullcontext()
+
+
+def tell(line: str) -> None:
+    """Write a line to standard error, on rank 0, unless DTENSOR_PROGRESS=0."""
+    if environment.is_on(SWITCH) is not False and not (dist.is_initialized() and dist.get_rank()):
+        print(line, file=sys.stderr, flush=True)
 
 
 def opened(path: Path, sha256: str = "", strict: bool = False) -> Package:

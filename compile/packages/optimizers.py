@@ -13,6 +13,8 @@ import torch
 from dtensor.torch_private.frame_data import evaluate
 from dtensor.torch_private.optimizers import Call, initialize
 
+from .refusals import place
+
 
 @dataclass(frozen=True)
 class Stepped:
@@ -46,15 +48,15 @@ def initialized(wanted: Sequence[Stepped], frame_locals: Any, frame_globals: dic
         try:
             optimizer = evaluate(one.expression, frame_locals, frame_globals)
         except Exception as error:  # whatever the user's objects raise
-            return f"{one.expression} does not exist here: {error}"
+            return f"the optimizer {place(one.expression, frame_locals)} does not exist here: {error}"
         if not isinstance(optimizer, torch.optim.Optimizer) or _kind(optimizer) != one.kind:
-            return f"{one.expression} was the optimizer {one.kind}, and is {_kind(optimizer)}"
+            return f"{place(one.expression, frame_locals)} was the optimizer {one.kind}, and is {_kind(optimizer)}"
         try:
             initialize(optimizer, one.calls)
         except Exception as error:  # whatever the optimizer raises, as it does without a package
-            return f"the state of {one.expression} cannot be initialized: {error}"
+            return f"the state of the optimizer, {place(one.expression, frame_locals)}, cannot be initialized: {error}"
         if difference := _difference(one.state, tuple(_state(optimizer))):
-            return f"the state of {one.expression} was {difference}"
+            return f"the state of the optimizer, {place(one.expression, frame_locals)}, was {difference}"
     return ""
 
 

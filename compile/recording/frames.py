@@ -138,6 +138,8 @@ class Story:
         sent: the collectives that it sends, in order.
         timeline: when it computes and communicates; None until it is finished.
         nodes: number of its nodes.
+        flops: floating-point operations of its products on this rank, after the passes; None if they were not counted.
+            What the backward computes again is not in the joint graph.
     """
 
     direction: str
@@ -145,6 +147,7 @@ class Story:
     sent: list[Collective] = field(default_factory=list)
     timeline: Timeline | None = None
     nodes: int = 0
+    flops: float | None = None
 
 
 @dataclass

@@ -20,7 +20,7 @@ from dtensor.mesh.files import write_whole
 from dtensor.runs.comparing.comparison import Comparison
 from dtensor.runs.comparing.findings import Finding
 from dtensor.runs.comparing.pairs import LEAST, Pair
-from dtensor.runs.comparing.report import TITLES, placed, report, where_of
+from dtensor.runs.comparing.report import TITLES, placed, report, where_of, with_line
 from dtensor.runs.comparing.values import Value
 
 from .rendering import rendered
@@ -124,7 +124,7 @@ def _described(point: Point, numbers: dict[int, int]) -> dict[str, Any]:
         "reading": pair.reading,
         "certain": pair.certain,
         "inputs": [numbers[id(p)] for p in pair.inputs if id(p) in numbers],
-        "between": [str(v) for v in pair.between],
+        "between": [with_line(v) for v in pair.between],
     }
 
 

@@ -64,16 +64,22 @@ def report(model: nn.Module | Callable[..., Any] | None = None) -> Report:
     Raises:
         ValueError: nothing was compiled of it; the message lists what was.
     """
-    frames = [f for f in recent_frames() if any(s.timeline is not None for s in f.stories.values())]
-    codes = None if model is None else _codes(model)
-    found = [f for f in frames if codes is None or any(_is_of(f, code) for code in codes)]
+    found = frames_of(model)
     if not found:
+        frames = frames_of(None)
         known = ", ".join(sorted({f"{f.name} ({Path(f.file).name}:{f.line})" for f in frames})) or "nothing"
         raise ValueError(
             f"no graph of {_called(model)} went through the passes in this process; these did: {known}. Run it once "
             "first, give the function that is compiled, or look at a dump: code from a cache skips the passes"
         )
     return Report(tuple([f"{k:03}_{f.name}" for k, f in enumerate(found)]), tuple([manifest(f) for f in found]))
+
+
+def frames_of(model: nn.Module | Callable[..., Any] | None) -> list[Frame]:
+    """Return what was compiled of a model or function, in order; of everything for None."""
+    frames = [f for f in recent_frames() if any(s.timeline is not None for s in f.stories.values())]
+    codes = None if model is None else _codes(model)
+    return [f for f in frames if codes is None or any(_is_of(f, code) for code in codes)]
 
 
 def _codes(model: Any) -> set[CodeType]:
@@ -94,4 +100,4 @@ def _called(model: Any) -> str:
     return "any program" if model is None else getattr(model, "__qualname__", type(model).__name__)
 
 
-__all__ = ["Report", "report"]
+__all__ = ["Report", "frames_of", "report"]

@@ -33,6 +33,7 @@ from ..mesh.groups import Calls, calls_on
 from ..mesh.job import Job, job
 from ..mesh.operator_library import library
 from ..torch_private.core import default_group_timeout, resolve_process_group
+from .profiled import is_profiled, mark_graph
 from .replication_check import EVERY, Given, Look
 from .start_collectives import meet
 
@@ -138,13 +139,16 @@ def agree(token: torch.Tensor, text: str, alike: Sequence[torch.Tensor], said: s
         text: What `dumps` returned.
         alike: Inputs of the graph that are assumed to be the same on all ranks. Ranks compare their values on the first
             run and periodically after that.
-        said: JSON with, for each of `alike`, the description for a message and the names of the groups.
+        said: JSON: the direction of the graph; for each of `alike`, the description for a message and the names of the
+            groups; and the `profiled.packed` names of the graph and its collectives.
 
     Raises:
         AgreementError: Another rank runs something else, has failed, is gone, or does not come within the default
             group's timeout.
     """
     global _state
+    if is_profiled():
+        mark_graph(said)
     here = job()
     if here is None or not switched("agreement", True):
         return
@@ -177,7 +181,7 @@ def _looks(here: Job, runs: Sequence[_Run], alike: Sequence[torch.Tensor], said:
     if not due or (alike[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return []
     _state.looked.add(said)
-    found, (_, told) = [], json.loads(said)
+    found, told = [], json.loads(said)[1]
     for run in due:
         run.calls.looked = run.calls.count
         given = [Given(what, x) for (what, groups), x in zip(told, alike, strict=True) if run.group in groups]

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
 from ..layout.chunks import chunk_length, note_place
 from ..mesh.collective_order import Wait, eager, mark_of
@@ -34,6 +35,7 @@ from ..mesh.local_sizes import divides, local_length
 from ..mesh.operator_library import library
 from ..torch_private.core import FakeTensor, c10d, resolve_process_group, traced_into_backward
 from ..torch_private.symbolic_sizes import known_equal
+from .profiled import WAIT, is_profiled, named
 from .start_collectives import ANY_ORDER, OVER_GLOO, starts
 from .wire_dtypes import Kernel, carried
 
@@ -198,6 +200,25 @@ def _collective_permute(x: torch.Tensor, senders: list[int], group: str) -> Kern
 
 def _started(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
     """Start the collective of the kernel `name`; the returned function waits for it and returns the kernel's result."""
+    if is_profiled() and not isinstance(x, FakeTensor):
+        return _named(name, x, args)
+    return _begun(name, x, args)
+
+
+def _named(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
+    """As `_started`, with names in the profile."""
+    said = named(name, x, args)
+    with record_function(said):
+        finish = _begun(name, x, args)
+
+    def finished() -> torch.Tensor:
+        with record_function(WAIT + said):
+            return finish()
+
+    return finished
+
+
+def _begun(name: str, x: torch.Tensor, args: tuple[Any, ...]) -> Callable[[], torch.Tensor]:
     if eager.raises is not None and not isinstance(x, FakeTensor):  # what is traced sends nothing: its agreement raises
         eager.raises()
     kernel = _GENERATORS[name](x, *args)

@@ -1,4 +1,4 @@
-"""The commands `dtensor record` and `dtensor compare`."""
+"""The commands `dtensor record`, `dtensor compare` and `dtensor trace`."""
 
 import os
 import runpy
@@ -19,7 +19,10 @@ from ..runs.comparing.comparison import check
 from ..runs.comparing.comparison import compare as compared
 from ..runs.comparing.report import first, report, report_of_one
 from ..runs.comparing.values import load
-from ..runs.records.recorder import record_from_now_on
+from ..runs.records.recorder import rank_and_world, record_from_now_on
+from ..runs.records.storage import path_of, refuse_earlier
+from ..runs.traces.trace import merge_traces
+from ..runs.traces.trace import trace as traced
 
 SHOWN = 25
 """Lines of a failed run's output that are shown."""
@@ -37,10 +40,52 @@ def record(steps: int, values: str, folder: Path, script: str, args: tuple[str, 
     Recording begins with the first call of a model. Under torchrun each rank writes a file of its own:
     torchrun --nproc-per-node 2 -m dtensor record FOLDER script.py
     """
+    try:
+        refuse_earlier(folder, path_of, *rank_and_world())
+    except RecordError as error:
+        raise click.ClickException(str(error)) from error
     record_from_now_on(folder, steps=steps, values=values)
+    _run(script, args)
+
+
+def _run(script: str, args: Sequence[str]) -> None:
     sys.argv = [script, *args]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     runpy.run_path(script, run_name="__main__")
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--skip", type=click.IntRange(min=0), default=2, show_default=True, help="Steps that pass before.")
+@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps of the optimizer.")
+@click.option("--merge", "merges", is_flag=True, help="Write one trace of those that ranks have left in FOLDER.")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("script", type=click.Path(exists=True, dir_okay=False), required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def trace(skip: int, steps: int, merges: bool, folder: Path, script: str | None, args: tuple[str, ...]) -> None:
+    """Run SCRIPT with ARGS, and leave a trace of some of its steps in FOLDER, for Perfetto.
+
+    Collectives have names in it: placements, mesh axis, module or parameter, and the line of the program. Under
+    torchrun each rank writes a file, and the last one trace.json, with all of them:
+    torchrun --nproc-per-node 2 -m dtensor trace FOLDER script.py
+    """
+    if merges == (script is not None):
+        raise click.UsageError("give a SCRIPT to run, or --merge and the FOLDER of the ranks' traces")
+    try:
+        if script is None:
+            click.echo(f"The trace: {merge_traces(folder)}")
+            return
+        tracing = traced(folder, skip=skip, steps=steps)
+        tracing.__enter__()
+    except (RecordError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    try:
+        _run(script, args)
+    finally:
+        tracing.__exit__(*sys.exc_info())
+    if tracing.path is not None:
+        click.echo(f"The trace: {tracing.path}, for https://ui.perfetto.dev")
+    elif not tracing.is_written:
+        raise click.ClickException(f"the program took no more than {skip} steps, which were skipped; write --skip 0")
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -132,6 +177,6 @@ class _Runs:
         return first(found) if found.findings else None
 
 
-COMMANDS = (record, compare)
+COMMANDS = (record, compare, trace)
 
 __all__ = ["COMMANDS"]

@@ -539,6 +539,13 @@ def dynamo_counters() -> dict[str, Any]:
     return counters
 
 
+def recompiled() -> int:
+    """How many times Dynamo has compiled a function again, since it started or was reset."""
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+
+    return sum([n - 1 for n in FRAME_COMPILE_COUNTER.values()])
+
+
 __all__ = [
     "TRACE_LOG",
     "CustomInferenceAwareGraphPass",
@@ -568,6 +575,7 @@ __all__ = [
     "on_tangents",
     "order_after",
     "parts_count_as_wholes",
+    "recompiled",
     "register_backend",
     "set_compiler_settings",
     "sizes_defined_by",

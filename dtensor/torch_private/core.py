@@ -565,6 +565,10 @@ def next_sequence_number() -> int:
     return torch.autograd._get_sequence_nr()
 
 
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Whether a profiler of torch records this thread."""
+
+
 def is_in_graph() -> bool:
     """Whether operators on this thread are recorded in a graph."""
     return get_proxy_mode() is not None
@@ -656,6 +660,7 @@ __all__ = [
     "overloads_of",
     "played_by_fakes",
     "process_groups",
+    "profiler_enabled",
     "quiet_fakes",
     "real_object",
     "register_alias",

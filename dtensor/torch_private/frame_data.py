@@ -6,7 +6,7 @@ import pickle
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +46,39 @@ def prepare_globals(frame_globals: dict[str, Any], imports: dict[str, str]) -> N
         frame_globals[alias] = importlib.import_module(name)
 
 
-def guard_manager(pickled: bytes, code: types.CodeType, frame_globals: dict[str, Any]) -> Any:
+class Failed(NamedTuple):
+    """A guard that does not hold.
+
+    Attributes:
+        text: the guard, in torch's words.
+        source: the expression that it looks at; "" if unknown.
+        local_scope, global_scope: what there was when the frame was compiled, as far as guards look at it.
+    """
+
+    text: str
+    source: str
+    local_scope: dict[str, Any]
+    global_scope: dict[str, Any]
+
+
+class Guards(NamedTuple):
+    """The guards of a frame: torch's manager, and what there was when it was compiled."""
+
+    manager: Any
+    local_scope: dict[str, Any]
+    global_scope: dict[str, Any]
+
+    def failed(self, frame_locals: Any) -> Failed | None:
+        """The first guard that does not hold in a frame; None if all do."""
+        if self.manager.check(frame_locals):
+            return None
+        parts = self.manager.check_verbose(frame_locals).verbose_code_parts
+        text = str(parts[0]) if parts else "a guard does not hold"
+        source = _looked_at(self.manager.root, text)
+        return Failed(text.split("  # ")[0].strip(), source, self.local_scope, self.global_scope)
+
+
+def guard_manager(pickled: bytes, code: types.CodeType, frame_globals: dict[str, Any]) -> Guards:
     """Guards from their pickled state.
 
     Raises:
@@ -57,20 +89,26 @@ def guard_manager(pickled: bytes, code: types.CodeType, frame_globals: dict[str,
         name = state.output_graph.name_of_builtins_dict_key_in_fglobals
         if name:
             frame_globals.setdefault(name, get_builtins_dict(frame_globals))
-        return guards.CheckFunctionManager(
+        manager = guards.CheckFunctionManager(
             code,
             OutputGraphCommon(state.output_graph),
             shape_code_parts=state.shape_code_parts,
             runtime_global_scope=frame_globals,
         ).guard_manager
+    return Guards(manager, state.output_graph.local_scope, state.output_graph.global_scope)
 
 
-def first_difference(manager: Any, frame_locals: Any) -> str:
-    """What of `guard_manager` does not hold in a frame; "" if all does."""
-    if manager.check(frame_locals):
-        return ""
-    parts = manager.check_verbose(frame_locals).verbose_code_parts
-    return str(parts[0]).split("  # ")[0].strip() if parts else "a guard does not hold"
+def _looked_at(root: Any, text: str) -> str:
+    """The expression that a guard of this text looks at; "" if there is none or several."""
+    found, todo = set[str](), [root]
+    while todo:
+        manager = todo.pop()
+        todo += manager.get_child_managers()
+        if hasattr(manager, "get_key_value_managers"):  # of a dict; its keys have managers, too
+            todo += [part for pair in manager.get_key_value_managers().values() for part in pair if part is not None]
+        if any(text in leaf.verbose_code_parts() for leaf in manager.get_leaf_guards()):
+            found.add(manager.get_source())
+    return found.pop() if len(found) == 1 else ""
 
 
 def add_identities(manager: Any, check: Callable[[Any], bool], said: str) -> None:
@@ -136,10 +174,11 @@ def runnable(content: Any) -> Any:
 
 
 __all__ = [
+    "Failed",
+    "Guards",
     "add_identities",
     "artifact",
     "evaluate",
-    "first_difference",
     "from_data",
     "guard_manager",
     "install",

@@ -114,7 +114,7 @@ def _first(c: Comparison, f: Finding) -> list[str]:
     if pair is not None and pair.inputs:
         found += [f"inputs     {_inputs(pair)[0]}", *[f"           {line}" for line in _inputs(pair)[1:]]]
     if f.between:
-        shown = [str(v) for v in reversed(f.between)][:4]
+        shown = [with_line(v) for v in reversed(f.between)][:4]
         found += [f"between    {shown[0]}", *[f"           {line}" for line in shown[1:]]]
     element = None if f.other is None or f.what != "value" else worst(f.other, f.value, c.a, c.b, *f.ranks[:1])
     if element is not None:
@@ -154,13 +154,18 @@ def placed(value: Value, pair: Pair | None = None) -> str:
 
 
 def _inputs(pair: Pair) -> Sequence[str]:
-    return [f"{p.b}{' ' + p.b.line if p.b.line else ''}: differs by {p.relative:.1e}" for p in pair.inputs[:4]]
+    return [f"{with_line(p.b)}: differs by {p.relative:.1e}" for p in pair.inputs[:4]]
+
+
+def with_line(value: Value) -> str:
+    """A value, and the line of the program that computes it, if that is known."""
+    return f"{value} {value.line}" if value.line else str(value)
 
 
 def _line(f: Finding) -> str:
     said = f", {f.said}" if f.said else ""
     step = f"step {f.value.step} " if f.value.step else ""
-    return f"{step}{f.value}{' ' + f.value.line if f.value.line else ''}: {f.relative:.1e}, {where_of(f)}{said}"
+    return f"{step}{with_line(f.value)}: {f.relative:.1e}, {where_of(f)}{said}"
 
 
 def _next(f: Finding) -> list[str]:
@@ -172,4 +177,4 @@ def _next(f: Finding) -> list[str]:
     ]
 
 
-__all__ = ["TITLES", "first", "placed", "report", "report_of_one", "where_of"]
+__all__ = ["TITLES", "first", "placed", "report", "report_of_one", "where_of", "with_line"]

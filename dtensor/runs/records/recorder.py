@@ -42,7 +42,7 @@ from ...torch_private.compiling import forget_compiled
 from ...torch_private.core import OpOverload, TorchDispatchMode, tree_leaves
 from . import fingerprint as fp
 from .places import CHECK, OPTIMIZER, Names, Place, Places
-from .storage import Writer, packed
+from .storage import Writer, packed, path_of, refuse_earlier
 
 MARK = "_dtensor_recorded"
 """The attribute of a local tensor that names the value it holds."""
@@ -133,6 +133,8 @@ class Recorder(TorchDispatchMode):
     def __enter__(self) -> "Recorder":
         if self.open:
             raise RuntimeError("this recorder is in use; make another one with dtensor.record(folder)")
+        if not self.waits:
+            refuse_earlier(self.folder, path_of, *rank_and_world())
         self.index = self.step_number = self._last = 0
         self._specs: dict[Any, int] = {}
         self._meshes: dict[int, Any] = {}
@@ -156,7 +158,8 @@ class Recorder(TorchDispatchMode):
     def writer(self) -> Writer:
         """The file of this rank, begun when the first value is known, by when the program knows its rank."""
         if self._writer is None:
-            rank, world = _rank_and_world()
+            rank, world = rank_and_world()
+            refuse_earlier(self.folder, path_of, rank, world)
             header = {"rank": rank, "world": world, "torch": torch.__version__, "program": sys.argv}
             self._writer = Writer(self.folder, rank, header)
         return self._writer
@@ -543,7 +546,7 @@ def record(folder: str | os.PathLike[str], *, steps: int | None = None, values: 
             optimizer.step()
 
     Args:
-        folder: where the files go; the same one on all ranks. Files of an earlier record are overwritten.
+        folder: where the files go; the same one on all ranks. An earlier record in it is not written over.
         steps: end the record after so many steps of an optimizer; None for all in the context.
         values: keep whole values, too, of the operators that match this pattern of "phase/module/operator", such as
             "forward/layers.0.*/mm".
@@ -554,6 +557,7 @@ def record(folder: str | os.PathLike[str], *, steps: int | None = None, values: 
     Raises:
         TypeError: `folder` is no path, or `steps` no number.
         ValueError: `steps` is less than 1.
+        RecordError: on entering the context, the folder holds a record already.
     """
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         raise TypeError(f"folder is the path of a folder, got {folder!r}; write dtensor.record('runs/tp')")
@@ -581,7 +585,8 @@ def record_if_asked() -> None:
         record_from_now_on(folder, steps=int(steps), values=environment.setting("DTENSOR_RECORD_VALUES"))
 
 
-def _rank_and_world() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
+    """The rank of this process and the number of ranks, as far as they are known by now."""
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -660,6 +665,7 @@ __all__ = [
     "Known",
     "Recorder",
     "is_recording",
+    "rank_and_world",
     "record",
     "record_from_now_on",
     "record_if_asked",

@@ -7,9 +7,11 @@ damaged line and a file that was not closed are both noticed. Fingerprints are f
 import base64
 import contextlib
 import json
+import os
+import shlex
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +27,29 @@ FORMAT = 1
 def path_of(folder: Path, rank: int) -> Path:
     """The file of a rank."""
     return folder / f"rank{rank:05d}.jsonl"
+
+
+def refuse_earlier(folder: Path, path: Callable[[Path, int], Path], rank: int, world: int) -> None:
+    """Raise if a folder holds files of an earlier run, which are not written over.
+
+    What this rank has not written yet is there already, or files of more ranks than there are. A rank that finds
+    nothing of the kind is told by those that do, as of any error.
+
+    Args:
+        folder: the folder.
+        path: the file of a rank in it.
+        rank: this rank.
+        world: the number of ranks.
+
+    Raises:
+        RecordError: it does.
+    """
+    found = [p for p in (path(folder, rank), path(folder, world)) if p.exists()]
+    if found and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0):
+        raise RecordError(
+            f"{folder} holds the files of an earlier run ({found[0].name}), which are not written over; name another "
+            f"folder, or remove it first: rm -r {shlex.quote(str(folder))}"
+        )
 
 
 class Writer:
@@ -116,4 +141,4 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(text)
 
 
-__all__ = ["FORMAT", "Writer", "packed", "path_of", "read", "unpacked"]
+__all__ = ["FORMAT", "Writer", "packed", "path_of", "read", "refuse_earlier", "unpacked"]

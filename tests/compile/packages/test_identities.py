@@ -104,7 +104,7 @@ def test_stand_ins():
     wanted = [("L['x'].act", describe(one))]
     found, why = stand_ins(wanted, {"x": Thing}, {})
     assert (found, why) == ([("L['x'].act", one)], "")
-    assert stand_ins(wanted, {"x": 1}, {})[1].startswith("L['x'].act does not exist here")
+    assert stand_ins(wanted, {"x": 1}, {})[1].startswith("the argument x.act does not exist here")
     assert "was " in stand_ins([("L['x']", "None")], {"x": 1}, {})[1]
     holds = same_objects(found, {})
     assert holds({"x": Thing})

@@ -261,3 +261,34 @@ def test_an_error_of_the_program_is_noted(tmp_path):
     with pytest.raises(ZeroDivisionError):
         fails()
     assert load(tmp_path).failed == {0: "ZeroDivisionError: division by zero"}
+
+
+def test_an_earlier_record_is_not_written_over(tmp_path, monkeypatch):
+    with dtensor.record(tmp_path / "one"):
+        torch.ones(2).add(1)
+    before = (tmp_path / "one" / "rank00000.jsonl").read_bytes()
+    said = r"one holds the files of an earlier run \(rank00000.jsonl\), which are not written over; name another folder"
+    with pytest.raises(dtensor.RecordError, match=said):
+        dtensor.record(tmp_path / "one").__enter__()
+    assert (tmp_path / "one" / "rank00000.jsonl").read_bytes() == before
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun started the program again: the record is its own
+    with dtensor.record(tmp_path / "one"):
+        torch.ones(2).add(1)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
+
+    def on_rank(rank):
+        """The same on all ranks, and of more ranks than there are now."""
+        with pytest.raises(dtensor.RecordError, match=f"rank0000{rank}.jsonl"):
+            dtensor.record(tmp_path / "two").__enter__()
+
+    def recorded(rank):
+        with dtensor.record(tmp_path / "two"):
+            torch.ones(2).add(1)
+
+    run_threads(recorded, 2)
+    run_threads(on_rank, 2)
+    with pytest.raises(dtensor.RecordError, match=r"rank00000\.jsonl"):
+        dtensor.record(tmp_path / "two").__enter__()
+    (tmp_path / "two" / "rank00000.jsonl").unlink()
+    with pytest.raises(dtensor.RecordError, match=r"rank00001\.jsonl"):
+        dtensor.record(tmp_path / "two").__enter__()

@@ -1,0 +1,89 @@
+"""The names of a graph's collectives, for a profile of its runs: see `dtensor.comm.profiled`.
+
+They are put into the graph with the agreement, so that code from caches, packages and other ranks has them, too.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dtensor.comm.profiled import Described, Graph, packed
+from dtensor.mesh.groups import canonical
+from dtensor.mesh.provenance import MOVE, TRACED
+from dtensor.mesh.source_lines import is_users
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.count import describe
+from dtensor.passes.graph.source import module, source
+from dtensor.torch_private.phases import current
+
+from ..recording.frames import Frame, current_frame
+
+OURS = re.compile(r"^FullySharded|(?<=forward)_\d+$")
+"""What this library adds to the names of classes and of their forwards."""
+
+SHOWN = 3
+"""Modules that the name of a bucket lists."""
+
+
+def graph_named(found: Sequence[tuple[fx.Node, str]], direction: str) -> str:
+    """Return the name of a graph and a `Described` of each of its collectives, in order, as `profiled.packed` text.
+
+    Args:
+        found: the collectives of a graph, each with its group.
+        direction: "forward", "backward" or "inference".
+    """
+    frame = current_frame()
+    name = frame_name(frame)
+    return packed(Graph(f"{direction} of {name}", [_described(node, group, direction, frame) for node, group in found]))
+
+
+def frame_name(frame: Frame) -> str:
+    """The name of a compiled function as the program has it, such as "MLP.forward"."""
+    compilation = current()
+    name = frame.name if compilation is None else compilation.name.removesuffix(" (backward)")
+    return OURS.sub("", name)
+
+
+def _described(node: fx.Node, group: str, direction: str, frame: Frame) -> Described:
+    info = describe(node)
+    target: Any = node.target
+    assert info is not None, "a collective of a graph is known"
+    line = source(node)
+    name = frame_name(frame)
+    return {
+        "op": info.op,
+        "move": str(node.meta.get(MOVE, "")),
+        "axis": canonical(group).removeprefix("mesh."),
+        "of": _modules(node, frame),
+        "line": str(line) if line is not None and is_users(line.file) else "",
+        "stage": direction,
+        "graph": name,
+        "carried": str(target._schema.name).split("::")[1],
+        "elements": _elements(node),
+    }
+
+
+def _modules(node: fx.Node, frame: Frame) -> str:
+    """The module that a collective is for; of a bucket the number of tensors, and the first modules."""
+    asked = [frame.asked[n].module for n in node.meta.get(TRACED, ()) if n in frame.asked]
+    modules = list(dict.fromkeys([path for path in (*asked, module(node)) if path]))
+    parts = len(node.meta.get(ir.PARTS, ()))
+    shown = ", ".join(modules[:SHOWN]) + (", …" if len(modules) > SHOWN else "")
+    return f"{parts} tensors of {shown or 'the model'}" if parts > 1 else shown
+
+
+def _elements(node: fx.Node) -> int | None:
+    """The number of elements that this rank sends; None if it is symbolic."""
+    sent = node.args[0] if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
+    values = [ir.value(x) for x in sent if isinstance(x, fx.Node)]
+    sizes = [n for x in values if isinstance(x, torch.Tensor) for n in x.shape]
+    if not all(isinstance(n, int) for n in sizes):
+        return None
+    return sum([math.prod(x.shape) for x in values if isinstance(x, torch.Tensor)])
+
+
+__all__ = ["frame_name", "graph_named"]
