@@ -52,6 +52,7 @@ from .tensor.explain import explain
 from .tensor.factories import distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, zeros
 from .tensor.local_map import local_map
 from .tensor.tensor import DTensor
+from .tensor.visualize import visualize
 from .testing.simulation.ranks import simulate
 from .torch_private.core import optim_foreach_types, utils_foreach_types
 
@@ -119,6 +120,7 @@ __all__ = [
     "search",
     "simulate",
     "strict",
+    "visualize",
     "watch",
     "zeros",
 ]

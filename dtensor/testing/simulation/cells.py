@@ -46,10 +46,12 @@ def run_cell(name: str, text: str) -> Shown | None:
     remember_lines(name, text.splitlines(keepends=True))
     main = vars(sys.modules["__main__"])
     tree = ast.parse(text, name)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, name, "exec"), main)
-    if last is None:
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, name, "exec"), main)
         return None
+    tree.body.pop()
+    exec(compile(tree, name, "exec"), main)
     value = eval(compile(ast.Expression(last.value), name, "eval"), main)
     return None if value is None else Shown.of(value)
 

@@ -1,7 +1,7 @@
 """Merges what ranks print: equal lines stand once, with the ranks that printed them.
 
-    rank 0 prints "step 0", "loss 1.5"         ranks 0-1: step 0
-    rank 1 prints "step 0", "loss 1.5"    ->   ranks 0-1: loss 1.5
+    rank 0 prints "step 0", "loss 1.5"         ranks 0, 1: step 0
+    rank 1 prints "step 0", "loss 1.5"    ->   ranks 0, 1: loss 1.5
 
 A line waits `HOLD` seconds for its like of other ranks. So nothing is held back for long, and what ranks print at about
 the same time is merged in the same way each time.
@@ -11,20 +11,10 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
+from ...tensor.visualize import ranks_text
+
 HOLD = 0.5
 """Seconds for which a line waits for the other ranks."""
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """[0] -> "rank 0", [0, 1, 2, 4] -> "ranks 0-2, 4"; the numbers ascend."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][-1] == rank - 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    numbers = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(numbers)}"
 
 
 class Lines:
@@ -35,7 +25,7 @@ class Lines:
         self.waiting: list[deque[tuple[float, str]]] = [deque() for _ in range(n)]
 
     def add(self, rank: int, text: str) -> None:
-        """Take `text`, which `rank` has written. Of a line that was written over, as by a progress bar, the end counts."""
+        """Take `text`, written by `rank`. Of a line that was written over, as in a progress bar, the end counts."""
         *lines, self.begun[rank] = (self.begun[rank] + text).split("\n")
         now = time.monotonic()
         self.waiting[rank].extend([(now, line.removesuffix("\r").rpartition("\r")[2]) for line in lines])
@@ -68,4 +58,4 @@ class Lines:
         return heads[0]
 
 
-__all__ = ["HOLD", "Lines", "ranks_text"]
+__all__ = ["HOLD", "Lines"]

@@ -3,8 +3,8 @@
 import base64
 from typing import Any
 
+from ...tensor.visualize import ranks_text
 from .cells import Shown
-from .lines import ranks_text
 
 
 class PerRank(list[Any]):

@@ -218,6 +218,8 @@ class _Member:
     def receive(self) -> None:
         """Take the answer; if the process has ended, record that as the failure."""
         self.done = True
+        kind: str
+        content: Any
         try:
             kind, content = pickle.loads(self.pipe.recv_bytes())
         except (EOFError, ConnectionError):

@@ -1,13 +1,7 @@
 """Lines of several ranks, merged."""
 
 from dtensor.testing.simulation import lines
-from dtensor.testing.simulation.lines import Lines, ranks_text
-
-
-def test_ranks_as_text():
-    assert ranks_text([0]) == "rank 0"
-    assert ranks_text([0, 1, 2, 4]) == "ranks 0-2, 4"
-    assert ranks_text([1, 3]) == "ranks 1, 3"
+from dtensor.testing.simulation.lines import Lines
 
 
 def shown(*texts, done=True):
@@ -19,14 +13,14 @@ def shown(*texts, done=True):
 
 
 def test_equal_lines_stand_once():
-    assert shown("a\nb\n", "a\nb\n") == ["ranks 0-1: a", "ranks 0-1: b"]
+    assert shown("a\nb\n", "a\nb\n") == ["ranks 0, 1: a", "ranks 0, 1: b"]
     assert shown("a\nx\n", "a\ny\n", "a\nx\n") == ["ranks 0-2: a", "ranks 0, 2: x", "rank 1: y"]
 
 
 def test_lines_of_some_ranks_do_not_part_the_others():
-    assert shown("only\nboth\n", "both\n") == ["rank 0: only", "ranks 0-1: both"]
-    assert shown("both\n", "only\nboth\n") == ["rank 1: only", "ranks 0-1: both"]
-    assert shown("a\nb\n", "b\na\n") == ["rank 0: a", "ranks 0-1: b", "rank 1: a"]
+    assert shown("only\nboth\n", "both\n") == ["rank 0: only", "ranks 0, 1: both"]
+    assert shown("both\n", "only\nboth\n") == ["rank 1: only", "ranks 0, 1: both"]
+    assert shown("a\nb\n", "b\na\n") == ["rank 0: a", "ranks 0, 1: b", "rank 1: a"]
 
 
 def test_a_line_may_come_in_parts_and_be_written_over():

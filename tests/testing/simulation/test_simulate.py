@@ -39,7 +39,7 @@ def test_values_of_cells(ranks):
     assert repr(ranks) == "2 simulated ranks"
     assert ranks.cell(CELL) is None
     assert repr(ranks.cell("x.to_local()")) == "rank 0: tensor([0., 1.])\nrank 1: tensor([2., 3.])"
-    assert repr(ranks.cell("x.shape")) == "ranks 0-1: torch.Size([4])"
+    assert repr(ranks.cell("x.shape")) == "ranks 0, 1: torch.Size([4])"
     assert ranks.cell("None if mesh.get_rank() == 1 else 3")[1] is None
     ranks.cell("total = x.sum().item()")
     assert ranks["total"] == [6.0, 6.0]
@@ -115,8 +115,8 @@ def test_what_ranks_print_is_printed_here(ranks, capsys):
     ranks.cell("import os, sys, torch.distributed as dist\nprint('hello')\nprint('part', dist.get_rank(), end='')")
     ranks.cell("print('oh', file=sys.stderr); os.write(1, b'written\\n'); None")
     printed = capsys.readouterr()
-    assert printed.out == "ranks 0-1: hello\nrank 0: part 0\nrank 1: part 1\nranks 0-1: written\n"
-    assert printed.err == "ranks 0-1: oh\n"
+    assert printed.out == "ranks 0, 1: hello\nrank 0: part 0\nrank 1: part 1\nranks 0, 1: written\n"
+    assert printed.err == "ranks 0, 1: oh\n"
 
 
 def pid():
