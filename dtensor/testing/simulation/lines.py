@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from ...tensor.visualize import ranks_text
 
-HOLD = 0.5
+HOLD = 1.0
 """Seconds for which a line waits for the other ranks."""
 
 

@@ -31,8 +31,9 @@ from ..child import STACKS_SIGNAL, Failure, Surroundings, received
 from . import by_value
 
 _FOLDER = str(Path(__file__).parent)
+_LIBRARY = str(Path(__file__).parent.parent.parent)
 
-_LEFT_OUT = "  … {} frames of torch and of this library\n"
+_LEFT_OUT = "  … within torch and this library: {} more\n"
 
 
 @dataclass(frozen=True)
@@ -161,17 +162,18 @@ def _failure(error: BaseException) -> CallFailure:
 
 
 def _told(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
-    """The traceback with the user's frames and the last one."""
+    """The traceback with the user's frames, and the last one if it is torch's."""
     if isinstance(error, SyntaxError) or not frames:
         return "".join(traceback.format_exception_only(error))
     lines, left_out = ["Traceback (most recent call last):\n"], 0
     for frame in frames:
-        if is_users(frame.filename) or frame is frames[-1]:
+        if is_users(frame.filename) or (frame is frames[-1] and not frame.filename.startswith(_LIBRARY)):
             lines += [_LEFT_OUT.format(left_out)] if left_out else []
             lines += traceback.format_list([frame])
             left_out = 0
         else:
             left_out += 1
+    lines += [_LEFT_OUT.format(left_out)] if left_out else []
     return "".join([*lines, *traceback.format_exception_only(error)])
 
 
