@@ -75,13 +75,19 @@ def _dumped(value: Any) -> bytes:
 
 
 def _culprit(value: Any) -> str:
-    """The first global of the functions in `value`, or else the first item, that cannot be pickled."""
-    for item in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(item, types.FunctionType) and _is_own(item):
-            for name, content in _globals_of(item).items():
-                if not _can_be_sent(content):
-                    return _culprit((content,)) if isinstance(content, types.FunctionType) else f"the global {name!r}"
+    """The first global of the functions in `value`, and of those that they name, that cannot be pickled."""
+    functions = [item for item in (value if isinstance(value, (tuple, list)) else (value,)) if _is_own_function(item)]
+    for fn in functions:  # which grows
+        for name, content in _globals_of(fn).items():
+            if _is_own_function(content):
+                functions += [] if content in functions else [content]
+            elif not _can_be_sent(content):
+                return f"the global {name!r}"
     return ""
+
+
+def _is_own_function(thing: Any) -> bool:
+    return isinstance(thing, types.FunctionType) and _is_own(thing)
 
 
 def _can_be_sent(value: Any) -> bool:

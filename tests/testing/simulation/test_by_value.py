@@ -75,7 +75,10 @@ def missing():
     return not_here
 
 def with_lock():
-    return lock
+    return lock, through()
+
+def through():
+    return with_lock()
 '''
 
 
@@ -167,7 +170,7 @@ def test_results_are_found_by_name(cell):
 def test_what_cannot_be_sent_is_named(cell):
     cell.lock = (types.SimpleNamespace(), sys._getframe())
     with pytest.raises(TypeError, match=r"the global 'lock' cannot be sent .*frame.*; make it on the ranks"):
-        by_value.dumps((cell.with_lock, (), {}))
+        by_value.dumps((cell.through, (), {}))
     with pytest.raises(NameError, match="not_here"):
         sent(cell.missing)()
 
