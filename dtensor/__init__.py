@@ -56,6 +56,8 @@ from .tensor.explain import explain
 from .tensor.factories import distribute_tensor, empty, full, linspace, logspace, ones, rand, randn, zeros
 from .tensor.local_map import local_map
 from .tensor.tensor import DTensor
+from .tensor.visualize import visualize
+from .testing.simulation.ranks import simulate
 from .torch_private.core import optim_foreach_types, utils_foreach_types
 
 __version__ = "0.1.0"
@@ -131,9 +133,11 @@ __all__ = [
     "record",
     "register_sharding",
     "search",
+    "simulate",
     "strict",
     "trace",
     "trace_handler",
+    "visualize",
     "watch",
     "zeros",
 ]

@@ -7,7 +7,7 @@ from model import Model, batch
 from dtensor import DTensor, Partial, init_device_mesh
 from dtensor.parallel import fully_shard
 
-mesh = init_device_mesh("cpu", (2,))
+mesh = init_device_mesh("cpu", (-1,))
 torch.manual_seed(0)
 model = Model()
 fully_shard(model, mesh)

@@ -7,7 +7,7 @@ from model import Model, batch
 from dtensor import init_device_mesh
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-mesh = init_device_mesh("cpu", (2,))
+mesh = init_device_mesh("cpu", (-1,))
 torch.manual_seed(0)
 model = Model()
 parallelize_module(model, mesh, {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})

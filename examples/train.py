@@ -9,7 +9,6 @@ run which nothing has interrupted.
 """
 
 import argparse
-import os
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ parser.add_argument("--background", action="store_true", help="save while the tr
 parser.add_argument("--compile", action="store_true", help="compile the model")
 given = parser.parse_args()
 
-mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]) // given.tp, given.tp), mesh_dim_names=("dp", "tp"))
+mesh = init_device_mesh("cpu", (-1, given.tp), mesh_dim_names=("dp", "tp"))
 dp = mesh["dp"]
 torch.manual_seed(0)
 model = Model()

@@ -12,6 +12,8 @@ a random word of its own, so that no answer of an earlier round can be taken for
     answer/{word}     the round's name, from rank 0, which answers whatever is asked until all ranks are there
     {name}/here/{rank}  set once that rank knows the name
 
+A process that nothing has launched is a job of its own: its process group has one rank, and a store in its memory.
+
 If `init_device_mesh` makes the process group, torch's keys are under that name too. If the program made it, only the
 library's are (`join_round`, `own_keys`), and a warning says that torch's are not.
 
@@ -41,6 +43,12 @@ MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
 RUN = "TORCHELASTIC_RUN_ID"
 """An environment variable that every process started by torchrun has."""
 
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""The environment variables by which torch's processes find each other. A launcher sets all of them."""
+
+SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_NTASKS")
+"""Where launchers that do not set those say how many processes there are."""
+
 LOOK = 1.0
 """Seconds between two looks for the launcher."""
 
@@ -57,6 +65,12 @@ _joined: tuple[Any, Any] = (None, None)
 def under_torchrun() -> bool:
     """Whether torchrun started this process, and so ends or restarts the others if this one fails."""
     return RUN in os.environ
+
+
+def started_alone() -> bool:
+    """Whether nothing has launched this process as one of several, and there is no process group yet."""
+    several = any(os.environ.get(name, "1") != "1" for name in SIZES)
+    return not (dist.is_initialized() or several or any(name in os.environ for name in RENDEZVOUS))
 
 
 def end(why: str) -> None:
@@ -122,7 +136,7 @@ def _is_adopted() -> bool:
 
 
 def init_process_group(timeout: timedelta | None) -> None:
-    """Make the default process group, on a store that only this round's ranks use.
+    """Make the default process group, on a store that only this round's ranks use; of one rank if started alone.
 
     Args:
         timeout: for how long ranks wait for each other, here and in collectives; None for torch's default.
@@ -131,6 +145,9 @@ def init_process_group(timeout: timedelta | None) -> None:
         RuntimeError: a rank did not come in time.
     """
     global _joined
+    if started_alone():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
     if not _store_is_kept():
         dist.init_process_group(timeout=timeout)
         return
@@ -220,6 +237,7 @@ __all__ = [
     "init_process_group",
     "join_round",
     "own_keys",
+    "started_alone",
     "state_of",
     "this_process",
     "under_torchrun",

@@ -121,6 +121,7 @@ class Job:
         failures: Number of the job's failures that this rank has raised.
         news: The text of a failure that a thread has found and this rank has yet to raise; "" if there is none.
         broken: The text of the failure for which a thread broke this rank's connections; "" if it did not.
+        idle: Whether this rank has done what all were called for, and waits until the others have, too.
     """
 
     store: Any
@@ -129,6 +130,7 @@ class Job:
     failures: int = 0
     news: str = ""
     broken: str = ""
+    idle: bool = False
 
     def __post_init__(self) -> None:
         self.process: int = os.getpid()
@@ -339,14 +341,17 @@ class Job:
             sums = sorted(set(calls.eager.checksums.values()))
             groups[calls.name] = (calls.ranks, calls.eager.count, calls.count, sums)
         found = None
-        if waits is not None and waits.group in groups:
+        if self.idle:
+            found = Waiting("call", "the end of this call, which it has done", "", tuple(range(self.ranks)))
+        elif waits is not None and waits.group in groups:
             found = Waiting("eager", text(waits.begun), waits.group, groups[waits.group][0], waits.number)
         elif self._agreeing:
             found = Waiting("graph", "the agreement on a compiled graph")
         elif self._stuck > TELL:
             found = foreign_wait(frame)
-        stage = now(self._main) or ("compiling" if is_compiling(frame) else "")
-        return State(self._beat, self._late, self.failures, place_of(frame), stage, self._stuck, found, groups)
+        place = "" if self.idle else place_of(frame)
+        stage = "" if self.idle else now(self._main) or ("compiling" if is_compiling(frame) else "")
+        return State(self._beat, self._late, self.failures, place, stage, self._stuck, found, groups)
 
     def _place(self) -> tuple[int, int] | None:
         """The position of the main thread. It stays the same within one call, and while the rank waits to agree."""

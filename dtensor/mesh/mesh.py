@@ -16,12 +16,14 @@ rank's file is read.
 """
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
+from math import prod
 from numbers import Integral
 from typing import Any
 from weakref import ref
@@ -35,7 +37,7 @@ from ..errors import MeshError
 from ..layout.cost import Link, Network
 from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
-from .elastic import init_process_group, join_round
+from .elastic import init_process_group, join_round, started_alone
 from .groups import is_alive, shared_name
 from .job import all_here, job
 from .links import Measured, links_here
@@ -233,39 +235,70 @@ def init_device_mesh(
 
     Like `torch.distributed.device_mesh.init_device_mesh`, followed by `prepare`. Collective: every rank of the default
     process group calls it. If there is no process group yet, this makes it, in such a way that ranks which torchrun
-    has restarted do not read what their predecessors left in its store.
+    has restarted do not read what their predecessors left in its store. A process that was started without a launcher,
+    as by `python train.py`, is the only rank.
 
     Args:
         device_type: "cpu", "cuda" or another device type of torch.
-        mesh_shape: Number of ranks along each axis.
+        mesh_shape: Number of ranks along each axis. One of them may be -1, for as many as there are: (-1,) or (-1, 2)
+            fits any job, and (-1,) a single process, too.
         timeout: For the process group, if it is made here: how long ranks wait for each other, at the start and in a
             collective. None for torch's default, which is half an hour over gloo.
         options: Passed on to torch's function.
 
     Raises:
-        ValueError: `mesh_shape` is not a tuple of positive ints, or torch does not know `device_type`.
+        ValueError: `mesh_shape` is not a tuple of positive ints, of which one may be -1, the number of ranks cannot be
+            divided so, or torch does not know `device_type`.
+        MeshError: The mesh has several ranks, but this process was started without a launcher.
         RuntimeError: A rank did not come within `timeout`.
     """
-    _check_shape(device_type, mesh_shape)
+    sizes = _checked_shape(device_type, mesh_shape)
     if not dist.is_initialized():
+        _check_launched(sizes)
         init_process_group(timeout)
     all_here()
-    mesh = torch_init_device_mesh(device_type, tuple(map(int, mesh_shape)), **options)
+    mesh = torch_init_device_mesh(device_type, _filled(sizes, dist.get_world_size()), **options)
     prepare(mesh)
     return mesh
 
 
-def _check_shape(device_type: Any, mesh_shape: Any) -> None:
+def _checked_shape(device_type: Any, mesh_shape: Any) -> tuple[int, ...]:
     sizes = mesh_shape if isinstance(mesh_shape, (tuple, list)) else ()
-    if not sizes or not all(isinstance(n, Integral) and int(n) > 0 for n in sizes):
+    if not sizes or not all(isinstance(n, Integral) and (int(n) > 0 or n == -1) for n in sizes) or sizes.count(-1) > 1:
         raise ValueError(
             "mesh_shape must be a tuple with the number of ranks along each axis, such as (4,) or (2, 2), at least one "
-            f"per axis; got {mesh_shape!r}"
+            f"per axis, or -1 along one axis for as many as there are; got {mesh_shape!r}"
         )
     try:
         torch.device(device_type)
     except (RuntimeError, TypeError):
         raise ValueError(f'device_type must be "cpu", "cuda" or another of torch\'s; got {device_type!r}') from None
+    return tuple(map(int, sizes))
+
+
+def _check_launched(sizes: tuple[int, ...]) -> None:
+    """Refuse a mesh of several ranks in a process that was started by itself."""
+    ranks = abs(prod(sizes))
+    if ranks > 1 and started_alone():
+        script = sys.argv[0] if sys.argv[0].endswith(".py") else "train.py"
+        raise MeshError(
+            f"a mesh of shape {sizes} has {ranks} ranks, but this process was started alone, without a launcher; "
+            f"write: torchrun --nproc-per-node {ranks} {script}. In a notebook, dtensor.simulate({ranks}) starts "
+            f"{ranks} ranks. A mesh of shape (-1,) takes as many ranks as there are, also one"
+        )
+
+
+def _filled(sizes: tuple[int, ...], world: int) -> tuple[int, ...]:
+    """`sizes` with the number of ranks in place of -1."""
+    if -1 not in sizes:
+        return sizes
+    others = -prod(sizes)
+    if world % others:
+        raise ValueError(
+            f"mesh_shape {sizes} takes a multiple of {others} ranks, but there are {world}; "
+            f"start {others * -(-world // others)}, or write other sizes"
+        )
+    return tuple([world // others if n == -1 else n for n in sizes])
 
 
 def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:

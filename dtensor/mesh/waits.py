@@ -10,6 +10,7 @@ What a rank waits in (`Waiting.kind`), and for whom:
     graph    a compiled graph: those that have begun fewer graphs on a group than this rank has
     torch    a collective of torch.distributed. It is not known whether others have passed it, so this rank waits in
              vain only if all ranks of the group do that are not in one themselves
+    call     the end of what all ranks were called for, in a notebook: those that have not done it
 """
 
 import linecache
@@ -36,7 +37,7 @@ class Waiting:
     """What a rank waits in.
 
     Attributes:
-        kind: "eager", "graph" or "torch".
+        kind: "eager", "graph", "torch" or "call".
         what: A description for messages.
         group: Name of the group; "" for a graph, which may use several.
         ranks: Global ranks of the group.
@@ -119,6 +120,8 @@ def missing(rank: int, state: State, look: Look) -> list[int]:
             return inside is None or (inside.kind, inside.group) != ("torch", waits.group)
         if there.ended:
             return True
+        if waits.kind == "call":
+            return there.waits is None or there.waits.kind != "call"
         if waits.kind == "eager":
             return there.begun(waits.group)[0] < waits.number
         return any(

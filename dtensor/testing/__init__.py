@@ -12,6 +12,8 @@ from .processes import RankError, kept_ranks, run_ranks
 from .ranks import with_ranks, with_threads
 from .rules.candidates import Case, wrong_candidates
 from .rules.converter import ShardingConverter
+from .simulation.per_rank import PerRank
+from .simulation.ranks import Ranks
 from .threads import run_threads
 
 __all__ = [
@@ -24,8 +26,10 @@ __all__ = [
     "MLPModule",
     "MLPStacked",
     "ModelArgs",
+    "PerRank",
     "RMSNorm",
     "RankError",
+    "Ranks",
     "ShardingConverter",
     "Transformer",
     "TransformerBlock",

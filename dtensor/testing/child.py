@@ -36,12 +36,10 @@ LEAVE = b"leave"
 
 
 @dataclass(frozen=True)
-class Job:
-    """A function for the ranks to run, and the environment to run it in.
+class Surroundings:
+    """What a rank has in common with the others and with its parent: the environment, and the process group.
 
     Attributes:
-        function: called as function(rank, *arguments).
-        arguments: pickled tuple, unpickled only after the module of `function` has been loaded.
         nproc: number of ranks.
         backend: backend of the process group.
         timeout: seconds a collective may take.
@@ -51,8 +49,6 @@ class Job:
         path: `sys.path` of the parent.
     """
 
-    function: FunctionReference
-    arguments: bytes
     nproc: int
     backend: str
     timeout: float
@@ -61,9 +57,52 @@ class Job:
     working_directory: str
     path: list[str]
 
+    @classmethod
+    def here(cls, nproc: int, backend: str, timeout: float, folder: str) -> "Surroundings":
+        """Those of this process, for ranks that it starts."""
+        return cls(nproc, backend, timeout, folder, dict(os.environ), os.getcwd(), list(sys.path))
+
     def stacks_file(self, rank: int) -> Path:
         """The file to which `rank` writes its stacks."""
         return Path(self.folder) / f"stacks-{rank}"
+
+    def enter(self, rank: int) -> None:
+        """Give this process the environment, one thread and, for NCCL, its GPU."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.working_directory)
+        sys.path[:] = self.path
+        torch.set_num_threads(1)
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if "nccl" in self.backend:
+            torch.cuda.set_device(rank)
+
+    def join(self, rank: int, store: Any = None) -> None:
+        """Make the process group, together with the other ranks, who meet in `store`, or else in the folder."""
+        dist.init_process_group(
+            self.backend,
+            init_method=None if store else f"file://{self.folder}/rendezvous",
+            store=store,
+            rank=rank,
+            world_size=self.nproc,
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function for the ranks to run, and where to run it.
+
+    Attributes:
+        function: called as function(rank, *arguments).
+        arguments: pickled tuple, unpickled only after the module of `function` has been loaded.
+        around: environment and process group.
+    """
+
+    function: FunctionReference
+    arguments: bytes
+    around: Surroundings
 
 
 @dataclass(frozen=True)
@@ -95,9 +134,9 @@ def rank_main(pipe: Connection) -> None:
     """
     leave_guards_untimed()
     beginning = Beginning()
-    while (received := _received(pipe)) is not None:
-        rank, job = pickle.loads(received)
-        with job.stacks_file(rank).open("w") as stacks:
+    while (message := received(pipe)) is not None:
+        rank, job = pickle.loads(message)
+        with job.around.stacks_file(rank).open("w") as stacks:
             faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
             pipe.send_bytes(pickle.dumps(("started", None)))
             try:
@@ -106,7 +145,7 @@ def rank_main(pipe: Connection) -> None:
             except BaseException as error:
                 message = ("raised", Failure.of(error))
             pipe.send_bytes(pickle.dumps(message))
-            if _received(pipe) != LEAVE:
+            if received(pipe) != LEAVE:
                 break
             pipe.send_bytes(pickle.dumps(("left", beginning.restore())))
             faulthandler.unregister(STACKS_SIGNAL)
@@ -115,28 +154,14 @@ def rank_main(pipe: Connection) -> None:
 
 
 def _value(rank: int, job: Job) -> bytes:
-    os.environ.clear()
-    os.environ.update(job.environment)
-    os.chdir(job.working_directory)
-    sys.path[:] = job.path
-    torch.set_num_threads(1)
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if "nccl" in job.backend:
-        torch.cuda.set_device(rank)
+    job.around.enter(rank)
     function = job.function.load()
     arguments: tuple[Any, ...] = pickle.loads(job.arguments)
-    dist.init_process_group(
-        job.backend,
-        init_method=f"file://{job.folder}/rendezvous",
-        rank=rank,
-        world_size=job.nproc,
-        timeout=timedelta(seconds=job.timeout),
-    )
+    job.around.join(rank)
     return pickle.dumps(function(rank, *arguments))
 
 
-def _received(pipe: Connection) -> bytes | None:
+def received(pipe: Connection) -> bytes | None:
     """Return the next message, or None when the pipe is closed."""
     try:
         return pipe.recv_bytes()
@@ -144,4 +169,4 @@ def _received(pipe: Connection) -> bytes | None:
         return None
 
 
-__all__ = ["LEAVE", "STACKS_SIGNAL", "Failure", "Job", "rank_main"]
+__all__ = ["LEAVE", "STACKS_SIGNAL", "Failure", "Job", "Surroundings", "rank_main", "received"]

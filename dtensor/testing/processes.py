@@ -24,7 +24,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from ..mesh.stages import Stage
-from .child import LEAVE, STACKS_SIGNAL, Failure, Job, rank_main
+from .child import LEAVE, STACKS_SIGNAL, Failure, Job, Surroundings, rank_main
 from .references import FunctionReference
 
 PRELOADED = ["dtensor.compile", "dtensor.testing.child", "torch._inductor.compile_fx"]
@@ -57,6 +57,10 @@ class RankError(RuntimeError):
     def __init__(self, rank: int, message: str) -> None:
         super().__init__(message)
         self.rank = rank
+
+    def _render_traceback_(self) -> list[str]:
+        """For notebooks: the traceback that counts is the rank's."""
+        return [f"RankError: {self}"]
 
 
 def run_ranks(
@@ -96,9 +100,7 @@ def run_ranks(
     function = FunctionReference.of(fn)
     kept = None if fresh else _kept
     with tempfile.TemporaryDirectory(prefix="dtensor-ranks-") as folder:
-        job = Job(
-            function, pickle.dumps(args), nproc, backend, timeout, folder, dict(os.environ), os.getcwd(), list(sys.path)
-        )
+        job = Job(function, pickle.dumps(args), Surroundings.here(nproc, backend, timeout, folder))
         ranks: list[_Rank] = []
         try:
             with ExitStack() as until_started:
@@ -142,7 +144,7 @@ _when_preloaded = cache(_read_at_import)
 """Returns these variables as they were when the first ranks, and with them the server process, were started."""
 
 
-def _start_method(backend: str) -> str:
+def start_method(backend: str) -> str:
     """Return how to start ranks: "forkserver" or "spawn". With GPUs it is "spawn", as CUDA does not support forks."""
     copies = _when_preloaded() == _read_at_import() and sys.platform == "linux" and "nccl" not in backend
     return "forkserver" if copies else "spawn"
@@ -152,7 +154,7 @@ class _Process:
     """A process that runs jobs, and the parent's end of its pipe."""
 
     def __init__(self, backend: str) -> None:
-        context: Any = multiprocessing.get_context(_start_method(backend))
+        context: Any = multiprocessing.get_context(start_method(backend))
         context.set_forkserver_preload(PRELOADED)
         self.backend, self.environment = backend, _read_at_import()
         self.pipe, there = context.Pipe()
@@ -232,7 +234,7 @@ class _Rank:
             return "is done\n"
         if not self.started:
             return "has not started\n"
-        return f"is in:\n{job.stacks_file(self.rank).read_text() or '(it wrote no stacks)'}\n"
+        return f"is in:\n{job.around.stacks_file(self.rank).read_text() or '(it wrote no stacks)'}\n"
 
 
 def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
@@ -247,7 +249,7 @@ def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
 def _collect(ranks: list[_Rank], job: Job, until_started: ExitStack) -> None:
     """Wait for all ranks to return; raise on the first failure, and when `job.timeout` has passed. `until_started` is
     closed when all have begun."""
-    deadline = time.monotonic() + job.timeout
+    deadline = time.monotonic() + job.around.timeout
     while not all(r.done for r in ranks):
         ready = _receive(ranks, deadline)
         if not ready:
@@ -278,7 +280,7 @@ def _timed_out(ranks: list[_Rank], job: Job) -> TimeoutError:
         if r.started and not r.done and process.is_alive() and process.pid:
             os.kill(process.pid, STACKS_SIGNAL)
     time.sleep(GRACE)
-    text = f"{job.function.qualname} was not done on {len(ranks)} ranks after {job.timeout:g} s\n"
+    text = f"{job.function.qualname} was not done on {len(ranks)} ranks after {job.around.timeout:g} s\n"
     text += "".join(f"rank {r.rank} {r.stacks(job)}" for r in ranks)
     print(text, file=sys.stderr, flush=True)
     return TimeoutError(text)
@@ -299,4 +301,4 @@ def _end(processes: list[_Process], at_once: Sequence[_Process] = ()) -> None:
         p.process.close()
 
 
-__all__ = ["RankError", "kept_ranks", "run_ranks"]
+__all__ = ["PRELOADED", "TIMEOUT", "RankError", "kept_ranks", "run_ranks", "start_method"]

@@ -7,6 +7,7 @@ from tests.docs.pages import PAGES, README, blocks, run_blocks
 
 NOT_RUN = {
     "guides/comparing.md": (1, "a part of examples/qwen3_by_hand.py, which `test_comparing` runs"),
+    "get_started.md": (1, "starts ranks of its own; `test_get_started` runs it"),
     "guides/fsdp.md": (1, "a mesh of 64 GPUs"),
     "guides/gpus.md": (1, "a GPU"),
     "guides/own_operators.md": (1, "starts ranks as threads, which a process that is a rank cannot"),
@@ -15,7 +16,7 @@ NOT_RUN = {
     "guides/two_dimensional.md": (1, "a mesh of 64 GPUs"),
     "reference/compile.md": (7, "packages, which are tested in tests/compile/packages"),
     "reference/errors.md": (1, "ends the job of all ranks"),
-    "reference/testing.md": (7, "start ranks of their own, or are parts of test modules"),
+    "reference/testing.md": (9, "start ranks of their own, or are parts of test modules"),
 }
 """Page -> how many blocks of it are fenced as ```py, which nothing runs, and why."""
 

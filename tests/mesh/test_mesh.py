@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as unprepared
 
 import dtensor
-from dtensor import DTensor, MeshError, Replicate, Shard, distribute_tensor, init_device_mesh
+from dtensor import DTensor, MeshError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.layout.cost import INTER, INTRA, Link
+from dtensor.mesh.elastic import RENDEZVOUS, SIZES
 from dtensor.mesh.groups import group_ranks
 from dtensor.mesh.mesh import facts, group_between
 from dtensor.testing import CountCollectives, with_threads
@@ -152,3 +153,47 @@ def test_candidates_are_priced_with_the_links_of_the_mesh(fake_mesh):
     for one, other in zip(slow, quick):
         assert one.inputs == other.inputs
         assert (one.seconds or 0) > 100 * (other.seconds or 0)
+
+
+@pytest.fixture
+def launched_by(monkeypatch):
+    """`launched_by(NAME="4")`: the process group, if there is one, is gone afterwards."""
+    for name in (*RENDEZVOUS, *SIZES):
+        monkeypatch.delenv(name, raising=False)
+    yield lambda **variables: [monkeypatch.setenv(name, value) for name, value in variables.items()]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("shape", "filled"), [((1,), (1,)), ((-1,), (1,)), ((1, -1), (1, 1))])
+def test_a_process_started_alone_is_a_mesh_of_one(launched_by, shape, filled):
+    mesh = init_device_mesh("cpu", shape)
+    assert mesh.shape == filled
+    assert dist.get_world_size() == 1
+    x = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)] + [Partial()] * (len(shape) - 1))
+    assert x.sum().item() == 6
+    dist.barrier()
+
+
+def test_a_process_started_alone_is_told_how_to_be_several(launched_by):
+    with pytest.raises(MeshError, match=r"torchrun --nproc-per-node 8 .*\n?.*dtensor.simulate\(8\)"):
+        init_device_mesh("cpu", (2, 4))
+    with pytest.raises(MeshError, match=r"\(-1, 2\) has 2 ranks"):
+        init_device_mesh("cpu", (-1, 2))
+    assert not dist.is_initialized()
+
+
+def test_a_launcher_that_torch_does_not_know_starts_no_jobs_of_one(launched_by):
+    launched_by(SLURM_NTASKS="4")
+    with pytest.raises(ValueError, match="RANK expected"):
+        init_device_mesh("cpu", (-1,))
+
+
+@with_threads(4)
+def test_minus_one_is_as_many_ranks_as_there_are(rank):
+    assert init_device_mesh("cpu", (-1,)).shape == (4,)
+    assert init_device_mesh("cpu", (2, -1)).shape == (2, 2)
+    with pytest.raises(ValueError, match="a multiple of 3 ranks, but there are 4; start 6"):
+        init_device_mesh("cpu", (3, -1))
+    with pytest.raises(ValueError, match="mesh_shape must be"):
+        init_device_mesh("cpu", (-1, -1))
