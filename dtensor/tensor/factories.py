@@ -18,6 +18,7 @@ from ..rules.families.random import keep_shard
 from ..rules.sampling import sample
 from ..torch_private.core import disable_dynamo
 from .declared_layouts import is_size
+from .deferred import Deferred, own_box, read
 from .tensor import DTensor
 
 
@@ -30,8 +31,9 @@ def distribute_tensor(
 ) -> DTensor:
     """Distributes a global tensor over a mesh.
 
-    A tensor on the meta device stays there, and nothing is communicated. A DTensor that already has this mesh and these
-    placements is returned as it is.
+    A tensor on the meta device stays there, and nothing is communicated; of one that is yet to be read from a file
+    (`dtensor.safetensors.state_dict`) each rank reads its part. A DTensor that already has this mesh and these placements
+    is returned as it is.
 
     Args:
         tensor: the global tensor; it must be a leaf. Its values are taken from `src_data_rank`.
@@ -80,7 +82,12 @@ def distribute_tensor(
 def _distributed(tensor: torch.Tensor, mesh: Any, layout: Layout, src_data_rank: int | None) -> DTensor:
     spec = Spec.make(mesh, layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     data = tensor.detach()
-    if tensor.is_meta:
+    if isinstance(tensor, Deferred):
+        if mesh.get_coordinate() is not None:
+            data = read(data, None if layout.partial else own_box(spec)).to(mesh.device_type).contiguous()
+            data = keep_shard(data, layout, mesh) if layout.partial else data
+            data = _keep_part(data, layout, mesh)
+    elif tensor.is_meta:
         data = data.new_empty(spec.local_shape())
     elif mesh.get_coordinate() is not None:
         data = data.to(mesh.device_type)

@@ -173,7 +173,7 @@ class _Parts:
         return self.planned[id(parameter)]
 
     def _check_moved(self, part: nn.Module, member: Member) -> None:
-        kind = type(part).__name__.removeprefix("FullySharded")
+        kind = type(part).__name__.removeprefix("FSDP")
         if member.unit.mesh != self.unit.mesh:
             raise MeshError(
                 f"the parameters of this {kind} are fully sharded over {member.unit.mesh} already, by a call on an "
