@@ -171,26 +171,49 @@ def _modeling(model_class: Any) -> Any:
 
 
 class _Opened:
-    """An open safetensors file, as `safetensors.safe_open` gives one, whose tensors are read later."""
+    """An open safetensors file, as `safetensors.safe_open` gives one, whose tensors are read later.
+
+    What else is asked of it is asked of the library, which then maps the file.
+    """
 
     def __init__(self, safe_open: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         self.file, self.entries = Path(file), entries_of(Path(file))
-        self.opened = safe_open(file, *args, **kwargs)
+        self.open = functools.partial(safe_open, file, *args, **kwargs)
 
-    def get_slice(self, name: str) -> torch.Tensor:
+    def keys(self) -> list[str]:
+        return list(self.entries)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
         return later(name, self.file, self.entries[name])
 
-    get_tensor = get_slice
+    def get_slice(self, name: str) -> "_Slice":
+        return _Slice(self.get_tensor(name), self.entries[name])
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.opened, name)
+        with self.open() as opened:
+            return getattr(opened, name)
 
     def __enter__(self) -> "_Opened":
-        self.opened.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.opened.__exit__(*error)
+        pass
+
+
+class _Slice:
+    """What `get_slice` of an open safetensors file returns."""
+
+    def __init__(self, x: torch.Tensor, entry: dict[str, Any]) -> None:
+        self.x, self.entry = x, entry
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self.x[index]
+
+    def get_shape(self) -> list[int]:
+        return self.entry["shape"]
+
+    def get_dtype(self) -> str:
+        return self.entry["dtype"]
 
 
 __all__ = ["from_pretrained"]

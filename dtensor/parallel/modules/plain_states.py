@@ -20,9 +20,8 @@ TAKES_PLAIN = "_dtensor_takes_plain"
 
 
 def take_plain_states(module: nn.Module) -> None:
-    """Let `load_state_dict` of a module, and of all that hold it, take whole tensors for its DTensors."""
-    tensors = (*module._parameters.values(), *module._buffers.values())
-    if TAKES_PLAIN not in vars(module) and any(isinstance(x, DTensor) for x in tensors):
+    """Let `load_state_dict` of a module of a sharded model, and of all that hold it, take whole tensors."""
+    if TAKES_PLAIN not in vars(module) and (module._parameters or module._buffers):
         vars(module)[TAKES_PLAIN] = True
         module.register_load_state_dict_pre_hook(_take_parts)
 
@@ -31,12 +30,12 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, local: di
     assigned = local.get("assign_to_params_buffers", False)
     for name, x in (*module._parameters.items(), *module._buffers.items()):
         given = as_ours(state.get(prefix + name))
-        if not isinstance(x, DTensor) or not isinstance(given, torch.Tensor):
+        if not isinstance(given, torch.Tensor):
             continue
-        if not isinstance(given, DTensor):
+        if isinstance(x, DTensor) and not isinstance(given, DTensor):
             given = given[0] if x.dim() == 0 and given.shape == (1,) else given  # as torch does, for old files
             given = part_of(given, x, copied=assigned) if given.shape == x.shape else given
-        state[prefix + name] = given
+        state[prefix + name] = read(given)
 
 
 @torch.no_grad()
