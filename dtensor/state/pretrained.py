@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import AgreementError, CheckpointError
+from ..errors import CheckpointError
 from ..layout.placements import Partial
 from ..parallel.modules.model_methods import METHODS
 from ..tensor.deferred import Box, deferred, read
@@ -59,13 +59,7 @@ def _meet(state: dict[str, Any]) -> None:
     """Wait for the other ranks, in a collective of this library, which ends if they do not come."""
     mesh = next(x.device_mesh for x in state.values() if isinstance(x, DTensor))
     here = torch.zeros(1, device=mesh.device_type)
-    try:
-        DTensor.from_local(here, mesh, [Partial()] * mesh.ndim).full_tensor()
-    except AgreementError as error:
-        raise AgreementError(
-            "save_pretrained of a sharded model brings its tensors together, so every rank calls it, with the same "
-            f"folder; take it out of `if rank == 0` (rank 0 alone writes). {error}"
-        ) from error
+    DTensor.from_local(here, mesh, [Partial()] * mesh.ndim).full_tensor()
 
 
 def _save(save: Any, model: nn.Module, folder: Any, state: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
