@@ -20,6 +20,7 @@ from ..torch_private.core import disable_dynamo
 from .declared_layouts import is_size
 from .deferred import Deferred, own_box, read
 from .tensor import DTensor
+from .torch_dtensor import from_torch, is_torch_dtensor
 
 
 def distribute_tensor(
@@ -36,7 +37,8 @@ def distribute_tensor(
     is returned as it is.
 
     Args:
-        tensor: the global tensor; it must be a leaf. Its values are taken from `src_data_rank`.
+        tensor: the global tensor; it must be a leaf. Its values are taken from `src_data_rank`. A DTensor of torch is
+            converted.
         device_mesh: the mesh; None uses the current one.
         placements: one per mesh axis; None replicates. Shards are split as by `torch.chunk`. For Partial("sum") and
             Partial("product") the first rank along the axis holds the full value and the others hold 0 or 1. For other
@@ -73,7 +75,10 @@ def distribute_tensor(
         )
     if tensor.layout != torch.strided:
         raise ValueError(f"distribute_tensor takes a strided tensor, got layout={tensor.layout}; write x.to_dense()")
-    made = _distributed(tensor, mesh, Layout.of(checked, tensor.dim()), src_data_rank)
+    if is_torch_dtensor(tensor):
+        made = _already_distributed(from_torch(tensor.detach()), mesh, checked).requires_grad_(tensor.requires_grad)
+    else:
+        made = _distributed(tensor, mesh, Layout.of(checked, tensor.dim()), src_data_rank)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)  # pyright: ignore[reportReturnType]
     return made
