@@ -26,18 +26,25 @@ HARMLESS = {"requires_grad_"}
 """Functions in place that write no values."""
 
 
+DEVICE: Any = torch.Tensor.device.__get__
+
+
 class Deferred(torch.Tensor):
     """A tensor on the meta device whose values are read later.
 
     Attributes:
         obtain: a function from a part to its values, as a plain tensor.
+        place: the device that `device` names, if code has asked for one by `x.to(device)`: other tensors are made there.
     """
 
     obtain: Callable[[Box], torch.Tensor]
+    place: torch.device | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name == "__get__" and func == DEVICE and args[0].place is not None:
+            return args[0].place
         if name in CASTS:
             return _cast(args[0], args[1:], kwargs, name)
         if _writes(name, kwargs):
@@ -94,7 +101,17 @@ def _cast(x: Any, args: Any, kwargs: dict[str, Any], name: str) -> torch.Tensor:
     given = [a.dtype if isinstance(a, torch.Tensor) else a for a in (*args, *kwargs.values())]
     short = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
     dtype = next((a for a in given if isinstance(a, torch.dtype)), short.get(name, x.dtype))
-    return deferred(x, lambda box: read(x, box).to(dtype), dtype)
+    device = next((a for a in map(_device, given) if a is not None), x.place)
+    return _placed(deferred(x, lambda box: read(x, box).to(dtype), dtype), device)
+
+
+def _device(given: Any) -> torch.device | None:
+    return torch.device(given) if isinstance(given, (str, torch.device)) else None
+
+
+def _placed(x: Deferred, device: torch.device | None) -> Deferred:
+    x.place = device
+    return x
 
 
 def _noted(x: Any, index: int, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -102,7 +119,7 @@ def _noted(x: Any, index: int, func: Any, name: str, args: Any, kwargs: dict[str
     if not isinstance(x, Deferred) or hasattr(x, "obtain"):
         return x
     if name in SAME or (name == "__getitem__" and args[1] is ...):
-        return deferred(x, lambda box: read(args[0], box))
+        return _placed(deferred(x, lambda box: read(args[0], box)), args[0].place)
     if name in ("cat", "stack") and len(args) + len(kwargs) <= 2:
         dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
         return deferred(x, lambda box: _joined(name, args[0], dim % x.dim(), box))

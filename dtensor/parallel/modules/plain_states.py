@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import PlacementError
 from ...tensor.deferred import Deferred, own_box, read
 from ...tensor.tensor import DTensor
 from ...tensor.torch_dtensor import as_ours
@@ -56,6 +57,18 @@ def part_of(whole: torch.Tensor, like: DTensor, *, copied: bool = False) -> DTen
     return DTensor(part, spec.mesh, spec.layout, spec.shape, spec.stride)
 
 
+def check_values(modules: Iterable[nn.Module]) -> None:
+    """Raise PlacementError if some tensors of modules are yet to be read, and others have no values to come."""
+    named = [(m, name, x) for m in modules for name, x in (*m._parameters.items(), *m._buffers.items()) if x is not None]
+    empty = [(m, name) for m, name, x in named if x.is_meta and not isinstance(x, (Deferred, DTensor))]
+    if empty and any(isinstance(x, Deferred) for _, _, x in named):
+        raise PlacementError(
+            f"{empty[0][1]!r} of a {type(empty[0][0]).__name__}{f' and {len(empty) - 1} more' if empty[1:] else ''}: no "
+            "file holds it, and it is on the meta device while other tensors of the model are read from files; give it "
+            "values before the model is sharded, module.name = ..., such as a buffer that is not persistent"
+        )
+
+
 def read_left(modules: Iterable[nn.Module]) -> None:
     """Read the parameters and buffers of modules that sharding has left plain and that are yet to be read."""
     here: dict[torch.Tensor, torch.Tensor] = {}
@@ -69,4 +82,4 @@ def read_left(modules: Iterable[nn.Module]) -> None:
                     tensors[name] = here[x]  # pyright: ignore
 
 
-__all__ = ["part_of", "read_left", "take_plain_states"]
+__all__ = ["check_values", "part_of", "read_left", "take_plain_states"]

@@ -21,7 +21,7 @@ from ...errors import ShardingError
 from ...torch_private.core import never_traced
 from ...torch_private.dynamo import before_optimizers_are_traced
 from .model_methods import teach_methods
-from .plain_states import read_left, take_plain_states
+from .plain_states import check_values, read_left, take_plain_states
 
 REPLACED_BY = "_dtensor_replaced_by"
 """The attribute of a replaced parameter that holds the parameter that modules have in its place."""
@@ -36,9 +36,10 @@ AFTER = (
 @contextmanager
 def following(module: nn.Module, *others: nn.Module) -> Iterator[None]:
     """Record which parameters of modules are replaced inside the block, for the optimizers that hold them."""
+    parts = _parts(module, *others)
+    check_values(parts)
     before = _parameters(module, *others)
     yield
-    parts = _parts(module, *others)
     read_left(parts)
     for part in parts:
         take_plain_states(part)
