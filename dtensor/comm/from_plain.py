@@ -178,7 +178,7 @@ def is_torch_dtensor(x: Any) -> bool:
 
 
 def refuse_torchs(name: str, module: torch.nn.Module) -> None:
-    """Raise PlacementError if a parameter or buffer of `module`, an argument of the function `name`, is torch's DTensor."""
+    """Raise PlacementError if torch's DTensors are parameters or buffers of `module`, an argument of `name`."""
     for tensors in (module.named_parameters(), module.named_buffers()):
         for parameter, x in tensors:
             if is_torch_dtensor(x):

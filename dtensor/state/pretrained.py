@@ -153,14 +153,16 @@ def from_pretrained(model_class: Any, path: str | os.PathLike[str], *args: Any, 
     >>> model = dtensor.from_pretrained(AutoModelForCausalLM, "folder")
     >>> distribute_model(model, mesh, "model", outputs={})
     """
-    modeling = sys.modules.get("transformers.modeling_utils") or _modeling(model_class)
+    modeling = _modeling(model_class)
     with _in_place_of("safe_open", functools.partial(_Opened, modeling.safe_open), vars(modeling)):
         return model_class.from_pretrained(path, *args, **kwargs)
 
 
 def _modeling(model_class: Any) -> Any:
     if not callable(getattr(model_class, "from_pretrained", None)) or "transformers" not in sys.modules:
-        raise TypeError(f"from_pretrained takes a class of transformers, such as AutoModelForCausalLM; got {model_class!r}")
+        raise TypeError(
+            f"from_pretrained takes a class of transformers, such as AutoModelForCausalLM; got {model_class!r}"
+        )
     return importlib.import_module("transformers.modeling_utils")
 
 

@@ -19,7 +19,7 @@ Box: TypeAlias = Sequence[tuple[int, int]]
 CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"}
 """Functions that change the dtype or the device and nothing else. The device is chosen where values are read."""
 
-SAME = {"detach", "contiguous", "clone", "alias", "__deepcopy__"}
+SAME = {"detach", "contiguous", "clone", "alias"}
 """Functions whose result has the same elements at the same places."""
 
 HARMLESS = {"requires_grad_"}
@@ -34,11 +34,18 @@ class Deferred(torch.Tensor):
 
     Attributes:
         obtain: a function from a part to its values, as a plain tensor.
-        place: the device that `device` names, if code has asked for one by `x.to(device)`: other tensors are made there.
+        place: the device that `device` names, if `x.to(device)` has asked for one: what goes with it is made there.
     """
 
     obtain: Callable[[Box], torch.Tensor]
     place: torch.device | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Deferred":
+        made: Any = _placed(deferred(self, self.obtain), self.place)
+        if isinstance(self, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=self.requires_grad)
+        memo[id(self)] = made
+        return made
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +56,9 @@ class Deferred(torch.Tensor):
             return _cast(args[0], args[1:], kwargs, name)
         if _writes(name, kwargs):
             if isinstance(args[0], Deferred) or isinstance(kwargs.get("out"), Deferred):
-                raise NotImplementedError(f"{name} writes to a tensor of shape {list(args[0].shape)} that is not read yet")
+                raise NotImplementedError(
+                    f"{name} writes to a tensor of shape {list(args[0].shape)} that is not read yet"
+                )
             return func(*tree_map(read, args), **tree_map(read, kwargs))
         try:
             found = super().__torch_function__(func, types, args, kwargs)

@@ -33,8 +33,8 @@ def distribute_tensor(
     """Distributes a global tensor over a mesh.
 
     A tensor on the meta device stays there, and nothing is communicated; of one that is yet to be read from a file
-    (`dtensor.safetensors.state_dict`) each rank reads its part. A DTensor that already has this mesh and these placements
-    is returned as it is.
+    (`dtensor.safetensors.state_dict`) each rank reads its part. A DTensor that already has this mesh and these
+    placements is returned as it is.
 
     Args:
         tensor: the global tensor; it must be a leaf. Its values are taken from `src_data_rank`. A DTensor of torch is

@@ -59,13 +59,16 @@ def part_of(whole: torch.Tensor, like: DTensor, *, copied: bool = False) -> DTen
 
 def check_values(modules: Iterable[nn.Module]) -> None:
     """Raise PlacementError if some tensors of modules are yet to be read, and others have no values to come."""
-    named = [(m, name, x) for m in modules for name, x in (*m._parameters.items(), *m._buffers.items()) if x is not None]
+    named = [
+        (m, name, x) for m in modules for name, x in (*m._parameters.items(), *m._buffers.items()) if x is not None
+    ]
     empty = [(m, name) for m, name, x in named if x.is_meta and not isinstance(x, (Deferred, DTensor))]
     if empty and any(isinstance(x, Deferred) for _, _, x in named):
+        more = f" (and {len(empty) - 1} more)" if empty[1:] else ""
         raise PlacementError(
-            f"{empty[0][1]!r} of a {type(empty[0][0]).__name__}{f' and {len(empty) - 1} more' if empty[1:] else ''}: no "
-            "file holds it, and it is on the meta device while other tensors of the model are read from files; give it "
-            "values before the model is sharded, module.name = ..., such as a buffer that is not persistent"
+            f"{empty[0][1]!r} of a {type(empty[0][0]).__name__}{more}: no file holds it, and it is on the meta device, "
+            "while other tensors of the model are read from files; give it values before the model is sharded, as to a "
+            "buffer that is not persistent: module.name = ..."
         )
 
 

@@ -69,8 +69,8 @@ def as_our_style(style: Any) -> Any:
         return STYLES[cls.__name__](style)
     if theirs and not isinstance(style, ParallelStyle):
         raise TypeError(
-            f"{cls.__name__} is a style for torch's DTensor, derived from {theirs[0]} of {TORCH}.parallel; derive it from "
-            f"the class of dtensor (`from dtensor.parallel import {theirs[0]}`), whose method is "
+            f"{cls.__name__} is a style for torch's DTensor, derived from {theirs[0]} of {TORCH}.parallel; derive it "
+            f"from the class of dtensor (`from dtensor.parallel import {theirs[0]}`), whose method is "
             "apply(module, device_mesh)"
         )
     return style
