@@ -3,8 +3,8 @@
 A parameter cannot become a tensor of another class, so sharding puts a new one in its place. An optimizer made before
 still holds the old one, which no forward uses any more. `following` records what a call replaces; before the next step
 of an optimizer, its parameter groups get the new parameters. State for an old parameter (moments) has no shards: the
-optimizer raises. The modules then take whole tensors in `load_state_dict` (`plain_states`), and models have methods that
-work on shards (`model_methods`).
+optimizer raises. The modules then take whole tensors in `load_state_dict` (`plain_states`), and models have methods
+that work on shards (`model_methods`).
 """
 
 from collections.abc import Iterator

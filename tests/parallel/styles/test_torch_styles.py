@@ -1,4 +1,4 @@
-"""Styles and DTensors of torch given to this library: taken for their namesakes, or an error that says what to write."""
+"""Styles and DTensors of torch given to this library: taken for their namesakes, or an error with what to write."""
 
 import pytest
 import torch
