@@ -327,4 +327,4 @@ def later(name: str, file: Path, entry: dict[str, Any]) -> torch.Tensor:
     return deferred(torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta"), obtain)
 
 
-__all__ = ["entries_of", "export", "later", "load", "raw_bytes", "state_dict", "whole", "write"]
+__all__ = ["export", "load", "raw_bytes", "state_dict"]

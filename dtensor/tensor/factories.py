@@ -76,7 +76,8 @@ def distribute_tensor(
     if tensor.layout != torch.strided:
         raise ValueError(f"distribute_tensor takes a strided tensor, got layout={tensor.layout}; write x.to_dense()")
     if is_torch_dtensor(tensor):
-        made = _already_distributed(from_torch(tensor.detach()), mesh, checked).requires_grad_(tensor.requires_grad)
+        made = _already_distributed(from_torch(tensor.detach()), mesh, checked)
+        made.requires_grad_(tensor.requires_grad)
     else:
         made = _distributed(tensor, mesh, Layout.of(checked, tensor.dim()), src_data_rank)
     if isinstance(tensor, nn.Parameter):
