@@ -12,7 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,20 +34,25 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(save)
     def save_pretrained(self: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(save).bind_partial(self, save_directory, *args, **kwargs).arguments
-        if bound.get("distributed_checkpoint"):
+        bound = inspect.signature(save).bind(self, save_directory, *args, **kwargs)
+        named: dict[str, Any] = bound.arguments
+        if named.get("distributed_checkpoint"):
             raise CheckpointError(
                 "distributed_checkpoint=True has transformers write the shards of its own kinds of sharding; write "
                 "dtensor.Checkpoints(folder).save(...) to go on later, or leave it out for a folder to load anywhere"
             )
-        state = bound.get("state_dict", bound.get("kwargs", {}).get("state_dict"))
+        named = named if "state_dict" in inspect.signature(save).parameters else named.setdefault("kwargs", {})
+        state = named.get("state_dict")
         state = self.state_dict() if state is None else state
         if not any(isinstance(x, DTensor) for x in state.values()):
             return save(self, save_directory, *args, **kwargs)
         _meet(state)
         if dist.get_rank() != 0:
             return _bring_together(state)
-        return _save(save, self, save_directory, state, args, kwargs)
+        later, done = _asked_for(state)
+        named["state_dict"] = later
+        with done, _written_by_us(type(self)):
+            return save(*bound.args, **bound.kwargs)
 
     return save_pretrained
 
@@ -62,32 +67,33 @@ def _meet(state: dict[str, Any]) -> None:
     DTensor.from_local(here, mesh, [Partial()] * mesh.ndim).full_tensor()
 
 
-def _save(save: Any, model: nn.Module, folder: Any, state: dict[str, Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """`save_pretrained` on rank 0, which asks the others for each tensor."""
+def _asked_for(state: dict[str, Any]) -> tuple[dict[str, Any], AbstractContextManager[None]]:
+    """On rank 0: a state dict whose DTensors are brought together when they are read, and the context to do so in."""
     kept: list[tuple[str, torch.Tensor]] = []
 
     def brought(name: str, box: Box) -> torch.Tensor:
         if not kept or kept[0][0] != name:  # all experts of a layer are made of one tensor
-            kept[:] = []
+            kept.clear()
             _tell((name, None))
-            kept[:] = [(name, whole(state[name]).cpu())]
+            kept.append((name, whole(state[name]).cpu()))
         return read(kept[0][1], box)
 
-    given = {
-        name: deferred(x, functools.partial(brought, name)) if isinstance(x, DTensor) else x
-        for name, x in state.items()
-    }
-    wrong = "it was interrupted"
-    try:
-        with _written_by_us(save):
-            out = save(model, folder, *args, **{**kwargs, "state_dict": given})
-        wrong = None
-        return out
-    except Exception as error:
-        wrong = line(error)
-        raise
-    finally:
-        _tell((None, wrong))
+    @contextmanager
+    def asking() -> Iterator[None]:
+        wrong: str | None = "it was interrupted"
+        try:
+            yield
+            wrong = None
+        except Exception as error:
+            wrong = line(error)
+            raise
+        finally:
+            _tell((None, wrong))
+
+    def later(name: str, x: Any) -> Any:
+        return deferred(x, functools.partial(brought, name)) if isinstance(x, DTensor) else x
+
+    return {name: later(name, x) for name, x in state.items()}, asking()
 
 
 def _bring_together(state: dict[str, Any]) -> None:
@@ -109,13 +115,16 @@ def _tell(what: Any) -> Any:
 
 
 @contextmanager
-def _written_by_us(save: Callable[..., Any]) -> Iterator[None]:
-    """Context in which the module of `save` writes safetensors files one tensor after the other."""
+def _written_by_us(model_class: type[nn.Module]) -> Iterator[None]:
+    """Context in which the methods `save_pretrained` of a class write safetensors files one tensor after the other."""
 
     def save_file(tensors: dict[str, torch.Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
         write(tensors, filename, metadata, read)
 
-    with _in_place_of("save_file", save_file, inspect.unwrap(save).__globals__):
+    saves = [vars(cls)["save_pretrained"] for cls in model_class.__mro__ if "save_pretrained" in vars(cls)]
+    with ExitStack() as stack:
+        for save in saves:
+            stack.enter_context(_in_place_of("save_file", save_file, inspect.unwrap(save).__globals__))
         yield
 
 

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ..errors import ShardingError
 from ..mesh.tensor_spec import Spec, chunk
-from ..torch_private.core import tree_flatten, tree_map, tree_unflatten
+from ..torch_private.core import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 Box: TypeAlias = Sequence[tuple[int, int]]
 """For each dim, offset and size of a part of a tensor."""
@@ -60,9 +61,10 @@ class Deferred(torch.Tensor):
                     f"{name} writes to a tensor of shape {list(args[0].shape)} that is not read yet"
                 )
             return func(*tree_map(read, args), **tree_map(read, kwargs))
+        _check_untrained(name, args)
         try:
             found = super().__torch_function__(func, types, args, kwargs)
-        except NotImplementedError:  # what it returns depends on values, such as torch.equal
+        except RuntimeError:  # what it returns depends on values, or other tensors have theirs
             return func(*tree_map(read, args), **tree_map(read, kwargs))
         outputs, tree = tree_flatten(found)
         return tree_unflatten([_noted(x, i, func, name, args, kwargs) for i, x in enumerate(outputs)], tree)
@@ -102,6 +104,16 @@ def own_box(spec: Spec) -> Box:
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:
     in_place = name.endswith("_") and not name.endswith("__") and name not in HARMLESS
     return in_place or name == "__setitem__" or kwargs.get("out") is not None
+
+
+def _check_untrained(name: str, args: Any) -> None:
+    """Refuse to compute from real tensors with a parameter that is not read yet: its gradient would be lost."""
+    tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)] if torch.is_grad_enabled() else []
+    if any(isinstance(x, Deferred) and x.requires_grad for x in tensors) and not all(x.is_meta for x in tensors):
+        raise ShardingError(
+            f"{name} would compute with a parameter that is not read yet, and could not give it a gradient; shard the "
+            "model first, by distribute_model, fully_shard or parallelize_module, which read it"
+        )
 
 
 def _cast(x: Any, args: Any, kwargs: dict[str, Any], name: str) -> torch.Tensor:

@@ -186,6 +186,10 @@ def test_adapters(rank, tmp_path):
     if rank == 0:
         read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
         torch.testing.assert_close(read(TOKENS).logits, plain(TOKENS).logits)
+    model = dtensor.from_pretrained(transformers.AutoModelForCausalLM, base, dtype=torch.bfloat16)
+    assert_same(fully_shard(model, mesh).state_dict(), llama(dtype=torch.bfloat16).state_dict())
+    model.save_pretrained(tmp_path / "positional", True, model.state_dict())
+    assert_read(tmp_path / "positional", llama(dtype=torch.bfloat16))
     model = dtensor.from_pretrained(transformers.LlamaForCausalLM, base)
     model.register_buffer("table", torch.empty(3, device="meta"))
     with pytest.raises(PlacementError, match=r"'table' of a LlamaForCausalLM: no file holds it.*give it values before"):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtensor import ShardingError
 from dtensor.tensor.deferred import Deferred, deferred, read, whole_of
 
 WHOLE = torch.arange(24.0).view(4, 6)
@@ -66,6 +67,11 @@ def test_only_the_part_is_read():
 def test_what_depends_on_values_and_what_writes():
     x = later(WHOLE)
     assert torch.equal(x, WHOLE)
+    assert torch.equal(x @ WHOLE.T, WHOLE @ WHOLE.T)
+    with pytest.raises(
+        ShardingError, match=r"linear would compute with a parameter that is not read yet.*shard the model"
+    ):
+        nn.functional.linear(WHOLE, nn.Parameter(x))
     assert torch.equal(torch.zeros(4, 6).copy_(x), WHOLE)
     with pytest.raises(NotImplementedError, match=r"mul_ writes to a tensor of shape \[4, 6\] that is not read yet"):
         x.mul_(2)
