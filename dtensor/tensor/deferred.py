@@ -61,7 +61,8 @@ class Deferred(torch.Tensor):
                     f"{name} writes to a tensor of shape {list(args[0].shape)} that is not read yet"
                 )
             return func(*tree_map(read, args), **tree_map(read, kwargs))
-        _check_untrained(name, args)
+        if name != "__get__":
+            _check_untrained(name, args)
         try:
             found = super().__torch_function__(func, types, args, kwargs)
         except RuntimeError:  # what it returns depends on values, or other tensors have theirs
