@@ -76,7 +76,7 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
     Raises:
         MixedTensorError: `x` may differ between ranks.
     """
-    if is_torch_dtensor(x):
+    if type(x) is not torch.Tensor and is_torch_dtensor(x):
         raise MixedTensorError(
             f"{func}: argument '{name}' is a DTensor of {TORCH}, other arguments are those of dtensor; write "
             "dtensor.interop.from_torch(x), or make it with dtensor: `from dtensor import distribute_tensor, DTensor`"
