@@ -47,6 +47,7 @@ from .runs.watching.watch import Watch, watch
 from .state import safetensors as safetensors
 from .state import torch_state_dicts as torch_state_dicts  # makes DTensors known to torch's state dicts
 from .state.checkpoints import Checkpoints
+from .state.pretrained import from_pretrained
 from .state.torch_checkpoints import load_torch_checkpoint
 from .tensor import compile_hooks as hooks  # registers the backend and the passes
 from .tensor import composite_operators as composite_operators  # registers what is caught whole
@@ -117,6 +118,7 @@ __all__ = [
     "explain",
     "export",
     "fallbacks",
+    "from_pretrained",
     "full",
     "implicit_replication",
     "init_device_mesh",

@@ -168,10 +168,36 @@ def check_source(mesh: Any, src_data_rank: int | None) -> None:
         )
 
 
+TORCH = "torch.distributed.tensor"
+"""The package of torch's own DTensor."""
+
+
+def is_torch_dtensor(x: Any) -> bool:
+    """Whether `x` is a DTensor of torch.distributed.tensor. Does not import that module."""
+    return any(c.__name__ == "DTensor" and c.__module__.startswith(TORCH) for c in type(x).__mro__)
+
+
+def refuse_torchs(name: str, module: torch.nn.Module) -> None:
+    """Raise PlacementError if torch's DTensors are parameters or buffers of `module`, an argument of `name`."""
+    for tensors in (module.named_parameters(), module.named_buffers()):
+        for parameter, x in tensors:
+            if is_torch_dtensor(x):
+                raise PlacementError(
+                    f"{name}: {parameter!r} is a DTensor of {TORCH}, by which the model is sharded already; write "
+                    "dtensor.interop.convert_module(model), which makes it one of dtensor, or give the plain model to "
+                    f"{name} alone"
+                )
+
+
 def check_module(name: str, module: Any) -> None:
-    """Raise TypeError if `module`, an argument of the function `name`, is not an nn.Module."""
+    """Raise TypeError if `module`, an argument of the function `name`, is not an nn.Module.
+
+    Raises:
+        PlacementError: a parameter or buffer is a DTensor of torch.
+    """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"{name} takes an nn.Module; got {module!r}")
+    refuse_torchs(name, module)
 
 
 def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:
@@ -205,16 +231,19 @@ def take_from_source(x: torch.Tensor, mesh: Any, src_data_rank: int) -> None:
 
 
 __all__ = [
+    "TORCH",
     "check_module",
     "check_replicas",
     "check_source",
     "current_mesh",
     "from_source",
+    "is_torch_dtensor",
     "is_tracing",
     "mesh_of",
     "of_all_ranks",
     "refuse_export",
     "refuse_function_transforms",
     "refuse_tangent",
+    "refuse_torchs",
     "take_from_source",
 ]

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from ..comm.from_plain import TORCH, is_torch_dtensor
 from ..errors import MixedTensorError
 from ..mesh.provenance import (
     ALIKE,
@@ -75,6 +76,11 @@ def check_invariant(func: Any, name: str, x: torch.Tensor) -> None:
     Raises:
         MixedTensorError: `x` may differ between ranks.
     """
+    if type(x) is not torch.Tensor and is_torch_dtensor(x):
+        raise MixedTensorError(
+            f"{func}: argument '{name}' is a DTensor of {TORCH}, other arguments are those of dtensor; write "
+            "dtensor.interop.from_torch(x), or make it with dtensor: `from dtensor import distribute_tensor, DTensor`"
+        )
     reason = _objection(x)
     if reason is not None and in_forward_mode():
         raise MixedTensorError(

@@ -181,8 +181,8 @@ def mixed_up(rank: int, mine: State, other: int, there: State) -> str:
 
 ADVICE = (
     "a collective has to be run by all ranks of its group, in the same order: `v = x.item()` on all ranks, and then "
-    "`if rank == 0: print(v)`; the same for full_tensor, redistribute, clip_grad_norm_ and modules of "
-    "fully_shard"
+    "`if rank == 0: print(v)`; the same for full_tensor, redistribute, clip_grad_norm_, "
+    "save_pretrained and modules of fully_shard"
 )
 
 

@@ -8,7 +8,7 @@ import json
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ..errors import CheckpointError
 from ..mesh.stages import Stage
-from ..mesh.tensor_spec import chunk
+from ..tensor.deferred import Box, deferred, own_box, read
 from ..tensor.tensor import DTensor
+from ..torch_private.core import root_mesh
 
 DTYPES = {
     "F64": torch.float64,
@@ -70,9 +71,9 @@ def export(
     if writer is not None:
         writer.write(header)
     for x in state.values():
-        whole = _whole(x)
+        whole_tensor = whole(x)
         if writer is not None:
-            writer.write(raw_bytes(whole))
+            writer.write(raw_bytes(whole_tensor))
     said = [None if writer is None else writer.close()]
     if dist.is_initialized():
         dist.broadcast_object_list(said, src=0)
@@ -80,22 +81,42 @@ def export(
         raise CheckpointError(f"{path} could not be written: {said[0]}")
 
 
-def _whole(x: torch.Tensor) -> torch.Tensor:
+def write(
+    state: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None,
+    values: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Writes a safetensors file on this rank alone, tensor after tensor, with the values that `values` obtains of each.
+
+    Raises:
+        CheckpointError: the file could not be written.
+    """
+    header, writer = _header(state, metadata), _Writer(Path(path))
+    writer.write(header)
+    for x in state.values():
+        writer.write(raw_bytes(values(x)))
+    error = writer.close()
+    if error is not None:
+        raise CheckpointError(f"{path} could not be written: {error}")
+
+
+def whole(x: torch.Tensor) -> torch.Tensor:
     """The full tensor, on rank 0 too, where that is not on the tensor's mesh."""
     kept: Any = x.detach()
     if not isinstance(x, DTensor):
         return kept
-    whole = kept.full_tensor()
-    ranks = x.device_mesh.mesh.flatten().tolist()
+    found = kept.full_tensor()
+    ranks = root_mesh(x.device_mesh).mesh.flatten().tolist()  # of a slice, each rank has the one that it is in
     if 0 in ranks:
-        return whole
+        return found
     first = min(ranks)
     if dist.get_rank() == first:
-        dist.send(whole.contiguous().view(-1).view(torch.uint8), 0)
+        dist.send(found.contiguous().view(-1).view(torch.uint8), 0)
     elif dist.get_rank() == 0:
-        whole = torch.empty(x.shape, dtype=x.dtype, device=whole.device)
-        dist.recv(whole.view(-1).view(torch.uint8), first)
-    return whole
+        found = torch.empty(x.shape, dtype=x.dtype, device=found.device)
+        dist.recv(found.view(-1).view(torch.uint8), first)
+    return found
 
 
 class _Writer:
@@ -190,7 +211,7 @@ def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, str
         TypeError: `state` is not a dict.
     """
     _check_state(state)
-    found = {name: (file, entry) for file in _files(Path(path)) for name, entry in _entries(file).items()}
+    found = {name: (file, entry) for file in _files(Path(path)) for name, entry in entries_of(file).items()}
     missing = [name for name in state if name not in found]
     extra = [name for name in found if name not in state]
     if strict and (missing or extra):
@@ -221,7 +242,7 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _entries(file: Path) -> dict[str, Any]:
+def entries_of(file: Path) -> dict[str, Any]:
     """Name -> header entry: dtype, shape, and begin and end of the bytes in the file."""
     if not file.is_file():
         raise CheckpointError(f"{file} is missing; copy it again")
@@ -257,32 +278,56 @@ def _is_entry(*, dtype: str, shape: list[int], data_offsets: list[int]) -> bool:
 def _read(x: torch.Tensor, name: str, file: Path, entry: dict[str, Any]) -> None:
     if list(x.shape) != entry["shape"]:
         raise CheckpointError(f"{name!r} has shape {entry['shape']} in {file}, but {list(x.shape)} in the state")
+    local: Any = x.to_local() if isinstance(x, DTensor) else x
+    local.copy_(read(_mapped(name, file, entry), own_box(x._spec) if isinstance(x, DTensor) else None))
+
+
+def _mapped(name: str, file: Path, entry: dict[str, Any]) -> torch.Tensor:
+    """A tensor on the memory of the file, of which only what is used is read."""
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"{name!r} is of dtype {entry['dtype']} in {file}, which torch does not have")
-    local: Any = x.to_local() if isinstance(x, DTensor) else x
-    if not local.numel():
-        return
-    begin, end = entry["data_offsets"]
-    with open(file, "rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
-        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=begin)
-        local.copy_(_own(_typed(raw, DTYPES[entry["dtype"]], x), x))
-        del raw  # the map cannot be closed while a tensor uses it
+    (begin, end), dtype = entry["data_offsets"], DTYPES[entry["dtype"]]
+    if begin == end:
+        return torch.empty(entry["shape"], dtype=dtype)
+    with open(file, "rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)  # closed with the last tensor that uses it
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=end - begin, offset=begin)
+    raw = raw.clone() if raw.data_ptr() % dtype.itemsize else raw
+    return raw.view(dtype).view(entry["shape"])
 
 
-def _typed(raw: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    if raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(dtype).view(x.shape)
+def state_dict(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The state dict that safetensors files hold, of tensors that are read when they are used.
+
+    The tensors are on the meta device until then. `load_state_dict` of a sharded model reads this rank's parts of them;
+    with `assign=True` a model on the meta device keeps them, and sharding it reads this rank's parts.
+
+    Args:
+        path: a file, or a folder as `load` takes it. The files must not change until the tensors are read.
+
+    Returns:
+        name -> tensor, with the shape and the dtype that it has in the file.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or truncated, or has a dtype that torch does not have.
+
+    >>> with torch.device("meta"):
+    ...     model = Net()
+    >>> model.load_state_dict(safetensors.state_dict("model.safetensors"), assign=True)
+    >>> fully_shard(model, mesh)
+    """
+    return {name: later(name, file, entry) for file in _files(Path(path)) for name, entry in entries_of(file).items()}
 
 
-def _own(whole: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The shard of the full tensor `whole` that this rank holds of `x`."""
-    if not isinstance(x, DTensor):
-        return whole
-    sizes, offsets = chunk(x._spec)
-    for dim, (size, offset) in enumerate(zip(sizes, offsets)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
+def later(name: str, file: Path, entry: dict[str, Any]) -> torch.Tensor:
+    """A tensor of a file, by its entry, that is read when it is used."""
+    if entry["dtype"] not in DTYPES:
+        raise CheckpointError(f"{name!r} is of dtype {entry['dtype']} in {file}, which torch does not have")
+
+    def obtain(box: Box) -> torch.Tensor:
+        return read(_mapped(name, file, entry), box).clone(memory_format=torch.contiguous_format)
+
+    return deferred(torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta"), obtain)
 
 
-__all__ = ["export", "load", "raw_bytes"]
+__all__ = ["export", "load", "raw_bytes", "state_dict"]

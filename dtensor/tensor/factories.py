@@ -18,7 +18,9 @@ from ..rules.families.random import keep_shard
 from ..rules.sampling import sample
 from ..torch_private.core import disable_dynamo
 from .declared_layouts import is_size
+from .deferred import Deferred, own_box, read
 from .tensor import DTensor
+from .torch_dtensor import from_torch, is_torch_dtensor
 
 
 def distribute_tensor(
@@ -30,11 +32,13 @@ def distribute_tensor(
 ) -> DTensor:
     """Distributes a global tensor over a mesh.
 
-    A tensor on the meta device stays there, and nothing is communicated. A DTensor that already has this mesh and these
+    A tensor on the meta device stays there, and nothing is communicated; of one that is yet to be read from a file
+    (`dtensor.safetensors.state_dict`) each rank reads its part. A DTensor that already has this mesh and these
     placements is returned as it is.
 
     Args:
-        tensor: the global tensor; it must be a leaf. Its values are taken from `src_data_rank`.
+        tensor: the global tensor; it must be a leaf. Its values are taken from `src_data_rank`. A DTensor of torch is
+            converted.
         device_mesh: the mesh; None uses the current one.
         placements: one per mesh axis; None replicates. Shards are split as by `torch.chunk`. For Partial("sum") and
             Partial("product") the first rank along the axis holds the full value and the others hold 0 or 1. For other
@@ -71,7 +75,11 @@ def distribute_tensor(
         )
     if tensor.layout != torch.strided:
         raise ValueError(f"distribute_tensor takes a strided tensor, got layout={tensor.layout}; write x.to_dense()")
-    made = _distributed(tensor, mesh, Layout.of(checked, tensor.dim()), src_data_rank)
+    if is_torch_dtensor(tensor):
+        made = _already_distributed(from_torch(tensor.detach()), mesh, checked)
+        made.requires_grad_(tensor.requires_grad)
+    else:
+        made = _distributed(tensor, mesh, Layout.of(checked, tensor.dim()), src_data_rank)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)  # pyright: ignore[reportReturnType]
     return made
@@ -80,7 +88,12 @@ def distribute_tensor(
 def _distributed(tensor: torch.Tensor, mesh: Any, layout: Layout, src_data_rank: int | None) -> DTensor:
     spec = Spec.make(mesh, layout, tensor.shape, contiguous_stride(tensor.shape), tensor.dtype)
     data = tensor.detach()
-    if tensor.is_meta:
+    if isinstance(tensor, Deferred):
+        if mesh.get_coordinate() is not None:
+            data = read(data, None if layout.partial else own_box(spec)).to(mesh.device_type).contiguous()
+            data = keep_shard(data, layout, mesh) if layout.partial else data
+            data = _keep_part(data, layout, mesh)
+    elif tensor.is_meta:
         data = data.new_empty(spec.local_shape())
     elif mesh.get_coordinate() is not None:
         data = data.to(mesh.device_type)

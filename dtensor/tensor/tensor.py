@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..comm.between_meshes import exchanged
 from ..comm.from_plain import (
     check_replicas,
+    is_torch_dtensor,
     is_tracing,
     mesh_of,
     refuse_export,
@@ -234,6 +235,11 @@ class DTensor(torch.Tensor):
         if torch.compiler.is_dynamo_compiling() and not run_check:
             given = words(placements), shape or (), stride or (), words(grad_placements)
             return torch.ops.dtensor.from_local(local_tensor, mesh, *given)
+        if type(local_tensor) is not torch.Tensor and is_torch_dtensor(local_tensor):
+            raise TypeError(
+                "from_local takes this rank's plain tensor, got a DTensor of torch.distributed.tensor; write "
+                "dtensor.interop.from_torch(x)"
+            )
         ndim = local_tensor.dim()
         checked = as_placements(placements, mesh.ndim, ndim)
         refuse_tangent(local_tensor, "from_local")

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from ..comm.from_plain import TORCH, is_torch_dtensor
 from ..errors import PlacementError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements
 from ..torch_private.core import shard_order, strided_shard
 from .tensor import DTensor
 
-TORCH = "torch.distributed.tensor"
 KINDS = ("Shard", "Replicate", "Partial")
 STRIDED = "_StridedShard"
 """The kind of placement that torch gives to an axis that shards a dimension after later ones, and to some views."""
@@ -28,11 +28,6 @@ def _theirs() -> Any:
     import torch.distributed.tensor as theirs
 
     return theirs
-
-
-def is_torch_dtensor(x: Any) -> bool:
-    """Whether `x` is a DTensor of torch.distributed.tensor. Does not import that module."""
-    return any(c.__name__ == "DTensor" and c.__module__.startswith(TORCH) for c in type(x).__mro__)
 
 
 def from_torch(x: Any) -> DTensor:

@@ -247,7 +247,7 @@ def _receive(ranks: list[_Rank], deadline: float) -> list[_Rank]:
 
 
 def _collect(ranks: list[_Rank], job: Job, until_started: ExitStack) -> None:
-    """Wait for all ranks to return; raise on the first failure, and when `job.timeout` has passed. `until_started` is
+    """Wait for all ranks to return; raise on the first failure, and when the timeout has passed. `until_started` is
     closed when all have begun."""
     deadline = time.monotonic() + job.around.timeout
     while not all(r.done for r in ranks):

@@ -18,6 +18,13 @@ from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 
 
+class Pretrained(nn.Sequential):
+    """A model with the method that transformers' models have."""
+
+    def save_pretrained(self, folder, state_dict=None):
+        raise AssertionError("it was not to come so far")
+
+
 class Ranks:
     """What the programs use: this rank, the mesh, and tensors on it."""
 
@@ -139,6 +146,22 @@ def in_a_circle(r):
     r.loss.item()
 
 
+def saved_then_end(r):
+    model = fully_shard(Pretrained(nn.Linear(4, 4)), r.mesh)
+    if r.rank == 0:
+        model.save_pretrained("folder")
+
+
+def saved_then_barrier(r):
+    saved_then_end(r)
+    dist.barrier()
+
+
+def saved_then_step(r):
+    saved_then_end(r)
+    r.step(r.sharded)
+
+
 def slow(r):
     if r.rank == 0:
         time.sleep(20)
@@ -169,6 +192,9 @@ PROGRAMS = {
     "reductions": (2, "rank 0 waits in all_reduce"),
     "large": (2, ""),
     "in_a_circle": (3, "rank 0 waits in torch.distributed.all_reduce"),
+    "saved_then_end": (2, r"rank 0 waits in all_reduce.*rank 1 has left.*save_pretrained"),
+    "saved_then_barrier": (2, "rank 0 waits in all_reduce.*rank 1 waits in torch.distributed.barrier.*save_pretrained"),
+    "saved_then_step": (2, "rank 0 waits in all_reduce.*rank 1 waits in all_gather.*save_pretrained"),
     "slow": (2, None),
     "slow_in_code": (2, None),
 }

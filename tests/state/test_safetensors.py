@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtensor import CheckpointError, Partial, Replicate, Shard, distribute_tensor, init_device_mesh, zeros
-from dtensor.state.safetensors import DTYPES, export, load
+from dtensor.state.safetensors import DTYPES, export, load, state_dict
 from dtensor.tensor.tensor import DTensor
 from dtensor.testing import with_ranks, with_threads
 
@@ -53,6 +53,16 @@ def test_tensors_on_a_mesh_without_the_first_rank(rank, tmp_path):
     assert load(state, tmp_path / "w.safetensors") == []
     assert torch.equal(state["w"], FULL["w"])
     assert torch.equal(state["plain"], torch.ones(2))
+
+
+@with_ranks(4)
+def test_tensors_on_a_slice_of_a_mesh(rank, tmp_path):
+    """Ranks that are in another slice than rank 0 sent it their tensor, which it did not receive."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    export({"w": distribute_tensor(FULL["w"], mesh["tp"], [Shard(0)])}, tmp_path / "w.safetensors")
+    state = state_dict(tmp_path / "w.safetensors")
+    assert state["w"].is_meta
+    assert distribute_tensor(state["w"], mesh, PLACED["w"]).full_tensor().equal(FULL["w"])
 
 
 def test_it_is_the_format_of_the_library(tmp_path):

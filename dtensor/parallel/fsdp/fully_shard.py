@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from ...comm.from_plain import check_source
+from ...comm.from_plain import check_source, refuse_torchs
 from ...dispatch.plain_operands import advice
 from ...errors import MeshError
 from ...layout.placements import Shard, as_placements
@@ -173,7 +173,7 @@ class _Parts:
         return self.planned[id(parameter)]
 
     def _check_moved(self, part: nn.Module, member: Member) -> None:
-        kind = type(part).__name__.removeprefix("FullySharded")
+        kind = type(part).__name__.removeprefix("FSDP")
         if member.unit.mesh != self.unit.mesh:
             raise MeshError(
                 f"the parameters of this {kind} are fully sharded over {member.unit.mesh} already, by a call on an "
@@ -212,6 +212,7 @@ def _check_modules(modules: list[Any]) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise TypeError(f"fully_shard takes an nn.Module, or a list of them; got {type(module).__name__}")
+        refuse_torchs("fully_shard", module)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
                 f"{type(module).__name__} has no forward, during which its parameters would be gathered; call "

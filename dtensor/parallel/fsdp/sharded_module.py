@@ -151,7 +151,7 @@ def sharded_class(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modul
         return _run(self, inner, args, kwargs)
 
     inside = {"forward": forward, **{name: _property(name) for name in names}}
-    return made_class(sharded_class, cls, names, bases=(FullyShardedModule,), prefix="FullySharded", **inside)
+    return made_class(sharded_class, cls, names, bases=(FullyShardedModule,), prefix="FSDP", **inside)
 
 
 def _property(name: str) -> property:

@@ -1,9 +1,10 @@
-"""Lets optimizers follow parameters that sharding has replaced.
+"""Lets optimizers follow parameters that sharding has replaced, and state dicts and methods of models know of it.
 
 A parameter cannot become a tensor of another class, so sharding puts a new one in its place. An optimizer made before
 still holds the old one, which no forward uses any more. `following` records what a call replaces; before the next step
 of an optimizer, its parameter groups get the new parameters. State for an old parameter (moments) has no shards: the
-optimizer raises.
+optimizer raises. The modules then take whole tensors in `load_state_dict` (`plain_states`), and models have methods
+that work on shards (`model_methods`).
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import ShardingError
 from ...torch_private.core import never_traced
 from ...torch_private.dynamo import before_optimizers_are_traced
+from .model_methods import teach_methods
+from .plain_states import check_values, read_left, take_plain_states
 
 REPLACED_BY = "_dtensor_replaced_by"
 """The attribute of a replaced parameter that holds the parameter that modules have in its place."""
@@ -33,8 +36,14 @@ AFTER = (
 @contextmanager
 def following(module: nn.Module, *others: nn.Module) -> Iterator[None]:
     """Record which parameters of modules are replaced inside the block, for the optimizers that hold them."""
+    parts = _parts(module, *others)
+    check_values(parts)
     before = _parameters(module, *others)
     yield
+    read_left(parts)
+    for part in parts:
+        take_plain_states(part)
+        teach_methods(part)
     after = _parameters(module, *others)
     replaced = False
     for place, old in before.items():
@@ -50,8 +59,11 @@ def following(module: nn.Module, *others: nn.Module) -> Iterator[None]:
 
 
 def _parameters(*modules: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
-    parts = {part: None for module in modules for part in module.modules()}
-    return {(part, name): p for part in parts for name, p in part._parameters.items() if p is not None}
+    return {(part, name): p for part in _parts(*modules) for name, p in part._parameters.items() if p is not None}
+
+
+def _parts(*modules: nn.Module) -> list[nn.Module]:
+    return list({part: None for module in modules for part in module.modules()})
 
 
 class _Changes:

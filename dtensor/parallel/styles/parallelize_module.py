@@ -18,6 +18,7 @@ from ..checks.size_misfit import Planned, tell_of_misfits
 from ..modules.replaced import following
 from ..modules.ties import Ties
 from .style import ParallelStyle
+from .torch_styles import as_our_style
 
 
 def parallelize_module(
@@ -42,7 +43,8 @@ def parallelize_module(
         device_mesh: a mesh of one axis, such as `mesh["tp"]`; None uses that of the surrounding `with mesh:`.
         parallelize_plan: a style for `module` itself, or a dict from names of submodules to styles. A name such as
             "layers.*.attention.wq" is matched segment by segment with the wildcards of `fnmatch` (`*`, `?`, `[0-3]`)
-            and applies to every module that matches; "" is `module` itself. Entries apply in the dict's order.
+            and applies to every module that matches; "" is `module` itself. Entries apply in the dict's order. The
+            styles of torch.distributed.tensor.parallel are taken for their namesakes here.
         check_inputs: compare the ranks' inputs of a module if its style takes a plain tensor as Replicate(): on first
             use and once in a hundred later uses. In compiled code the graph inputs that it is computed from are
             compared instead. If ranks differ, all raise AgreementError.
@@ -55,7 +57,8 @@ def parallelize_module(
         ValueError: there is no mesh, the mesh has several axes, a name matches no module, or a module without an entry
             shares a parameter with one whose entry shards it.
         PlacementError: entries give a shared parameter different placements.
-        TypeError: `module` is not a module, or the plan is neither a style nor a dict from names to styles.
+        TypeError: `module` is not a module, or the plan is neither a style nor a dict from names to styles, or a style
+            is derived from one of torch's.
     """
     mesh = _one_axis_mesh(device_mesh)
     if parallelize_plan is None:
@@ -104,6 +107,7 @@ def _resolved(
 ) -> list[tuple[nn.Module, Planned, ParallelStyle]]:
     """The modules to parallelize, each with its plan entry and style, in order."""
     check_module("parallelize_module", module)
+    plan = as_our_style(plan)
     if isinstance(plan, ParallelStyle):
         return [(module, Planned("", "", type(plan).__name__), plan)]
     if not isinstance(plan, dict):
@@ -115,6 +119,7 @@ def _resolved(
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
             raise TypeError(f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'")
+        style = as_our_style(style)
         if not isinstance(style, ParallelStyle):
             raise TypeError(f"parallelize_plan[{pattern!r}] is not a ParallelStyle but {style!r}")
         targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in _matching(modules, pattern)]

@@ -111,7 +111,7 @@ def test_users_see_their_own_names_and_classes(rank):
     assert isinstance(model, FullyShardedModule)
     assert isinstance(model.layers[0][1], nn.Linear)
     assert type(model.layers[0][1]) is type(model.layers[1][1])
-    assert type(model.layers[0][1]).__name__ == "FullyShardedLinear"
+    assert type(model.layers[0][1]).__name__ == "FSDPLinear"
     assert str(inspect.signature(model.forward)) == str(inspect.signature(plain.forward))
     assert model.out.weight is model.emb.weight
     # Outside of a forward it is the parameter itself.
@@ -404,7 +404,7 @@ def test_copies(rank):
     copied = copy.deepcopy(model)
     again = pickle.loads(pickle.dumps(model))
     for other in (copied, again):
-        assert type(other).__name__ == "FullyShardedNet"
+        assert type(other).__name__ == "FSDPNet"
         loss(other, tokens().chunk(2)[rank]).backward()
         check_gradients(other, gradients())
     assert model.emb.weight.grad is None
