@@ -22,7 +22,7 @@ from dtensor.torch_private.phases import current
 
 from ..recording.frames import Frame, current_frame
 
-OURS = re.compile(r"^FullySharded|(?<=forward)_\d+$")
+OURS = re.compile(r"^FSDP|(?<=forward)_\d+$")
 """What this library adds to the names of classes and of their forwards."""
 
 SHOWN = 3

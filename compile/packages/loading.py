@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from dtensor.errors import PackageError
 from dtensor.mesh import environment
+from dtensor.mesh.stages import SWITCH
 from dtensor.torch_private.frames import FrameRecorder, no_longer
 from dtensor.torch_private.phases import LOADING, phase
 
-from ..recording.progress import SWITCH
 from .archive import World, read
 from .entries import Entry, changed_settings, changed_source, put_together
 from .identities import digest
