@@ -16,13 +16,13 @@ def test_what_the_guide_shows(tmp_path, monkeypatch):
     (script,) = [text for _, text in blocks(PAGE, "py") if text.startswith("# train.py")]
     (tmp_path / "train.py").write_text(script)
     os.chmod(tmp_path, 0o700)
-    make, start, share = [text.strip() for _, text in blocks(PAGE, "bash")]
+    make, start = [text.strip() for _, text in blocks(PAGE, "bash")]
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "caches"))
     done = run(make, tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"1 frames, [\d,]+ bytes, SHA-256 [0-9a-f]{64}", done.stdout.strip().splitlines()[-1])
     losses = set()
-    for line, more in ((start, {"DTENSOR_PACKAGE_STRICT": "1"}), (share, {})):
+    for line, more in ((start, {"DTENSOR_PACKAGE_STRICT": "1"}), (start.split(" ", 1)[1], {})):
         words = line.split()
         for name, value in [*[w.split("=", 1) for w in words if w.startswith("DTENSOR_")], *more.items()]:
             monkeypatch.setenv(name, value)
