@@ -1,0 +1,128 @@
+"""Into how many parts a sharded model divides a batch, and which of them this rank reads.
+
+Trainers written for DistributedDataParallel take every process for a reader of its own part. Here only ranks along the
+data axes read different parts: those over which `fully_shard` divides parameters, and those for which `distribute_model`
+was given `inputs={"dp": Shard(0)}`. Ranks along all other axes, such as a tensor parallel one, need the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..errors import MeshError, PlacementError
+from ..parallel.fsdp.unit import members
+from ..parallel.whole_model.distribute_model import VIEW
+from ..tensor.tensor import DTensor
+
+Axes = list[tuple[Any, int]]
+
+
+@dataclass(frozen=True, eq=False)
+class BatchParts:
+    """The parts of a batch.
+
+    Attributes:
+        count: how many parts a batch has.
+        index: which of them this rank reads, from 0.
+        shared: how many of them one loss is computed from. With `fully_shard` a rank's loss is that of its own part,
+            and `shared` is 1; in a model of `distribute_model` the loss is that of all parts together.
+        axes: the data axes, outermost first, each a mesh and the number of an axis in it.
+    """
+
+    count: int
+    index: int
+    shared: int
+    axes: Axes
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The parts of a tensor, concatenated along dim 0, on all ranks. Collective.
+
+        Args:
+            x: this rank's part, of the same shape on all ranks. A number of no dims gives one element a part.
+        """
+        x = x.detach().reshape(1) if not x.dim() else x.detach()
+        for mesh, axis in reversed(self.axes):
+            parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(mesh.size(axis))]
+            dist.all_gather(parts, x.contiguous(), group=mesh.get_group(axis))
+            x = torch.cat(parts)
+        return x
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model has DTensors among its parameters."""
+    return any(isinstance(p, DTensor) for p in model.parameters())
+
+
+def batch_parts(model: nn.Module) -> BatchParts:
+    """How a sharded model divides a batch over the ranks.
+
+    Args:
+        model: a model that `distribute_model`, `parallelize_module` or `fully_shard` has sharded. A model that is not
+            sharded counts as replicated over nobody: its batch has one part.
+
+    Raises:
+        MeshError: parts of the model are fully sharded over different meshes.
+        PlacementError: the model returns whole outputs for a part of the batch, or DTensors.
+    """
+    own, shared = _data_axes(model), _view_axes(model)
+    axes = [*shared, *own]
+    index = 0
+    for mesh, axis in axes:
+        index = index * mesh.size(axis) + mesh.get_local_rank(axis)
+    return BatchParts(_size(axes), index, _size(shared), axes)
+
+
+def _size(axes: Axes) -> int:
+    return prod(mesh.size(axis) for mesh, axis in axes)
+
+
+def _data_axes(model: nn.Module) -> Axes:
+    """The axes over which a model is fully sharded."""
+    meshes: list[Any] = []
+    for _, member in members(model):
+        if member.unit.local and not any(member.unit.mesh is m or member.unit.mesh == m for m in meshes):
+            meshes.append(member.unit.mesh)
+    if len(meshes) > 1:
+        raise MeshError(
+            f"parts of the model are fully sharded over different meshes, {' and '.join(map(str, meshes))}, so it does "
+            "not follow which part of a batch a rank reads; call fully_shard with one mesh"
+        )
+    return [(mesh, axis) for mesh in meshes for axis in range(mesh.ndim)]
+
+
+def _view_axes(model: nn.Module) -> Axes:
+    """The axes over which a model of `distribute_model` is given parts of a batch."""
+    view = next((vars(module)[VIEW] for module in model.modules() if VIEW in vars(module)), None)
+    if view is None:
+        return []
+    if view.outputs is None:
+        raise PlacementError(
+            "the model returns DTensors, and trainers compute with plain tensors; write distribute_model(..., "
+            'outputs={}), or outputs={"dp": Shard(0)} if the inputs are placed so'
+        )
+    mesh, names = view.mesh, view.mesh.mesh_dim_names
+    inputs = _first_dim([view.others, *view.inputs.values()])
+    outputs = _first_dim([view.outputs])
+    if inputs != outputs:
+        asked: Mapping[str, str] = {names[axis]: "Shard(0)" for axis in sorted(inputs)}
+        text = ", ".join(f'"{name}": {placement}' for name, placement in asked.items())
+        raise PlacementError(
+            "the model takes parts of a batch and returns other parts, so predictions do not belong to the labels that "
+            f"a rank has; write distribute_model(..., outputs={{{text}}})"
+        )
+    return [(mesh, axis) for axis in sorted(inputs)]
+
+
+def _first_dim(placements: list[Any]) -> set[int]:
+    """The axes for which one of the placements shards dim 0."""
+    return {axis for of_one in placements for axis, p in enumerate(of_one) if p.is_shard(0)}
+
+
+__all__ = ["BatchParts", "batch_parts", "is_sharded"]

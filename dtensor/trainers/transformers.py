@@ -1,0 +1,130 @@
+"""transformers' `Trainer` for models that dtensor has sharded; TRL's trainers and others that derive from it, likewise.
+
+Overridden methods say what a Trainer cannot know: nobody wraps the model, ranks of a tensor parallel axis read the same
+batch, the loss of a global view is that of all parts already, and what is written is whole.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ..tensor.tensor import DTensor
+from .accelerate import Accelerator
+from .batch_parts import BatchParts, batch_parts, is_sharded
+from .saved_state import load_optimizers, load_weights, save_optimizers, whole_weights
+
+PRIVATE = (
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_save",
+    "_save_optimizer_and_scheduler",
+)
+"""What is overridden here and not declared public by transformers, which has no other methods for what a checkpoint holds."""
+
+if missing := [name for name in PRIVATE if not hasattr(transformers.Trainer, name)]:
+    raise ImportError(
+        f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}, without which sharded models "
+        "would be saved in part; install a transformers that this release of dtensor knows, such as 5.24"
+    )
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` for a model that `distribute_model`, `parallelize_module` or `fully_shard` has sharded.
+
+    All ranks call `train`, `evaluate`, `predict` and `save_model`. A checkpoint holds the weights as any other program
+    reads them, and the optimizer in a folder that any number of ranks reads. Models that are not sharded are trained as
+    by transformers.
+
+    Put it before another trainer that derives from transformers':
+
+    >>> class SFT(Trainer, trl.SFTTrainer):
+    ...     pass
+    """
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes the accelerator one for the sharded model.
+
+        Raises:
+            ValueError: the model computes one loss from several parts of a batch, but the arguments say that tokens are
+                not averaged across devices.
+            MeshError, PlacementError: as `batch_parts`.
+        """
+        super().create_accelerator_and_postprocess()
+        Accelerator.of(self.accelerator, self.model)
+        if self._parts.shared > 1 and not self.args.average_tokens_across_devices:
+            raise ValueError(
+                "the model's loss is that of all ranks' parts of the batch, so its tokens are counted on all of them; "
+                "write TrainingArguments(average_tokens_across_devices=True)"
+            )
+
+    @property
+    def _parts(self) -> BatchParts:
+        return batch_parts(self.model)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The number of samples of an optimizer step: ranks that read the same batch count once."""
+        total = super().get_total_train_batch_size(args)
+        return total * self.accelerator.num_processes // args.world_size if is_sharded(self.model) else total
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        """The loss, of which the mean over the ranks of the data axes is that of one device.
+
+        Raises:
+            TypeError: the loss is a DTensor.
+        """
+        if num_items_in_batch is not None:
+            # Trainer multiplies by the number of parts, for ranks that each have a loss of their own.
+            num_items_in_batch = num_items_in_batch * self._parts.shared
+        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        loss = result[0] if return_outputs else result
+        if isinstance(loss, DTensor):
+            raise TypeError(
+                "the loss is a DTensor, and Trainer adds it to a plain tensor; let the model return plain tensors, or "
+                "write loss.full_tensor() in compute_loss"
+            )
+        return result
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is None and is_sharded(self.model):
+            state_dict = whole_weights(self.model)
+        super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self._load_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_weights(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_weights(self, folder: str | None) -> bool:
+        """Whether the model is sharded and its weights were read from `folder`, which has them as safetensors files."""
+        if folder is None or not is_sharded(self.model) or not any(Path(folder).glob("model*.safetensors")):
+            return False
+        load_weights(self.model, Path(folder))
+        return True
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if is_sharded(self.model):
+            save_optimizers(self.model, [self._inner_optimizer], Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and is_sharded(self.model):
+            load_optimizers(self.model, [self._inner_optimizer], Path(checkpoint))
+
+    @property
+    def _inner_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: Any = self.optimizer
+        return getattr(optimizer, "optimizer", optimizer)
+
+
+__all__ = ["Trainer"]
