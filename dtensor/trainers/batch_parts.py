@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import MeshError, PlacementError
+from ..layout.placements import Partial, Replicate
+from ..mesh.mesh import group_name
 from ..parallel.fsdp.unit import members
 from ..parallel.whole_model.distribute_model import VIEW
 from ..tensor.tensor import DTensor
@@ -31,8 +33,8 @@ class BatchParts:
     Attributes:
         count: how many parts a batch has.
         index: which of them this rank reads, from 0.
-        shared: how many of them one loss is computed from. With `fully_shard` a rank's loss is that of its own part,
-            and `shared` is 1; in a model of `distribute_model` the loss is that of all parts together.
+        shared: how many of them a loss is of that the model computes. With `fully_shard` it is that of this rank's part,
+            and `shared` is 1; a model of `distribute_model` computes that of all parts together.
         axes: the data axes, outermost first, each a mesh and the number of an axis in it.
     """
 
@@ -53,6 +55,18 @@ class BatchParts:
             dist.all_gather(parts, x.contiguous(), group=mesh.get_group(axis))
             x = torch.cat(parts)
         return x
+
+    def whole(self, x: Any) -> Any:
+        """A parameter as a whole plain tensor, to compute with this rank's part of the batch. Collective.
+
+        Its gradient is averaged over the parts. What is no DTensor is returned as it is.
+        """
+        if not isinstance(x, DTensor):
+            return x
+        mesh = x.device_mesh
+        groups = {group_name(m, axis) for m, axis in self.axes}
+        averaged = [group_name(mesh, axis) in groups for axis in range(mesh.ndim)]
+        return x.full_tensor(grad_placements=[Partial("avg") if a else Replicate() for a in averaged])
 
 
 def is_sharded(model: nn.Module) -> bool:

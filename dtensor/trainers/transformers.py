@@ -6,11 +6,16 @@ batch, the loss of a global view is that of all parts already, and what is writt
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 
 from ..tensor.tensor import DTensor
 from .accelerate import Accelerator
@@ -79,10 +84,13 @@ class Trainer(transformers.Trainer):
         Raises:
             TypeError: the loss is a DTensor.
         """
-        if num_items_in_batch is not None:
-            # Trainer multiplies by the number of parts, for ranks that each have a loss of their own.
-            num_items_in_batch = num_items_in_batch * self._parts.shared
-        result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        with contextlib.ExitStack() as stack:
+            if is_sharded(self.model):
+                stack.enter_context(_plain_heads(self.model, self._parts))
+                stack.enter_context(_items_of_all_parts(model, self._parts))
+            result = super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+            )
         loss = result[0] if return_outputs else result
         if isinstance(loss, DTensor):
             raise TypeError(
@@ -125,6 +133,44 @@ class Trainer(transformers.Trainer):
     def _inner_optimizer(self) -> torch.optim.Optimizer:
         optimizer: Any = self.optimizer
         return getattr(optimizer, "optimizer", optimizer)
+
+
+@contextlib.contextmanager
+def _items_of_all_parts(model: nn.Module, parts: BatchParts) -> Iterator[None]:
+    """A trainer multiplies losses by the number of parts, for ranks that each have a loss of their own. So a model whose
+    loss is already that of several parts is given as many times the number of items to divide by."""
+
+    def multiplied(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        items = kwargs.get("num_items_in_batch")
+        return args, kwargs if items is None else {**kwargs, "num_items_in_batch": items * parts.shared}
+
+    if parts.shared == 1:
+        yield
+        return
+    handle = model.register_forward_pre_hook(multiplied, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def _plain_heads(model: nn.Module, parts: BatchParts) -> Iterator[None]:
+    """Gives the weights of a head as whole plain tensors to a forward that was put on a model after it was sharded, as
+    TRL does: it runs on what the sharded modules inside return, and asks for the head by `get_output_embeddings`."""
+    given = [m for m in model.modules() if "forward" in vars(m) and hasattr(m, "get_output_embeddings")]
+    for module in given:
+        vars(module)["get_output_embeddings"] = functools.partial(_plain_head, type(module), module, parts)
+    try:
+        yield
+    finally:
+        for module in given:
+            del vars(module)["get_output_embeddings"]
+
+
+def _plain_head(cls: Any, module: nn.Module, parts: BatchParts) -> Any:
+    head = cls.get_output_embeddings(module)
+    return SimpleNamespace(weight=parts.whole(head.weight), bias=parts.whole(getattr(head, "bias", None)))
 
 
 __all__ = ["Trainer"]

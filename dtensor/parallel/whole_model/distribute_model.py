@@ -249,6 +249,8 @@ class _View:
         target = fitting(self.outputs, x)
         parts = math.prod([self.mesh.size(axis) for axis, p in enumerate(target) if isinstance(p, Shard)])
         local = x.redistribute(placements=target).to_local()
+        if not local.dim():
+            local = local.clone()  # a loss may be scaled in place, which autograd refuses for a local tensor
         return _MeanOverParts.apply(local, parts) if parts > 1 and local.requires_grad else local  # pyright: ignore
 
     @contextlib.contextmanager
