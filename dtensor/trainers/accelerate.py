@@ -20,9 +20,8 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import recursively_apply
 from torch import nn
 
-from ..parallel.fsdp.unit import members
 from ..parallel.training.clip_grad_norm import clip_grad_norm_
-from .batch_parts import BatchParts, batch_parts, is_sharded
+from .batch_parts import BatchParts, batch_parts, gradients_unreduced, is_sharded
 from .saved_state import FOLDER, load_optimizers, load_weights, save_optimizers, whole_weights
 
 
@@ -122,18 +121,8 @@ class Accelerator(accelerate.Accelerator):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Gradients of fully sharded parameters are not reduced by the backwards within."""
-        units = [module for module, member in members(model) if member.given]
-        if not units:
-            with super().no_sync(model):
-                yield
-            return
-        for module in units:
-            module.set_requires_gradient_sync(False)  # pyright: ignore
-        try:
+        with gradients_unreduced(model) if is_sharded(model) else super().no_sync(model):
             yield
-        finally:
-            for module in units:
-                module.set_requires_gradient_sync(True)  # pyright: ignore
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
         """`dtensor.parallel.clip_grad_norm_`: the norm of all gradients on all ranks."""
@@ -153,12 +142,9 @@ class Accelerator(accelerate.Accelerator):
         if self._parts is None:
             return super().reduce(tensor, reduction, scale)
         parts = self._parts
-
-        def reduced(x: torch.Tensor) -> torch.Tensor:
-            of_parts = parts.gather(x[None]) if reduction != "none" else x[None]
-            return (of_parts.float().mean(0).to(x.dtype) if reduction == "mean" else of_parts.sum(0)) * scale
-
-        return recursively_apply(reduced, tensor, error_on_other_type=True)
+        return recursively_apply(
+            lambda x: (x if reduction == "none" else parts.reduce(x, reduction)) * scale, tensor, error_on_other_type=True
+        )
 
     def check_trigger(self) -> bool:
         """Whether any process has set the trigger, those that read the same batch included."""

@@ -7,7 +7,8 @@ was given `inputs={"dp": Shard(0)}`. Ranks along all other axes, such as a tenso
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -56,6 +57,11 @@ class BatchParts:
             x = torch.cat(parts)
         return x
 
+    def reduce(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        """The "sum" or "mean" of a tensor over the parts, on all ranks. Collective."""
+        parts = self.gather(x[None])
+        return parts.sum(0) if how == "sum" else parts.float().mean(0).to(x.dtype)
+
     def whole(self, x: Any) -> Any:
         """A parameter as a whole plain tensor, to compute with this rank's part of the batch. Collective.
 
@@ -67,6 +73,19 @@ class BatchParts:
         groups = {group_name(m, axis) for m, axis in self.axes}
         averaged = [group_name(mesh, axis) in groups for axis in range(mesh.ndim)]
         return x.full_tensor(grad_placements=[Partial("avg") if a else Replicate() for a in averaged])
+
+
+@contextlib.contextmanager
+def gradients_unreduced(model: nn.Module) -> Iterator[None]:
+    """Backwards within leave the gradients of fully sharded parameters as each rank computed them; the next reduces all."""
+    units: list[Any] = [module for module, member in members(model) if member.given]
+    for module in units:
+        module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for module in units:
+            module.set_requires_gradient_sync(True)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -139,4 +158,4 @@ def _first_dim(placements: list[Any]) -> set[int]:
     return {axis for of_one in placements for axis, p in enumerate(of_one) if p.is_shard(0)}
 
 
-__all__ = ["BatchParts", "batch_parts", "is_sharded"]
+__all__ = ["BatchParts", "batch_parts", "gradients_unreduced", "is_sharded"]
