@@ -1,4 +1,4 @@
-"""Sharded models in other people's training loops: accelerate, transformers' Trainer and what derives from it, Lightning.
+"""Sharded models in the training loops of others: accelerate, transformers' Trainer and TRL's, Lightning.
 
 Each module here imports the package it is for, and `import dtensor` imports none of them. They say the same things in
 the words of each package: who reads which part of a batch, that nobody wraps the model, how gradients are accumulated

@@ -143,7 +143,9 @@ class Accelerator(accelerate.Accelerator):
             return super().reduce(tensor, reduction, scale)
         parts = self._parts
         return recursively_apply(
-            lambda x: (x if reduction == "none" else parts.reduce(x, reduction)) * scale, tensor, error_on_other_type=True
+            lambda x: (x if reduction == "none" else parts.reduce(x, reduction)) * scale,
+            tensor,
+            error_on_other_type=True,
         )
 
     def check_trigger(self) -> bool:

@@ -111,7 +111,7 @@ class ShardedStrategy(DDPStrategy):
         """Writes the file on the first rank, and the optimizers beside it, each rank its shards."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._parts and "optimizer_states" in checkpoint:
-            save_optimizers(self._module, self.optimizers, self._shards(filepath))
+            save_optimizers(self._module, self.optimizers, _shards(self.broadcast(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads the file; `load_optimizer_state_dict` reads what is beside it."""
@@ -132,17 +132,19 @@ class ShardedStrategy(DDPStrategy):
             super().load_optimizer_state_dict(checkpoint)
             return
         assert self._file is not None, "no checkpoint was loaded"
-        load_optimizers(self._module, self.optimizers, self._shards(self._file))
+        load_optimizers(self._module, self.optimizers, _shards(self._file))
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Removes a checkpoint with what is beside it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            shutil.rmtree(self._shards(filepath), ignore_errors=True)
+            shutil.rmtree(_shards(filepath), ignore_errors=True)
 
-    def _shards(self, file: Any) -> Path:
-        path = Path(self.broadcast(os.fspath(file)))
-        return path.with_name(path.name + SHARDS)
+
+def _shards(file: Any) -> Path:
+    """The folder beside a checkpoint's file."""
+    path = Path(os.fspath(file))
+    return path.with_name(path.name + SHARDS)
 
 
 def _clipped(plugin: Any, optimizer: Any, clip_val: float) -> None:

@@ -1,7 +1,7 @@
 """Sharded models and optimizers in the folders that trainers write: weights as whole files, an optimizer as shards.
 
-    folder/model.safetensors   the weights, as any other program reads them (written by the trainer)
-    folder/optimizer/…         the optimizer, a checkpoint that is read on any number of ranks
+folder/model.safetensors   the weights, as any other program reads them (written by the trainer)
+folder/optimizer/…         the optimizer, a checkpoint that is read on any number of ranks
 """
 
 from __future__ import annotations
