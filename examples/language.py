@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -17,7 +18,7 @@ def arguments() -> tuple[Path, int]:
 def llama() -> LlamaForCausalLM:
     """A model of 20,000 parameters, the same whoever asks."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: Any = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ, eos_token_id=1, **sizes))
 
 
@@ -25,6 +26,11 @@ def tokens() -> torch.Tensor:
     """Texts (TEXTS, SEQ), in each of which numbers go on by one step."""
     first, step = torch.randint(2, VOCAB, (2, TEXTS, 1), generator=torch.Generator().manual_seed(0))
     return 2 + (first + step * torch.arange(SEQ)) % (VOCAB - 2)
+
+
+def dataset() -> Any:
+    """The texts as examples for a language model."""
+    return [{"input_ids": x, "labels": x} for x in tokens()]
 
 
 def loader(batch: int) -> torch.utils.data.DataLoader:

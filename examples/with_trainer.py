@@ -1,6 +1,6 @@
 """transformers' Trainer: torchrun --nproc-per-node 2 examples/with_trainer.py FOLDER STEPS; again to go on"""
 
-from language import arguments, llama, tokens
+from language import arguments, dataset, llama
 from transformers import TrainingArguments
 
 from dtensor import init_device_mesh
@@ -10,12 +10,11 @@ from dtensor.trainers.transformers import Trainer
 folder, steps = arguments()
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
 model = fully_shard(llama(), mesh)
-data = [{"input_ids": x, "labels": x} for x in tokens()]
 batch = {"per_device_train_batch_size": 8 // mesh.size(), "gradient_accumulation_steps": 2}
 every = {"logging_steps": 1, "save_steps": 2, "eval_steps": 2, "eval_strategy": "steps"}
 schedule = {"max_steps": steps, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.5}
 args = TrainingArguments(str(folder), **batch, **every, **schedule, use_cpu=True, report_to="none", disable_tqdm=True)
-trainer = Trainer(model, args, train_dataset=data, eval_dataset=data)
+trainer = Trainer(model, args, train_dataset=dataset(), eval_dataset=dataset())
 trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
 for line in trainer.state.log_history:
     if "loss" in line:

@@ -24,6 +24,7 @@ ROOMS = {
         ["tensor"],
         ["parallel"],
         ["state", "interop", "runs"],
+        ["trainers"],
         ["testing"],
         ["tools"],
         ["__main__"],

@@ -1,8 +1,8 @@
-"""An `Accelerator` for models that dtensor has sharded: it leaves the model as it is, and knows which ranks read the same.
+"""An `Accelerator` for models that dtensor has sharded: it leaves them as they are, and knows who reads the same batch.
 
 The processes of accelerate are here the parts of a batch: `num_processes` is how many there are, and `gather`, `reduce`
-and loaders are over them. Saving and loading are collective; weights are written as one whole file, and the optimizer as
-a checkpoint that any number of ranks can read.
+and loaders are over them. Saving and loading are collective; weights are written as one whole file, and the optimizer
+as a checkpoint that any number of ranks can read.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Accelerator(accelerate.Accelerator):
         """
         if self._parts is None and not self._models and dist.is_initialized():
             raise RuntimeError(
-                "which part of a batch a rank reads follows from the model; write accelerator.prepare(model, ...) before "
-                "you prepare a loader, or with it"
+                "which part of a batch a rank reads follows from the model, and none was prepared; prepare it before a "
+                "loader, or both in one call: accelerator.prepare(model, optimizer, loader)"
             )
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
@@ -110,7 +110,7 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate: a scheduler takes a step for each part of a batch, since loaders are shorter by that factor."""
+        """As accelerate: a scheduler takes a step for each part of a batch, since loaders are as many times shorter."""
         prepared = super().prepare_scheduler(scheduler)
         if self._parts is not None:
             prepared.__class__ = _Scheduler

@@ -1,8 +1,9 @@
 """Into how many parts a sharded model divides a batch, and which of them this rank reads.
 
 Trainers written for DistributedDataParallel take every process for a reader of its own part. Here only ranks along the
-data axes read different parts: those over which `fully_shard` divides parameters, and those for which `distribute_model`
-was given `inputs={"dp": Shard(0)}`. Ranks along all other axes, such as a tensor parallel one, need the same batch.
+data axes read different parts: those over which `fully_shard` divides parameters, and those for which
+`distribute_model` was given `inputs={"dp": Shard(0)}`. Ranks along all other axes, such as a tensor parallel one, need
+the same batch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class BatchParts:
     Attributes:
         count: how many parts a batch has.
         index: which of them this rank reads, from 0.
-        shared: how many of them a loss is of that the model computes. With `fully_shard` it is that of this rank's part,
-            and `shared` is 1; a model of `distribute_model` computes that of all parts together.
+        shared: how many of them a loss is of that the model computes. With `fully_shard` it is that of this rank's
+            part, and `shared` is 1; a model of `distribute_model` computes that of all parts together.
         axes: the data axes, outermost first, each a mesh and the number of an axis in it.
     """
 
@@ -77,7 +78,7 @@ class BatchParts:
 
 @contextlib.contextmanager
 def gradients_unreduced(model: nn.Module) -> Iterator[None]:
-    """Backwards within leave the gradients of fully sharded parameters as each rank computed them; the next reduces all."""
+    """Backwards within leave gradients of fully sharded parameters as each rank computed them; the next reduces all."""
     units: list[Any] = [module for module, member in members(model) if member.given]
     for module in units:
         module.set_requires_gradient_sync(False)

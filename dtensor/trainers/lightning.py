@@ -32,8 +32,8 @@ class ShardedStrategy(DDPStrategy):
     """`Trainer(strategy=ShardedStrategy())` for modules with a model that `distribute_model`, `parallelize_module` or
     `fully_shard` has sharded, before `fit` or in `configure_model`.
 
-    Loaders read this rank's part of each batch, `self.log(..., sync_dist=True)` and `self.all_gather` are over the parts,
-    and a module that is not sharded is trained with DistributedDataParallel. Takes the arguments of `DDPStrategy`.
+    Loaders read this rank's part of each batch; `self.log(..., sync_dist=True)` and `self.all_gather` are over the
+    parts. A module that is not sharded is trained with DistributedDataParallel. Takes the arguments of `DDPStrategy`.
     """
 
     _file: Path | None = None
@@ -65,7 +65,8 @@ class ShardedStrategy(DDPStrategy):
         if not is_sharded(self._module):
             super().setup(trainer)
             return
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None, "Lightning gives a strategy its accelerator"
+        assert self.model is not None, "and its module"
         batch_parts(self._module)  # raises where parts do not follow from the module
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)

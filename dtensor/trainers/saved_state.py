@@ -57,7 +57,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def _is_tied(model: nn.Module, name: str, missing: list[str]) -> bool:
     """Whether a parameter or buffer has another name that is not missing: files hold tied tensors once."""
-    named = {n: x for n, x in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
     return any(x is named.get(name) and n not in missing for n, x in named.items())
 
 

@@ -29,12 +29,12 @@ PRIVATE = (
     "_save",
     "_save_optimizer_and_scheduler",
 )
-"""What is overridden here and not declared public by transformers, which has no other methods for what a checkpoint holds."""
+"""What is overridden here without being public in transformers: nothing else decides what a checkpoint holds."""
 
 if missing := [name for name in PRIVATE if not hasattr(transformers.Trainer, name)]:
     raise ImportError(
-        f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}, without which sharded models "
-        "would be saved in part; install a transformers that this release of dtensor knows, such as 5.24"
+        f"the Trainer of transformers {transformers.__version__} has no {', '.join(missing)}, without which sharded "
+        "models would be saved in part; install a transformers that this release of dtensor knows, such as 5.24"
     )
 
 
@@ -60,21 +60,25 @@ class Trainer(transformers.Trainer):
             MeshError, PlacementError: as `batch_parts`.
         """
         super().create_accelerator_and_postprocess()
-        Accelerator.of(self.accelerator, self.model)
-        if self._parts.shared > 1 and not self.args.average_tokens_across_devices:
+        if self._sharded is None:
+            return
+        Accelerator.of(self.accelerator, self._sharded)
+        if batch_parts(self._sharded).shared > 1 and not self.args.average_tokens_across_devices:
             raise ValueError(
                 "the model's loss is that of all ranks' parts of the batch, so its tokens are counted on all of them; "
                 "write TrainingArguments(average_tokens_across_devices=True)"
             )
 
     @property
-    def _parts(self) -> BatchParts:
-        return batch_parts(self.model)
+    def _sharded(self) -> nn.Module | None:
+        """The model, if it is sharded."""
+        model: Any = self.model
+        return model if is_sharded(model) else None
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """The number of samples of an optimizer step: ranks that read the same batch count once."""
         total = super().get_total_train_batch_size(args)
-        return total * self.accelerator.num_processes // args.world_size if is_sharded(self.model) else total
+        return total if self._sharded is None else total * self.accelerator.num_processes // args.world_size
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
@@ -85,9 +89,10 @@ class Trainer(transformers.Trainer):
             TypeError: the loss is a DTensor.
         """
         with contextlib.ExitStack() as stack:
-            if is_sharded(self.model):
-                stack.enter_context(_plain_heads(self.model, self._parts))
-                stack.enter_context(_items_of_all_parts(model, self._parts))
+            if self._sharded is not None:
+                parts = batch_parts(self._sharded)
+                stack.enter_context(_plain_heads(self._sharded, parts))
+                stack.enter_context(_items_of_all_parts(model, parts))
             result = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
             )
@@ -100,8 +105,8 @@ class Trainer(transformers.Trainer):
         return result
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and is_sharded(self.model):
-            state_dict = whole_weights(self.model)
+        if state_dict is None and self._sharded is not None:
+            state_dict = whole_weights(self._sharded)
         super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -114,20 +119,20 @@ class Trainer(transformers.Trainer):
 
     def _load_weights(self, folder: str | None) -> bool:
         """Whether the model is sharded and its weights were read from `folder`, which has them as safetensors files."""
-        if folder is None or not is_sharded(self.model) or not any(Path(folder).glob("model*.safetensors")):
+        if folder is None or self._sharded is None or not any(Path(folder).glob("model*.safetensors")):
             return False
-        load_weights(self.model, Path(folder))
+        load_weights(self._sharded, Path(folder))
         return True
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if is_sharded(self.model):
-            save_optimizers(self.model, [self._inner_optimizer], Path(output_dir))
+        if self._sharded is not None:
+            save_optimizers(self._sharded, [self._inner_optimizer], Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and is_sharded(self.model):
-            load_optimizers(self.model, [self._inner_optimizer], Path(checkpoint))
+        if checkpoint is not None and self._sharded is not None:
+            load_optimizers(self._sharded, [self._inner_optimizer], Path(checkpoint))
 
     @property
     def _inner_optimizer(self) -> torch.optim.Optimizer:
@@ -137,8 +142,8 @@ class Trainer(transformers.Trainer):
 
 @contextlib.contextmanager
 def _items_of_all_parts(model: nn.Module, parts: BatchParts) -> Iterator[None]:
-    """A trainer multiplies losses by the number of parts, for ranks that each have a loss of their own. So a model whose
-    loss is already that of several parts is given as many times the number of items to divide by."""
+    """A trainer multiplies losses by the number of parts, for ranks that each have a loss of their own. So a model
+    whose loss is already that of several parts is given as many times the number of items to divide by."""
 
     def multiplied(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         items = kwargs.get("num_items_in_batch")

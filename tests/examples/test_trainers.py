@@ -1,4 +1,4 @@
-"""The examples with trainers of other packages: losses of one device, however the model is sharded, and after a resume."""
+"""The examples with trainers of other packages: the losses of one device, however the model is sharded, and resumed."""
 
 import contextlib
 import importlib.util
