@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """As accelerate: a scheduler takes a step for each part of a batch, since loaders are as many times shorter."""
-        prepared = super().prepare_scheduler(scheduler)
+        prepared: Any = super().prepare_scheduler(scheduler)
         if self._parts is not None:
             prepared.__class__ = _Scheduler
             prepared.parts = 1 if prepared.split_batches else self._parts.count
@@ -124,7 +124,7 @@ class Accelerator(accelerate.Accelerator):
         with gradients_unreduced(model) if is_sharded(model) else super().no_sync(model):
             yield
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: Any = 2) -> Any:
         """`dtensor.parallel.clip_grad_norm_`: the norm of all gradients on all ranks."""
         if self._parts is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)

@@ -60,6 +60,7 @@ def text_of(name, sharded):
         r"(devices=)mesh.size\(\)": rf"\g<1>{ranks}",
     }
     changes[r"mesh.size\(\)"] = str(parts)
+    changes['"per_device_train_batch_size": 8,'] = f'"per_device_train_batch_size": {8 // parts},'
     if sharded == "one":
         changes[r"ShardedStrategy\(\)"] = '"auto"'
     for pattern, new in changes.items():
