@@ -4,8 +4,8 @@ import torch
 from language import arguments, llama, loader
 
 from dtensor import init_device_mesh
+from dtensor.interop.accelerate import Accelerator
 from dtensor.parallel import fully_shard
-from dtensor.trainers.accelerate import Accelerator
 
 folder, epochs = arguments()
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

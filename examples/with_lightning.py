@@ -5,8 +5,8 @@ import torch
 from language import arguments, llama, loader
 
 from dtensor import init_device_mesh
+from dtensor.interop.lightning import ShardedStrategy
 from dtensor.parallel import fully_shard
-from dtensor.trainers.lightning import ShardedStrategy
 
 
 class Module(pl.LightningModule):

@@ -5,7 +5,7 @@ from datasets import Dataset
 from language import arguments, llama, tokenizer, tokens
 
 from dtensor import distribute_model, init_device_mesh
-from dtensor.trainers.transformers import Trainer
+from dtensor.interop.transformers import Trainer
 
 
 class SFTTrainer(Trainer, trl.SFTTrainer):

@@ -4,8 +4,8 @@ from language import arguments, dataset, llama
 from transformers import TrainingArguments
 
 from dtensor import init_device_mesh
+from dtensor.interop.transformers import Trainer
 from dtensor.parallel import fully_shard
-from dtensor.trainers.transformers import Trainer
 
 folder, steps = arguments()
 mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))

@@ -10,7 +10,7 @@ import dtensor.passes
 from dtensor.compile import Options
 from tests.docs.pages import DOCS, ROOT, blocks, hooks
 
-PACKAGES = ("dtensor", "dtensor.parallel", "dtensor.compile", "dtensor.passes", "dtensor.testing", "dtensor.trainers")
+PACKAGES = ("dtensor", "dtensor.parallel", "dtensor.compile", "dtensor.passes", "dtensor.testing")
 MODULES = ("dtensor.interop", "dtensor.random", "dtensor.safetensors")
 """Of these, functions are public."""
 

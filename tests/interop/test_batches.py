@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from dtensor import MeshError, PlacementError, Replicate, Shard, distribute_model, init_device_mesh
+from dtensor.interop import batch_parts
 from dtensor.parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module
 from dtensor.testing import with_threads
-from dtensor.trainers import batch_parts
 
 
 def mlp():

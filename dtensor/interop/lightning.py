@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from ..parallel.training.clip_grad_norm import clip_grad_norm_
-from .batch_parts import BatchParts, batch_parts, gradients_unreduced, is_sharded
+from .batches import BatchParts, batch_parts, gradients_unreduced, is_sharded
 from .saved_state import load_optimizers, save_optimizers, whole_weights
 
 SHARDS = ".shards"

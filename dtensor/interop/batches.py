@@ -95,11 +95,16 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def batch_parts(model: nn.Module) -> BatchParts:
-    """How a sharded model divides a batch over the ranks.
+    """Into how many parts a sharded model divides a batch, and which of them this rank reads.
 
     Args:
-        model: a model that `distribute_model`, `parallelize_module` or `fully_shard` has sharded. A model that is not
-            sharded counts as replicated over nobody: its batch has one part.
+        model: a model that `distribute_model`, `parallelize_module` or `fully_shard` has sharded. For one that is not
+            sharded a batch has one part.
+
+    Returns:
+        `count` and `index`, the number of parts and this rank's; `shared`, of how many parts one loss is that the model
+        computes (1 with `fully_shard`, where a rank's loss is that of its own part). `gather(x)` gives the parts of a
+        tensor, concatenated along dim 0, and `reduce(x, "sum")` or `"mean"` what they add up to.
 
     Raises:
         MeshError: parts of the model are fully sharded over different meshes.

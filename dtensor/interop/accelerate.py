@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import accelerate
-import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -21,7 +20,7 @@ from accelerate.utils import recursively_apply
 from torch import nn
 
 from ..parallel.training.clip_grad_norm import clip_grad_norm_
-from .batch_parts import BatchParts, batch_parts, gradients_unreduced, is_sharded
+from .batches import BatchParts, batch_parts, gradients_unreduced, is_sharded
 from .saved_state import FOLDER, load_optimizers, load_weights, save_optimizers, whole_weights
 
 

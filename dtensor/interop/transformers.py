@@ -19,7 +19,7 @@ from torch import nn
 
 from ..tensor.tensor import DTensor
 from .accelerate import Accelerator
-from .batch_parts import BatchParts, batch_parts, is_sharded
+from .batches import BatchParts, batch_parts, is_sharded
 from .saved_state import load_optimizers, load_weights, save_optimizers, whole_weights
 
 PRIVATE = (
