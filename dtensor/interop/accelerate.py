@@ -32,7 +32,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     _parts: BatchParts | None = None
-    _sharded: nn.Module | None = None
+    _sharded: tuple[nn.Module, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,7 +60,9 @@ class Accelerator(accelerate.Accelerator):
                 f"the models of an Accelerator read the same parts of a batch; this one has {parts.count} and the one "
                 f"before {self._parts.count}. Write an Accelerator for each"
             )
-        self._parts, self._sharded = parts, model
+        self._parts = parts
+        if all(model is not known for known in self._sharded):
+            self._sharded = (*self._sharded, model)
 
     @property
     def num_processes(self) -> int:
@@ -104,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As accelerate; the state of an optimizer of sharded parameters is written and read by `save_state` alone."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        if self._sharded is not None:
+        if self._sharded:
             prepared.__class__ = _Optimizer
         return prepared
 
@@ -164,8 +166,8 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As accelerate; the optimizers are written to `output_dir/optimizer`, as shards. Every rank calls it."""
         folder = super().save_state(output_dir, safe_serialization, **kwargs)
-        if self._sharded is not None:
-            save_optimizers(self._sharded, self._inner_optimizers(), Path(folder))
+        if self._sharded:
+            save_optimizers(self._all_sharded(), self._inner_optimizers(), Path(folder))
         return folder
 
     def _load(self, models: list[nn.Module], folder: str) -> None:
@@ -178,8 +180,11 @@ class Accelerator(accelerate.Accelerator):
                 file = Path(folder) / (f"model_{i}.safetensors" if i else "model.safetensors")
                 load_weights(self.unwrap_model(model, keep_torch_compile=False), file)
         models[:] = [model for model in models if not is_sharded(model)]
-        assert self._sharded is not None
-        load_optimizers(self._sharded, self._inner_optimizers(), Path(folder))
+        load_optimizers(self._all_sharded(), self._inner_optimizers(), Path(folder))
+
+    def _all_sharded(self) -> nn.Module:
+        """The sharded models as one, whose parameters have all names that the optimizers know."""
+        return self._sharded[0] if len(self._sharded) == 1 else nn.ModuleList(self._sharded)
 
     def _inner_optimizers(self) -> list[Any]:
         return [optimizer.optimizer for optimizer in self._optimizers]
