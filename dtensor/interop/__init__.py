@@ -1,4 +1,10 @@
-"""Converts models of torch.distributed.tensor and FSDP2 to dtensor, and tensors in both directions.
+"""Other libraries: models of torch.distributed.tensor and FSDP2, and training loops that were written for one device.
+
+`accelerate`, `transformers` and `lightning` have the classes that take the place of those of the packages of these
+names, for models that are sharded. They are imported by name only, and import dtensor imports none of the packages.
+`batches` says who reads which part of a batch.
+
+Models of torch.distributed.tensor and FSDP2 are converted to dtensor, and tensors in both directions.
 
 Nothing is copied or communicated. FSDP2 is removed from modules, because `fully_shard` replaces it. The hooks of
 torch's tensor parallel styles are kept and continue to receive torch's DTensors. The conversion of tensors is in
@@ -14,6 +20,7 @@ from ..parallel.modules.replaced import following
 from ..tensor.torch_dtensor import TORCH, as_ours, as_torchs, from_torch, is_torch_dtensor, to_torch
 from ..torch_private.core import tree_map
 from ..torch_private.fsdp import fsdp2_units, remove_fsdp2
+from .batches import batch_parts
 
 FSDP1 = "FullyShardedDataParallel"
 
@@ -104,4 +111,4 @@ def _bridged(hook: Any) -> Any:
     return bridged
 
 
-__all__ = ["convert_module", "from_torch", "is_torch_dtensor", "to_torch"]
+__all__ = ["batch_parts", "convert_module", "from_torch", "is_torch_dtensor", "to_torch"]

@@ -13,6 +13,7 @@ NOT_RUN = {
     "guides/own_operators.md": (1, "starts ranks as threads, which a process that is a rank cannot"),
     "guides/packages.md": (1, "a script, which `test_packages` runs"),
     "guides/running.md": (1, "initialises the process group, which is there"),
+    "guides/trainers.md": (6, "scripts, which tests/examples/test_trainers.py runs, and what differs from them"),
     "guides/two_dimensional.md": (1, "a mesh of 64 GPUs"),
     "reference/compile.md": (7, "packages, which are tested in tests/compile/packages"),
     "reference/errors.md": (1, "ends the job of all ranks"),

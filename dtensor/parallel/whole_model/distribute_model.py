@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ from .inputs import Placements, check_names, entry_of, is_by_name, mapped, mappe
 from .plan import FINDERS, INPUT, OUTPUT, Activation, Plan, check_mesh, modules_of, on_axes, recomputed_of
 from .tp_plan import placements_of_plan
 
+Model = TypeVar("Model", bound=nn.Module)
+
 VIEW = "_dtensor_view"
 """The attribute of a module that holds the `_View` of its model."""
 
@@ -44,7 +46,7 @@ SENT = "_dtensor_sent"
 
 
 def distribute_model(
-    model: nn.Module,
+    model: Model,
     device_mesh: Any = None,
     placements: Mapping[str, Placements] | Plan | Literal["model", "auto"] | None = None,
     *,
@@ -53,7 +55,7 @@ def distribute_model(
     outputs: Placements | None = None,
     check_inputs: bool = True,
     src_data_rank: int | None = 0,
-) -> nn.Module:
+) -> Model:
     """Shards a model written for one device over a mesh, in place. The model's code does not change.
 
     `fully_shard` may be applied before or after, over other axes of the same mesh. Each rank of those axes then has its
@@ -249,6 +251,8 @@ class _View:
         target = fitting(self.outputs, x)
         parts = math.prod([self.mesh.size(axis) for axis, p in enumerate(target) if isinstance(p, Shard)])
         local = x.redistribute(placements=target).to_local()
+        if not local.dim():
+            local = local.clone()  # a loss may be scaled in place, which autograd refuses for a local tensor
         return _MeanOverParts.apply(local, parts) if parts > 1 and local.requires_grad else local  # pyright: ignore
 
     @contextlib.contextmanager

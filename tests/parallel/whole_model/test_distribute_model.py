@@ -22,7 +22,7 @@ from dtensor import (
     init_device_mesh,
 )
 from dtensor.parallel import fully_shard
-from dtensor.testing import fake_ranks, with_ranks
+from dtensor.testing import fake_ranks, with_ranks, with_threads
 
 COLUMNS, ROWS = {"tp": Shard(0)}, {"tp": Shard(1)}
 PLAN = {"table.weight": COLUMNS, "*.up.weight": COLUMNS, "*.up.bias": COLUMNS, "*.down.weight": ROWS}
@@ -375,3 +375,26 @@ def train(model, optimizer):
     loss.backward()
     optimizer.step()
     return loss.item()
+
+
+class SquaredLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).view(3, 4))
+
+    def forward(self, x):
+        return (x @ self.weight).square().mean()
+
+
+@with_threads(2)
+def test_a_plain_loss_may_be_scaled_in_place(rank):
+    """As trainers do it, which accumulate gradients."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x, plain = torch.ones(2, 3), SquaredLoss()
+    (plain(x) * 3).backward()
+    for outputs in ({}, {"tp": Shard(0)}):
+        model = distribute_model(SquaredLoss(), mesh, {"weight": {"tp": Shard(1)}}, outputs=outputs)
+        loss = model(x)
+        loss *= 3
+        loss.backward()
+        torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
