@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from dtensor.layout.machine import MACHINES, Machine
+from dtensor.mesh.links import links_here
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import OpOverload
 from dtensor.torch_private.symbolic_sizes import hint
@@ -41,10 +42,16 @@ def is_free(node: fx.Node) -> bool:
     return not ir.tensors(node) or (ir.aliases(node) and not ir.mutates(node))
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""Device type -> the backend under which `dtensor calibrate` saves what it measured."""
+
+
 def machine_of(graph: fx.Graph) -> Machine:
-    """Return the machine for the device type that most values of a graph are on."""
+    """Return the machine for the device type that most values of a graph are on: as it was measured here, or else the
+    usual one."""
     kinds = [x.device.type for n in graph.nodes for x in ir.tensors(n)]
-    return MACHINES["cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu"]
+    device = "cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu"
+    return links_here(BACKENDS[device], device).machine or MACHINES[device]
 
 
 def _moved(node: fx.Node) -> int:

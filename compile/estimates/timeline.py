@@ -2,7 +2,8 @@
 
 Nodes run in graph order. Computation is one stream; communication is another one, in which collectives run in the order
 of their starts. A wait blocks computation until its collective has ended, and the time blocked is the exposed part of
-the collective. A collective that is not split into start and wait is exposed entirely.
+the collective. A collective that is not split into start and wait is exposed entirely. Where sending takes the processor
+from computation, as over gloo, that part of a collective is exposed wherever it is waited for (`Machine.taken`).
 
 Times come from `dtensor.layout.cost`, with the links of the known meshes, and from `estimate` for local operators.
 Memory is what this rank holds: inputs of a step stay until its end, and any other tensor is freed after its last use.
@@ -47,11 +48,14 @@ class Timeline:
     Attributes:
         spans: computation and communication, by start time.
         memory: pairs of time in seconds and bytes held, one for each node.
+        order: the order of starts and waits: the number of a collective where it starts, and `~number` where it is
+            waited for.
         seconds: when the graph ends.
     """
 
     spans: list[Span] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -88,12 +92,13 @@ def seconds_of(s: Sent) -> float:
 
 @dataclass
 class _Flight:
-    """A collective that has started."""
+    """A collective that has started; `least` is the part that is exposed in any case."""
 
     name: str
     start: float
     end: float
     number: int
+    least: float = 0.0
     exposed: float = 0.0
 
 
@@ -131,8 +136,11 @@ class _Run:
 
     def communicate(self, node: fx.Node, found: Sent) -> None:
         begin = max(self.now, self.free)
-        flight = _Flight(found.op, begin, begin + seconds_of(found), self.count)
+        took = seconds_of(found)
+        least = took * self.machine.taken(groups.link(found.group), True) if found.ranks else 0.0
+        flight = _Flight(found.op, begin, begin + took, self.count, least)
         self.flights[node], self.free, self.count = flight, flight.end, self.count + 1
+        self.made.order.append(flight.number)
         if not found.starts:
             self.land(flight)
 
@@ -142,12 +150,13 @@ class _Run:
             x = todo.pop()
             if isinstance(x, fx.Node):
                 if x in self.flights:
+                    self.made.order.append(~self.flights[x].number)
                     self.land(self.flights[x])
                     return
                 todo += x.all_input_nodes if ir.aliases(x) else []
 
     def land(self, flight: _Flight) -> None:
-        late = max(0.0, flight.end - self.now)
+        late = max(0.0, flight.end - self.now, flight.least - flight.exposed)
         flight.exposed += late
         self.now += late
 

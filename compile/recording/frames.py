@@ -23,7 +23,7 @@ from dtensor.mesh.provenance import MOVE, PASSES, TRACED, Moved
 from dtensor.passes import CollectiveInfo
 from dtensor.passes.graph import ir
 from dtensor.passes.graph.count import describe
-from dtensor.passes.graph.source import FRAME, Source, module, source
+from dtensor.passes.graph.source import FRAME, Source, module, module_class, source
 from dtensor.torch_private.compiling import compile_context
 
 from ..estimates.formula import Formula, formula
@@ -51,8 +51,9 @@ class Asked:
         bytes: see `dtensor.passes.CollectiveInfo`.
         how: "explicit", "implicit" or "unknown".
         moved: the redistribution step that it performs; None if unknown.
-        where: the line of the user's code; None if unknown.
+        where: the line of the user's code; None if there is none.
         module: path of the module; "" if unknown.
+        kind: class of the module, such as "nn.Linear"; "" if unknown.
         backward: whether it was traced in the backward.
     """
 
@@ -64,6 +65,7 @@ class Asked:
     moved: Moved | None
     where: Source | None
     module: str
+    kind: str
     backward: bool
 
     @property
@@ -84,6 +86,7 @@ class Collective:
         move: the placements before and after, as recorded on the node itself.
         where: the line of the user's code, as recorded on the node itself.
         module: path of the module, as recorded on the node itself.
+        kind: class of the module, as recorded on the node itself.
         start: estimated seconds from the start of the graph to its start.
         end: estimated seconds from the start of the graph to its end.
         exposed: estimated seconds for which computation waits for it.
@@ -97,6 +100,7 @@ class Collective:
     move: str
     where: Source | None
     module: str
+    kind: str
     start: float
     end: float
     exposed: float
@@ -202,8 +206,9 @@ class Frame:
         how = hows.pop() if len(hows) == 1 else "explicit and implicit"
         move = str(node.meta[MOVE]) if MOVE in node.meta else ""
         found = formula(s, [a.moved for a in origins])
-        passes, where, path = tuple(dict.fromkeys(node.meta.get(PASSES, ()))), source(node), module(node)
-        return Collective(s, numbers, passes, how, move, where, path, span.start, span.end, span.exposed, found)
+        passes = tuple(dict.fromkeys(node.meta.get(PASSES, ())))
+        place = source(node), module(node), module_class(node)
+        return Collective(s, numbers, passes, how, move, *place, span.start, span.end, span.exposed, found)
 
     def number(self, node: fx.Node, info: CollectiveInfo) -> None:
         """Give a collective a number, unless it or one that it was made from has one."""
@@ -213,8 +218,8 @@ class Frame:
         node.meta[TRACED] = (n,)
         backward = bool(node.meta.get("autograd_backward")) or _is_backward(node)
         how, moved = asked(node), node.meta.get(MOVE)
-        where, path = source(node), module(node)
-        self.asked[n] = Asked(n, info.op, info.group, info.bytes, how, moved, where, path, backward)
+        place = source(node), module(node), module_class(node)
+        self.asked[n] = Asked(n, info.op, info.group, info.bytes, how, moved, *place, backward)
 
 
 class Follower:

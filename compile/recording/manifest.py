@@ -74,6 +74,7 @@ def _graph(story: Story) -> dict[str, Any]:
         "peak_bytes": t.peak,
         "memory": t.memory[:: max(1, len(t.memory) // POINTS)],
         "spans": [asdict(span) for span in t.spans],
+        "order": t.order,
     }
 
 
@@ -94,7 +95,7 @@ def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> d
         "sent": s.buffer,
         "how": c.how,
         "move": c.move,
-        **_place(c.where, c.module),
+        **_place(c),
         "asked": list(c.asked),
         "passes": list(c.passes),
         "start": c.start,
@@ -105,10 +106,9 @@ def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> d
     }
 
 
-def _place(where: Source | None, module: str) -> dict[str, Any]:
-    if where is None:
-        return {"file": "", "line": 0, "code": "", "module": module}
-    return {"file": where.file, "line": where.line, "code": where.code, "module": module}
+def _place(x: Asked | Collective) -> dict[str, Any]:
+    where = x.where or Source("", 0, "")
+    return {"file": where.file, "line": where.line, "code": where.code, "module": x.module, "class": x.kind}
 
 
 def _removed(frame: Frame, names: dict[str, str]) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def _gone(a: Asked, by: Change | None, names: dict[str, str]) -> dict[str, Any]:
         "bytes": a.bytes,
         "how": a.how,
         "move": a.move,
-        **_place(a.where, a.module),
+        **_place(a),
         "direction": "backward" if a.backward else "forward",
         "pass": by.name if by is not None else "partition",
     }

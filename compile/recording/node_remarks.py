@@ -2,7 +2,7 @@
 
     4,096 bytes over tp, P->R, explicit; train.py:12 in layers.0.wo
 
-For other nodes, the line of the user's code.
+For other nodes, the line of the user's code, or the class of the module.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from dtensor.mesh.provenance import MOVE
-from dtensor.passes.graph.source import module, source
+from dtensor.passes.graph.source import module, module_class, source
 
 from ..estimates.traffic import Sent, sent
 
@@ -24,9 +24,9 @@ def remark(node: fx.Node, labels: Mapping[str, str]) -> str:
 
 
 def place(node: fx.Node) -> str:
-    """Return `train.py:12 in layers.0.wo`, as far as it is known."""
-    found, path = source(node), module(node)
-    return " in ".join(filter(None, [str(found) if found else "", path]))
+    """Return `train.py:12 in layers.0.wo`, or `nn.Linear in layers.0.wo` where no line is the user's, as far as it is
+    known."""
+    return " in ".join(filter(None, [str(source(node) or module_class(node)), module(node)]))
 
 
 def asked(node: fx.Node) -> str:

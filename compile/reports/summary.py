@@ -82,8 +82,8 @@ def what(c: dict[str, Any]) -> str:
 def who(c: dict[str, Any]) -> str:
     """Return where a collective was requested."""
     said = {"explicit": "requested", "implicit": "not requested (implicit)"}.get(c["how"], c["how"])
-    where = f" at {c['file']}:{c['line']}" if c["file"] else ""
-    module = f" in module {c['module']}" if c["module"] else ""
+    where = f" at {c['file']}:{c['line']}" if c["file"] else f" by {c['class']}" if c["class"] else ""
+    module = f" in {c['module']}" if c["module"] else ""
     return f"{said}{where}{module}" + (f": {c['code']}" if c["code"] else "")
 
 
