@@ -12,7 +12,7 @@ and manifests are made from them.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,9 +27,9 @@ from dtensor.passes.graph.source import FRAME, Source, module, module_class, sou
 from dtensor.torch_private.compiling import compile_context
 
 from ..estimates.formula import Formula, formula
-from ..estimates.timeline import Timeline, timeline
+from ..estimates.timeline import Timeline, seconds_of, timeline
 from ..estimates.traffic import Sent, traffic
-from .node_remarks import asked
+from .node_remarks import asked, readers, sends_parameter
 
 KEPT = 256
 """The number of frames that are kept."""
@@ -91,6 +91,9 @@ class Collective:
         end: estimated seconds from the start of the graph to its end.
         exposed: estimated seconds for which computation waits for it.
         formula: its bytes and seconds in sizes of axes and symbolic sizes; None if they do not follow from the plan.
+        fixed: estimated seconds that it would take without any bytes.
+        parameter: whether a parameter is sent.
+        readers: names of the first operators that compute with its result; "output" where the graph returns it.
     """
 
     sent: Sent
@@ -105,6 +108,9 @@ class Collective:
     end: float
     exposed: float
     formula: Formula | None
+    fixed: float
+    parameter: bool
+    readers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,25 @@ class Story:
 
 
 @dataclass
+class Alternative:
+    """What a frame would take with another option (`dtensor.compile.backends.alternatives`).
+
+    Attributes:
+        option: the option of the backend that is changed.
+        seconds: direction -> estimated seconds of that graph.
+        peak: direction -> the most bytes held at once.
+        exposed: direction and number of a requested collective -> estimated seconds for which computation waits for it.
+        failed: why it could not be priced; "" if it was.
+    """
+
+    option: str
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    peak: dict[str, int] = field(default_factory=dict[str, int])
+    exposed: dict[tuple[str, int], float] = field(default_factory=dict[tuple[str, int], float])
+    failed: str = ""
+
+
+@dataclass
 class Frame:
     """A function that Dynamo compiled.
 
@@ -163,6 +188,7 @@ class Frame:
         stories: direction -> history of that graph.
         asked: number -> collective as the program requested it.
         changes: what the passes did, in order.
+        alternatives: what its graphs would take with other options, where it is dumped.
         breaks: graph breaks, in torch's words.
         recompiled: reasons for the recompilation, in torch's words.
         roots: folders of dumps to which it is written.
@@ -176,6 +202,7 @@ class Frame:
     stories: dict[str, Story] = field(default_factory=dict)
     asked: dict[int, Asked] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    alternatives: list[Alternative] = field(default_factory=list["Alternative"])
     breaks: list[str] = field(default_factory=list)
     recompiled: list[str] = field(default_factory=list)
     roots: list[Path] = field(default_factory=list)
@@ -208,7 +235,10 @@ class Frame:
         found = formula(s, [a.moved for a in origins])
         passes = tuple(dict.fromkeys(node.meta.get(PASSES, ())))
         place = source(node), module(node), module_class(node)
-        return Collective(s, numbers, passes, how, move, *place, span.start, span.end, span.exposed, found)
+        return Collective(
+            s, numbers, passes, how, move, *place, span.start, span.end, span.exposed, found,
+            seconds_of(replace(s, size=0)), sends_parameter(node), readers(node),
+        )  # fmt: skip
 
     def number(self, node: fx.Node, info: CollectiveInfo) -> None:
         """Give a collective a number, unless it or one that it was made from has one."""
@@ -304,5 +334,5 @@ def recent_frames() -> list[Frame]:
     return list(_recent)
 
 
-__all__ = ["Asked", "Change", "Collective", "Follower", "Frame", "Story", "current_frame", "recent_frames"]
+__all__ = ["Alternative", "Asked", "Change", "Collective", "Follower", "Frame", "Story", "current_frame", "recent_frames"]
 __all__ += ["remember"]

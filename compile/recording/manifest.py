@@ -14,7 +14,7 @@ from dtensor.passes.graph.source import Source
 
 from ..estimates.chrome import chrome_trace
 from .folder import is_wanted, write
-from .frames import Asked, Change, Collective, Frame, Story
+from .frames import Alternative, Asked, Change, Collective, Frame, Story
 from .labels import labels
 
 FORMAT = "dtensor manifest 1"
@@ -44,6 +44,7 @@ def manifest(frame: Frame) -> dict[str, Any]:
         "collectives": collectives,
         "removed": _removed(frame, names),
         "passes": [_change(change) for change in frame.changes],
+        "alternatives": [_alternative(a) for a in frame.alternatives],
         "graph_breaks": frame.breaks,
         "recompiled": frame.recompiled,
         "totals": totals(collectives),
@@ -101,7 +102,10 @@ def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> d
         "start": c.start,
         "end": c.end,
         "seconds": c.end - c.start,
+        "fixed": c.fixed,
         "exposed": c.exposed,
+        "parameter": c.parameter,
+        "readers": list(c.readers),
         "formula": None if c.formula is None else {"bytes": str(c.formula.bytes), "seconds": str(c.formula.seconds)},
     }
 
@@ -130,6 +134,13 @@ def _gone(a: Asked, by: Change | None, names: dict[str, str]) -> dict[str, Any]:
         "direction": "backward" if a.backward else "forward",
         "pass": by.name if by is not None else "partition",
     }
+
+
+def _alternative(a: Alternative) -> dict[str, Any]:
+    exposed: dict[str, dict[str, float]] = {direction: {} for direction in a.seconds}
+    for (direction, number), seconds in a.exposed.items():
+        exposed[direction][str(number)] = seconds
+    return {"option": a.option, "seconds": a.seconds, "peak": a.peak, "exposed": exposed, "failed": a.failed}
 
 
 def _change(c: Change) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from dtensor.mesh.source_lines import is_users
+from dtensor.mesh.source_lines import is_users, not_generated
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n?(?P<code>[^\n]*)')
 TORCHS = "torch.nn.modules."
@@ -47,7 +47,8 @@ def module(node: fx.Node) -> str:
 def module_class(node: fx.Node) -> str:
     """Return the class of the innermost module that computed the node, such as `nn.Linear`; "" if unknown."""
     _, kind = _innermost(node)
-    whole = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    cls = None if isinstance(kind, str) else not_generated(kind)
+    whole = kind if cls is None else f"{cls.__module__}.{cls.__qualname__}"
     name = whole.rpartition(".")[2]
     return f"nn.{name}" if whole.startswith(TORCHS) else name
 
