@@ -3,7 +3,8 @@
     seconds = max(floating-point operations / peak, bytes moved / memory bandwidth) + launch
 
 Only the products that `torch.utils.flop_counter` knows count as floating-point operations. Bytes are those of a
-compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free. The numbers in
+compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free, and of a part of a
+tensor only that part is read. The numbers in
 `dtensor.layout.machine` are orders of magnitude, good enough to show which communication has enough computation to
 overlap with.
 """
@@ -56,9 +57,13 @@ def machine_of(graph: fx.Graph) -> Machine:
 
 def _moved(node: fx.Node) -> int:
     fused = is_pointwise(node)
-    read = [x for x in map(_base, node.all_input_nodes) if not (fused and is_pointwise(x))]
+    read: dict[fx.Node, int] = {}
+    for x in dict.fromkeys(node.all_input_nodes):
+        base = _base(x)
+        if not (fused and is_pointwise(base)):
+            read[base] = min(_bytes(base), read.get(base, 0) + _bytes(x))
     written = not fused or any(not is_pointwise(user) for user in node.users)
-    return sum(map(_bytes, dict.fromkeys(read))) + (_bytes(node) if written else 0)
+    return sum(read.values()) + (_bytes(node) if written else 0)
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -65,10 +65,16 @@ READERS = 4
 CARRYING = frozenset(("cat", "stack", "split", "split_with_sizes", "clone", "_to_copy", "constant_pad_nd", "getitem"))
 """Operators, besides views, that pass on what a collective gave: they join its parts, or convert them."""
 
+REDUCING = frozenset(("sum", "amax", "amin", "prod", "div", "mul"))
+"""Operators that belong to a reduce-scatter where ranks exchange the parts and reduce them."""
+
 
 def readers(node: fx.Node) -> tuple[str, ...]:
     """Return the names of the first operators that compute with the result of a collective, at most `READERS`; "output"
     where the graph returns it."""
+    record = node.meta.get(ir.RECORD)
+    exchanged = record is not None and record.op == "reduce_scatter" and node.target in ir.ALL_TO_ALLS
+    carrying = CARRYING | REDUCING if exchanged else CARRYING
     found, todo, seen = dict[str, None](), [node], {node}
     while todo and len(found) < READERS:
         for user in todo.pop(0).users:
@@ -76,7 +82,7 @@ def readers(node: fx.Node) -> tuple[str, ...]:
                 continue
             seen.add(user)
             name = _name(user)
-            if is_wait(called(user)[0]) or name in CARRYING or (user.op == "call_function" and ir.aliases(user)):
+            if is_wait(called(user)[0]) or name in carrying or (user.op == "call_function" and ir.aliases(user)):
                 todo.append(user)
             else:
                 found[name] = None
