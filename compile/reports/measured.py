@@ -32,6 +32,9 @@ FORMAT = "dtensor measured 1"
 REGION, FORWARD, BACKWARD = "Torch-Compiled Region: ", "CompiledFunction", "CompiledFunctionBackward"
 """Torch's names of what a profile tells of compiled code."""
 
+SUMS = {"sending": "seconds", "exposed": "exposed"}
+"""What is said of a graph -> the entry of its collectives that is added up."""
+
 AGREE = "dtensor::agree"
 """The operator in which a rank waits, at the start of a graph, until its neighbours run it, too."""
 
@@ -240,9 +243,9 @@ def attach(found: dict[str, Any], names: Sequence[str], manifests: Sequence[dict
         m = frames.get(g["frame"])
         mine = [c for c in m["collectives"] if c["direction"] == g["direction"]] if m is not None else []
         if m is not None and g["direction"] in m["graphs"] and len(mine) == len(g["collectives"]):
-            exposed = sum([c["exposed"] for c in g["collectives"]])
-            own = {key: g[key] for key in ("runs", "seconds", "agreeing")}
-            m["graphs"][g["direction"]]["measured"] = own | {"exposed": exposed}
+            sums = {to: sum([c[key] for c in g["collectives"]]) for to, key in SUMS.items()}
+            own = {key: g[key] for key in ("runs", "agreeing")} | {"seconds": g["seconds"] - g["agreeing"]}
+            m["graphs"][g["direction"]]["measured"] = own | sums
             for c, took in zip(mine, g["collectives"]):
                 c["measured"] = took
 

@@ -24,11 +24,14 @@ from .differences import collective_line
 from .reading import Dumped, communicating, read
 from .remedies import with_remedies
 from .rendering import rendered
-from .summary import MOST, changed, measured_line, most_exposed, remedy, seconds, what, who
+from .summary import changed, measured_line, most_exposed, remedy, seconds, what, who
 
 LINE = re.compile(r"%(?P<name>\S+): (?P<kind>\S+) = (?P<call>[^(]+)")
 MODULE = re.compile(r" in (?P<module>\S+)$")
 STAGE = re.compile(r"(\d\d_\w+)\.(\d\d)_(\w+)\.txt")
+
+NAMED = 10
+"""The number of exposed collectives in the overview."""
 
 LONGEST = 20_000
 """Graphs with more lines are compared as sets of lines, without regard to order."""
@@ -55,7 +58,7 @@ def page(root: Path) -> str:
     frames = read(root)
     first = min([f.rank for f in frames], default=0)
     mine = [f for f in frames if f.rank == first and f.manifest]
-    exposed = most_exposed(communicating(frames, first), MOST)
+    exposed = most_exposed(communicating(frames, first), NAMED)
     graphs = [_graph_row(f, d) for f in mine if f.manifest for d in f.manifest["graphs"]]
     return rendered(
         "dump",
@@ -88,7 +91,7 @@ def _graph_row(f: Dumped, direction: str) -> dict[str, Any]:
     times = {key: seconds(g[key]) for key in ("seconds", "computing", "communicating", "exposed")}
     m = g.get("measured")
     return {
-        "measured": {key: seconds(m[key]) for key in ("seconds", "exposed", "agreeing")} if m else {},
+        "measured": _measured(m) if m else {},
         "frame": f.name,
         "direction": direction,
         "nodes": g["nodes"],
@@ -98,6 +101,10 @@ def _graph_row(f: Dumped, direction: str) -> dict[str, Any]:
         "waits": g["exposed"] > 0,
         **times,
     }
+
+
+def _measured(m: dict[str, Any]) -> dict[str, Any]:
+    return {key: seconds(m[key]) for key in ("seconds", "sending", "exposed", "agreeing")} | {"runs": m["runs"]}
 
 
 def _frame(f: Dumped) -> dict[str, Any]:

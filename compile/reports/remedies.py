@@ -35,7 +35,7 @@ OPTIONS = {
     ),
     "passes": ("the options without 'disable' and 'passes'", "passes that are switched off merge or move it"),
 }
-"""Option -> what to write, and what that does. `gathered` is the number of bytes that are gathered again."""
+"""Option -> what to write, and what that does. `gathered` is the number of bytes that the forward gathers."""
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,24 @@ def _options(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remedy]:
     for a in manifest.get("alternatives", ()):
         if a["failed"] or not set(graphs) <= set(a["seconds"]):
             continue
-        left = sum([a["exposed"].get(c["direction"], {}).get(str(n), 0.0) for n in c["asked"]])
         step = sum([g["seconds"] - a["seconds"][d] for d, g in graphs.items()])
         more = max([0, *[a["peak"][d] - g["peak_bytes"] for d, g in graphs.items()]])
-        write, why = (text.format(gathered=_gathered_again(manifest), more=more) for text in OPTIONS[a["option"]])
-        if step > 0:
-            yield Remedy(write, why, min(c["exposed"] - left, step), step)
+        write, why = (text.format(gathered=_gathered(manifest), more=more) for text in OPTIONS[a["option"]])
+        every = sum([max(0.0, _less(a, other)) for other in manifest["collectives"]])
+        if step > 0 and every > 0:
+            yield Remedy(write, why, _less(a, c) * min(1.0, step / every), step)
 
 
-def _gathered_again(manifest: dict[str, Any]) -> int:
-    """Bytes of what the backward gathers again."""
-    before = {n for c in manifest["collectives"] if c["direction"] == "forward" for n in c["asked"]}
-    again = [c for c in manifest["collectives"] if c["direction"] == "backward" and set(c["asked"]) <= before]
-    return sum([c["sent"] * len(c["ranks"]) for c in again if c["op"] == "all_gather"])
+def _less(a: dict[str, Any], c: dict[str, Any]) -> float:
+    """Seconds by which a collective is exposed less in an alternative."""
+    left = a["exposed"].get(c["direction"], {})
+    return c["exposed"] - sum([left.get(str(n), 0.0) for n in c["asked"]])
+
+
+def _gathered(manifest: dict[str, Any]) -> int:
+    """Bytes of what the forward gathers: as many as a budget has to have so that all of it is saved."""
+    gathers = [c for c in manifest["collectives"] if c["op"] == "all_gather" and c["direction"] == "forward"]
+    return sum([c["sent"] * len(c["ranks"]) for c in gathers])
 
 
 def _half_the_bytes(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remedy]:
