@@ -334,5 +334,15 @@ def recent_frames() -> list[Frame]:
     return list(_recent)
 
 
-__all__ = ["Alternative", "Asked", "Change", "Collective", "Follower", "Frame", "Story", "current_frame", "recent_frames"]
+__all__ = [
+    "Alternative",
+    "Asked",
+    "Change",
+    "Collective",
+    "Follower",
+    "Frame",
+    "Story",
+    "current_frame",
+    "recent_frames",
+]
 __all__ += ["remember"]

@@ -66,15 +66,15 @@ CARRYING = frozenset(("cat", "stack", "split", "split_with_sizes", "clone", "_to
 """Operators, besides views, that pass on what a collective gave: they join its parts, or convert them."""
 
 REDUCING = frozenset(("sum", "amax", "amin", "prod", "div", "mul"))
-"""Operators that belong to a reduce-scatter where ranks exchange the parts and reduce them."""
+"""Operators that belong to a reduce-scatter, or an average: ranks exchange the parts and reduce them, and divide."""
 
 
 def readers(node: fx.Node) -> tuple[str, ...]:
     """Return the names of the first operators that compute with the result of a collective, at most `READERS`; "output"
     where the graph returns it."""
     record = node.meta.get(ir.RECORD)
-    exchanged = record is not None and record.op == "reduce_scatter" and node.target in ir.ALL_TO_ALLS
-    carrying = CARRYING | REDUCING if exchanged else CARRYING
+    reduces = record is not None and (record.op == "reduce_scatter" or record.reduce_op == "avg")
+    carrying = CARRYING | REDUCING if reduces else CARRYING
     found, todo, seen = dict[str, None](), [node], {node}
     while todo and len(found) < READERS:
         for user in todo.pop(0).users:

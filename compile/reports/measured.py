@@ -172,7 +172,9 @@ class _Profile:
             seconds = _length([(k.start, k.end) for k in kernels])
             return seconds, seconds - sum([_covered(k, beside) for k in kernels])
         end = max([x.end for x in waits], default=start.end)
-        mine = [m for m in free if start.start <= m.start <= start.end] or [m for m in free if m.start >= start.start][:1]
+        mine = [m for m in free if start.start <= m.start <= start.end] or [m for m in free if m.start >= start.start][
+            :1
+        ]
         for m in mine:
             free.remove(m)
         arrived = max([m.end for m in mine], default=end)

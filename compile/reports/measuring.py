@@ -1,7 +1,7 @@
 """Runs steps of a program under torch.profiler, to show what its collectives take beside what they were estimated to.
 
-    dtensor.compile.measure(step)                runs the step a few times and returns a report
-    dtensor inspect --measure 3 train.py         measures three steps of a program; a step ends with `optimizer.step()`
+dtensor.compile.measure(step)                runs the step a few times and returns a report
+dtensor inspect --measure 3 train.py         measures three steps of a program; a step ends with `optimizer.step()`
 """
 
 import json
@@ -28,9 +28,7 @@ WARM = 2
 """Steps that run before those that are measured."""
 
 
-def measure(
-    step: Callable[[], Any], model: nn.Module | Callable[..., Any] | None = None, *, steps: int = 5
-) -> Report:
+def measure(step: Callable[[], Any], model: nn.Module | Callable[..., Any] | None = None, *, steps: int = 5) -> Report:
     """Run a step several times under torch.profiler, and report measured beside estimated times.
 
     All ranks call it together. The first two calls are not measured: they compile. Gradients, optimizer and data are

@@ -111,7 +111,9 @@ def _frame(f: Dumped) -> dict[str, Any]:
     """The data of a frame that the script shows."""
     assert f.manifest is not None
     keep = ("removed", "frame")
-    collectives = [c | {"remedies": [r | {"text": remedy(r)} for r in c["remedies"]]} for c in with_remedies(f.manifest)]
+    collectives = [
+        c | {"remedies": [r | {"text": remedy(r)} for r in c["remedies"]]} for c in with_remedies(f.manifest)
+    ]
     graphs = {
         direction: {
             "seconds": g["seconds"],

@@ -195,5 +195,16 @@ def _passes(manifests: list[dict[str, Any]]) -> list[str]:
     return ["", "What the passes removed from the joint graph and from its parts:", *lines] if lines else []
 
 
-__all__ = ["changed", "described", "exposed_lines", "measured_line", "most_exposed", "remedy", "seconds", "step_line", "summary", "what"]
+__all__ = [
+    "changed",
+    "described",
+    "exposed_lines",
+    "measured_line",
+    "most_exposed",
+    "remedy",
+    "seconds",
+    "step_line",
+    "summary",
+    "what",
+]
 __all__ += ["who"]

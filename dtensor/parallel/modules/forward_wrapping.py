@@ -30,6 +30,7 @@ _count = itertools.count()
 CALL = "_dtensor_call"
 """The attribute of a module that holds the function called in place of its forward."""
 
+
 def made_class(
     maker: Any, cls: type[nn.Module], *given: Any, bases: tuple[type, ...] = (), prefix: str = "", **inside: Any
 ) -> type[nn.Module]:

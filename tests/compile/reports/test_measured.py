@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dtensor.compile
@@ -21,7 +22,9 @@ SPAN = {"ph": "X", "pid": 1, "tid": 1}
 
 def event(name, start, end, external=None, cat="cpu_op", **others):
     """A span of a trace, with its times in microseconds."""
-    return SPAN | {"name": name, "cat": cat, "ts": start, "dur": end - start, "args": {"External id": external}} | others
+    return (
+        SPAN | {"name": name, "cat": cat, "ts": start, "dur": end - start, "args": {"External id": external}} | others
+    )
 
 
 def region(start, end, direction="forward", number=7):
@@ -79,7 +82,10 @@ def test_over_gloo(tmp_path):
 
 def test_runs_are_medians_and_other_programs_are_left_out(tmp_path):
     """Only runs whose collectives are those of the graph count; a backward belongs to the forward of its number."""
-    forward, backward = manifest("all_reduce", order=(0, ~0)), manifest("all_gather", order=(0, ~0), direction="backward")
+    forward, backward = (
+        manifest("all_reduce", order=(0, ~0)),
+        manifest("all_gather", order=(0, ~0), direction="backward"),
+    )
     m = forward | {
         "graphs": forward["graphs"] | backward["graphs"],
         "collectives": forward["collectives"] + backward["collectives"],
@@ -94,7 +100,10 @@ def test_runs_are_medians_and_other_programs_are_left_out(tmp_path):
     events += [event("_c10d_functional::wait_tensor", at + 8, at + 9)]
     other = at + 1000
     events += [*region(other, other + 50), event("_c10d_functional::all_gather_into_tensor", other + 5, other + 6)]
-    events += [*region(other + 100, other + 150, "backward", number=8), event("dtensor::all_gather", other + 105, other + 110)]
+    events += [
+        *region(other + 100, other + 150, "backward", number=8),
+        event("dtensor::all_gather", other + 105, other + 110),
+    ]
     graphs = found(tmp_path, events, m)
     assert [(g["direction"], g["runs"]) for g in graphs] == [("forward", 3), ("backward", 1)]
     assert graphs[0]["collectives"] == [near(17, 8)]
@@ -171,6 +180,7 @@ def test_each_collective_of_a_step_is_found(rank, folder):
             optimizer.step()
             optimizer.zero_grad()
     assert (steps.seen, steps.done) == (2, True)
+    dist.barrier()
     assert (root / f"rank{rank}" / FILE).exists()
     frame = next(f for f in read(root) if f.rank == rank and f.manifest)
     assert {c["op"] for c in frame.manifest["collectives"] if "measured" in c} == {"all_gather", "reduce_scatter"}

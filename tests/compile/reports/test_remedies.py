@@ -139,7 +139,7 @@ def test_a_pass_that_is_switched_off_and_a_price_that_fails(mesh, tmp_path, monk
     fully_shard(model, mesh)
     frame = dumped(model, torch.ones(4, 8), tmp_path / "a", disable=["bucket"])
     found = most_exposed([(frame, c) for c in frame.manifest["collectives"]], 3)
-    assert found[0]["remedies"][0]["write"] == "the options without 'disable' and 'passes'"
+    assert "the options without 'disable' and 'passes'" in [r["write"] for c in found for r in c["remedies"]]
 
     def fails(*_):
         raise RuntimeError("no price\nfor this")
