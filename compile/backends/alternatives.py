@@ -64,7 +64,7 @@ def price_alternatives(
         try:
             with known(meshes):
                 frame.alternatives.append(_priced(name, copy, joint_inputs, other, partition, meshes, kwargs))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the program itself compiles
+        except Exception as error:  # whatever it is, the program itself compiles
             frame.alternatives.append(Alternative(name, failed=f"{type(error).__name__}: {error}".splitlines()[0]))
 
 

@@ -2,8 +2,9 @@
 
 Nodes run in graph order. Computation is one stream; communication is another one, in which collectives run in the order
 of their starts. A wait blocks computation until its collective has ended, and the time blocked is the exposed part of
-the collective. A collective that is not split into start and wait is exposed entirely. Where sending takes the processor
-from computation, as over gloo, that part of a collective is exposed wherever it is waited for (`Machine.taken`).
+the collective. A collective that is not split into start and wait is exposed entirely. Where sending takes the
+processor from computation, as over gloo, that part of a collective is exposed wherever it is waited for
+(`Machine.taken`).
 
 Times come from `dtensor.layout.cost`, with the links of the known meshes, and from `estimate` for local operators.
 Memory is what this rank holds: inputs of a step stay until its end, and any other tensor is freed after its last use.

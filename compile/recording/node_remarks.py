@@ -6,7 +6,6 @@ For other nodes, the line of the user's code, or the class of the module.
 """
 
 from collections.abc import Mapping
-
 from typing import Any
 
 from torch import fx

@@ -10,8 +10,8 @@ The profile is a file in Chrome's trace format. In a run of a graph, collectives
 graph, which is how they are told apart: a run whose collectives are not those of the graph is left out.
 
 A collective over a CPU backend takes the time from the beginning of its start until its last message has arrived, or
-until the wait that blocked for it has returned; it is exposed where the thread that computes is in its start or its wait. On a GPU it takes the time of its kernels, and is
-exposed where no other kernel runs beside them.
+until the wait that blocked for it has returned; it is exposed where the thread that computes is in its start or its
+wait. On a GPU it takes the time of its kernels, and is exposed where no other kernel runs beside them.
 """
 
 import json

@@ -124,7 +124,7 @@ def test_on_a_gpu(tmp_path):
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 100, 160, 4, tid=20, **stream),
         event("sm90_gemm", 110, 130, 6, tid=7, **stream),
         event("elementwise", 120, 140, 6, tid=8, **stream),
-        event("sm90_gemm", 100, 160, 6, tid=7, cat="kernel", **{"pid": 1}),
+        event("sm90_gemm", 100, 160, 6, tid=7, cat="kernel", pid=1),
         event("ncclDevKernel_AllGather_RING_LL", 170, 180, 8, tid=20, **stream),
     ]
     (g,) = found(tmp_path, events, manifest("all_reduce", "all_gather"))
@@ -133,7 +133,7 @@ def test_on_a_gpu(tmp_path):
 
 def test_what_is_no_profile(tmp_path):
     (tmp_path / "profile.json").write_text('{"traces": []}')
-    with pytest.raises(ValueError, match="is not a profile in Chrome's trace format .*export_chrome_trace"):
+    with pytest.raises(ValueError, match=r"is not a profile in Chrome's trace format .*export_chrome_trace"):
         events_of(tmp_path / "profile.json")
     with pytest.raises(TypeError, match=r"write measure\(lambda: train\(batch\)\)"):
         dtensor.compile.measure(torch.ones(1))  # pyright: ignore

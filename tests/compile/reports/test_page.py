@@ -193,8 +193,9 @@ def test_in_a_browser(dump):
 WIDTHS = """
 const wide = (e) => e.scrollWidth > e.clientWidth + 1;
 said.width = innerWidth;
-said.cut = [...document.querySelectorAll("table.fits, table.fits td, div.tall, body")].filter(wide).map((e) => e.textContent.slice(0, 60));
-said.out = [...document.querySelectorAll("table.fits")].filter((t) => t.getBoundingClientRect().right > innerWidth).length;
+const all = (selector) => [...document.querySelectorAll(selector)];
+said.cut = all("table.fits, table.fits td, div.tall, body").filter(wide).map((e) => e.textContent.slice(0, 60));
+said.out = all("table.fits").filter((t) => t.getBoundingClientRect().right > innerWidth).length;
 said.tables = document.querySelectorAll("table.fits").length;
 document.querySelector("ol.exposed a.go").click();
 said.about = $("about").textContent;
