@@ -27,6 +27,8 @@ from dtensor.passes.graph.count import describe
 from dtensor.passes.graph.source import module, source
 from dtensor.torch_private.compiling import order_after
 
+from ..recording.node_remarks import place
+
 
 def seal(graph: fx.Graph, direction: str, *, scheduled: bool, agreement: bool = True) -> None:
     """Insert the agreement into `graph`, in place, if it communicates, and fix the order of its collectives.
@@ -62,7 +64,7 @@ def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]])
     for node, group in found:
         if group not in sequences and not _is_tagged(node):
             untagged.append(group)
-        sequences.setdefault(group, []).append((entry(node, places), str(source(node) or "")))
+        sequences.setdefault(group, []).append((entry(node, places), str(source(node) or place(node))))
     first = found[0][0]
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)

@@ -19,9 +19,10 @@ from weakref import WeakKeyDictionary
 
 from torch import fx
 
+from dtensor.layout.cost import Link
 from dtensor.mesh.provenance import MOVE, PASSES, TRACED, Moved
 from dtensor.passes import CollectiveInfo
-from dtensor.passes.graph import ir
+from dtensor.passes.graph import groups, ir
 from dtensor.passes.graph.count import describe
 from dtensor.passes.graph.source import FRAME, Source, module, module_class, source
 from dtensor.torch_private.compiling import compile_context
@@ -92,6 +93,7 @@ class Collective:
         exposed: estimated seconds for which computation waits for it.
         formula: its bytes and seconds in sizes of axes and symbolic sizes; None if they do not follow from the plan.
         fixed: estimated seconds that it would take without any bytes.
+        link: the constants of the link that it goes over.
         parameter: whether a parameter is sent.
         readers: names of the first operators that compute with its result; "output" where the graph returns it.
     """
@@ -109,6 +111,7 @@ class Collective:
     exposed: float
     formula: Formula | None
     fixed: float
+    link: Link
     parameter: bool
     readers: tuple[str, ...]
 
@@ -237,7 +240,7 @@ class Frame:
         place = source(node), module(node), module_class(node)
         return Collective(
             s, numbers, passes, how, move, *place, span.start, span.end, span.exposed, found,
-            seconds_of(replace(s, size=0)), sends_parameter(node), readers(node),
+            seconds_of(replace(s, size=0)), groups.link(s.group), sends_parameter(node), readers(node),
         )  # fmt: skip
 
     def number(self, node: fx.Node, info: CollectiveInfo) -> None:

@@ -103,6 +103,7 @@ def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> d
         "end": c.end,
         "seconds": c.end - c.start,
         "fixed": c.fixed,
+        "link": asdict(c.link),
         "exposed": c.exposed,
         "parameter": c.parameter,
         "readers": list(c.readers),

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
+from dtensor.layout.cost import Link, seconds
+
 LEAST = 0.05
 """The least part of its exposed time that a remedy has to save to be named."""
 
@@ -129,9 +131,9 @@ def _sharded_loss(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remed
     last = f"S({len(shape) - 1})->R"
     if c["op"] != "all_gather" or c["move"] != last or not LOSS & set(c["readers"]):
         return
-    n, per_byte = len(c["ranks"]), (c["seconds"] - c["fixed"]) / max(c["bytes"], 1)
-    rows = prod(shape) * n // _classes(c) if shape else 1
-    small = ROUNDS_OF_LOSS * (2 * c["fixed"] + 2 * (n - 1) / n * 4 * rows * per_byte)
+    n = len(c["ranks"])
+    rows = prod(shape) * n // _classes(c)
+    small = ROUNDS_OF_LOSS * seconds("all_reduce", 4 * rows, n, Link(**c["link"]))
     write = "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), and the loss in `with loss_parallel():`"
     yield Remedy(write, "the loss is computed on sharded logits", c["exposed"] - small, c["exposed"] - small)
 

@@ -1,5 +1,7 @@
 """What to write against an exposed collective: each rule, where it must not fire, and the reason where none does."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from torch import nn
@@ -9,12 +11,13 @@ from dtensor.compile.backends import alternatives
 from dtensor.compile.reports.reading import read
 from dtensor.compile.reports.remedies import remedies
 from dtensor.compile.reports.summary import most_exposed, remedy, summary
+from dtensor.layout.cost import DEFAULT
 from dtensor.parallel import ColwiseParallel, MixedPrecisionPolicy, RowwiseParallel, fully_shard, parallelize_module
 
 C = {
     "op": "all_reduce", "direction": "forward", "dtype": "float32", "shapes": [[64, 32]], "ranks": [0, 1], "asked": [0],
     "move": "P->R", "bytes": 8192, "sent": 8192, "seconds": 10e-6, "fixed": 2e-6, "exposed": 10e-6, "parameter": False,
-    "readers": ["add"], "code": "return self.w2(x)",
+    "readers": ["add"], "code": "return self.w2(x)", "link": asdict(DEFAULT),
 }  # fmt: skip
 """A collective of a manifest."""
 
@@ -55,9 +58,9 @@ def test_a_loss_on_sharded_logits():
     logits |= {"bytes": 2048 * 64 * 4, "seconds": 1e-3, "exposed": 1e-3}
     first, _ = said(logits)
     assert "loss_parallel()" in first.write
-    per_byte = (1e-3 - 2e-6) / (2048 * 64 * 4)
-    assert first.saves == pytest.approx(1e-3 - 3 * (4e-6 + 4 * 64 * per_byte))
-    for other in ({"readers": ["mm"]}, {"move": "S(0)->R"}, {"fixed": 0.9e-3}):
+    small = DEFAULT.start + 2 * DEFAULT.alpha + 4 * 64 / DEFAULT.bandwidth
+    assert first.saves == pytest.approx(1e-3 - 3 * small)
+    for other in ({"readers": ["mm"]}, {"move": "S(0)->R"}, {"exposed": 3 * small}):
         assert not any("loss_parallel" in r.write for r in said(logits | other)), other
 
 
