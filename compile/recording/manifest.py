@@ -76,6 +76,8 @@ def _graph(story: Story) -> dict[str, Any]:
         "memory": t.memory[:: max(1, len(t.memory) // POINTS)],
         "spans": [asdict(span) for span in t.spans],
         "order": t.order,
+        "gaps": t.gaps,
+        "taken": t.taken,
     }
 
 

@@ -21,7 +21,7 @@ from dtensor.mesh.files import write_whole
 from dtensor.passes.graph.text import REMARK
 
 from .differences import collective_line
-from .reading import Dumped, communicating, read
+from .reading import Dumped, read
 from .remedies import with_remedies
 from .rendering import rendered
 from .summary import changed, measured_line, most_exposed, remedy, seconds, what, who
@@ -58,7 +58,7 @@ def page(root: Path) -> str:
     frames = read(root)
     first = min([f.rank for f in frames], default=0)
     mine = [f for f in frames if f.rank == first and f.manifest]
-    exposed = most_exposed(communicating(frames, first), NAMED)
+    exposed = most_exposed(mine, NAMED)
     graphs = [_graph_row(f, d) for f in mine if f.manifest for d in f.manifest["graphs"]]
     return rendered(
         "dump",

@@ -1,9 +1,9 @@
 """What to write so that a rank waits less for a collective, and what that saves; or why there is nothing to write.
 
-Each rule reads the manifest and a collective in it. What an option of the backend would do was priced by running the
-passes with it (`dtensor.compile.backends.alternatives`); what a change of the program would do is priced from the
-collective's own estimate: a fixed time, and a time for each byte. All savings are estimates, in seconds, and hold for
-each remedy alone.
+What an option of the backend would do was priced by running the passes with it
+(`dtensor.compile.backends.alternatives`). What a change of the program would do is said by rules, which read a
+collective of a manifest, and priced by simulating the graphs with the times that their collectives would take. All
+savings are estimates, in seconds, and hold for each remedy alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,8 @@ from math import prod
 from typing import Any
 
 from dtensor.layout.cost import Link, seconds
+
+from ..estimates.timeline import replayed
 
 LEAST = 0.05
 """The least part of its exposed time that a remedy has to save to be named."""
@@ -48,7 +50,7 @@ class Remedy:
         write: the code; "" if there is nothing to write.
         why: what it does, or why there is nothing.
         saves: estimated seconds that it saves of the collective's exposed time.
-        step: estimated seconds that it saves of the whole step, where that was priced; else as `saves`.
+        step: estimated seconds that it saves of the whole step, in all collectives that it concerns.
     """
 
     write: str
@@ -57,24 +59,26 @@ class Remedy:
     step: float = 0.0
 
 
-Rule = Callable[[dict[str, Any], dict[str, Any]], Iterator[Remedy]]
-
-
-def remedies(manifest: dict[str, Any], c: dict[str, Any]) -> list[Remedy]:
-    """Return what would shorten the exposed time of a collective of a manifest, the most effective first: at least one,
-    which may be that there is nothing to write. An empty list if nothing of it is exposed."""
-    if not c["exposed"]:
-        return []
-    found = [r for rule in RULES for r in rule(manifest, c) if r.saves >= LEAST * c["exposed"]]
-    return sorted(found, key=lambda r: -r.saves) or [Remedy("", _reason(c))]
+Rule = Callable[[dict[str, Any]], Iterator[tuple[str, str, float]]]
+"""Collective -> what to write, what that does, and the seconds that the collective takes then."""
 
 
 def with_remedies(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the collectives of a manifest, each with its remedies as dicts under `remedies`."""
-    return [c | {"remedies": [asdict(r) for r in remedies(manifest, c)]} for c in manifest["collectives"]]
+    """Return the collectives of a manifest. Each has under `remedies`, as dicts, what would shorten its exposed time,
+    the most effective first: at least one, which may be that there is nothing to write. None if nothing is exposed."""
+    found: list[list[Remedy]] = [[] for _ in manifest["collectives"]]
+    for k, remedy in [*_options(manifest), *_changes(manifest)]:
+        if remedy.saves > LEAST * manifest["collectives"][k]["exposed"]:
+            found[k].append(remedy)
+    told = [
+        (sorted(mine, key=lambda r: -r.saves) or [Remedy("", _reason(c))]) if c["exposed"] else []
+        for c, mine in zip(manifest["collectives"], found, strict=True)
+    ]
+    return [c | {"remedies": list(map(asdict, mine))} for c, mine in zip(manifest["collectives"], told, strict=True)]
 
 
-def _options(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remedy]:
+def _options(manifest: dict[str, Any]) -> Iterator[tuple[int, Remedy]]:
+    """What was priced by running the passes: the number of a collective, and what saves some of it."""
     graphs = manifest["graphs"]
     for a in manifest.get("alternatives", ()):
         if a["failed"] or not set(graphs) <= set(a["seconds"]):
@@ -82,9 +86,10 @@ def _options(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remedy]:
         step = sum([g["seconds"] - a["seconds"][d] for d, g in graphs.items()])
         more = max([0, *[a["peak"][d] - g["peak_bytes"] for d, g in graphs.items()]])
         write, why = (text.format(gathered=_gathered(manifest), more=more) for text in OPTIONS[a["option"]])
-        every = sum([max(0.0, _less(a, other)) for other in manifest["collectives"]])
-        if step > 0 and every > 0:
-            yield Remedy(write, why, _less(a, c) * min(1.0, step / every), step)
+        less = [max(0.0, _less(a, c)) for c in manifest["collectives"]]
+        if step > 0 and any(less):
+            scale = min(1.0, step / sum(less))
+            yield from ((k, Remedy(write, why, scale * x, step)) for k, x in enumerate(less))
 
 
 def _less(a: dict[str, Any], c: dict[str, Any]) -> float:
@@ -93,15 +98,38 @@ def _less(a: dict[str, Any], c: dict[str, Any]) -> float:
     return c["exposed"] - sum([left.get(str(n), 0.0) for n in c["asked"]])
 
 
+def _changes(manifest: dict[str, Any]) -> Iterator[tuple[int, Remedy]]:
+    """What the rules say, priced by simulating the graphs again, with all collectives changed that a change concerns:
+    where they queue, one that gets shorter may save what another one is exposed."""
+    sent = manifest["collectives"]
+    changed: dict[str, tuple[str, dict[int, float]]] = {}
+    for k, c in enumerate(sent):
+        for rule in RULES:
+            for write, why, took in rule(c):
+                if took < c["seconds"]:
+                    changed.setdefault(write, (why, {}))[1][k] = took
+    for write, (why, new) in changed.items():
+        step, saved = 0.0, dict[int, float]()
+        for direction, g in manifest["graphs"].items():
+            mine = [k for k, c in enumerate(sent) if c["direction"] == direction]
+            if not any(k in new for k in mine):
+                continue
+            took = [new.get(k, sent[k]["seconds"]) for k in mine]
+            seconds_, exposed = replayed(g["order"], g["gaps"], g["taken"], g["computing"], took)
+            step += g["seconds"] - seconds_
+            saved |= {k: sent[k]["exposed"] - e for k, e in zip(mine, exposed, strict=True)}
+        if step > 0:
+            yield from ((k, Remedy(write, why, min(saved[k], step), step)) for k in new)
+
+
 def _gathered(manifest: dict[str, Any]) -> int:
     """Bytes of what the forward gathers: as many as a budget has to have so that all of it is saved."""
     gathers = [c for c in manifest["collectives"] if c["op"] == "all_gather" and c["direction"] == "forward"]
     return sum([c["sent"] * len(c["ranks"]) for c in gathers])
 
 
-def _half_the_bytes(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remedy]:
-    saves = min(c["exposed"], (c["seconds"] - c["fixed"]) / 2)
-    if c["dtype"] not in WIDE or not saves:
+def _half_the_bytes(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
+    if c["dtype"] not in WIDE:
         return
     if c["parameter"] and c["op"] == "all_gather":
         write = "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
@@ -116,17 +144,16 @@ def _half_the_bytes(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Rem
     else:
         write = "with torch.autocast(device_type, dtype=torch.bfloat16):"
         why = "activations are computed and sent in half of the bytes"
-    yield Remedy(write, why, saves, saves)
+    yield write, why, c["fixed"] + (c["seconds"] - c["fixed"]) / 2
 
 
-def _later(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remedy]:
+def _later(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
     if _is_gradient(c):
         write = "model.set_requires_gradient_sync(False) in all microbatches but the last (fully_shard)"
-        why = "gradients are reduced once for all microbatches; until then a rank holds whole ones"
-        yield Remedy(write, why, c["exposed"], c["exposed"])
+        yield write, "gradients are reduced once for all microbatches; until then a rank holds whole ones", 0.0
 
 
-def _sharded_loss(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remedy]:
+def _sharded_loss(c: dict[str, Any]) -> Iterator[tuple[str, str, float]]:
     shape = c["shapes"][0] if c["shapes"] else []
     last = f"S({len(shape) - 1})->R"
     if c["op"] != "all_gather" or c["move"] != last or not LOSS & set(c["readers"]):
@@ -135,7 +162,7 @@ def _sharded_loss(manifest: dict[str, Any], c: dict[str, Any]) -> Iterator[Remed
     rows = prod(shape) * n // _classes(c)
     small = ROUNDS_OF_LOSS * seconds("all_reduce", 4 * rows, n, Link(**c["link"]))
     write = "ColwiseParallel(output_layouts=Shard(-1), use_local_output=False), and the loss in `with loss_parallel():`"
-    yield Remedy(write, "the loss is computed on sharded logits", c["exposed"] - small, c["exposed"] - small)
+    yield write, "the loss is computed on sharded logits", small
 
 
 def _classes(c: dict[str, Any]) -> int:
@@ -149,8 +176,8 @@ def _is_gradient(c: dict[str, Any]) -> bool:
     return reduces and c["direction"] == "backward" and c["readers"] == ["output"]
 
 
-RULES: Sequence[Rule] = (_options, _half_the_bytes, _later, _sharded_loss)
-"""The rules; each yields what it knows to save."""
+RULES: Sequence[Rule] = (_half_the_bytes, _later, _sharded_loss)
+"""The rules on changes of the program."""
 
 
 def _reason(c: dict[str, Any]) -> str:
@@ -161,4 +188,4 @@ def _reason(c: dict[str, Any]) -> str:
     return f"{what} needs it at once, and nothing else is left to compute; another plan may send less: dtensor.search"
 
 
-__all__ = ["Remedy", "remedies", "with_remedies"]
+__all__ = ["Remedy", "with_remedies"]

@@ -3,14 +3,13 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dtensor.passes.functional.lower import Lower
 
-from .reading import Dumped, communicating, read
-from .remedies import remedies
+from .reading import Dumped, read
+from .remedies import with_remedies
 
 MOST = 5
 """The number of collectives that are listed."""
@@ -41,16 +40,17 @@ def described(frames: list[Dumped], most: int = MOST) -> str:
     mine = [f for f in frames if f.rank == first]
     manifests = [f.manifest for f in mine if f.manifest]
     graphs = [(f, d, g) for f in mine if f.manifest for d, g in f.manifest["graphs"].items()]
-    lines = [_head(frames, manifests), *_graphs(graphs), "", *exposed_lines(communicating(frames, first), most)]
+    lines = [_head(frames, manifests), *_graphs(graphs), "", *exposed_lines(mine, most)]
     return "\n".join([*lines, *_passes(manifests)])
 
 
-def exposed_lines(found: list[tuple[Dumped, dict[str, Any]]], most: int) -> list[str]:
-    """Return lines for the most exposed collectives, with what requested and what changed them."""
+def exposed_lines(frames: list[Dumped], most: int) -> list[str]:
+    """Return lines for the most exposed collectives of one rank, with what requested and what changed them."""
+    found = most_exposed(frames, most)
     if not found:
         return ["Nothing is communicated."]
     lines = ["Most exposed collectives (estimated time in which a rank only waits for it; identical layers together):"]
-    for k, c in enumerate(most_exposed(found, most), 1):
+    for k, c in enumerate(found, 1):
         lines += [f"{k:>3}. {what(c)}"]
         more = [*filter(None, [measured_line(c)]), who(c), changed(c), *map(remedy, c["remedies"][:NAMED])]
         lines += [f"     {line}" for line in more]
@@ -58,15 +58,14 @@ def exposed_lines(found: list[tuple[Dumped, dict[str, Any]]], most: int) -> list
     return lines
 
 
-def most_exposed(found: Iterable[tuple[Dumped, dict[str, Any]]], most: int) -> list[dict[str, Any]]:
-    """Return the most exposed collectives with their remedies. Those that differ only in the numbers of their modules,
-    as in identical layers, are merged into one, with their count as `times`, their times and savings added up, and the
-    name of the frame and the number of the first as `frame` and `number`."""
+def most_exposed(frames: Iterable[Dumped], most: int) -> list[dict[str, Any]]:
+    """Return the most exposed collectives of one rank with their remedies. Those that differ only in the numbers of
+    their modules, as in identical layers, are merged into one, with their count as `times`, their times and savings
+    added up, and the name of the frame and the number of the first as `frame` and `number`."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for f, c in found:
+    for f, c in ((frame, c) for frame in frames if frame.manifest for c in with_remedies(frame.manifest)):
         alike = *(c[key] for key in ALIKE), NUMBER.sub("*", c["module"]), tuple(c["passes"]), len(c["asked"])
-        told = [asdict(r) for r in remedies(f.manifest or {}, c)]
-        groups.setdefault((f.name, *alike), []).append(c | {"frame": f.name, "remedies": told})
+        groups.setdefault((f.name, *alike), []).append(c | {"frame": f.name})
     merged = sorted([_merged(group) for group in groups.values()], key=lambda c: -c["exposed"])
     return [c for k, c in enumerate(merged[:most]) if c["exposed"] or not k]
 
@@ -81,9 +80,7 @@ def _merged(group: list[dict[str, Any]]) -> dict[str, Any]:
     for c in group:
         for r in c["remedies"]:
             before = told.get(r["write"])
-            whole = r["step"] != r["saves"]  # of an option the whole step was priced
-            step = r["step"] if whole or before is None else before["step"] + r["step"]
-            told[r["write"]] = r | {"saves": r["saves"] + (before["saves"] if before else 0.0), "step": step}
+            told[r["write"]] = r | {"saves": r["saves"] + (before["saves"] if before else 0.0)}
     kept = sorted(told.values(), key=lambda r: -r["saves"])
     kept = [r for r in kept if r["write"]] or kept
     return group[0] | times | {"module": module, "times": len(group), "remedies": kept}

@@ -35,6 +35,7 @@ def collective(k, **changes):
         "module": f"layers.{k}",
         "class": "Layer",
         "fixed": 1e-6,
+        "link": {},
         "parameter": False,
         "readers": ["mm"],
         "asked": [k],
@@ -64,7 +65,8 @@ def manifest(collectives):
         for c in collectives
     ]
     graph = {"nodes": NODES, "stages": ["input"], "seconds": NODES * 1e-6, "computing": 0.01, "communicating": 1e-3}
-    graph |= {"order": [x for c in collectives for x in (c["number"], ~c["number"])]}
+    order = [x for c in collectives for x in (c["number"], ~c["number"])]
+    graph |= {"order": order, "gaps": [0.0] * len(order), "taken": [0.0] * len(collectives)}
     graph |= {"exposed": 1e-4, "peak_bytes": 4096, "memory": [[k * 1e-6, k] for k in range(4000)], "spans": spans}
     return {
         "format": FORMAT,

@@ -8,8 +8,9 @@ from torch import nn
 
 import dtensor.compile
 from dtensor.compile.backends import alternatives
+from dtensor.compile.estimates.timeline import replayed
 from dtensor.compile.reports.reading import read
-from dtensor.compile.reports.remedies import remedies
+from dtensor.compile.reports.remedies import Remedy, with_remedies
 from dtensor.compile.reports.summary import most_exposed, remedy, summary
 from dtensor.layout.cost import DEFAULT
 from dtensor.parallel import ColwiseParallel, MixedPrecisionPolicy, RowwiseParallel, fully_shard, parallelize_module
@@ -22,9 +23,21 @@ C = {
 """A collective of a manifest."""
 
 
-def said(c, **alternatives):
-    manifest = {"graphs": {"forward": {"seconds": 1e-3, "peak_bytes": 100}}, "collectives": [c]}
-    return remedies(manifest | alternatives, c)
+def of(manifest):
+    """The remedies of each collective of a manifest."""
+    return [[Remedy(**r) for r in c["remedies"]] for c in with_remedies(manifest)]
+
+
+def alone(c):
+    """The manifest of a graph that computes for a millisecond and then sends `c`."""
+    graph = {"order": [0, ~0], "gaps": [1e-3, c["seconds"] - c["exposed"]], "taken": [0.0], "peak_bytes": 100}
+    graph |= {"computing": 2e-3, "seconds": 2e-3 + c["exposed"]}
+    return {"graphs": {c["direction"]: graph}, "collectives": [c]}
+
+
+def said(c, **others):
+    (found,) = of(alone(c) | others)
+    return found
 
 
 def only(c):
@@ -60,8 +73,20 @@ def test_a_loss_on_sharded_logits():
     assert "loss_parallel()" in first.write
     small = DEFAULT.start + 2 * DEFAULT.alpha + 4 * 64 / DEFAULT.bandwidth
     assert first.saves == pytest.approx(1e-3 - 3 * small)
-    for other in ({"readers": ["mm"]}, {"move": "S(0)->R"}, {"exposed": 3 * small}):
+    for other in ({"readers": ["mm"]}, {"move": "S(0)->R"}, {"seconds": 3 * small, "exposed": 3 * small}):
         assert not any("loss_parallel" in r.write for r in said(logits | other)), other
+
+
+def test_a_shorter_collective_saves_what_another_one_waits_for():
+    """Two that queue: the first is never waited for long, but the second is exposed less once the first is shorter."""
+    first = C | {"op": "all_gather", "move": "S(0)->R", "parameter": True, "exposed": 1e-7, "number": 0}
+    second = C | {"dtype": "bfloat16", "exposed": 19.9e-6, "asked": [1], "number": 1}
+    order, gaps, taken = [0, 1, ~1, ~0], [0.0] * 4, [0.0, 0.0]
+    seconds, exposed = replayed(order, gaps, taken, 0.0, [10e-6, 10e-6])
+    assert (seconds, exposed) == (pytest.approx(20e-6), pytest.approx([0.0, 20e-6]))
+    graph = {"order": order, "gaps": gaps, "taken": taken, "computing": 0.0, "seconds": 20e-6, "peak_bytes": 0}
+    (mine, _) = of({"graphs": {"forward": graph}, "collectives": [first, second]})
+    assert mine[0].step == pytest.approx(4e-6)
 
 
 def test_none_and_why():
@@ -75,7 +100,7 @@ def test_none_and_why():
 
 def test_options_that_were_priced():
     """What an option saves of a collective, and of the step; nothing where the step takes no less."""
-    priced = {"option": "split_batch", "seconds": {"forward": 0.4e-3}, "peak": {"forward": 90}, "failed": ""}
+    priced = {"option": "split_batch", "seconds": {"forward": 1.41e-3}, "peak": {"forward": 90}, "failed": ""}
     priced |= {"exposed": {"forward": {"0": 2e-6}}}
     first, _ = said(C, alternatives=[priced])
     assert (first.write, first.saves, first.step) == (
@@ -83,7 +108,7 @@ def test_options_that_were_priced():
         pytest.approx(8e-6),
         pytest.approx(0.6e-3),
     )
-    worse = priced | {"seconds": {"forward": 2e-3}}
+    worse = priced | {"seconds": {"forward": 3e-3}}
     failed = {"option": "split_batch", "seconds": {}, "peak": {}, "exposed": {}, "failed": "ValueError: no"}
     assert not any("split_batch" in r.write for r in said(C, alternatives=[worse, failed]))
 
@@ -108,7 +133,7 @@ def test_options_are_priced_by_the_passes(mesh, tmp_path):
     priced = {a["option"]: a for a in m["alternatives"]}
     assert {name: a["failed"] for name, a in priced.items()} == {"split_batch": "", "memory_budget": ""}
     (again,) = [c for c in m["collectives"] if c["op"] == "all_gather" and c["direction"] == "backward"]
-    (best, *_) = remedies(m, again)
+    best = of(m)[m["collectives"].index(again)][0]
     assert best.write.startswith("options={'memory_budget': ")
     bytes_ = int(best.write.split()[-1].rstrip("}"))
     later = dumped(made[1], torch.ones(4, 64), tmp_path / "b", memory_budget=bytes_).manifest
@@ -127,13 +152,14 @@ def test_options_are_priced_by_the_passes(mesh, tmp_path):
 
 def test_half_the_bytes_are_sent_as_priced(mesh, tmp_path):
     policies = (None, MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))
-    made = []
+    made, manifests = [], []
     for k, policy in enumerate(policies):
         given = {"mp_policy": policy} if policy else {}
         model = fully_shard(nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]), mesh, **given)
-        made.append(dumped(model, torch.ones(4, 64), tmp_path / str(k)).manifest["collectives"])
-    for wide, half in zip(*made, strict=True):
-        found = [r for r in remedies({"graphs": {}, "collectives": []}, wide) if "bfloat16" in r.write]
+        manifests.append(dumped(model, torch.ones(4, 64), tmp_path / str(k)).manifest)
+        made.append(manifests[-1]["collectives"])
+    for wide, half, remedies in zip(*made, of(manifests[0]), strict=True):
+        found = [r for r in remedies if "bfloat16" in r.write]
         assert found[0].saves == pytest.approx(wide["seconds"] - half["seconds"], rel=0.01)
 
 
@@ -141,7 +167,7 @@ def test_a_pass_that_is_switched_off_and_a_price_that_fails(mesh, tmp_path, monk
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
     fully_shard(model, mesh)
     frame = dumped(model, torch.ones(4, 8), tmp_path / "a", disable=["bucket"])
-    found = most_exposed([(frame, c) for c in frame.manifest["collectives"]], 3)
+    found = most_exposed([frame], 3)
     assert "the options without 'disable' and 'passes'" in [r["write"] for c in found for r in c["remedies"]]
 
     def fails(*_):
@@ -150,7 +176,7 @@ def test_a_pass_that_is_switched_off_and_a_price_that_fails(mesh, tmp_path, monk
     monkeypatch.setattr(alternatives, "_priced", fails)
     again = dumped(model, torch.ones(4, 8), tmp_path / "b").manifest
     assert [a["failed"] for a in again["alternatives"]] == ["RuntimeError: no price"] * 2
-    assert all(remedies(again, c) for c in again["collectives"])
+    assert all(of(again))
 
 
 def test_modules_stand_where_no_line_is_the_users(mesh, tmp_path):
