@@ -189,7 +189,7 @@ def test_in_a_browser(dump):
     assert said["took"] < 10_000
     assert (said["expanded"], said["closed"]) == (0, 0)
     assert "float32 [[4,8]]" in said["details"]
-    assert "torch.autocast(device_type, dtype=torch.bfloat16): saves" in said["details"]
+    assert "to write: none; mm needs it at once" in said["details"]
 
 
 WIDTHS = """
