@@ -114,7 +114,7 @@ def _changes(manifest: dict[str, Any]) -> Iterator[tuple[int, Remedy]]:
             mine = [k for k, c in enumerate(sent) if c["direction"] == direction]
             if not any(k in new for k in mine):
                 continue
-            took = [new.get(k, sent[k]["seconds"]) for k in mine]
+            took = [new[k] if k in new else float(sent[k]["seconds"]) for k in mine]
             seconds_, exposed = replayed(g["order"], g["gaps"], g["taken"], g["computing"], took)
             step += g["seconds"] - seconds_
             saved |= {k: sent[k]["exposed"] - e for k, e in zip(mine, exposed, strict=True)}
