@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from dtensor.layout.machine import MACHINES, Machine
-from dtensor.mesh.links import links_here
+from dtensor.mesh.links import links_here, links_path
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import OpOverload
 from dtensor.torch_private.symbolic_sizes import hint
@@ -52,7 +52,9 @@ def machine_of(graph: fx.Graph) -> Machine:
     usual one."""
     kinds = [x.device.type for n in graph.nodes for x in ir.tensors(n)]
     device = "cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu"
-    return links_here(BACKENDS[device], device).machine or MACHINES[device]
+    path = links_path()  # where a file that is named is missing, the mesh has warned
+    found = links_here(BACKENDS[device], device).machine if path is not None and path.exists() else None
+    return found or MACHINES[device]
 
 
 def _moved(node: fx.Node) -> int:
