@@ -14,6 +14,7 @@ from .packages.package import load, package, packaging
 from .packages.sharing import Shared, shared
 from .recording.statistics import GraphRecord, Statistics, statistics
 from .recording.watch_compiles import dump
+from .reports.measuring import measure
 from .reports.report import Report, report
 from .reports.step_log import StepLog
 
@@ -29,6 +30,7 @@ __all__ = [
     "backend",
     "dump",
     "load",
+    "measure",
     "package",
     "packaging",
     "report",

@@ -32,6 +32,7 @@ from dtensor.torch_private.compiling import (
 from dtensor.torch_private.partitioning import min_cut_partition
 
 from ..recording.watch_compiles import dumped
+from .alternatives import price_alternatives
 from .inductor import STAGES, Partition
 from .insert_taps import insert_taps
 from .options import Options
@@ -135,6 +136,7 @@ def _partition(options: Options, gm: fx.GraphModule, joint_inputs: Any, **kwargs
         simplify_joint(branch.graph, options, within=True)
         branch.recompile()
     simplify_joint(gm.graph, options)
+    price_alternatives(gm, joint_inputs, options, min_cut_partition, **kwargs)
     prepare_partition(gm.graph, options, kwargs.get("static_lifetime_input_indices") or ())
     gm.recompile()
     return min_cut_partition(gm, joint_inputs, **kwargs)

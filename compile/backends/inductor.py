@@ -30,6 +30,7 @@ from dtensor.torch_private.partitioning import all_symbols_saved, min_cut_partit
 from dtensor.torch_private.peak_memory import estimate_memory_as_generated
 
 from ..estimates.meshes import mesh_groups, mesh_kinds
+from .alternatives import price_alternatives
 from .insert_taps import insert_taps
 from .options import Options
 from .run_passes import direction, optimise, prepare_partition, simplify_joint
@@ -71,9 +72,12 @@ class Partition(CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         check_results(gm.graph, kwargs["num_fwd_outputs"])
+        partition = self.then or min_cut_partition
+        with all_symbols_saved():
+            price_alternatives(gm, joint_inputs, self.options, partition, **kwargs)
         prepare_partition(gm.graph, self.options, kwargs.get("static_lifetime_input_indices") or ())
         with all_symbols_saved():
-            return (self.then or min_cut_partition)(gm, joint_inputs, **kwargs)
+            return partition(gm, joint_inputs, **kwargs)
 
     def uuid(self) -> Any:
         return trace_key(), repr(self.options), self.then and self.then.uuid()

@@ -27,6 +27,7 @@ from dtensor.passes.graph.count import describe
 from dtensor.passes.graph.source import module, source
 from dtensor.torch_private.compiling import order_after
 
+from ..recording.node_remarks import place
 from .collective_names import graph_named
 
 
@@ -64,7 +65,7 @@ def _agreeing(graph: fx.Graph, direction: str, found: list[tuple[fx.Node, str]])
     for node, group in found:
         if group not in sequences and not _is_tagged(node):
             untagged.append(group)
-        sequences.setdefault(group, []).append((entry(node, places), str(source(node) or "")))
+        sequences.setdefault(group, []).append((entry(node, places), str(source(node) or place(node))))
     first = found[0][0]
     start = next(node for node in graph.nodes if node.op != "placeholder")
     token = ir.insert(start, torch.ops.aten.empty.memory_format, ([1],), like=first)

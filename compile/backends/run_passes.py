@@ -80,7 +80,7 @@ def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) 
         PassError: as in `simplify_joint`.
     """
     copy_first(graph)
-    _mark_parameters(graph, static)
+    mark_parameters(graph, static)
     chosen = [p.name for p in passes.select(options.passes, options.disable)]
     if options.split_batch > 1 and concerns(graph, chosen):
         _run(graph, [SplitBatch(options.split_batch)], options, "joint", resumed=True)
@@ -88,7 +88,8 @@ def prepare_partition(graph: fx.Graph, options: Options, static: Sequence[int]) 
         passes.run(graph, passes=[Regather(options.memory_budget)], verify=False, meshes=mesh_groups())
 
 
-def _mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
+def mark_parameters(graph: fx.Graph, static: Sequence[int]) -> None:
+    """Mark the inputs of a graph that are parameters or buffers; `static` as `prepare_partition` takes it."""
     for node in static_placeholders(graph, static):
         node.meta[ir.PARAMETER] = True
 
@@ -113,7 +114,7 @@ def optimise(graph: fx.Graph, options: Options, *, inference: bool = False, with
     if concerns(graph, chosen):
         split: list[Pass] = []
         if inference and not within:
-            _mark_parameters(graph, static_inputs())
+            mark_parameters(graph, static_inputs())
             split = [SplitBatch(options.split_batch)] if options.split_batch > 1 else []
         where = direction(graph, inference)
         _run(graph, [*split, *chosen], options, where, within=within)
@@ -184,4 +185,5 @@ def concerns(graph: fx.Graph, chosen: list[str]) -> bool:
     return "dtensor" in spaces or (Raise.name in chosen and "_c10d_functional" in spaces)
 
 
-__all__ = ["WATCHERS", "branches", "concerns", "direction", "optimise", "prepare_partition", "simplify_joint"]
+__all__ = ["NOT_JOINT", "WATCHERS", "branches", "concerns", "direction", "mark_parameters", "optimise"]
+__all__ += ["prepare_partition", "simplify_joint"]

@@ -3,7 +3,8 @@
     seconds = max(floating-point operations / peak, bytes moved / memory bandwidth) + launch
 
 Only the products that `torch.utils.flop_counter` knows count as floating-point operations. Bytes are those of a
-compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free. The numbers in
+compiler that fuses elementwise operators: an edge between two of them moves nothing. Views are free, and of a part of a
+tensor only that part is read. The numbers in
 `dtensor.layout.machine` are orders of magnitude, good enough to show which communication has enough computation to
 overlap with.
 """
@@ -16,6 +17,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from dtensor.layout.machine import MACHINES, Machine
+from dtensor.mesh.links import links_here, links_path
 from dtensor.passes.graph import ir
 from dtensor.torch_private.core import OpOverload
 from dtensor.torch_private.symbolic_sizes import hint
@@ -47,17 +49,29 @@ def is_free(node: fx.Node) -> bool:
     return not ir.tensors(node) or (ir.aliases(node) and not ir.mutates(node))
 
 
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""Device type -> the backend under which `dtensor calibrate` saves what it measured."""
+
+
 def machine_of(graph: fx.Graph) -> Machine:
-    """Return the machine for the device type that most values of a graph are on."""
+    """Return the machine for the device type that most values of a graph are on: as it was measured here, or else the
+    usual one."""
     kinds = [x.device.type for n in graph.nodes for x in ir.tensors(n)]
-    return MACHINES["cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu"]
+    device = "cuda" if kinds.count("cuda") > len(kinds) / 2 else "cpu"
+    path = links_path()  # where a file that is named is missing, the mesh has warned
+    found = links_here(BACKENDS[device], device).machine if path is not None and path.exists() else None
+    return found or MACHINES[device]
 
 
 def _moved(node: fx.Node) -> int:
     fused = is_pointwise(node)
-    read = [x for x in map(_base, node.all_input_nodes) if not (fused and is_pointwise(x))]
+    read: dict[fx.Node, int] = {}
+    for x in dict.fromkeys(node.all_input_nodes):
+        base = _base(x)
+        if not (fused and is_pointwise(base)):
+            read[base] = min(_bytes(base), read.get(base, 0) + _bytes(x))
     written = not fused or any(not is_pointwise(user) for user in node.users)
-    return sum(map(_bytes, dict.fromkeys(read))) + (_bytes(node) if written else 0)
+    return sum(read.values()) + (_bytes(node) if written else 0)
 
 
 def is_pointwise(node: fx.Node) -> bool:

@@ -2,12 +2,15 @@
 
 Nodes run in graph order. Computation is one stream; communication is another one, in which collectives run in the order
 of their starts. A wait blocks computation until its collective has ended, and the time blocked is the exposed part of
-the collective. A collective that is not split into start and wait is exposed entirely.
+the collective. A collective that is not split into start and wait is exposed entirely. Where sending takes the
+processor from computation, as over gloo, that part of a collective is exposed wherever it is waited for
+(`Machine.taken`).
 
 Times come from `dtensor.layout.cost`, with the links of the known meshes, and from `estimate` for local operators.
 Memory is what this rank holds: inputs of a step stay until its end, and any other tensor is freed after its last use.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -47,11 +50,18 @@ class Timeline:
     Attributes:
         spans: computation and communication, by start time.
         memory: pairs of time in seconds and bytes held, one for each node.
+        order: the order of starts and waits: the number of a collective where it starts, and `~number` where it is
+            waited for.
+        gaps: seconds of computation before each entry of `order`, from the one before on.
+        taken: for each collective the part of its time that sending takes from computation.
         seconds: when the graph ends.
     """
 
     spans: list[Span] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+    taken: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -88,19 +98,20 @@ def seconds_of(s: Sent) -> float:
 
 @dataclass
 class _Flight:
-    """A collective that has started."""
+    """A collective that has started; `least` is the part that is exposed in any case."""
 
     name: str
     start: float
     end: float
     number: int
+    least: float = 0.0
     exposed: float = 0.0
 
 
 class _Run:
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.machine = graph, estimate.machine_of(graph)
-        self.now, self.free, self.count = 0.0, 0.0, 0
+        self.now, self.free, self.count, self.computed = 0.0, 0.0, 0, 0.0
         self.flights: dict[fx.Node, _Flight] = {}
         self.made = Timeline()
         self.memory = _Memory(graph)
@@ -128,11 +139,16 @@ class _Run:
             if took:
                 self.made.spans.append(Span(target_name(called(node)[0]), False, self.now, self.now + took))
                 self.now += took
+                self.computed += took
 
     def communicate(self, node: fx.Node, found: Sent) -> None:
         begin = max(self.now, self.free)
-        flight = _Flight(found.op, begin, begin + seconds_of(found), self.count)
+        took = seconds_of(found)
+        taken = self.machine.taken(groups.link(found.group), True)
+        flight = _Flight(found.op, begin, begin + took, self.count, took * taken)
         self.flights[node], self.free, self.count = flight, flight.end, self.count + 1
+        self.made.taken.append(taken)
+        self.mark(flight.number)
         if not found.starts:
             self.land(flight)
 
@@ -142,12 +158,18 @@ class _Run:
             x = todo.pop()
             if isinstance(x, fx.Node):
                 if x in self.flights:
+                    self.mark(~self.flights[x].number)
                     self.land(self.flights[x])
                     return
                 todo += x.all_input_nodes if ir.aliases(x) else []
 
+    def mark(self, entry: int) -> None:
+        self.made.order.append(entry)
+        self.made.gaps.append(self.computed)
+        self.computed = 0.0
+
     def land(self, flight: _Flight) -> None:
-        late = max(0.0, flight.end - self.now)
+        late = max(0.0, flight.end - self.now, flight.least - flight.exposed)
         flight.exposed += late
         self.now += late
 
@@ -196,4 +218,38 @@ def _bytes(node: fx.Node) -> int:
     return sum(map(bytes_of, ir.tensors(node)))
 
 
-__all__ = ["Span", "Timeline", "seconds_of", "timeline"]
+def replayed(
+    order: Sequence[int], gaps: Sequence[float], taken: Sequence[float], computing: float, took: Sequence[float]
+) -> tuple[float, list[float]]:
+    """Simulate a schedule again, with other times of its collectives.
+
+    Args:
+        order: see `Timeline`.
+        gaps: see `Timeline`.
+        taken: see `Timeline`.
+        computing: seconds of computation in all.
+        took: seconds of each collective.
+
+    Returns:
+        When the graph ends, and the exposed seconds of each collective.
+    """
+    now, free, ends, exposed, waited = 0.0, 0.0, [0.0] * len(took), [0.0] * len(took), set(order)
+
+    def land(k: int) -> None:
+        nonlocal now
+        late = max(0.0, ends[k] - now, took[k] * taken[k] - exposed[k])
+        exposed[k] += late
+        now += late
+
+    for entry, gap in zip(order, gaps, strict=True):
+        now += gap
+        if entry < 0:
+            land(~entry)
+            continue
+        ends[entry] = free = max(now, free) + took[entry]
+        if ~entry not in waited:
+            land(entry)
+    return max(now + computing - sum(gaps), free), exposed
+
+
+__all__ = ["Span", "Timeline", "replayed", "seconds_of", "timeline"]

@@ -85,17 +85,27 @@ def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
 
 def operator(target: Any) -> str:
     """Return the collective that an operator performs; "" if none."""
-    if getattr(target, "namespace", None) not in SPACES:
-        return ""
-    name = target._schema.name.split("::")[1]
+    return collective_named(target._schema.name) if getattr(target, "namespace", None) in SPACES else ""
+
+
+def collective_named(operator_name: str) -> str:
+    """Return the collective that an operator with a name such as `_c10d_functional::all_reduce_` performs; "" if
+    none."""
+    space, _, name = operator_name.partition("::")
     for variant in VARIANTS:
         name = name.removesuffix(variant)
-    return NAMES.get(name, "")
+    return NAMES.get(name, "") if space in SPACES else ""
 
 
 def is_wait(target: Any) -> bool:
     """Whether an operator waits for a started collective."""
-    return getattr(target, "namespace", None) in SPACES and target._schema.name.split("::")[1] in WAITS
+    return getattr(target, "namespace", None) in SPACES and is_wait_named(target._schema.name)
+
+
+def is_wait_named(operator_name: str) -> bool:
+    """Whether an operator with a name such as `_c10d_functional::wait_tensor` waits for a started collective."""
+    space, _, name = operator_name.partition("::")
+    return space in SPACES and name in WAITS
 
 
 def sent(node: fx.Node) -> Sent | None:
@@ -146,4 +156,6 @@ def _ranks(group: str) -> tuple[int, ...]:
 
 assert set(COMMUNICATING) <= set(NAMES.values()), "an operator of ours is not counted"
 
-__all__ = ["Sent", "bytes_of", "called", "is_wait", "operator", "sent", "traffic"]
+__all__ = [
+    "Sent", "bytes_of", "called", "collective_named", "is_wait", "is_wait_named", "operator", "sent", "traffic",
+]  # fmt: skip

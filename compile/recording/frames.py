@@ -12,24 +12,25 @@ and manifests are made from them.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import fx
 
+from dtensor.layout.cost import Link
 from dtensor.mesh.provenance import MOVE, PASSES, TRACED, Moved
 from dtensor.passes import CollectiveInfo
-from dtensor.passes.graph import ir
+from dtensor.passes.graph import groups, ir
 from dtensor.passes.graph.count import describe
-from dtensor.passes.graph.source import FRAME, Source, module, source
+from dtensor.passes.graph.source import FRAME, Source, module, module_class, source
 from dtensor.torch_private.compiling import compile_context
 
 from ..estimates.formula import Formula, formula
-from ..estimates.timeline import Timeline, timeline
+from ..estimates.timeline import Timeline, seconds_of, timeline
 from ..estimates.traffic import Sent, traffic
-from .node_remarks import asked
+from .node_remarks import asked, readers, sends_parameter
 
 KEPT = 256
 """The number of frames that are kept."""
@@ -51,8 +52,9 @@ class Asked:
         bytes: see `dtensor.passes.CollectiveInfo`.
         how: "explicit", "implicit" or "unknown".
         moved: the redistribution step that it performs; None if unknown.
-        where: the line of the user's code; None if unknown.
+        where: the line of the user's code; None if there is none.
         module: path of the module; "" if unknown.
+        kind: class of the module, such as "nn.Linear"; "" if unknown.
         backward: whether it was traced in the backward.
     """
 
@@ -64,6 +66,7 @@ class Asked:
     moved: Moved | None
     where: Source | None
     module: str
+    kind: str
     backward: bool
 
     @property
@@ -84,10 +87,15 @@ class Collective:
         move: the placements before and after, as recorded on the node itself.
         where: the line of the user's code, as recorded on the node itself.
         module: path of the module, as recorded on the node itself.
+        kind: class of the module, as recorded on the node itself.
         start: estimated seconds from the start of the graph to its start.
         end: estimated seconds from the start of the graph to its end.
         exposed: estimated seconds for which computation waits for it.
         formula: its bytes and seconds in sizes of axes and symbolic sizes; None if they do not follow from the plan.
+        fixed: estimated seconds that it would take without any bytes.
+        link: the constants of the link that it goes over.
+        parameter: whether a parameter is sent.
+        readers: names of the first operators that compute with its result; "output" where the graph returns it.
     """
 
     sent: Sent
@@ -97,10 +105,15 @@ class Collective:
     move: str
     where: Source | None
     module: str
+    kind: str
     start: float
     end: float
     exposed: float
     formula: Formula | None
+    fixed: float
+    link: Link
+    parameter: bool
+    readers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -151,6 +164,25 @@ class Story:
 
 
 @dataclass
+class Alternative:
+    """What a frame would take with another option (`dtensor.compile.backends.alternatives`).
+
+    Attributes:
+        option: the option of the backend that is changed.
+        seconds: direction -> estimated seconds of that graph.
+        peak: direction -> the most bytes held at once.
+        exposed: direction and number of a requested collective -> estimated seconds for which computation waits for it.
+        failed: why it could not be priced; "" if it was.
+    """
+
+    option: str
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+    peak: dict[str, int] = field(default_factory=dict[str, int])
+    exposed: dict[tuple[str, int], float] = field(default_factory=dict[tuple[str, int], float])
+    failed: str = ""
+
+
+@dataclass
 class Frame:
     """A function that Dynamo compiled.
 
@@ -162,6 +194,7 @@ class Frame:
         stories: direction -> history of that graph.
         asked: number -> collective as the program requested it.
         changes: what the passes did, in order.
+        alternatives: what its graphs would take with other options, where it is dumped.
         breaks: graph breaks, in torch's words.
         recompiled: reasons for the recompilation, in torch's words.
         roots: folders of dumps to which it is written.
@@ -175,6 +208,7 @@ class Frame:
     stories: dict[str, Story] = field(default_factory=dict)
     asked: dict[int, Asked] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    alternatives: list[Alternative] = field(default_factory=list["Alternative"])
     breaks: list[str] = field(default_factory=list)
     recompiled: list[str] = field(default_factory=list)
     roots: list[Path] = field(default_factory=list)
@@ -205,8 +239,12 @@ class Frame:
         how = hows.pop() if len(hows) == 1 else "explicit and implicit"
         move = str(node.meta[MOVE]) if MOVE in node.meta else ""
         found = formula(s, [a.moved for a in origins])
-        passes, where, path = tuple(dict.fromkeys(node.meta.get(PASSES, ()))), source(node), module(node)
-        return Collective(s, numbers, passes, how, move, where, path, span.start, span.end, span.exposed, found)
+        passes = tuple(dict.fromkeys(node.meta.get(PASSES, ())))
+        place = source(node), module(node), module_class(node)
+        return Collective(
+            s, numbers, passes, how, move, *place, span.start, span.end, span.exposed, found,
+            seconds_of(replace(s, size=0)), groups.link(s.group), sends_parameter(node), readers(node),
+        )  # fmt: skip
 
     def number(self, node: fx.Node, info: CollectiveInfo) -> None:
         """Give a collective a number, unless it or one that it was made from has one."""
@@ -216,8 +254,8 @@ class Frame:
         node.meta[TRACED] = (n,)
         backward = bool(node.meta.get("autograd_backward")) or _is_backward(node)
         how, moved = asked(node), node.meta.get(MOVE)
-        where, path = source(node), module(node)
-        self.asked[n] = Asked(n, info.op, info.group, info.bytes, how, moved, where, path, backward)
+        place = source(node), module(node), module_class(node)
+        self.asked[n] = Asked(n, info.op, info.group, info.bytes, how, moved, *place, backward)
 
 
 class Follower:
@@ -302,5 +340,15 @@ def recent_frames() -> list[Frame]:
     return list(_recent)
 
 
-__all__ = ["Asked", "Change", "Collective", "Follower", "Frame", "Story", "current_frame", "recent_frames"]
+__all__ = [
+    "Alternative",
+    "Asked",
+    "Change",
+    "Collective",
+    "Follower",
+    "Frame",
+    "Story",
+    "current_frame",
+    "recent_frames",
+]
 __all__ += ["remember"]

@@ -14,7 +14,7 @@ from dtensor.passes.graph.source import Source
 
 from ..estimates.chrome import chrome_trace
 from .folder import is_wanted, write
-from .frames import Asked, Change, Collective, Frame, Story
+from .frames import Alternative, Asked, Change, Collective, Frame, Story
 from .labels import labels
 
 FORMAT = "dtensor manifest 1"
@@ -44,6 +44,7 @@ def manifest(frame: Frame) -> dict[str, Any]:
         "collectives": collectives,
         "removed": _removed(frame, names),
         "passes": [_change(change) for change in frame.changes],
+        "alternatives": [_alternative(a) for a in frame.alternatives],
         "graph_breaks": frame.breaks,
         "recompiled": frame.recompiled,
         "totals": totals(collectives),
@@ -74,6 +75,9 @@ def _graph(story: Story) -> dict[str, Any]:
         "peak_bytes": t.peak,
         "memory": t.memory[:: max(1, len(t.memory) // POINTS)],
         "spans": [asdict(span) for span in t.spans],
+        "order": t.order,
+        "gaps": t.gaps,
+        "taken": t.taken,
     }
 
 
@@ -94,21 +98,24 @@ def _collective(k: int, c: Collective, story: Story, names: dict[str, str]) -> d
         "sent": s.buffer,
         "how": c.how,
         "move": c.move,
-        **_place(c.where, c.module),
+        **_place(c),
         "asked": list(c.asked),
         "passes": list(c.passes),
         "start": c.start,
         "end": c.end,
         "seconds": c.end - c.start,
+        "fixed": c.fixed,
+        "link": asdict(c.link),
         "exposed": c.exposed,
+        "parameter": c.parameter,
+        "readers": list(c.readers),
         "formula": None if c.formula is None else {"bytes": str(c.formula.bytes), "seconds": str(c.formula.seconds)},
     }
 
 
-def _place(where: Source | None, module: str) -> dict[str, Any]:
-    if where is None:
-        return {"file": "", "line": 0, "code": "", "module": module}
-    return {"file": where.file, "line": where.line, "code": where.code, "module": module}
+def _place(x: Asked | Collective) -> dict[str, Any]:
+    where = x.where or Source("", 0, "")
+    return {"file": where.file, "line": where.line, "code": where.code, "module": x.module, "class": x.kind}
 
 
 def _removed(frame: Frame, names: dict[str, str]) -> list[dict[str, Any]]:
@@ -126,10 +133,17 @@ def _gone(a: Asked, by: Change | None, names: dict[str, str]) -> dict[str, Any]:
         "bytes": a.bytes,
         "how": a.how,
         "move": a.move,
-        **_place(a.where, a.module),
+        **_place(a),
         "direction": "backward" if a.backward else "forward",
         "pass": by.name if by is not None else "partition",
     }
+
+
+def _alternative(a: Alternative) -> dict[str, Any]:
+    exposed: dict[str, dict[str, float]] = {direction: {} for direction in a.seconds}
+    for (direction, number), seconds in a.exposed.items():
+        exposed[direction][str(number)] = seconds
+    return {"option": a.option, "seconds": a.seconds, "peak": a.peak, "exposed": exposed, "failed": a.failed}
 
 
 def _change(c: Change) -> dict[str, Any]:

@@ -2,17 +2,19 @@
 
     4,096 bytes over tp, P->R, explicit; train.py:12 in layers.0.wo
 
-For other nodes, the line of the user's code.
+For other nodes, the line of the user's code, or the class of the module.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 
 from dtensor.mesh.provenance import MOVE
-from dtensor.passes.graph.source import module, source
+from dtensor.passes.graph import ir
+from dtensor.passes.graph.source import module, module_class, source
 
-from ..estimates.traffic import Sent, sent
+from ..estimates.traffic import Sent, called, is_wait, sent
 
 
 def remark(node: fx.Node, labels: Mapping[str, str]) -> str:
@@ -24,9 +26,9 @@ def remark(node: fx.Node, labels: Mapping[str, str]) -> str:
 
 
 def place(node: fx.Node) -> str:
-    """Return `train.py:12 in layers.0.wo`, as far as it is known."""
-    found, path = source(node), module(node)
-    return " in ".join(filter(None, [str(found) if found else "", path]))
+    """Return `train.py:12 in layers.0.wo`, or `nn.Linear in layers.0.wo` where no line is the user's, as far as it is
+    known."""
+    return " in ".join(filter(None, [str(source(node) or module_class(node)), module(node)]))
 
 
 def asked(node: fx.Node) -> str:
@@ -56,6 +58,61 @@ EXPLICIT = (
 """Parts of the names of calls by which a program requests communication."""
 
 
+READERS = 4
+"""The most readers of a collective that are named."""
+
+CARRYING = frozenset(("cat", "stack", "split", "split_with_sizes", "clone", "_to_copy", "constant_pad_nd", "getitem"))
+"""Operators, besides views, that pass on what a collective gave: they join its parts, or convert them."""
+
+REDUCING = frozenset(("sum", "amax", "amin", "prod", "div", "mul"))
+"""Operators that belong to a reduce-scatter, or an average: ranks exchange the parts and reduce them, and divide."""
+
+
+def readers(node: fx.Node) -> tuple[str, ...]:
+    """Return the names of the first operators that compute with the result of a collective, at most `READERS`; "output"
+    where the graph returns it."""
+    record = node.meta.get(ir.RECORD)
+    reduces = record is not None and (record.op == "reduce_scatter" or record.reduce_op == "avg")
+    carrying = CARRYING | REDUCING if reduces else CARRYING
+    found, todo, seen = dict[str, None](), [node], {node}
+    while todo and len(found) < READERS:
+        for user in todo.pop(0).users:
+            if user in seen:
+                continue
+            seen.add(user)
+            name = _name(user)
+            if is_wait(called(user)[0]) or name in carrying or (user.op == "call_function" and ir.aliases(user)):
+                todo.append(user)
+            else:
+                found[name] = None
+    return tuple(found)
+
+
+def sends_parameter(node: fx.Node) -> bool:
+    """Whether what a collective sends is a parameter, or several of them."""
+    todo, seen = list(node.all_input_nodes), set[fx.Node]()
+    while todo:
+        x = todo.pop()
+        if x.op == "placeholder" and x not in seen and ir.PARAMETER not in x.meta and _is_saved(x):
+            return x.name.startswith("primals")
+        if ir.PARAMETER in x.meta:
+            return True
+        if x not in seen and (ir.aliases(x) or _name(x) in CARRYING):
+            todo += x.all_input_nodes
+        seen.add(x)
+    return False
+
+
+def _is_saved(x: fx.Node) -> bool:
+    return any(n.name.startswith("tangents") for n in x.graph.find_nodes(op="placeholder"))
+
+
+def _name(node: fx.Node) -> str:
+    target: Any = node.target
+    schema = getattr(target, "_schema", None)
+    return node.op if node.op == "output" else schema.name.split("::")[1] if schema else getattr(target, "__name__", "")
+
+
 def _said(node: fx.Node, found: Sent, labels: Mapping[str, str]) -> str:
     words = [f"{found.bytes:,} bytes over {labels.get(found.group) or found.group}"]
     if MOVE in node.meta:
@@ -63,4 +120,4 @@ def _said(node: fx.Node, found: Sent, labels: Mapping[str, str]) -> str:
     return ", ".join([*words, asked(node)])
 
 
-__all__ = ["asked", "place", "remark"]
+__all__ = ["asked", "place", "readers", "remark", "sends_parameter"]

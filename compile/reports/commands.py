@@ -36,6 +36,7 @@ RUNS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @click.option("--mesh", type=Mesh(), help="Axis sizes of a simulated mesh; one process runs as its rank 0.")
 @click.option("--dynamic", is_flag=True, help="Make sizes symbolic, so that costs are formulas in them.")
 @click.option("--most", type=click.IntRange(min=1), default=MOST, show_default=True, help="Collectives to name.")
+@click.option("--measure", type=click.IntRange(min=0), default=0, help="Steps to measure, with torch.profiler.")
 @click.argument("script", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def inspect_command(
@@ -44,6 +45,7 @@ def inspect_command(
     mesh: dict[str, int] | None,
     dynamic: bool,
     most: int,
+    measure: int,
     script: Path,
     arguments: tuple[str, ...],
 ) -> None:
@@ -51,7 +53,12 @@ def inspect_command(
 
     SCRIPT is any program that calls torch.compile. Under torchrun: torchrun --nproc-per-node 2 -m dtensor inspect
     SCRIPT. Graphs, guards, breaks and an index.html are in the output folder afterwards.
+
+    With --measure, some steps run under torch.profiler, and what collectives took stands beside the estimates. A step
+    ends where the program calls optimizer.step(); measured are those that follow one in which nothing was compiled.
     """
+    if measure and mesh is not None:
+        raise click.UsageError("--measure needs ranks that run, and --mesh simulates them; leave one of them out")
     if nproc is not None and (mesh is not None or "RANK" in os.environ):
         raise click.UsageError("--nproc starts processes, so it cannot be used with --mesh or torchrun; leave it out")
     rank = int(os.environ.get("RANK", "0"))
@@ -61,12 +68,19 @@ def inspect_command(
         raise click.BadParameter(str(error), param_hint="--output") from error
     if nproc is not None:
         options = ["-o", str(output), *(["--dynamic"] if dynamic else []), "--most", str(most)]
+        options += ["--measure", str(measure)]
         _start(nproc, ["inspect", *options, str(script), *arguments])
         return
     with imagined(mesh) if mesh else nullcontext():
-        inspect(script, arguments, output, dynamic)
+        steps = inspect(script, arguments, output, dynamic, measure)
     if rank == 0:
         show(output, most, mesh)
+    if rank == 0 and steps is not None and steps.seen < measure:
+        click.echo(
+            f"{steps.seen} of {measure} steps were measured: a step is measured if it ends with optimizer.step() and "
+            "nothing was compiled in the one before. Run more of them, or call dtensor.compile.measure(step).",
+            err=True,
+        )
 
 
 def show(folder: Path, most: int, mesh: dict[str, int] | None = None) -> None:

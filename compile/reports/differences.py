@@ -17,8 +17,8 @@ from .reading import read_manifest
 KEYS = ("direction", "op", "reduce_op", "axis", "dtype", "shapes", "bytes", "how", "move", "module")
 """The fields that must be equal for two collectives of two manifests to count as the same."""
 
-LEFT_OUT = ("trace.json", "index.html")
-"""Files that hold no information beyond what other files hold."""
+LEFT_OUT = ("trace.json", "index.html", "measured.json", "profile.json")
+"""Files that hold what other files hold, or what was measured."""
 
 _VOLATILE = re.compile(r"0x[0-9a-f]+|\d{6,}\w*|__(?:compiled_fn|temp)_\w+|Guard latency = .*")
 

@@ -16,6 +16,7 @@ from dtensor.torch_private.compiling import symbolic_sizes
 from ..recording.folder import rank_folder
 from ..recording.imagined import run_script
 from ..recording.watch_compiles import dump
+from .measuring import Steps, measuring
 
 DONE = "finished.txt"
 """The file that a rank writes when its program has finished."""
@@ -24,7 +25,9 @@ PATIENCE = 30.0
 """How many seconds the first rank waits for the files of the others."""
 
 
-def inspect(script: Path, arguments: Sequence[str], folder: Path, dynamic: bool = False) -> None:
+def inspect(
+    script: Path, arguments: Sequence[str], folder: Path, dynamic: bool = False, measure: int = 0
+) -> Steps | None:
     """Run a program and dump what it compiles.
 
     Args:
@@ -32,17 +35,23 @@ def inspect(script: Path, arguments: Sequence[str], folder: Path, dynamic: bool 
         arguments: its command line arguments.
         folder: folder of the dump.
         dynamic: whether to make sizes symbolic, so that costs are formulas in them.
+        measure: number of steps to measure (`dtensor.compile.reports.measuring`).
+
+    Returns:
+        What was measured; None if nothing was to be.
 
     Raises:
         SystemExit: the program exits with an error.
     """
     with dump(folder) as root, symbolic_sizes(dynamic):
         try:
-            run_script(script, arguments)
+            with measuring(measure, root) as steps:
+                run_script(script, arguments)
         finally:
             own = rank_folder(root)
             own.mkdir(parents=True, exist_ok=True)
             write_whole(own / DONE, "")
+    return steps
 
 
 def clear(folder: Path, rank: int) -> None:

@@ -1,7 +1,7 @@
 """The page of a dump: one self-contained index.html, for people.
 
-    overview        what is sent, how long it takes, what is most exposed
-    collectives     a table to sort and filter
+    overview        what is sent, how long it takes, what is most exposed, and what to write against that
+    collectives     a table to sort and filter, estimated beside measured times
     timeline        computation against communication, with what is exposed; memory below it
     graphs          each graph before the passes, and what each pass changed
     layers          what each module returns, in which placements, and what it sends
@@ -22,12 +22,16 @@ from dtensor.passes.graph.text import REMARK
 
 from .differences import collective_line
 from .reading import Dumped, read
+from .remedies import with_remedies
 from .rendering import rendered
-from .summary import MOST, changed, most_exposed, seconds, what, who
+from .summary import changed, measured_line, most_exposed, remedy, seconds, what, who
 
 LINE = re.compile(r"%(?P<name>\S+): (?P<kind>\S+) = (?P<call>[^(]+)")
 MODULE = re.compile(r" in (?P<module>\S+)$")
 STAGE = re.compile(r"(\d\d_\w+)\.(\d\d)_(\w+)\.txt")
+
+NAMED = 10
+"""The number of exposed collectives in the overview."""
 
 LONGEST = 20_000
 """Graphs with more lines are compared as sets of lines, without regard to order."""
@@ -54,18 +58,26 @@ def page(root: Path) -> str:
     frames = read(root)
     first = min([f.rank for f in frames], default=0)
     mine = [f for f in frames if f.rank == first and f.manifest]
-    found = [c for f in mine if f.manifest for c in f.manifest["collectives"]]
+    exposed = most_exposed(mine, NAMED)
+    graphs = [_graph_row(f, d) for f in mine if f.manifest for d in f.manifest["graphs"]]
     return rendered(
         "dump",
         {"frames": [_frame(f) for f in mine]},
         root=root.resolve().name,
         ranks=sorted({f.rank for f in frames}),
-        graphs=[_graph_row(f, d) for f in mine if f.manifest for d in f.manifest["graphs"]],
-        exposed=[{"what": what(c), "who": who(c), "changed": changed(c)} for c in most_exposed(found, MOST)],
+        graphs=graphs,
+        measured=any(g["measured"] for g in graphs),
+        exposed=[_told(c) for c in exposed],
         saved=[p | {"frame": f.name} for f in mine if f.manifest for p in f.manifest["passes"] if _matters(p)],
         differences=_rank_differences(frames, first),
         compilations=[_compilation(f) for f in frames if f.rank == first],
     )
+
+
+def _told(c: dict[str, Any]) -> dict[str, Any]:
+    texts = {"what": what(c), "who": who(c), "changed": changed(c), "measured": measured_line(c)}
+    place = {key: c[key] for key in ("frame", "direction", "number", "times")}
+    return texts | place | {"remedies": [remedy(r) for r in c["remedies"]]}
 
 
 def _matters(p: dict[str, Any]) -> bool:
@@ -77,7 +89,9 @@ def _graph_row(f: Dumped, direction: str) -> dict[str, Any]:
     g, t = f.manifest["graphs"][direction], f.manifest["totals"].get(direction, {})
     counted = " + ".join([f"{n} {op}" for op, n in t.get("count", {}).items()]) or "none"
     times = {key: seconds(g[key]) for key in ("seconds", "computing", "communicating", "exposed")}
+    m = g.get("measured")
     return {
+        "measured": _measured(m) if m else {},
         "frame": f.name,
         "direction": direction,
         "nodes": g["nodes"],
@@ -89,10 +103,17 @@ def _graph_row(f: Dumped, direction: str) -> dict[str, Any]:
     }
 
 
+def _measured(m: dict[str, Any]) -> dict[str, Any]:
+    return {key: seconds(m[key]) for key in ("seconds", "sending", "exposed", "agreeing")} | {"runs": m["runs"]}
+
+
 def _frame(f: Dumped) -> dict[str, Any]:
     """The data of a frame that the script shows."""
     assert f.manifest is not None
-    keep = ("collectives", "removed", "frame")
+    keep = ("removed", "frame")
+    collectives = [
+        c | {"remedies": [r | {"text": remedy(r)} for r in c["remedies"]]} for c in with_remedies(f.manifest)
+    ]
     graphs = {
         direction: {
             "seconds": g["seconds"],
@@ -105,6 +126,7 @@ def _frame(f: Dumped) -> dict[str, Any]:
     }
     return {key: f.manifest[key] for key in keep} | {
         "name": f.name,
+        "collectives": collectives,
         "graphs": graphs,
         "stages": _stages(f.folder),
         "layers": _layers(f.folder),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .measured import FILE, FORMAT, attach
+
 RANK = re.compile(r"rank(\d+)")
 
 
@@ -35,7 +37,22 @@ def read(root: Path) -> list[Dumped]:
     ranks = {int(m[1]): path for path in root.glob("rank*") if (m := RANK.fullmatch(path.name))}
     if not ranks:
         raise ValueError(f"{root} holds no dump; write one with `dtensor inspect SCRIPT` or options={{'dump': folder}}")
-    return [_frame(rank, path) for rank in sorted(ranks) for path in sorted(ranks[rank].iterdir()) if path.is_dir()]
+    frames = [_frame(rank, path) for rank in sorted(ranks) for path in sorted(ranks[rank].iterdir()) if path.is_dir()]
+    for rank, path in ranks.items():
+        if (path / FILE).exists():
+            mine = [f for f in frames if f.rank == rank and f.manifest]
+            attach(_measured(path / FILE), [f.name for f in mine], [f.manifest or {} for f in mine])
+    return frames
+
+
+def _measured(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); measure again") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{file} is no file of measured times; remove it, or measure again")
+    return found
 
 
 def _frame(rank: int, path: Path) -> Dumped:

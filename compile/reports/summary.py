@@ -8,13 +8,17 @@ from typing import Any
 
 from dtensor.passes.functional.lower import Lower
 
-from .reading import Dumped, communicating, read
+from .reading import Dumped, read
+from .remedies import with_remedies
 
 MOST = 5
 """The number of collectives that are listed."""
 
 ALIKE = ("op", "axis", "direction", "bytes", "move", "how", "file", "line")
 """The fields that are equal for the collectives of identical layers."""
+
+NAMED = 2
+"""The number of remedies that the text names for each."""
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -36,28 +40,32 @@ def described(frames: list[Dumped], most: int = MOST) -> str:
     mine = [f for f in frames if f.rank == first]
     manifests = [f.manifest for f in mine if f.manifest]
     graphs = [(f, d, g) for f in mine if f.manifest for d, g in f.manifest["graphs"].items()]
-    lines = [_head(frames, manifests), *_graphs(graphs), "", *exposed_lines(communicating(frames, first), most)]
+    lines = [_head(frames, manifests), *_graphs(graphs), "", *exposed_lines(mine, most)]
     return "\n".join([*lines, *_passes(manifests)])
 
 
-def exposed_lines(found: list[tuple[Dumped, dict[str, Any]]], most: int) -> list[str]:
-    """Return lines for the most exposed collectives, with what requested and what changed them."""
+def exposed_lines(frames: list[Dumped], most: int) -> list[str]:
+    """Return lines for the most exposed collectives of one rank, with what requested and what changed them."""
+    found = most_exposed(frames, most)
     if not found:
         return ["Nothing is communicated."]
     lines = ["Most exposed collectives (estimated time in which a rank only waits for it; identical layers together):"]
-    for k, c in enumerate(most_exposed([c for _, c in found], most), 1):
-        lines += [f"{k:>3}. {what(c)}", f"     {who(c)}", f"     {changed(c)}"]
+    for k, c in enumerate(found, 1):
+        lines += [f"{k:>3}. {what(c)}"]
+        more = [*filter(None, [measured_line(c)]), who(c), changed(c), *map(remedy, c["remedies"][:NAMED])]
+        lines += [f"     {line}" for line in more]
         lines += [f"     bytes = {c['formula']['bytes']}"] if c["formula"] else []
     return lines
 
 
-def most_exposed(found: Iterable[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """Return the most exposed collectives. Those that differ only in the numbers of their modules, as in identical
-    layers, are merged into one, with their count as `times` and their times added up."""
+def most_exposed(frames: Iterable[Dumped], most: int) -> list[dict[str, Any]]:
+    """Return the most exposed collectives of one rank with their remedies. Those that differ only in the numbers of
+    their modules, as in identical layers, are merged into one, with their count as `times`, their times and savings
+    added up, and the name of the frame and the number of the first as `frame` and `number`."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for c in found:
+    for f, c in ((frame, c) for frame in frames if frame.manifest for c in with_remedies(frame.manifest)):
         alike = *(c[key] for key in ALIKE), NUMBER.sub("*", c["module"]), tuple(c["passes"]), len(c["asked"])
-        groups.setdefault(alike, []).append(c)
+        groups.setdefault((f.name, *alike), []).append(c | {"frame": f.name})
     merged = sorted([_merged(group) for group in groups.values()], key=lambda c: -c["exposed"])
     return [c for k, c in enumerate(merged[:most]) if c["exposed"] or not k]
 
@@ -65,8 +73,31 @@ def most_exposed(found: Iterable[dict[str, Any]], most: int) -> list[dict[str, A
 def _merged(group: list[dict[str, Any]]) -> dict[str, Any]:
     modules = {c["module"] for c in group}
     module = group[0]["module"] if len(modules) == 1 else NUMBER.sub("*", group[0]["module"])
-    times = {key: sum([c[key] for c in group]) for key in ("exposed", "seconds")}
-    return group[0] | times | {"module": module, "times": len(group)}
+    times: dict[str, Any] = {key: sum([c[key] for c in group]) for key in ("exposed", "seconds")}
+    if all("measured" in c for c in group):
+        times["measured"] = {key: sum([c["measured"][key] for c in group]) for key in ("exposed", "seconds")}
+    told: dict[str, dict[str, Any]] = {}
+    for c in group:
+        for r in c["remedies"]:
+            before = told.get(r["write"])
+            told[r["write"]] = r | {"saves": r["saves"] + (before["saves"] if before else 0.0)}
+    kept = sorted(told.values(), key=lambda r: -r["saves"])
+    kept = [r for r in kept if r["write"]] or kept
+    return group[0] | times | {"module": module, "times": len(group), "remedies": kept}
+
+
+def measured_line(c: dict[str, Any]) -> str:
+    """Return what was measured of a collective, or of several merged; "" if nothing was."""
+    m = c.get("measured")
+    return f"measured: {seconds(m['exposed'])} exposed, of {seconds(m['seconds'])}" if m else ""
+
+
+def remedy(r: dict[str, Any]) -> str:
+    """Return what to write and what it saves, or why there is nothing to write."""
+    if not r["write"]:
+        return f"to write: none; {r['why']}"
+    step = f", {seconds(r['step'])} of the step" if r["step"] > r["saves"] else ""
+    return f"to write: {r['write']} saves {seconds(r['saves'])}{step}; {r['why']}"
 
 
 def what(c: dict[str, Any]) -> str:
@@ -82,8 +113,8 @@ def what(c: dict[str, Any]) -> str:
 def who(c: dict[str, Any]) -> str:
     """Return where a collective was requested."""
     said = {"explicit": "requested", "implicit": "not requested (implicit)"}.get(c["how"], c["how"])
-    where = f" at {c['file']}:{c['line']}" if c["file"] else ""
-    module = f" in module {c['module']}" if c["module"] else ""
+    where = f" at {c['file']}:{c['line']}" if c["file"] else f" by {c['class']}" if c["class"] else ""
+    module = f" in {c['module']}" if c["module"] else ""
     return f"{said}{where}{module}" + (f": {c['code']}" if c["code"] else "")
 
 
@@ -134,15 +165,18 @@ def _plural(word: str, n: int) -> str:
 
 
 def _graphs(graphs: list[tuple[Dumped, str, dict[str, Any]]]) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        ("", "collectives", "bytes", "step", "computing", "communicating", "exposed", "peak memory")
-    ]
+    any_measured = any("measured" in g for *_, g in graphs)
+    head = ["", "collectives", "bytes", "step", "computing", "communicating", "exposed", "peak memory"]
+    rows = [tuple(head + (["measured", "exposed", "waiting to begin"] if any_measured else []))]
     for f, direction, g in graphs:
         assert f.manifest is not None
         t = f.manifest["totals"].get(direction, {"count": {}, "bytes": 0})
+        m = g.get("measured")
         counted = " + ".join([f"{n} {op}" for op, n in Counter(t["count"]).most_common()]) or "none"
         times = [seconds(g[key]) for key in ("seconds", "computing", "communicating", "exposed")]
-        rows.append((f"{f.name} {direction}", counted, f"{t['bytes']:,}", *times, f"{g['peak_bytes']:,}"))
+        row = [f"{f.name} {direction}", counted, f"{t['bytes']:,}", *times, f"{g['peak_bytes']:,}"]
+        row += [seconds(m[key]) if m else "-" for key in ("seconds", "exposed", "agreeing")] if any_measured else []
+        rows.append(tuple(row))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return ["  ".join([cell.ljust(n) for cell, n in zip(row, widths)]).rstrip() for row in rows]
 
@@ -158,4 +192,16 @@ def _passes(manifests: list[dict[str, Any]]) -> list[str]:
     return ["", "What the passes removed from the joint graph and from its parts:", *lines] if lines else []
 
 
-__all__ = ["changed", "described", "exposed_lines", "most_exposed", "seconds", "step_line", "summary", "what", "who"]
+__all__ = [
+    "changed",
+    "described",
+    "exposed_lines",
+    "measured_line",
+    "most_exposed",
+    "remedy",
+    "seconds",
+    "step_line",
+    "summary",
+    "what",
+]
+__all__ += ["who"]

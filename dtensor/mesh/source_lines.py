@@ -1,4 +1,4 @@
-"""Whose code a file is: the user's, or that of torch or this library."""
+"""Whose code a file or a class is: the user's, or that of torch or this library."""
 
 from pathlib import Path
 
@@ -8,6 +8,17 @@ _LIBRARY = Path(__file__).parent.parent
 _NOT_USERS = (f"{Path(torch.__file__).parent}/", f"{_LIBRARY}/", "<")
 _STILL_USERS = (str(_LIBRARY / "testing" / "models"), str(_LIBRARY / "tools"))
 
+MADE = "_dtensor_made"
+"""The attribute of a class of modules that this library generated: the function that generated it, its base class and
+the other arguments."""
+
+
+def not_generated(cls: type) -> type:
+    """The class that the user gave a module, before any class was generated for it."""
+    while MADE in vars(cls):
+        cls = vars(cls)[MADE][1]
+    return cls
+
 
 def is_users(file: str) -> bool:
     """Whether a file belongs to neither torch nor this library. The library's demo and its test models count as the
@@ -15,4 +26,4 @@ def is_users(file: str) -> bool:
     return file.startswith(_STILL_USERS) or not file.startswith(_NOT_USERS)
 
 
-__all__ = ["is_users"]
+__all__ = ["MADE", "is_users", "not_generated"]

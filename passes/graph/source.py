@@ -1,18 +1,21 @@
 """Where a node came from: the line of the user's code, and the module that computed it.
 
 Both are read from what Dynamo and AOTAutograd leave in `node.meta`. A line of the user's code is one in neither torch
-nor this library: a parallel style calls `redistribute` in its own file, but the user wants to see the layer.
+nor this library: a parallel style calls `redistribute` in its own file, but the user wants to see the layer. Where no
+line is the user's, as in an `nn.Sequential`, the class of the module stands for it.
 """
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
-from dtensor.mesh.source_lines import is_users
+from dtensor.mesh.source_lines import is_users, not_generated
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n?(?P<code>[^\n]*)')
+TORCHS = "torch.nn.modules."
 MODULE = re.compile(r"^L\['\w+'\]\.?|_modules\['(\w+)'\]\.?")
 
 
@@ -29,22 +32,30 @@ class Source:
 
 
 def source(node: fx.Node) -> Source | None:
-    """Return the innermost line of the user's code that the node came from, else the innermost line of any code; None
-    if unknown."""
-    found = list(FRAME.finditer(node.meta.get("stack_trace") or ""))
-    if not found:
-        return None
-    users = [m for m in found if is_users(m["file"])]
-    m = (users or found)[-1]
-    return Source(m["file"], int(m["line"]), m["code"].strip())
+    """Return the innermost line of the user's code that the node came from; None if there is none."""
+    users = [m for m in FRAME.finditer(node.meta.get("stack_trace") or "") if is_users(m["file"])]
+    return Source(users[-1]["file"], int(users[-1]["line"]), users[-1]["code"].strip()) if users else None
 
 
 def module(node: fx.Node) -> str:
     """Return the path of the innermost module that computed the node, such as `layers.0.attention.wo`; "" if
     unknown."""
+    path, _ = _innermost(node)
+    return MODULE.sub(lambda m: f"{m[1]}." if m[1] else "", path).strip(".")
+
+
+def module_class(node: fx.Node) -> str:
+    """Return the class of the innermost module that computed the node, such as `nn.Linear`; "" if unknown."""
+    _, kind = _innermost(node)
+    cls = None if isinstance(kind, str) else not_generated(kind)
+    whole = kind if cls is None else f"{cls.__module__}.{cls.__qualname__}"
+    name = whole.rpartition(".")[2]
+    return f"nn.{name}" if whole.startswith(TORCHS) else name
+
+
+def _innermost(node: fx.Node) -> tuple[str, Any]:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return MODULE.sub(lambda m: f"{m[1]}." if m[1] else "", paths[-1]).strip(".") if paths else ""
+    return next(reversed(stack.values()), ("", ""))
 
 
-__all__ = ["Source", "module", "source"]
+__all__ = ["Source", "module", "module_class", "source"]

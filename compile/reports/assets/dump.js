@@ -3,19 +3,69 @@ function time(s) {
   return s >= 1e-3 ? (s * 1e3).toPrecision(3) + " ms" : (s * 1e6).toPrecision(3) + " µs";
 }
 
-// The table of collectives.
+// The table of collectives. A click on a row shows the rest of what is known.
+function stacked(...parts) {
+  const box = element("div");
+  for (const [text, name] of parts) if (text) box.append(element("div", text, name));
+  return box;
+}
+
+const place = (c) => (c.file ? c.file.split("/").pop() + ":" + c.line : c.class);
+const moved = (c) => c.move.replace("->", "→");
 const COLUMNS = [
-  ["Exposed", (c) => c.exposed, time, true, "heat"], ["Operator", (c) => c.op + (c.reduce_op ? " " + c.reduce_op : "")],
-  ["Bytes", (c) => c.bytes, (n) => n.toLocaleString("en"), true], ["Move", (c) => c.move.replace("->", "→")],
-  ["Module", (c) => c.module], ["Line", (c) => (c.file ? c.file.split("/").pop() + ":" + c.line : "")],
-  ["Code", (c) => c.code], ["Graph", (c) => c.frame + " " + c.direction], ["Axis", (c) => c.axis],
-  ["Time", (c) => c.seconds, time, true], ["Requested", (c) => c.how],
-  ["Type", (c) => c.dtype + " " + JSON.stringify(c.shapes)], ["Passes", (c) => c.passes.join(", ")],
+  ["Exposed", (c) => c.exposed, time, true, "heat"],
+  ["Measured", (c) => (c.measured ? c.measured.exposed : -1), (s) => (s < 0 ? "–" : time(s)), true],
+  ["Bytes", (c) => c.bytes, (n) => n.toLocaleString("en"), true],
+  ["Collective", (c) => [c.op, c.reduce_op, "over", c.axis, moved(c), c.frame, c.direction, c.how].filter(Boolean).join(" "),
+    (_, c) => stacked([`${c.op}${c.reduce_op ? " " + c.reduce_op : ""} over ${c.axis}`], [moved(c)], [c.frame + " " + c.direction, "dim"])],
+  ["Where", (c) => [c.module, place(c), c.code].join(" "),
+    (_, c) => stacked([c.module], [place(c), "dim"], [c.code, "code"])],
+  ["To write", (c) => (c.remedies.length ? c.remedies[0].text : ""),
+    (_, c) => stacked(...(c.remedies[0] && c.remedies[0].write
+      ? [[c.remedies[0].write, "code"], ["saves " + time(c.remedies[0].saves), "dim"]] : [[c.remedies.length ? "none" : ""]]))],
+];
+const DETAILS = [
+  ["Estimated", (c) => `${time(c.exposed)} of ${time(c.seconds)} exposed`],
+  ["Measured", (c) => (c.measured ? `${time(c.measured.exposed)} exposed, of ${time(c.measured.seconds)}` : "")],
+  ["Requested", (c) => c.how], ["Line", (c) => (c.file ? `${c.file}:${c.line}` : c.class)],
+  ["Type", (c) => c.dtype + " " + JSON.stringify(c.shapes)], ["Read by", (c) => c.readers.join(", ")],
+  ["Passes", (c) => c.passes.join(", ")],
   ["Ranks", (c) => (c.ranks.length > 8 ? c.ranks.length + " ranks" : c.ranks.join(" "))],
   ["Bytes as a formula", (c) => (c.formula ? c.formula.bytes : "")],
 ];
+
+function link(c) {
+  const a = element("a", "Its place in the timeline", "go");
+  a.href = "#timeline";
+  Object.assign(a.dataset, { frame: c.frame, direction: c.direction, number: c.number });
+  return a;
+}
+
+function more(c) {
+  const tr = element("tr", undefined, "more"), td = element("td"), list = element("dl");
+  for (const [name, value] of DETAILS) if (value(c)) list.append(element("dt", name), element("dd", value(c)));
+  c.remedies.forEach((r, k) => list.append(element("dt", k ? "" : "Remedies"), element("dd", r.text)));
+  td.colSpan = COLUMNS.length;
+  td.append(list, link(c));
+  tr.append(td);
+  return tr;
+}
+
+function opens(tr, c) {
+  const toggle = () => {
+    const open = tr.getAttribute("aria-expanded") === "true";
+    if (open) tr.nextSibling.remove();
+    else tr.after(more(c));
+    tr.setAttribute("aria-expanded", String(!open));
+  };
+  tr.tabIndex = 0;
+  tr.setAttribute("aria-expanded", "false");
+  tr.addEventListener("click", toggle);
+  tr.addEventListener("keydown", (event) => { if (event.key === "Enter") toggle(); });
+}
+
 const rows = data.frames.flatMap((f) => f.collectives.map((c) => ({ ...c, frame: f.name })));
-sortable("table", "filter", "shown", COLUMNS, rows, { rowClass: (c) => (c.exposed > 0 ? "waits" : "") });
+sortable("table", "filter", "shown", COLUMNS, rows, { rowClass: (c) => (c.exposed > 0 ? "waits" : ""), onRow: opens });
 
 // The timeline: bars that share a pixel are drawn once, so that drawing does not slow down with the length of a graph.
 const graphs = data.frames.flatMap((f) => Object.entries(f.graphs).map(([d, g]) => ({ name: f.name + " " + d, f, d, ...g })));
@@ -89,7 +139,8 @@ function drawMemory(x) {
 function say(span) {
   if (!span) return;
   const c = graph.f.collectives.find((k) => k.direction === graph.d && k.number === span[5] && span[1]);
-  const who = c ? `, ${c.bytes.toLocaleString("en")} bytes over ${c.axis}, ${c.move || "?"}, ${c.how}, ${c.module || ""} ${c.file}:${c.line}` : "";
+  const who = c ? `, ${c.bytes.toLocaleString("en")} bytes over ${c.axis}, ${c.move || "?"}, ${c.how}, ${c.module || ""} ${place(c)}` +
+    (c.measured ? `; measured ${time(c.measured.seconds)}, ${time(c.measured.exposed)} exposed` : "") : "";
   $("about").textContent = `${span[0]}: ${time(span[3] - span[2])} from ${time(span[2])}` +
     (span[4] > 0 ? `, ${time(span[4])} of it exposed` : "") + who;
 }
@@ -117,6 +168,31 @@ function choose(step) {
   say(next);
   draw();
 }
+
+// Show a collective: its graph, with the collective in the middle of a twentieth of it or more.
+function go(frame, direction, number) {
+  const k = graphs.findIndex((g) => g.name === frame + " " + direction);
+  const span = k < 0 ? undefined : graphs[k].spans.find((s) => s[1] && s[5] === number);
+  if (!span) return;
+  $("which").value = String(k);
+  graph = graphs[k];
+  chosen = number;
+  const whole = graph.seconds || 1e-9, wide = Math.min(1, Math.max(0.05, (4 * (span[3] - span[2])) / whole));
+  from = Math.max(0, Math.min(1 - wide, (span[2] + span[3]) / 2 / whole - wide / 2));
+  to = from + wide;
+  draw();
+  say(span);
+  $("timeline").scrollIntoView();
+  $("lanes").focus({ preventScroll: true });
+}
+
+document.addEventListener("click", (event) => {
+  const a = event.target.closest("a.go");
+  if (!a) return;
+  event.preventDefault();
+  event.stopPropagation();
+  go(a.dataset.frame, a.dataset.direction, Number(a.dataset.number));
+});
 
 const KEYS = {
   "+": () => zoom(0.5), "=": () => zoom(0.5), "-": () => zoom(2), "0": () => { from = 0; to = 1; draw(); },

@@ -22,7 +22,8 @@ function canvas(id) {
 }
 
 // A table: click a header to sort, type words into the field `filter` to filter. At most MOST rows are shown. A column is
-// a name, the value of a row, how the value is shown, whether it is a number, and a class. `rowClass` names a row's class,
+// a name, the value of a row, how the value is shown (as text or an element), whether it is a number, and a class.
+// `rowClass` names a row's class,
 // and `onRow` is called with a new row of the table and what it shows.
 const MOST = 500;
 
@@ -38,8 +39,11 @@ function sortable(table, filter, shown, columns, rows, { falling = true, rowClas
     const body = document.createDocumentFragment();
     for (const row of found.slice(0, MOST)) {
       const tr = element("tr", undefined, rowClass(row));
-      for (const [, value, show, number, name] of columns)
-        tr.append(element("td", show ? show(value(row)) : value(row), [number ? "n" : "", name || ""].join(" ").trim()));
+      for (const [, value, show, number, name] of columns) {
+        const td = element("td", undefined, [number ? "n" : "", name || ""].join(" ").trim());
+        td.append(show ? show(value(row), row) : value(row));
+        tr.append(td);
+      }
       onRow(tr, row);
       body.append(tr);
     }

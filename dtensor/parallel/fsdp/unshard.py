@@ -132,13 +132,20 @@ def _reduced(
 ) -> torch.Tensor:
     if inner_mesh is not None:
         grad = torch.ops.dtensor.redistribute(grad, inner.text, False).to_local()
+    if reduce_dtype is not None:
+        grad = _sent_as(grad, reduce_dtype)
     if entering is not None:
         grad = _wrapped(grad, mesh, entering, sizes)
-    if reduce_dtype is not None:
-        grad = grad.to(reduce_dtype)
     if target is not None:
         grad = torch.ops.dtensor.redistribute(grad, target.text, False)
     return grad.to(dtype)
+
+
+def _sent_as(grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gradient in another dtype, part by part: `to` of a partial DTensor would reduce it first, and round the sum."""
+    if not isinstance(grad, DTensor):
+        return grad.to(dtype)
+    return DTensor(grad.to_local().to(dtype), grad.device_mesh, grad._spec.layout, grad.shape, grad.stride())
 
 
 def _wrapped(local: torch.Tensor, mesh: Any, layout: Layout, sizes: tuple[Any, ...]) -> DTensor:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from ...mesh.source_lines import MADE, not_generated
 from ...torch_private.core import traced_with_caller
 
 Take: TypeAlias = Callable[[nn.Module, tuple, dict[str, Any]], tuple[tuple, dict[str, Any]]]
@@ -28,9 +29,6 @@ _count = itertools.count()
 
 CALL = "_dtensor_call"
 """The attribute of a module that holds the function called in place of its forward."""
-
-MADE = "_dtensor_made"
-"""The attribute of a generated class: the function that generated it, its base class and the other arguments."""
 
 
 def made_class(
@@ -56,10 +54,7 @@ def without(cls: type[nn.Module], maker: Any) -> type[nn.Module]:
 
 def users_class(module: nn.Module) -> type[nn.Module]:
     """The class that the user gave the module, before any class was generated for it."""
-    cls = type(module)
-    while MADE in vars(cls):
-        cls = vars(cls)[MADE][1]
-    return cls
+    return not_generated(type(module))
 
 
 def _reduced(module: nn.Module, protocol: Any) -> Any:

@@ -1,6 +1,8 @@
 """The manifest and what is made of it: the timeline, the lock, the diff, the summary, the formula, the report."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +15,15 @@ from dtensor.compile.estimates.timeline import timeline
 from dtensor.compile.estimates.traffic import sent, traffic
 from dtensor.compile.recording import frames
 from dtensor.compile.recording.logs import LOG
+from dtensor.compile.recording.node_remarks import place
 from dtensor.compile.reports import lockfile
 from dtensor.compile.reports.differences import differences
-from dtensor.compile.reports.reading import read
+from dtensor.compile.reports.reading import Dumped, read
 from dtensor.compile.reports.summary import changed, most_exposed, seconds, summary, what, who
 from dtensor.layout.cost import DEFAULT, terms
 from dtensor.mesh.mesh import facts
-from dtensor.passes.graph.source import module, source
+from dtensor.parallel.fsdp.sharded_module import sharded_class
+from dtensor.passes.graph.source import module, module_class, source
 from dtensor.torch_private.core import c10d, make_fx
 
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
@@ -188,8 +192,9 @@ def test_products_are_counted(group):
     assert estimate._flops(mm) == 2 * 4 * 8 * 2
 
 
-def test_timeline_of_a_start_and_a_wait(group):
-    """What is computed in between is not exposed."""
+def test_timeline_of_a_start_and_a_wait(group, monkeypatch):
+    """What is computed in between is not exposed, where sending leaves the processor alone."""
+    monkeypatch.setitem(estimate.MACHINES, "cpu", replace(estimate.MACHINES["cpu"], overlap=1.0))
 
     def f(x, y, n=1):
         started = c10d.all_reduce(x, "sum", group)
@@ -212,7 +217,33 @@ def test_timeline_of_a_start_and_a_wait(group):
     assert long.seconds == pytest.approx(long.computing)
 
 
-def test_two_collectives_queue(group):
+def test_sending_over_gloo_takes_the_processor(group):
+    """On a CPU a collective is exposed although something is computed beside it; less of it, the slower the link is."""
+
+    def f(x, y):
+        started = c10d.all_reduce(x, "sum", group)
+        return c10d.wait_tensor(started) + 1, y @ y
+
+    graph = traced(f, (1024,), (256, 256))
+    (mm,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    (wait,) = graph.find_nodes(op="call_function", target=c10d.wait_tensor.default)
+    wait.prepend(mm)
+    (c,) = [s for s in timeline(graph).spans if s.communicates]
+    assert c.exposed == pytest.approx(c.end - c.start)
+    machine = estimate.MACHINES["cpu"]
+    assert machine.taken(replace(DEFAULT, bandwidth=machine.sending / 10), True) == pytest.approx(0.1)
+
+
+def test_a_part_of_a_tensor_is_read_in_part(group):
+    """Products with two slices of one buffer read the buffer once together, not each."""
+    graph = traced(lambda x, y: (x[:8] @ y, x[8:] @ y), (64, 64), (64, 64))
+    first, second = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert [estimate._moved(n) for n in (first, second)] == [4 * 64 * (8 + 64 + 8), 4 * 64 * (56 + 64 + 56)]
+
+
+def test_two_collectives_queue(group, monkeypatch):
+    monkeypatch.setitem(estimate.MACHINES, "cpu", replace(estimate.MACHINES["cpu"], overlap=1.0))
+
     def f(x, y):
         first, second = (c10d.all_reduce(z, "sum", group) for z in (x, y))
         return c10d.wait_tensor(second), c10d.wait_tensor(first)
@@ -367,6 +398,12 @@ def test_source_and_module():
         "train.py:7",
     )
     assert module(node) == "a.b.0"
+    node.meta["nn_module_stack"] = {"1": ("L['self'].a", torch.nn.Linear)}
+    node.meta["stack_trace"] = f'  File "{inner}", line 3, in forward\n    return y\n'
+    assert (source(node), module_class(node), place(node)) == (None, "nn.Linear", "nn.Linear in a")
+    for kind in ("torch.nn.modules.linear.Linear", sharded_class(torch.nn.Linear, ("weight",))):
+        node.meta["nn_module_stack"] = {"1": ("L['self'].a", kind)}
+        assert module_class(node) == "nn.Linear"
 
 
 def test_manifests_are_json_and_name_their_frame(mesh, tmp_path):
@@ -383,17 +420,20 @@ def test_manifests_are_json_and_name_their_frame(mesh, tmp_path):
 
 def test_collectives_of_alike_layers_are_told_together():
     def collective(module, exposed, **others):
-        same = {"op": "all_gather", "axis": "tp", "direction": "forward", "bytes": 64, "move": "S(0)->R"}
+        same = {"op": "all_gather", "axis": "tp", "direction": "forward", "bytes": 64, "move": "S(0)->R", "fixed": 0.0}
+        same |= {"class": "", "dtype": "int64", "shapes": [[4]], "readers": ["mm"]}
         code = {"how": "explicit", "file": "m.py", "line": 3, "code": "x", "asked": [0], "passes": ["lower"]}
         return same | code | {"module": module, "exposed": exposed, "seconds": 2 * exposed} | others
 
     layers = [collective(f"layers.{k}.attention.wo", 1e-6 * (k + 1)) for k in range(3)]
     alone = collective("output", 4e-6, passes=["bucket", "lower"], asked=[1, 2])
     other = collective("layers.0.attention.wo", 5e-6, bytes=128)
-    first, second, third = most_exposed([*layers, alone, other], 3)
+    manifest = {"graphs": {}, "collectives": [*layers, alone, other]}
+    frame = Dumped(0, "000_f", Path(), manifest)
+    first, second, third = most_exposed([frame], 3)
     assert what(first) == "6 µs of 12 µs exposed: 3 all_gather over tp in forward, 64 bytes each, S(0)->R"
-    assert who(first) == "requested at m.py:3 in module layers.*.attention.wo: x"
+    assert who(first) == "requested at m.py:3 in layers.*.attention.wo: x"
     assert changed(first) == "split into start and wait"
     assert what(second) == "5 µs of 10 µs exposed: all_gather over tp in forward, 128 bytes, S(0)->R"
-    assert "in module layers.0.attention.wo" in who(second)
+    assert " in layers.0.attention.wo" in who(second)
     assert changed(third) == ("changed by bucket (replaces 2 that the program requested); split into start and wait")

@@ -69,7 +69,7 @@ def test_inspect_and_check_a_program_that_knows_nothing_of_this_library(script, 
     assert code == 0, said
     assert "1 rank, 3 compiled frames, 1 graph break, 0 of the frames recompiled" in said
     assert "exposed: all_reduce over tp in forward, 896 bytes" in said
-    assert re.search(r"requested at .*foreign.py:\d+ in module b: h = self.b\(self.a\(x\).relu\(\)\)", said)
+    assert re.search(r"requested at .*foreign.py:\d+ in b: h = self.b\(self.a\(x\).relu\(\)\)", said)
     assert "On dp=4 x tp=8 one step takes about" in said
     assert (planted / "index.html").exists()
     shutil.copytree(planted, out, ignore=shutil.ignore_patterns("002_*"))  # the dump without the gather

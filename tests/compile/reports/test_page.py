@@ -33,6 +33,11 @@ def collective(k, **changes):
         "line": k + 1,
         "code": EVIL,
         "module": f"layers.{k}",
+        "class": "Layer",
+        "fixed": 1e-6,
+        "link": {},
+        "parameter": False,
+        "readers": ["mm"],
         "asked": [k],
         "passes": ["lower"],
         "start": k * 1e-5,
@@ -60,6 +65,8 @@ def manifest(collectives):
         for c in collectives
     ]
     graph = {"nodes": NODES, "stages": ["input"], "seconds": NODES * 1e-6, "computing": 0.01, "communicating": 1e-3}
+    order = [x for c in collectives for x in (c["number"], ~c["number"])]
+    graph |= {"order": order, "gaps": [0.0] * len(order), "taken": [0.0] * len(collectives)}
     graph |= {"exposed": 1e-4, "peak_bytes": 4096, "memory": [[k * 1e-6, k] for k in range(4000)], "spans": spans}
     return {
         "format": FORMAT,
@@ -67,6 +74,7 @@ def manifest(collectives):
         "graphs": {"forward": graph},
         "collectives": collectives,
         "removed": [],
+        "alternatives": [],
         "passes": [],
         "graph_breaks": [],
         "recompiled": [],
@@ -103,7 +111,7 @@ def test_the_page_is_one_file_and_escapes(dump):
 def test_what_the_page_shows(dump):
     text = html.unescape(pages.page(dump))
     assert "0.029 µs of 5 µs exposed: all_gather over tp in forward, 129 bytes, S(0)->R" in text
-    assert "not requested (implicit) at /home/u/train.py:30 in module layers.29" in text
+    assert "not requested (implicit) at /home/u/train.py:30 in layers.29" in text
     assert "rank1, 000_step" in text
     assert "+direction=forward, op=all_reduce" in text
     data = json.loads(re.search(r'id="data">(.*?)</script>', pages.page(dump), re.DOTALL)[1])
@@ -147,6 +155,12 @@ $("next").click();
 said.stage = $("stage").selectedOptions[0].text;
 said.plus = document.querySelector("#lines .plus").textContent;
 press("n");
+said.expanded = document.querySelectorAll("tr.more").length;
+const last = [...document.querySelectorAll("#table tbody tr")].pop();
+last.click();
+said.details = document.querySelector("tr.more").textContent;
+last.click();
+said.closed = document.querySelectorAll("tr.more").length;
 said.about = $("about").textContent;
 for (let k = 0; k < 50; k++) { press("+"); press("ArrowRight"); press("-"); }
 said.focusable = [...document.querySelectorAll("button, input, select, canvas[tabindex], [tabindex]")].length;
@@ -173,6 +187,38 @@ def test_in_a_browser(dump):
     assert (said["title"].endswith("what was compiled"), said["images"]) == (True, 0)
     assert said["focusable"] > 20
     assert said["took"] < 10_000
+    assert (said["expanded"], said["closed"]) == (0, 0)
+    assert "float32 [[4,8]]" in said["details"]
+    assert "to write: none; mm needs it at once" in said["details"]
+
+
+WIDTHS = """
+const wide = (e) => e.scrollWidth > e.clientWidth + 1;
+said.width = innerWidth;
+const all = (selector) => [...document.querySelectorAll(selector)];
+said.cut = all("table.fits, table.fits td, div.tall, body").filter(wide).map((e) => e.textContent.slice(0, 60));
+said.out = all("table.fits").filter((t) => t.getBoundingClientRect().right > innerWidth).length;
+said.tables = document.querySelectorAll("table.fits").length;
+document.querySelector("ol.exposed a.go").click();
+said.about = $("about").textContent;
+said.chosen = [chosen, $("which").selectedOptions[0].text, from > 0, to < 1];
+said.focused = document.activeElement.id;
+"""
+
+
+@in_browser
+@pytest.mark.parametrize("width", [800, 1400])
+def test_no_column_is_cut_off_and_links_lead_into_the_timeline(dump, width):
+    (folder,) = (dump / "rank0").iterdir()
+    took = {"seconds": 1.234e-3, "exposed": 1.111e-3}
+    graph = {"frame": folder.name, "direction": "forward", "runs": 3, "seconds": 0.0123, "agreeing": 0.001}
+    found = {"format": "dtensor measured 1", "steps": 3, "graphs": [graph | {"collectives": [took] * 30}]}
+    (dump / "rank0" / "measured.json").write_text(json.dumps(found))
+    said = opened(pages.page(dump), WIDTHS, dump, f"--window-size={width},2000")
+    assert (said["width"], said["tables"], said["cut"], said["out"]) == (width, 3, [], 0)
+    assert said["about"].startswith("all_gather: 5.00 µs from 290 µs, 0.0290 µs of it exposed, 129 bytes over tp")
+    assert said["about"].endswith("layers.29 train.py:30; measured 1.23 ms, 1.11 ms exposed")
+    assert (said["chosen"], said["focused"]) == ([29, "000_step forward", True, True], "lanes")
 
 
 @in_browser

@@ -13,7 +13,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 from dtensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from dtensor.errors import MeshError, PlacementError
-from dtensor.parallel import FullyShardedModule, MixedPrecisionPolicy, fully_shard, materialize
+from dtensor.parallel import (
+    ColwiseParallel,
+    FullyShardedModule,
+    MixedPrecisionPolicy,
+    RowwiseParallel,
+    fully_shard,
+    materialize,
+    parallelize_module,
+)
 from dtensor.testing import CountCollectives, with_threads
 
 VOCAB, WIDTH, BATCH = 7, 6, 8
@@ -239,6 +247,30 @@ def test_mixed_precision(rank, policy, reduced):
     assert [(c.op, c.bytes) for c in backward.collectives] == [("reduce_scatter", 16 * reduced.itemsize)] * 2
     for p, want in zip(model.parameters(), wanted.parameters()):
         assert p.dtype == p.grad.dtype == torch.float32
+        torch.testing.assert_close(p.grad.full_tensor(), want.grad, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("names", [("dp",), ("dp", "tp")])
+@with_threads(4)
+def test_gradients_alone_are_sent_in_fewer_bits(rank, names):
+    """The parts are rounded, not their sum: `reduce_dtype` alone halves the bytes, beside tensor parallelism, too."""
+    mesh = init_device_mesh("cpu", (4,) if len(names) == 1 else (2, 2), mesh_dim_names=names)
+    with LOCK:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    wanted = copy.deepcopy(model)
+    if "tp" in names:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh["dp"], mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    x = torch.ones(2, 4)
+    out = model(x)
+    with CountCollectives() as backward:
+        out.square().sum().backward()
+    wanted(x).square().sum().backward()
+    sent = [c.bytes for c in backward.collectives if c.op == "reduce_scatter"]
+    assert sent == [32 * 3 // 4 * 2 if len(names) == 1 else 16 // 2 * 2] * 2
+    for p, want in zip(model.parameters(), wanted.parameters()):
+        assert p.grad.dtype == torch.float32
         torch.testing.assert_close(p.grad.full_tensor(), want.grad, atol=0.1, rtol=0.05)
 
 
