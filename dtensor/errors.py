@@ -11,6 +11,22 @@ class ShardingError(RuntimeError):
     """A distributed operation cannot be carried out as requested. Base class of the exceptions below."""
 
 
+class ArgumentError(ShardingError, ValueError):
+    """A call was given something that it cannot take. The message names the argument and what to write instead."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of a type that the call cannot take, such as a class where an instance belongs."""
+
+
+class CallOrderError(ShardingError):
+    """A call comes twice, or too early or too late: a model is parallelized a second time, or a recorder is in use."""
+
+
+class UnsupportedError(ShardingError, NotImplementedError):
+    """What was asked for makes sense, but the library does not do it."""
+
+
 class MeshError(ShardingError):
     """A device mesh is missing or unsuitable, or the tensors of one operation are on different meshes."""
 
@@ -23,7 +39,7 @@ class MixedTensorError(ShardingError):
     """One operation received both a plain tensor and a DTensor."""
 
 
-class PlacementError(ShardingError, ValueError):
+class PlacementError(ArgumentError):
     """Placements do not fit the mesh or the tensor."""
 
 
@@ -34,7 +50,7 @@ class MisfitError(ShardingError):
     """
 
 
-class OperatorError(ShardingError, NotImplementedError):
+class OperatorError(UnsupportedError):
     """An operator cannot run on these DTensors."""
 
 
@@ -95,6 +111,9 @@ class ReplicaError(ShardingError):
 
 __all__ = [
     "AgreementError",
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CallOrderError",
     "CheckpointError",
     "InvalidInputError",
     "MeshError",
@@ -110,4 +129,5 @@ __all__ = [
     "StrictError",
     "StrictReason",
     "StrictTraceError",
+    "UnsupportedError",
 ]

@@ -14,6 +14,7 @@ from torch import fx
 
 from dtensor.dispatch.strictness import strict
 from dtensor.dispatch.view_copies import lose, root
+from dtensor.errors import ArgumentError
 from dtensor.mesh.job import explain, failure_told
 from dtensor.mesh.provenance import keeps_specs
 from dtensor.tensor.compile_hooks import PARTITIONER, chained, others_partitioner
@@ -63,7 +64,7 @@ def backend(
     """
     chosen = Options.of(options).at_level()
     if mode is not None:
-        raise ValueError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
+        raise ArgumentError(f"backend 'dtensor' takes no mode, got {mode!r}; write options={{...}}")
     return _entered(gm, example_inputs, chosen)
 
 

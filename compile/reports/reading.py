@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...errors import ArgumentError
+
 RANK = re.compile(r"rank(\d+)")
 
 
@@ -34,7 +36,9 @@ def read(root: Path) -> list[Dumped]:
     """
     ranks = {int(m[1]): path for path in root.glob("rank*") if (m := RANK.fullmatch(path.name))}
     if not ranks:
-        raise ValueError(f"{root} holds no dump; write one with `dtensor inspect SCRIPT` or options={{'dump': folder}}")
+        raise ArgumentError(
+            f"{root} holds no dump; write one with `dtensor inspect SCRIPT` or options={{'dump': folder}}"
+        )
     return [_frame(rank, path) for rank in sorted(ranks) for path in sorted(ranks[rank].iterdir()) if path.is_dir()]
 
 
@@ -52,9 +56,9 @@ def read_manifest(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); dump again") from error
+        raise ArgumentError(f"{file} is damaged ({error}); dump again") from error
     if not isinstance(found, dict) or not isinstance(found.get("collectives"), list):
-        raise ValueError(f"{file} is not the manifest of a frame: it lists no collectives; dump again")
+        raise ArgumentError(f"{file} is not the manifest of a frame: it lists no collectives; dump again")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import MeshError, PlacementError, ShardingError
+from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, ShardingError
 from ..layout.placements import Placement
 from ..mesh.mesh import facts
 from ..mesh.provenance import note_alike
@@ -163,7 +163,7 @@ def _broadcast(x: torch.Tensor, group: Any, source: int) -> None:
 def check_source(mesh: Any, src_data_rank: int | None) -> None:
     """Raise ValueError if a mesh axis has no rank `src_data_rank`."""
     if src_data_rank is not None and src_data_rank not in range(min(mesh.shape)):
-        raise ValueError(
+        raise ArgumentError(
             f"src_data_rank must be a rank along each mesh axis, here 0 to {min(mesh.shape) - 1}; got {src_data_rank!r}"
         )
 
@@ -171,7 +171,7 @@ def check_source(mesh: Any, src_data_rank: int | None) -> None:
 def check_module(name: str, module: Any) -> None:
     """Raise TypeError if `module`, an argument of the function `name`, is not an nn.Module."""
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"{name} takes an nn.Module; got {module!r}")
+        raise ArgumentTypeError(f"{name} takes an nn.Module; got {module!r}")
 
 
 def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:

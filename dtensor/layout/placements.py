@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import PlacementError
+from ..errors import ArgumentError, ArgumentTypeError, PlacementError
 from ..torch_private.core import register_value_type
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -52,9 +52,11 @@ class Shard(Placement):
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise TypeError(f"Shard takes a tensor dimension, an int such as Shard(0); got {self.dim!r}")
+            raise ArgumentTypeError(f"Shard takes a tensor dimension, an int such as Shard(0); got {self.dim!r}")
         if self.cut is not None and (not isinstance(self.cut, int) or self.cut < 0):
-            raise TypeError(f"Shard takes as cut the position of its axis, an int, 0 the outermost; got {self.cut!r}")
+            raise ArgumentTypeError(
+                f"Shard takes as cut the position of its axis, an int, 0 the outermost; got {self.cut!r}"
+            )
 
     def __str__(self) -> str:
         return f"S({self.dim})" if self.cut is None else f"S({self.dim})#{self.cut}"
@@ -89,7 +91,7 @@ class Partial(Placement):
 
     def __post_init__(self) -> None:
         if self.reduce_op not in REDUCE_OPS:
-            raise ValueError(f"Partial takes one of {', '.join(REDUCE_OPS)}; got {self.reduce_op!r}")
+            raise ArgumentError(f"Partial takes one of {', '.join(REDUCE_OPS)}; got {self.reduce_op!r}")
 
     def __str__(self) -> str:
         return "P" if self.reduce_op == "sum" else f"P({self.reduce_op})"

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from ..errors import MeshError
+from ..errors import ArgumentError, ArgumentTypeError, MeshError
 from ..layout.cost import Link, Network
 from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
@@ -258,14 +258,14 @@ def init_device_mesh(
 def _check_shape(device_type: Any, mesh_shape: Any) -> None:
     sizes = mesh_shape if isinstance(mesh_shape, (tuple, list)) else ()
     if not sizes or not all(isinstance(n, Integral) and int(n) > 0 for n in sizes):
-        raise ValueError(
+        raise ArgumentError(
             "mesh_shape must be a tuple with the number of ranks along each axis, such as (4,) or (2, 2), at least one "
             f"per axis; got {mesh_shape!r}"
         )
     try:
         torch.device(device_type)
     except (RuntimeError, TypeError):
-        raise ValueError(f'device_type must be "cpu", "cuda" or another of torch\'s; got {device_type!r}') from None
+        raise ArgumentError(f'device_type must be "cpu", "cuda" or another of torch\'s; got {device_type!r}') from None
 
 
 def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
@@ -290,7 +290,7 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
         TypeError: An item of `links` is not a `Link`.
     """
     if not meshes or (links is not None and len(meshes) > 1):
-        raise ValueError(
+        raise ArgumentError(
             f"prepare takes one mesh, with or without links, or several meshes without links; got {len(meshes)} meshes "
             f"and links={links}"
         )
@@ -299,12 +299,14 @@ def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:
             raise MeshError(f"prepare takes meshes as made by init_device_mesh; got {mesh!r}")
     for link in links or ():
         if not isinstance(link, Link):
-            raise TypeError(f"links takes a dtensor.layout.cost.Link for each axis of the mesh; got {link!r}")
+            raise ArgumentTypeError(f"links takes a dtensor.layout.cost.Link for each axis of the mesh; got {link!r}")
     join_round()
     job()  # from here on each rank knows whether the others are alive
     roots = [root_mesh(mesh) for mesh in meshes]
     if links is not None and len(links) != roots[0].ndim:
-        raise ValueError(f"{roots[0]} has {roots[0].ndim} axes but {len(links)} links were given; write one for each")
+        raise ArgumentError(
+            f"{roots[0]} has {roots[0].ndim} axes but {len(links)} links were given; write one for each"
+        )
     for root in roots:
         prepared = vars(root).setdefault(PREPARED, Prepared())
         for axes in _worth_merging(root.mesh):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import CheckpointError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
 from ..mesh.tensor_spec import chunk
 from ..tensor.tensor import DTensor
 
@@ -140,21 +140,21 @@ def _is_text(given: Any) -> bool:
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, Mapping):
-        raise TypeError(f"the state is a dict from names to tensors; got {type(state).__name__}")
+        raise ArgumentTypeError(f"the state is a dict from names to tensors; got {type(state).__name__}")
 
 
 def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
     if metadata is not None and not _is_text(metadata):
-        raise TypeError(f"metadata is a dict from strings to strings; got {metadata!r}")
+        raise ArgumentTypeError(f"metadata is a dict from strings to strings; got {metadata!r}")
     entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, x in state.items():
         if not isinstance(name, str):
-            raise TypeError(f"names of tensors in a safetensors file are strings; got {name!r}")
+            raise ArgumentTypeError(f"names of tensors in a safetensors file are strings; got {name!r}")
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"a safetensors file holds tensors; {name!r} is {type(x).__name__}, leave it out")
+            raise ArgumentTypeError(f"a safetensors file holds tensors; {name!r} is {type(x).__name__}, leave it out")
         if x.dtype not in NAMES:
-            raise ValueError(f"a safetensors file cannot hold {x.dtype}, the dtype of {name!r}; write x.to(float32)")
+            raise ArgumentError(f"a safetensors file cannot hold {x.dtype}, the dtype of {name!r}; write x.to(float32)")
         begin, end = end, end + x.numel() * x.element_size()
         entries[name] = {"dtype": NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()

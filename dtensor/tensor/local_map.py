@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..errors import MeshError, PlacementError
+from ..errors import ArgumentTypeError, MeshError, PlacementError
 from ..layout.chunks import own_length
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placement, as_placements
@@ -78,7 +78,7 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
     if not callable(func):
-        raise TypeError(f"local_map takes a function; got {func!r}")
+        raise ArgumentTypeError(f"local_map takes a function; got {func!r}")
     outs = _per_output(out_placements)
 
     @functools.wraps(func)
@@ -150,7 +150,7 @@ def _per_argument(
 def _check_keywords(func: Callable[..., Any], kwargs: dict[str, Any]) -> None:
     for name, value in kwargs.items():
         if any(isinstance(a, DTensor) for a in tree_flatten(value)[0]):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"local_map: {_name(func)} was given a DTensor by the keyword {name!r}, but in_placements are for "
                 "positional arguments; pass it by position"
             )
@@ -233,7 +233,7 @@ def _ask(func: Callable[..., Any], index: int, x: DTensor, axis: int, p: Placeme
 def _whole(func: Callable[..., Any], index: int, x: Any, wanted: Any, inputs: list[DTensor], mesh: Any) -> Any:
     """An output of the function as the DTensor it was declared to be."""
     if isinstance(x, DTensor):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"local_map: output {index} of {_name(func)} is a DTensor, but the function must return local tensors; "
             "return x.to_local()"
         )

@@ -32,7 +32,7 @@ from ..dispatch.decision import COMPOSITES
 from ..dispatch.dispatch import dispatch, install
 from ..dispatch.plain_operands import region_of_torch
 from ..dispatch.view_copies import copies, fresh
-from ..errors import PlacementError, ShardingError
+from ..errors import ArgumentError, ArgumentTypeError, PlacementError, ShardingError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements, parsed, words
 from ..layout.planner import Prefer
@@ -179,7 +179,7 @@ class DTensor(torch.Tensor):
     @data.setter
     def data(self, new: Any) -> None:
         if not isinstance(new, DTensor):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"the data of a DTensor is a DTensor, got {type(new).__name__}; write x.data = distribute_tensor(y, "
                 "x.device_mesh, x.placements) with a global tensor, or x.to_local().copy_(y) with this rank's part"
             )
@@ -229,12 +229,12 @@ class DTensor(torch.Tensor):
         """
         refuse_export()
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
-            raise TypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
+            raise ArgumentTypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
         if local_tensor.layout != torch.strided:
-            raise TypeError(f"from_local takes a strided tensor, got {local_tensor.layout}; write x.to_dense()")
+            raise ArgumentTypeError(f"from_local takes a strided tensor, got {local_tensor.layout}; write x.to_dense()")
         mesh = mesh_of(device_mesh)
         if (shape is None) != (stride is None):
-            raise ValueError(
+            raise ArgumentError(
                 f"from_local takes shape and stride together or neither; got shape={shape}, stride={stride}"
             )
         if torch.compiler.is_dynamo_compiling() and not run_check:
@@ -330,11 +330,11 @@ class DTensor(torch.Tensor):
         if device_mesh is not None and device_mesh != self.device_mesh:
             device_mesh = mesh_of(device_mesh)
             if forward_dtype is not None or backward_dtype is not None:
-                raise ValueError("no dtypes go with a move to another mesh; write x.to(dtype).redistribute(mesh, …)")
+                raise ArgumentError("no dtypes go with a move to another mesh; write x.to(dtype).redistribute(mesh, …)")
             return _to_mesh(self, device_mesh, placements, grad_placements)
         target = as_placements(placements, self.device_mesh.ndim, self.dim())
         if prefer not in ("time", "memory"):
-            raise ValueError(f"prefer is 'time' or 'memory'; got {prefer!r}")
+            raise ArgumentError(f"prefer is 'time' or 'memory'; got {prefer!r}")
         if target == self.placements and grad_placements is None and forward_dtype is None and backward_dtype is None:
             return self
         check_target(self.placements, target)
@@ -419,7 +419,7 @@ class DTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if not self.is_leaf:
-            raise RuntimeError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
+            raise ShardingError("only leaf DTensors can be deep-copied; write copy.deepcopy(x.detach())")
         made = memo.get(id(self))
         if made is None:
             made = _wrap(fresh(self)._local_tensor.detach().clone(), self._spec, self.requires_grad)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..errors import PlacementError
+from ..errors import ArgumentTypeError, PlacementError
 from ..layout.layout import Layout
 from ..layout.placements import Partial, Placement, Replicate, Shard, as_placements
 from ..torch_private.core import shard_order, strided_shard
@@ -48,7 +48,7 @@ def from_torch(x: Any) -> DTensor:
             other piece (`x.flatten()` of a matrix that is sharded by columns).
     """
     if not is_torch_dtensor(x):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"from_torch takes a torch.distributed.tensor.DTensor, got {type(x).__name__}; write distribute_tensor or "
             "DTensor.from_local for a plain tensor"
         )
@@ -69,7 +69,7 @@ def to_torch(x: DTensor) -> Any:
         TypeError: `x` is not a DTensor of this package.
     """
     if not isinstance(x, DTensor):
-        raise TypeError(f"to_torch takes a dtensor.DTensor, got {type(x).__name__}")
+        raise ArgumentTypeError(f"to_torch takes a dtensor.DTensor, got {type(x).__name__}")
     local = x.to_local()
     mesh = x.device_mesh
     placements = _torch_placements(x.placements, mesh)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import PlacementError
+from ...errors import ArgumentError, PlacementError
 from ...layout.cost import INTER, INTRA, Link, Network
 from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
@@ -109,7 +109,7 @@ def search(
     """
     for name, value in (("memory", memory), ("gap", gap), ("limit", limit)):
         if value is not None and not value > 0:
-            raise ValueError(f"{name} is a positive number; got {value!r}")
+            raise ArgumentError(f"{name} is a positive number; got {value!r}")
     _whole("split_batch", split_batch)
     regime = Regime(mode == "training", optimizer_states, split_batch or 1, gradients)
     step = _Step(mesh, links, device_type, machine, mode, regime)
@@ -205,7 +205,7 @@ def predict(
 
 def _whole(name: str, parts: Any) -> None:
     if parts is not None and (not isinstance(parts, int) or parts < 1):
-        raise ValueError(f"{name} is a number of microbatches, 1 or more; got {parts!r}")
+        raise ArgumentError(f"{name} is a number of microbatches, 1 or more; got {parts!r}")
 
 
 class _Step:
@@ -221,7 +221,7 @@ class _Step:
         regime: Regime,
     ) -> None:
         if mode not in ("training", "forward"):
-            raise ValueError(f'mode is "training" or "forward"; got {mode!r}')
+            raise ArgumentError(f'mode is "training" or "forward"; got {mode!r}')
         self.sizes, network, own, device = _mesh(mesh, links, device_type)
         machine = machine or _machine(mesh, device) or MACHINES.get(device, MACHINES["cpu"])
         self._choices = Choices(torch.device(device), network, machine, own)
@@ -345,7 +345,7 @@ def _mesh(
         sizes, device = dict(zip(names, mesh.shape)), mesh.device_type
         network = own = facts(mesh).network
     if unknown := [axis for axis in links if axis not in sizes]:
-        raise ValueError(f"links: the mesh has axes {list(sizes)} and no {unknown[0]!r}")
+        raise ArgumentError(f"links: the mesh has axes {list(sizes)} and no {unknown[0]!r}")
     given = Network.of(network.sizes, tuple([links.get(axis, known) for axis, known in zip(sizes, network.links)]))
     return sizes, given, own, device
 

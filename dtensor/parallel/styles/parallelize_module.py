@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.from_plain import check_module, mesh_of
+from ...errors import ArgumentError, ArgumentTypeError
 from ...torch_private.core import mesh_resources
 from ..checks.rank_variance import watch
 from ..checks.size_misfit import Planned, tell_of_misfits
@@ -83,7 +84,7 @@ def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
         try:
             mesh = mesh_resources.get_current_mesh()
         except RuntimeError:
-            raise ValueError(
+            raise ArgumentError(
                 "parallelize_module was given no device_mesh and is not called within one; "
                 "write device_mesh=..., or call it inside `with mesh:`"
             ) from None
@@ -95,7 +96,7 @@ def _one_axis_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh:
             if names
             else 'name the axes, init_device_mesh(..., mesh_dim_names=("dp", "tp")), and slice one out: mesh["tp"]'
         )
-        raise ValueError(f"parallelize_module works over a mesh of one axis, but this one has {mesh.ndim}; {fix}")
+        raise ArgumentError(f"parallelize_module works over a mesh of one axis, but this one has {mesh.ndim}; {fix}")
     return mesh
 
 
@@ -107,16 +108,18 @@ def _resolved(
     if isinstance(plan, ParallelStyle):
         return [(module, Planned("", "", type(plan).__name__), plan)]
     if not isinstance(plan, dict):
-        raise TypeError(
+        raise ArgumentTypeError(
             f"parallelize_plan is a ParallelStyle or a dict from module names to styles; got {type(plan).__name__}"
         )
     targets = []
     modules = dict(module.named_modules(remove_duplicate=False))
     for pattern, style in plan.items():
         if not isinstance(pattern, str):
-            raise TypeError(f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'")
+            raise ArgumentTypeError(
+                f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'"
+            )
         if not isinstance(style, ParallelStyle):
-            raise TypeError(f"parallelize_plan[{pattern!r}] is not a ParallelStyle but {style!r}")
+            raise ArgumentTypeError(f"parallelize_plan[{pattern!r}] is not a ParallelStyle but {style!r}")
         targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in _matching(modules, pattern)]
     return targets
 
@@ -129,7 +132,7 @@ def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, Pa
         told = [m for m, _ in holders if m in sharded]
         rest = [m for m, _ in holders if m not in sharded]
         if told and rest:
-            raise ValueError(
+            raise ArgumentError(
                 f"parallelize_plan shards {names[told[0]]!r}, which shares a parameter with {names[rest[0]]!r}, but "
                 f"does not shard that; add an entry for {names[rest[0]]!r} (ColwiseParallel for an nn.Linear goes "
                 "with RowwiseParallel for the nn.Embedding tied to it)"
@@ -143,7 +146,7 @@ def _matching(modules: dict[str, nn.Module], pattern: str) -> list[tuple[str, nn
         named = [name for name in modules if name]
         near = difflib.get_close_matches(pattern, named, n=5, cutoff=0.3) or named[:5]
         hint = f"the nearest names are: {', '.join(near)}" if near else "it has no modules inside; write ''"
-        raise ValueError(
+        raise ArgumentError(
             f"parallelize_plan names {pattern!r}, but no module of {type(modules['']).__name__} matches; {hint}"
         )
     return [(name, m) for m, name in reversed(found.items())]
