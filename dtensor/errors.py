@@ -44,17 +44,14 @@ class PlacementError(ArgumentError):
 
 
 class MisfitError(ShardingError):
-    """The code of a model does not work with the plan that it was parallelized by.
-
-    Raised in eager mode. While a graph is traced, torch's own error carries the same text.
-    """
+    """The code of a model does not work with the plan that it was parallelized by."""
 
 
 class OperatorError(UnsupportedError):
     """An operator cannot run on these DTensors."""
 
 
-class StrictReason(ShardingError):
+class StrictError(ShardingError):
     """Under `dtensor.strict()`, an operator would do something that the user did not write.
 
     Attributes:
@@ -66,17 +63,6 @@ class StrictReason(ShardingError):
         super().__init__(message)
         self.reason = reason
         self.axes = axes
-
-
-class StrictError(StrictReason, OperatorError):
-    """A violation of strict mode in eager code."""
-
-
-class StrictTraceError(StrictReason):
-    """A violation of strict mode while a graph is traced.
-
-    Not an `OperatorError`: on a NotImplementedError, Dynamo would skip the function and run it uncompiled.
-    """
 
 
 class PassError(ShardingError):
@@ -127,7 +113,5 @@ __all__ = [
     "ReplicaError",
     "ShardingError",
     "StrictError",
-    "StrictReason",
-    "StrictTraceError",
     "UnsupportedError",
 ]

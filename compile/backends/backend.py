@@ -59,7 +59,7 @@ def backend(
 
     Raises:
         ValueError, TypeError: unknown or invalid options.
-        StrictTraceError: with the option `strict`, an operator would communicate implicitly.
+        StrictError: with the option `strict`, an operator would communicate implicitly.
         PassError: a pass left an invalid graph or, with the option `verify`, changed what it computes.
     """
     chosen = Options.of(options).at_level()

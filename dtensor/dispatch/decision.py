@@ -48,6 +48,7 @@ from ..torch_private.core import (
     tree_map,
     without_frame,
 )
+from ..torch_private.own_errors import without_torch
 from .empty_ranks import is_empty_somewhere, require_parts
 from .fallback import fell_back
 from .global_view import check_global
@@ -451,7 +452,7 @@ def _outputs(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         s = t._spec
         return torch.empty_strided(s.shape, s.stride, dtype=s.dtype, device=t._local_tensor.device)
 
-    with disable_current_modes(), mode or _fake.mode, torch.no_grad():
+    with without_torch(), disable_current_modes(), mode or _fake.mode, torch.no_grad():
         given = mapped(args, fake), {k: mapped(v, fake) for k, v in kwargs.items()}
         run: Any = SHAPES.get(func._schema.name, func)
         made = run(*given[0], **given[1])

@@ -9,7 +9,17 @@ import torch
 import torch.distributed as dist
 
 import dtensor
-from dtensor import DTensor, OperatorError, Partial, Replicate, Rule, Shard, distribute_tensor, init_device_mesh
+from dtensor import (
+    DTensor,
+    OperatorError,
+    Partial,
+    Replicate,
+    Rule,
+    Shard,
+    StrictError,
+    distribute_tensor,
+    init_device_mesh,
+)
 from dtensor.dispatch import dispatch
 from dtensor.rules import RULES
 from dtensor.testing import Case, CountCollectives, with_ranks, with_threads, wrong_candidates
@@ -229,7 +239,7 @@ def test_a_rule_comes_before_the_composite_of_the_library(mesh):
     x = distribute_tensor(torch.rand(4, 4), mesh, [S0])
     dtensor.register_sharding(torch.ops.aten.linalg_vector_norm, "11->")
     assert torch.linalg.vector_norm(x).placements == (R,)
-    with dtensor.strict(), pytest.raises(OperatorError, match=r"aten.linalg_vector_norm.default would redistribute"):
+    with dtensor.strict(), pytest.raises(StrictError, match=r"aten.linalg_vector_norm.default would redistribute"):
         torch.linalg.vector_norm(x)
 
 
@@ -393,7 +403,7 @@ def test_what_does_not_fit_the_call(mesh):
 
 def test_what_is_written_to_without_a_rule(mesh):
     x = distribute_tensor(torch.zeros(4), mesh, [S0])
-    with dtensor.strict(), pytest.raises(OperatorError, match=r"write x.redistribute\(placements=\[Replicate\(\)\]\)"):
+    with dtensor.strict(), pytest.raises(StrictError, match=r"write x.redistribute\(placements=\[Replicate\(\)\]\)"):
         write(x)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
