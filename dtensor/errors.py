@@ -6,6 +6,11 @@ of `MisfitError` in `dtensor.parallel.checks.size_misfit`, of `AgreementError` i
 `CheckpointError` in `dtensor.state`, and of `ReplicaError` in `dtensor.runs.watching.differences`.
 """
 
+from typing import Any
+
+LONGEST = 100
+"""As many characters of a value a message quotes."""
+
 
 class ShardingError(RuntimeError):
     """A distributed operation cannot be carried out as requested. Base class of the exceptions below."""
@@ -95,6 +100,21 @@ class ReplicaError(ShardingError):
     """
 
 
+def shown(x: Any) -> str:
+    """`x` in a message: short, and the same on every rank, so without values of tensors and addresses."""
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return f"a {type(x).__name__} of shape {list(x.shape)}"
+    if type(x) in (list, tuple, set) and len(x) < 4:
+        inside = ", ".join(map(shown, x)) + ("," if type(x) is tuple and len(x) == 1 else "")
+        return f"[{inside}]" if type(x) is list else f"({inside})" if type(x) is tuple else f"{{{inside}}}"
+    if callable(x) and hasattr(x, "__qualname__"):
+        return f"the function {x.__qualname__}"
+    said = repr(x)
+    return said if len(said) < LONGEST and "\n" not in said and " at 0x" not in said else f"a {type(x).__name__}"
+
+
 __all__ = [
     "AgreementError",
     "ArgumentError",
@@ -114,4 +134,5 @@ __all__ = [
     "ShardingError",
     "StrictError",
     "UnsupportedError",
+    "shown",
 ]

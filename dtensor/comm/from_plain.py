@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, ShardingError
+from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, ShardingError, shown
 from ..layout.placements import Placement
 from ..mesh.mesh import facts
 from ..mesh.provenance import note_alike
@@ -43,11 +43,20 @@ def mesh_of(device_mesh: Any) -> Any:
     if device_mesh is None:
         return current_mesh()
     if not hasattr(device_mesh, "device_type"):
+        given = device_mesh if isinstance(device_mesh, (list, tuple)) else [device_mesh]
+        places = all(isinstance(p, Placement) for p in given) and given
         raise MeshError(
-            f"device_mesh must be a mesh as made by dtensor.init_device_mesh(device_type, sizes); got {device_mesh!r}; "
-            f'write for example init_device_mesh("cpu", ({dist.get_world_size() if dist.is_initialized() else 2},))'
+            f"device_mesh must be a mesh as made by dtensor.init_device_mesh(device_type, sizes); got "
+            f"{shown(device_mesh)}; "
+            + (f"write placements={list(given)!r}, the mesh comes before them" if places else _a_mesh(device_mesh))
         )
     return device_mesh
+
+
+def _a_mesh(given: Any) -> str:
+    if isinstance(given, (dict, torch.nn.Module)):
+        return "the mesh comes second, write (model, device_mesh, plan)"
+    return f'write for example init_device_mesh("cpu", ({dist.get_world_size() if dist.is_initialized() else 2},))'
 
 
 def is_tracing(out: Any) -> bool:
@@ -168,10 +177,21 @@ def check_source(mesh: Any, src_data_rank: int | None) -> None:
         )
 
 
+def refuse_torchs(name: str, x: torch.Tensor) -> None:
+    """Raise TypeError if `x`, the argument of the function `name`, is a DTensor of torch."""
+    if type(x) is not torch.Tensor and type(x).__module__.startswith("torch.distributed.tensor"):
+        raise ArgumentTypeError(
+            f"{name} was given a DTensor of torch.distributed.tensor, of which every rank holds a part already; write "
+            "dtensor.interop.from_torch(x), and .redistribute(placements=...) for other placements"
+        )
+
+
 def check_module(name: str, module: Any) -> None:
     """Raise TypeError if `module`, an argument of the function `name`, is not an nn.Module."""
     if not isinstance(module, torch.nn.Module):
-        raise ArgumentTypeError(f"{name} takes an nn.Module; got {module!r}")
+        made = isinstance(module, type) and issubclass(module, torch.nn.Module)
+        fix = f"write {module.__name__}(...)" if made else f"the module comes first, {name}(model, mesh, ...)"
+        raise ArgumentTypeError(f"{name} takes an nn.Module; got {shown(module)}, {fix}")
 
 
 def from_source(tensor: torch.Tensor, mesh: Any, src_data_rank: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, overload
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError, OperatorError
+from ..errors import ArgumentError, ArgumentTypeError, OperatorError, shown
 from ..mesh.tensor_spec import Spec
 from ..rules import RULES, Call, Output
 from ..rules import Rule as EngineRule
@@ -141,7 +141,7 @@ def _overloads(op: Any) -> list[OpOverload]:
     if not found:
         raise ArgumentTypeError(
             f"register_sharding takes an operator: one made by torch.library.custom_op, torch.ops.mylib.f or "
-            f"torch.ops.mylib.f.default; got {op!r}"
+            f"torch.ops.mylib.f.default; got {shown(op)}"
         )
     return found
 

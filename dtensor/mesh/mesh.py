@@ -22,6 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import combinations
+from math import prod
 from numbers import Integral
 from typing import Any
 from weakref import ref
@@ -31,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 
-from ..errors import ArgumentError, ArgumentTypeError, MeshError
+from ..errors import ArgumentError, ArgumentTypeError, MeshError, shown
 from ..layout.cost import Link, Network
 from ..torch_private.core import default_group_timeout, disable_current_modes, real_object, root_mesh
 from .caches import cache, clear_caches
@@ -243,12 +244,17 @@ def init_device_mesh(
         options: Passed on to torch's function.
 
     Raises:
-        ValueError: `mesh_shape` is not a tuple of positive ints, or torch does not know `device_type`.
-        RuntimeError: A rank did not come within `timeout`.
+        ValueError: `mesh_shape` is not a tuple of positive ints, torch does not know `device_type`, or the axes do not
+            have one name each.
+        TypeError: `mesh_dim_names` is not a sequence of names.
+        MeshError: The job has fewer ranks than the mesh, or torch sees no such device.
+        AgreementError: A rank did not come within `timeout`.
     """
     _check_shape(device_type, mesh_shape)
+    _check_names(options.get("mesh_dim_names"), mesh_shape)
     if not dist.is_initialized():
         init_process_group(timeout)
+    _check_ranks(device_type, mesh_shape)
     all_here()
     mesh = torch_init_device_mesh(device_type, tuple(map(int, mesh_shape)), **options)
     prepare(mesh)
@@ -260,12 +266,50 @@ def _check_shape(device_type: Any, mesh_shape: Any) -> None:
     if not sizes or not all(isinstance(n, Integral) and int(n) > 0 for n in sizes):
         raise ArgumentError(
             "mesh_shape must be a tuple with the number of ranks along each axis, such as (4,) or (2, 2), at least one "
-            f"per axis; got {mesh_shape!r}"
+            f'per axis; got {shown(mesh_shape)}, write such as init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))'
         )
     try:
-        torch.device(device_type)
+        found = torch.device(device_type)
     except (RuntimeError, TypeError):
-        raise ArgumentError(f'device_type must be "cpu", "cuda" or another of torch\'s; got {device_type!r}') from None
+        raise ArgumentError(
+            f'device_type must be "cpu", "cuda" or another of torch\'s; got {shown(device_type)}, write '
+            'init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))'
+        ) from None
+    if found.index is not None:
+        raise ArgumentError(
+            f"device_type names a kind of device, of which each rank has one; got {device_type!r}, write {found.type!r}"
+        )
+
+
+def _check_names(names: Any, mesh_shape: Sequence[int]) -> None:
+    if names is None:
+        return
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        fix = f"({names!r},)" if isinstance(names, str) else 'such as ("dp", "tp")'
+        raise ArgumentTypeError(f"mesh_dim_names is a tuple with a name for each axis; got {names!r}, write {fix}")
+    if len(names) != len(mesh_shape) or len(set(names)) < len(names):
+        raise ArgumentError(
+            f"mesh_dim_names has a name of its own for each axis, but mesh_shape {tuple(mesh_shape)} has "
+            f"{len(mesh_shape)} and the names are {tuple(names)}; write as many different ones"
+        )
+
+
+def _check_ranks(device_type: str, mesh_shape: Sequence[int]) -> None:
+    """Raise if there are too few ranks for a mesh, or no such devices."""
+    ranks, world = prod(map(int, mesh_shape)), dist.get_world_size()
+    if ranks > world:
+        raise MeshError(
+            f"a mesh of shape {tuple(mesh_shape)} takes {ranks} ranks, but this job has {world}; start it by `torchrun "
+            f"--nproc-per-node={ranks} script.py`, or write a mesh of {world}, such as init_device_mesh"
+            f'("{device_type}", ({world},))'
+        )
+    kind: Any = getattr(torch, device_type, None)
+    if dist.get_backend() != "fake" and hasattr(kind, "is_available") and not kind.is_available():
+        raise MeshError(
+            f'device_type is "{device_type}", but torch sees no such device here '
+            f"(torch.{device_type}.is_available() is "
+            'False); write "cpu", or install a torch that supports it and start on a machine that has one'
+        )
 
 
 def prepare(*meshes: Any, links: Sequence[Link] | None = None) -> None:

@@ -111,8 +111,12 @@ class Rule:
                     "computed; write 1 for that dimension"
                 )
         if missing := [f for f in (*self.reductions, *self.whole) if f not in taken or f == "..."]:
+            named = "reduce" if any(f in self.reductions for f in missing) else "blocked"
+            letters = sorted(f for f in taken if f != "...") or ["a"]
+            such = f"{named}='{letters[0]}'" + (f" or {{'{letters[0]}': 'max'}}" if named == "reduce" else "")
             raise ArgumentError(
-                f"{self.text!r} has no factor {missing[0]!r}; its factors are {', '.join(sorted(taken))}"
+                f"{self.text!r} has no factor {missing[0]!r}, which {named}={getattr(self, named)!r} names; its "
+                f"factors are {', '.join(sorted(taken))}; write such as {such}"
             )
         for factor, op in self.reductions.items():
             if op not in REDUCE_OPS:

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import ArgumentError, ArgumentTypeError, CheckpointError
+from ..errors import ArgumentError, ArgumentTypeError, CheckpointError, shown
 from ..mesh.tensor_spec import chunk
 from ..tensor.tensor import DTensor
+from .differences import differences
 
 DTYPES = {
     "F64": torch.float64,
@@ -140,7 +141,9 @@ def _is_text(given: Any) -> bool:
 
 def _check_state(state: Any) -> None:
     if not isinstance(state, Mapping):
-        raise ArgumentTypeError(f"the state is a dict from names to tensors; got {type(state).__name__}")
+        raise ArgumentTypeError(
+            f"the state is a dict from names to tensors; got {shown(state)}, write such as model.state_dict()"
+        )
 
 
 def _header(state: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None) -> bytes:
@@ -192,8 +195,8 @@ def load(state: Mapping[str, torch.Tensor], path: str | os.PathLike[str], *, str
     extra = [name for name in found if name not in state]
     if strict and (missing or extra):
         raise CheckpointError(
-            f"{path} does not match the state: it lacks {missing or 'nothing'} and has in addition "
-            f"{extra or 'nothing'}; write strict=False to read the common tensors"
+            f"{path} does not match the state: {differences(missing, extra)}; write strict=False to read the common "
+            "tensors"
         )
     for name, x in state.items():
         if name in found:
@@ -214,7 +217,10 @@ def _files(path: Path) -> list[Path]:
             ) from error
     found = sorted(path.glob("*.safetensors"))
     if len(found) != 1:
-        raise CheckpointError(f"{path} is neither a safetensors file nor a folder with one such file or {INDEX}")
+        raise CheckpointError(
+            f"{path} is neither a safetensors file nor a folder with one such file or {INDEX}; give the path of one "
+            f"of them"
+        )
     return found
 
 
@@ -253,7 +259,10 @@ def _is_entry(*, dtype: str, shape: list[int], data_offsets: list[int]) -> bool:
 @torch.no_grad()
 def _read(x: torch.Tensor, name: str, file: Path, entry: dict[str, Any]) -> None:
     if list(x.shape) != entry["shape"]:
-        raise CheckpointError(f"{name!r} has shape {entry['shape']} in {file}, but {list(x.shape)} in the state")
+        raise CheckpointError(
+            f"{name!r} has shape {entry['shape']} in {file}, but {list(x.shape)} in the state; read it into a "
+            f"tensor of that shape"
+        )
     if entry["dtype"] not in DTYPES:
         raise CheckpointError(f"{name!r} is of dtype {entry['dtype']} in {file}, which torch does not have")
     local: Any = x.to_local() if isinstance(x, DTensor) else x

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..comm.from_plain import from_source, mesh_of
-from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError
+from ..comm.from_plain import from_source, mesh_of, refuse_torchs
+from ..errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, shown
 from ..layout.chunks import note_place
 from ..layout.layout import Layout
 from ..layout.placements import Placement, as_placements, parsed, words
@@ -53,7 +53,9 @@ def distribute_tensor(
         ImportError: the mesh is of XLA devices and torch_xla is not installed.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise ArgumentTypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}; write torch.tensor(x)")
+        fix = "distribute_model(module, mesh, ...)" if isinstance(tensor, nn.Module) else "torch.tensor(x)"
+        raise ArgumentTypeError(f"distribute_tensor takes a tensor, got {type(tensor).__name__}; write {fix}")
+    refuse_torchs("distribute_tensor", tensor)
     mesh = mesh_of(device_mesh)
     if on_xla(mesh):
         return of_xla("xla_distribute_tensor")(tensor, mesh, placements)
@@ -176,7 +178,11 @@ def _spec(
         raise ArgumentError(f"DTensor factories make torch.strided tensors, got layout={layout}")
     shape = tuple(size[0]) if len(size) == 1 and isinstance(size[0], (tuple, list)) else tuple(size)
     if not all(map(is_size, shape)):
-        raise ArgumentError(f"a factory takes the global size, ints of at least 0; got {shape}")
+        raise ArgumentError(
+            f"a factory takes the global size, ints of at least 0; got {shown(shape)}; mesh and placements are "
+            f"given by name: "
+            "write zeros(4, 4, device_mesh=mesh, placements=[Shard(0)])"
+        )
     mesh = mesh_of(device_mesh)
     checked = as_placements(placements, mesh.ndim, len(shape))
     if any(p.is_partial() for p in checked):

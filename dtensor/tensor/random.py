@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.from_plain import mesh_of, of_all_ranks
-from ..errors import AgreementError, ArgumentTypeError, MeshError, ShardingError
+from ..errors import AgreementError, ArgumentTypeError, MeshError, ShardingError, shown
 
 
 def manual_seed(seed: int, device_mesh: Any = None) -> None:
@@ -39,7 +39,7 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
                 "replicas would differ. Give one seed, or a mesh that holds only the ranks that share it"
             )
     if not isinstance(seed, Integral):
-        raise ArgumentTypeError(f"manual_seed takes an int; got {seed!r}")
+        raise ArgumentTypeError(f"manual_seed takes an int; got {shown(seed)}, write manual_seed(0, mesh)")
     torch.manual_seed(seed)
 
 

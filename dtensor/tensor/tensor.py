@@ -21,6 +21,7 @@ from ..comm.from_plain import (
     refuse_export,
     refuse_function_transforms,
     refuse_tangent,
+    refuse_torchs,
 )
 from ..comm.pending_tensor import Pending, waited
 from ..comm.redistribute import check_dtypes, check_target, redistribute_local
@@ -92,8 +93,20 @@ class DTensor(torch.Tensor):
     @staticmethod
     @disable_dynamo
     def __new__(
-        cls, local_tensor: Any, device_mesh: Any, layout: Layout, shape: Any, stride: Any, requires_grad: bool = False
+        cls,
+        local_tensor: Any,
+        device_mesh: Any,
+        layout: Layout,
+        shape: Any = None,
+        stride: Any = None,
+        requires_grad: bool = False,
     ) -> Any:
+        if shape is None or stride is None:
+            raise ArgumentError(
+                "calling the DTensor class takes the global shape and stride, too; write DTensor.from_local(x, "
+                "device_mesh, placements) for this rank's part, or distribute_tensor(x, device_mesh, placements) for a "
+                "global tensor"
+            )
         # Dynamo puts this call into its graph as it stands, so it takes what a graph can hold.
         if not isinstance(layout, Layout):
             layout = Layout.of(tuple(layout), len(shape))
@@ -229,7 +242,11 @@ class DTensor(torch.Tensor):
         """
         refuse_export()
         if isinstance(local_tensor, DTensor) or not isinstance(local_tensor, torch.Tensor):
-            raise ArgumentTypeError(f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}")
+            raise ArgumentTypeError(
+                f"from_local takes this rank's plain tensor, got {type(local_tensor).__name__}; write "
+                "x.redistribute(placements=...) for a DTensor, torch.tensor(x) for other values"
+            )
+        refuse_torchs("from_local", local_tensor)
         if local_tensor.layout != torch.strided:
             raise ArgumentTypeError(f"from_local takes a strided tensor, got {local_tensor.layout}; write x.to_dense()")
         mesh = mesh_of(device_mesh)

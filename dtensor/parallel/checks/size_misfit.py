@@ -100,6 +100,8 @@ def _down_to_users(traceback: TracebackType | None) -> TracebackType | None:
 
 def _explained(modules: Iterable[nn.Module], what: str) -> MisfitError | None:
     """The error, given the modules whose code ran, innermost first; None if no plan covers any of them."""
+    if "dtype" in what:
+        return None
     concerned = [(m, inside) for m in modules if (inside := _planned(m))]
     if not concerned:
         return None
@@ -113,7 +115,8 @@ def _explained(modules: Iterable[nn.Module], what: str) -> MisfitError | None:
         f"the plan of parallelize_module does not fit {where}: {what.rstrip('.')}. Its code sees this rank's shards: "
         f"{'; '.join(_entry(m) for _, m in inside[:MOST])}. Let a row-wise layer take the output of a column-wise one, "
         "and use local sizes in the code between them (such as the number of heads on one rank); or shard the model "
-        "with distribute_model, where every size is global"
+        "with distribute_model, where every size is global. If one device refuses this input, too, it is the input "
+        "that does not fit"
     )
 
 

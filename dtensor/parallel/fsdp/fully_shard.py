@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ...comm.from_plain import check_source
 from ...dispatch.plain_operands import advice
-from ...errors import ArgumentError, ArgumentTypeError, MeshError
+from ...errors import ArgumentError, ArgumentTypeError, MeshError, PlacementError, UnsupportedError, shown
 from ...layout.placements import Shard, as_placements
 from ...mesh.mesh import one_object
 from ..modules.replaced import following
@@ -44,6 +44,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] = (),
     activations: Literal["local", "global"] = "local",
     src_data_rank: int | None = 0,
+    offload_policy: Any = None,
 ) -> Any:
     """Shards the parameters of `module`, in place, over a data axis.
 
@@ -69,6 +70,7 @@ def fully_shard(
             `mesh`: gradients are those of the loss itself.
         src_data_rank: the rank along each data axis whose parameter values all ranks receive; None uses each rank's
             own, without communication.
+        offload_policy: None, or torch's `OffloadPolicy()`, which offloads nothing: parameters stay on their device.
 
     Returns:
         `module`, whose class is now also a `FullyShardedModule`.
@@ -79,6 +81,7 @@ def fully_shard(
             no module was given; a parameter has no shape yet (a lazy module); an option comes too late for parameters
             that are already sharded; or an axis has no rank `src_data_rank`.
         MeshError: this rank is not in the mesh, or a parameter is on a mesh that cannot be combined with it.
+        NotImplementedError: `offload_policy` would offload something.
         PlacementError: `shard_placement_fn` returned a dim that the parameter does not have.
     """
     modules = list(module) if isinstance(module, Iterable) and not isinstance(module, nn.Module) else [module]
@@ -88,6 +91,11 @@ def fully_shard(
         raise ArgumentTypeError(
             f"reshard_after_forward is True or False; got {reshard_after_forward!r}. To gather from fewer ranks, shard "
             "over fewer: give a mesh (replicate, shard)"
+        )
+    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
+        raise UnsupportedError(
+            f"fully_shard does not offload parameters; got offload_policy={shown(offload_policy)}, leave it out, and "
+            "shard over more ranks where memory is short"
         )
     if activations not in ("local", "global"):
         raise ArgumentError(f"activations is 'local' or 'global'; got {activations!r}")
@@ -192,7 +200,10 @@ def _dim(parameter: nn.Parameter, name: str, placement_fn: PlacementFn | None) -
     if parameter.dim() == 0:
         return None
     placement = None if placement_fn is None else placement_fn(parameter)
-    (checked,) = as_placements([Shard(0) if placement is None else placement], 1, parameter.dim())
+    try:
+        (checked,) = as_placements([Shard(0) if placement is None else placement], 1, parameter.dim())
+    except PlacementError as error:
+        raise PlacementError(f"shard_placement_fn returned {shown(placement)} for {name}: {error}") from None
     if not isinstance(checked, Shard):
         raise ArgumentTypeError(
             f"shard_placement_fn must return Shard(dim) or None; got {placement!r} for parameter {name}"
@@ -205,7 +216,7 @@ def _parameters(ignored: Any) -> list[torch.Tensor]:
     for p in found:
         if not isinstance(p, torch.Tensor):
             raise ArgumentTypeError(
-                f"ignored_params holds parameters, such as those of model.head.parameters(); got {p!r}"
+                f"ignored_params holds parameters, such as those of model.head.parameters(); got {shown(p)}"
             )
     return found
 
@@ -215,7 +226,10 @@ def _check_modules(modules: list[Any]) -> None:
         raise ArgumentError("fully_shard got an empty list; pass the modules that are gathered together")
     for module in modules:
         if not isinstance(module, nn.Module):
-            raise ArgumentTypeError(f"fully_shard takes an nn.Module, or a list of them; got {type(module).__name__}")
+            raise ArgumentTypeError(
+                f"fully_shard takes an nn.Module, or a list of them; got {shown(module)}, write fully_shard(model, "
+                f"mesh=mesh)"
+            )
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ArgumentError(
                 f"{type(module).__name__} has no forward, during which its parameters would be gathered; call "
@@ -249,7 +263,8 @@ def policy_of(given: Any) -> MixedPrecisionPolicy:
         before_2_15 = not hasattr(given, "param_dtype_override_fn")
         reduce_dtype = given.reduce_dtype or (given.param_dtype if before_2_15 else None)
         return MixedPrecisionPolicy(given.param_dtype, reduce_dtype, given.output_dtype, given.cast_forward_inputs)
-    raise ArgumentTypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {given!r}")
+    fix = f", write MixedPrecisionPolicy(param_dtype={given})" if isinstance(given, torch.dtype) else ""
+    raise ArgumentTypeError(f"mp_policy is a MixedPrecisionPolicy or None; got {shown(given)}{fix}")
 
 
 __all__ = ["fully_shard", "policy_of"]

@@ -7,13 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...errors import ArgumentError, PlacementError
+from ...errors import ArgumentError, ArgumentTypeError, PlacementError, shown
 from ...layout.cost import INTER, INTRA, Link, Network
 from ...layout.machine import MACHINES, Machine
 from ...layout.placements import Placement
@@ -40,6 +41,9 @@ PER_HOST = 8
 """Ranks of a host, for a mesh that is given by its sizes."""
 
 Mode = Literal["training", "forward"]
+
+
+UNITS = {"memory": " of bytes, such as 80e9", "gap": ", such as 0.01", "limit": " of seconds"}
 
 
 def search(
@@ -108,8 +112,8 @@ def search(
         ValueError: an argument is out of its range.
     """
     for name, value in (("memory", memory), ("gap", gap), ("limit", limit)):
-        if value is not None and not value > 0:
-            raise ArgumentError(f"{name} is a positive number; got {value!r}")
+        if value is not None and not (isinstance(value, Real) and value > 0):
+            raise ArgumentError(f"{name} is a positive number{UNITS[name]}; got {value!r}")
     _whole("split_batch", split_batch)
     regime = Regime(mode == "training", optimizer_states, split_batch or 1, gradients)
     step = _Step(mesh, links, device_type, machine, mode, regime)
@@ -186,6 +190,12 @@ def predict(
         PlacementError: the plan is for another mesh, a name in it matches nothing, or placements do not fit.
         ValueError: an argument is out of its range.
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentTypeError(
+            f"predict takes a Plan; got {shown(plan)}, write predict(model, mesh, inputs, Plan.load(file)) or a "
+            f"plan of "
+            "dtensor.search"
+        )
     parts = plan.options.get("split_batch", 1)
     _whole("the plan's option split_batch", parts)
     regime = Regime(mode == "training", optimizer_states, parts, plan.gradients)

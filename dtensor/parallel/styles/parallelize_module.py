@@ -7,15 +7,18 @@ changed is up to its `ParallelStyle`.
 import difflib
 import warnings
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...comm.from_plain import check_module, mesh_of
-from ...errors import ArgumentError, ArgumentTypeError
+from ...errors import ArgumentError, ArgumentTypeError, CallOrderError, shown
+from ...layout.placements import Placement
 from ...torch_private.core import mesh_resources
 from ..checks.rank_variance import watch
 from ..checks.size_misfit import Planned, tell_of_misfits
+from ..modules.distribute_module import DISTRIBUTED
 from ..modules.replaced import following
 from ..modules.ties import Ties
 from .style import ParallelStyle
@@ -58,6 +61,7 @@ def parallelize_module(
         PlacementError: entries give a shared parameter different placements.
         TypeError: `module` is not a module, or the plan is neither a style nor a dict from names to styles.
     """
+    check_module("parallelize_module", module)
     mesh = _one_axis_mesh(device_mesh)
     if parallelize_plan is None:
         warnings.warn(
@@ -104,12 +108,12 @@ def _resolved(
     module: nn.Module, plan: ParallelStyle | dict[str, ParallelStyle]
 ) -> list[tuple[nn.Module, Planned, ParallelStyle]]:
     """The modules to parallelize, each with its plan entry and style, in order."""
-    check_module("parallelize_module", module)
     if isinstance(plan, ParallelStyle):
         return [(module, Planned("", "", type(plan).__name__), plan)]
     if not isinstance(plan, dict):
         raise ArgumentTypeError(
-            f"parallelize_plan is a ParallelStyle or a dict from module names to styles; got {type(plan).__name__}"
+            f"parallelize_plan is a ParallelStyle or a dict from module names to styles; got {shown(plan)}, write "
+            'such as {"up": ColwiseParallel(), "down": RowwiseParallel()}'
         )
     targets = []
     modules = dict(module.named_modules(remove_duplicate=False))
@@ -119,9 +123,32 @@ def _resolved(
                 f"parallelize_plan has names of modules as its keys; got {pattern!r}, write '{pattern}'"
             )
         if not isinstance(style, ParallelStyle):
-            raise ArgumentTypeError(f"parallelize_plan[{pattern!r}] is not a ParallelStyle but {style!r}")
-        targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in _matching(modules, pattern)]
+            raise ArgumentTypeError(
+                f"parallelize_plan[{pattern!r}] is not a ParallelStyle but {shown(style)}; {_style_for(style)}"
+            )
+        matching = _matching(modules, pattern)
+        again = [name for name, m in matching if style.shards_parameters and getattr(m, DISTRIBUTED, False)]
+        if again:
+            raise CallOrderError(
+                f"{again[0] or 'the module'} was parallelized before, so {type(style).__name__}() would shard shards; "
+                "call parallelize_module once, on the plain module, with one plan for all of it"
+            )
+        targets += [(m, Planned(name, pattern, type(style).__name__), style) for name, m in matching]
     return targets
+
+
+def _style_for(given: Any) -> str:
+    """What to write in a plan in place of something that is no style."""
+    if isinstance(given, type) and issubclass(given, ParallelStyle):
+        return f"write {given.__name__}()"
+    if isinstance(given, Placement):
+        return (
+            "write ColwiseParallel() or RowwiseParallel(), or for placements of parameters "
+            f'distribute_model(model, mesh, {{"name.weight": [{given!r}]}})'
+        )
+    styles = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "sequence": "SequenceParallel"}
+    near = difflib.get_close_matches(str(given).lower(), styles, n=1)
+    return f"write {styles[near[0]]}()" if near else "write such as ColwiseParallel() or RowwiseParallel()"
 
 
 def _check_ties(module: nn.Module, ties: Ties, targets: list[tuple[nn.Module, ParallelStyle]]) -> None:

@@ -60,8 +60,10 @@ class ParallelStyle(ABC):
     def refuse(self, module: nn.Module) -> NoReturn:
         """Raise NotImplementedError for a module that a style for nn.Linear and nn.Embedding cannot shard."""
         raise UnsupportedError(
-            f"{type(self).__name__} shards nn.Linear and nn.Embedding, not {type(module).__name__}; apply it to the "
-            "linear layers and embeddings inside, or write a ParallelStyle of your own for this module"
+            f"{type(self).__name__} shards nn.Linear and nn.Embedding, not {type(module).__name__}; name the linear "
+            'layers and embeddings inside, such as {"up": ColwiseParallel()}, write SequenceParallel() for a norm, '
+            "or a "
+            "ParallelStyle of your own for this module"
         )
 
 

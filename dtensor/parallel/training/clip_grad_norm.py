@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import ArgumentError, ArgumentTypeError, ShardingError
+from ...errors import ArgumentError, ArgumentTypeError, ShardingError, shown
 from ...layout.placements import Partial, Replicate
 from ...tensor.tensor import DTensor
 from ...torch_private.core import root_mesh
@@ -51,7 +51,9 @@ def clip_grad_norm_(
     )
     for x in given:
         if not _is_tensor(x):
-            raise ArgumentTypeError(f"parameters are tensors, such as model.parameters(); got {x!r}")
+            raise ArgumentTypeError(
+                f"parameters are tensors, write clip_grad_norm_(model.parameters(), ...); got {shown(x)}"
+            )
     for name, norm in (("max_norm", max_norm), ("norm_type", norm_type)):
         if not isinstance(norm, (Real, torch.Tensor)):
             raise ArgumentTypeError(f"{name} is a number; got {norm!r}")

@@ -85,7 +85,9 @@ def _check(x: Any, weight: Any, target: Any, bias: Any, reduction: str) -> None:
         )
     if target.is_floating_point():
         raise ArgumentError(
-            f"linear_cross_entropy takes the class of each sample, not probabilities; target is of dtype {target.dtype}"
+            f"linear_cross_entropy takes the class of each sample, not probabilities; target is of dtype "
+            f"{target.dtype}; write "
+            "target.long(), or cross_entropy(linear(x, weight), target) for probabilities"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ArgumentError(f"the bias has one number for each of {weight.shape[0]} classes; got {tuple(bias.shape)}")

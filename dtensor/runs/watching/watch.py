@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import ArgumentError, ArgumentTypeError, ReplicaError
+from ...errors import ArgumentError, ArgumentTypeError, ReplicaError, shown
 from ...mesh.job import failure_told, job
 from ...torch_private.core import disable_current_modes
 from .checksums import checksum, is_spoilt
@@ -82,7 +82,9 @@ def watch(
         MeshError: This rank is not in `mesh`, or there is no process group over its ranks.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"watch takes an nn.Module and its optimizers; got {type(model).__name__}")
+        raise ArgumentTypeError(
+            f"watch takes an nn.Module and its optimizers; got {shown(model)}, write watch(model, optimizer)"
+        )
     if isinstance(every, bool) or not isinstance(every, Integral) or every < 1:
         raise ArgumentError(f"every is the number of steps between comparisons, an int of at least 1; got {every!r}")
     if on_difference not in ("raise", "warn"):
