@@ -139,9 +139,10 @@ def fingerprint() -> tuple[tuple[str, str], ...]:
 def _overloads(op: Any) -> list[OpOverload]:
     found = overloads_of(op)
     if not found:
+        fix = f", write torch.ops.{op.replace('::', '.')}" if isinstance(op, str) and "::" in op else ""
         raise ArgumentTypeError(
-            f"register_sharding takes an operator: one made by torch.library.custom_op, torch.ops.mylib.f or "
-            f"torch.ops.mylib.f.default; got {shown(op)}"
+            "register_sharding takes an operator: one made by torch.library.custom_op, torch.ops.mylib.f or "
+            f"torch.ops.mylib.f.default; got {shown(op)}{fix}"
         )
     return found
 

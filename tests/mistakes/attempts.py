@@ -1,10 +1,10 @@
-"""Tries mistakes on a rank, and returns what each raised there."""
+"""What a rank does with the mistakes of the tables, and the names that they are written with."""
 
 import copy
+import linecache
 import traceback
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,32 +14,9 @@ from torch import nn
 
 import dtensor
 import dtensor.compile
-from dtensor import (
-    Checkpoints,
-    DTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    init_device_mesh,
-    local_map,
-    parallel,
-    register_sharding,
-    safetensors,
-)
+from dtensor import Checkpoints, Replicate, Shard, distribute_tensor, init_device_mesh, parallel, safetensors
 
 ROWS = torch.arange(8.0).view(4, 2)
-OPTIONS = {"inner": "aot_eager"}
-
-
-@torch.library.custom_op("mistakes::unknown", mutates_args=())
-def unknown(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-@unknown.register_fake
-def _(x):
-    return torch.empty_like(x)
 
 
 @torch.library.custom_op("mistakes::fresh", mutates_args=())
@@ -47,15 +24,10 @@ def fresh(x: torch.Tensor) -> torch.Tensor:
     return x.sum(0)
 
 
-@fresh.register_fake
-def _(x):
-    return x.new_empty(x.shape[1:])
-
-
 class Heads(nn.Module):
     """Sizes in its code are those of the whole."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.q, self.o = nn.Linear(4, 4), nn.Linear(4, 4)
 
@@ -64,7 +36,7 @@ class Heads(nn.Module):
 
 
 class Named(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up_proj, self.down_proj = nn.Linear(4, 8), nn.Linear(8, 4)
 
@@ -72,115 +44,120 @@ class Named(nn.Module):
         return self.down_proj(self.up_proj(input))
 
 
-def mlp(width: int = 4) -> nn.Sequential:
-    torch.manual_seed(0)
+def mlp(width=4):
     return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 4))
 
 
+def stepped(model):
+    """An optimizer of `model` with a state."""
+    optimizer = torch.optim.Adam(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return optimizer
+
+
+def theirs(x):
+    """A DTensor of torch."""
+    from torch.distributed.tensor import distribute_tensor as of_torch
+
+    return of_torch(x, torch.distributed.init_device_mesh("cpu", (2,)))
+
+
 class Attempts:
-    """The names that mistakes are written with, on one rank."""
+    """Tries mistakes on one rank.
+
+    Args:
+        rank: this rank.
+        folder: a folder that all ranks see.
+    """
 
     def __init__(self, rank: int, folder: str) -> None:
         self.rank, self.folder, self.count = rank, Path(folder), 0
         self.mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        self.mesh2 = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-        self.mesh3 = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+        self.meshes = {
+            "mesh": self.mesh,
+            "mesh2": init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")),
+            "mesh3": init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c")),
+        }
         self.plan = {"0": parallel.ColwiseParallel(), "1": parallel.RowwiseParallel()}
 
+    def sharded(self, width: int = 4) -> nn.Module:
+        return parallel.parallelize_module(mlp(width), self.mesh, self.plan)
+
+    def mixed(self) -> list[nn.Parameter]:
+        """Parameters with gradients, of which some are plain."""
+        model: Any = self.sharded()
+        model[1].weight = nn.Parameter(torch.ones(4, 4))
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        return list(model.parameters())
+
     def names(self, compiled: bool) -> dict[str, Any]:
+        """The names that a mistake may use."""
         self.count += 1
         tmp = self.folder / str(self.count)
         tmp.mkdir(exist_ok=True)
-        mesh = self.mesh
-        rows = torch.ones(4, 4)
 
-        def run(fn, *args):
+        def run(fn: Any, *args: Any) -> Any:
             if compiled:
-                torch.compiler.reset()
-                fn = torch.compile(fn, backend="dtensor", options=OPTIONS, fullgraph=True)
+                fn = torch.compile(fn, backend="dtensor", options={"inner": "aot_eager"}, fullgraph=True)
             return fn(*args)
 
-        def sharded(width: int = 4):
-            return parallel.parallelize_module(mlp(width), mesh, self.plan)
-
-        def mixed():
-            model = sharded()
-            model[1].weight = nn.Parameter(torch.ones(4, 4))
-            for p in model.parameters():
-                p.grad = torch.ones_like(p)
-            return list(model.parameters())
-
-        def saved(state):
+        def saved(state: dict[str, Any]) -> Checkpoints:
             checkpoints = Checkpoints(tmp / "saved")
             checkpoints.save(state, step=1)
             return checkpoints
 
-        def stepped(model, skip=""):
-            optimizer = torch.optim.Adam(model.parameters())
-            for name, p in model.named_parameters():
-                if name != skip:
-                    p.grad = torch.ones_like(p)
-            optimizer.step()
-            return optimizer
-
-        def file(state):
+        def file(state: dict[str, torch.Tensor]) -> Path:
             safetensors.export(state, tmp / "whole.safetensors")
             return tmp / "whole.safetensors"
 
         return {
             **vars(dtensor),
             **vars(parallel),
-            "Checkpoints": Checkpoints,
-            "DTensor": DTensor,
+            **self.meshes,
             "F": F,
             "Heads": Heads,
+            "Named": Named,
             "PLAN": self.plan,
-            "Partial": Partial,
-            "Path": Path,
             "ROWS": ROWS,
-            "ROWS4": rows,
-            "Replicate": Replicate,
-            "Shard": Shard,
-            "SimpleNamespace": SimpleNamespace,
             "classes": lambda n: torch.zeros(n, dtype=torch.long),
             "copy": copy,
-            "dist": dist,
             "dtensor": dtensor,
             "file": file,
-            "local_map": local_map,
-            "mesh": mesh,
-            "mesh2": self.mesh2,
-            "mesh3": self.mesh3,
-            "mixed": mixed,
+            "fresh": fresh,
+            "mixed": self.mixed,
             "mlp": mlp,
-            "named": Named,
             "nn": nn,
             "rank": self.rank,
-            "register_sharding": register_sharding,
-            "renamed": Named,
+            "rows": torch.ones(4, 4),
             "run": run,
             "safetensors": safetensors,
             "saved": saved,
-            "sharded": sharded,
+            "sharded": self.sharded,
             "stepped": stepped,
+            "theirs": theirs,
             "tmp": tmp,
             "torch": torch,
-            "wider": lambda: sharded(8),
-            "x": distribute_tensor(ROWS, mesh, [Shard(0)]),
-            "x4": distribute_tensor(rows, mesh, [Replicate()]),
-            "x8": torch.ones(4, 8),
+            "x": distribute_tensor(ROWS, self.mesh, [Shard(0)]),
+            "y": distribute_tensor(ROWS, self.mesh, [Replicate()]),
         }
 
-    def attempt(self, code: str, compiled: bool) -> tuple[str, str, str, bool]:
-        """What `code` raises: the class, the message, the whole traceback, and whether it is one of the library's."""
+    def attempt(self, code: str, compiled: bool) -> "tuple[list[str], str, str]":
+        """What `code` raises: the names of the classes of the error, its text, and all that Python prints."""
         names = self.names(compiled)
+        path = str(self.folder / f"mistake{self.count}.py")
+        linecache.cache[path] = (len(code), None, code.splitlines(keepends=True), path)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                path = self.folder / f"mistake{self.count}.py"
-                path.write_text(code)
                 exec(compile(code, path, "exec"), names)
         except Exception as error:
-            shown = "".join(traceback.format_exception(error))
-            return type(error).__name__, str(error), shown, isinstance(error, dtensor.ShardingError)
-        return "", "", "", False
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            return kinds, str(error), "".join(traceback.format_exception(error))
+        finally:
+            if compiled:
+                torch.compiler.reset()
+            dist.barrier()  # nobody is left waiting
+        return [], "", ""
