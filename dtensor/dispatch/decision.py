@@ -44,6 +44,7 @@ from ..torch_private.core import (
     detect_fake_mode,
     disable_current_modes,
     is_in_graph,
+    real_object,
     tree_leaves,
     tree_map,
     without_frame,
@@ -397,7 +398,8 @@ def check_operands(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, An
                 operands.append(item._spec)
                 if item._spec.mesh != operands[0].mesh:
                     raise MeshError(
-                        f"{func}: argument '{name}' lives on {item._spec.mesh} but another one on {operands[0].mesh}; "
+                        f"{func}: argument '{name}' lives on {real_object(item._spec.mesh)} but another one on "
+                        f"{real_object(operands[0].mesh)}; "
                         "write x.redistribute(device_mesh, placements) to bring one of them to the other's mesh"
                     )
             elif isinstance(item, torch.Tensor):

@@ -85,7 +85,7 @@ def check(tables, folder):
     for on_first, on_second in zip(*ranks, strict=True):
         code, compiled, kinds, text, _ = on_first
         reason = wrong(by_code[code], *on_first[1:])
-        if not reason and (kinds, text) != on_second[2:4]:
+        if not reason and (kinds, ADDRESS.sub("", text)) != (on_second[2], ADDRESS.sub("", on_second[3])):
             reason = f"is another one on rank 1: {on_second[2][:1]} {on_second[3]}"
         if reason:
             failures.append(f"{code}{'  (compiled)' if compiled else ''}\n{kinds[:1]} {text}\n-> {reason}\n")
