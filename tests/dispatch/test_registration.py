@@ -301,7 +301,7 @@ def test_floats_of_a_call_are_seen(mesh):
         ("mk,m->n", {}, r"factor 'n' of an output is in no operand.* write 1 for that dimension"),
         ("m2,m->m1", {}, r"a dimension is a letter, 1, or ... for several; got '2' in 'm2'"),
         ("...k...,m->k", {}, r"... may occur only once in a term"),
-        ("mk,m->mk", {"reduce": "z"}, r"has no factor 'z'; its factors are k, m"),
+        ("mk,m->mk", {"reduce": "z"}, r"has no factor 'z', .*; its factors are k, m"),
         ("mk,m->mk", {"blocked": "z"}, r"has no factor 'z'"),
         ("mk,m->mk", {"reduce": "k"}, r"factor 'k' is in every output, so it is not reduced"),
         ("mk,m->m1", {"reduce": {"k": "mean"}}, r"reduces by one of sum, avg, max, min, product; got 'mean'"),
@@ -335,7 +335,7 @@ def test_a_letter_may_occur_twice_and_the_first_that_is_wrong_is_named():
     assert Rule("mm->m").inputs == (("m", "m"),)
     with pytest.raises(ValueError, match="factor 'x' of an output is in no operand"):
         Rule("m->xy")
-    with pytest.raises(ValueError, match="has no factor 'x'; its factors are k, m"):
+    with pytest.raises(ValueError, match="has no factor 'x', .*; its factors are k, m"):
         Rule("mk->m", reduce={"x": "sum", "y": "sum"})
     for option in ("k", "x"):
         with pytest.raises(TypeError, match="positional argument"):

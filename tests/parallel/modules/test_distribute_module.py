@@ -59,7 +59,7 @@ def test_what_distribute_tensor_refuses(rank):
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match=r"takes a leaf tensor.*distribute_tensor\(x.detach\(\)"):
         distribute_tensor(torch.ones(2, requires_grad=True) * 2, mesh)
-    with pytest.raises(PlacementError, match="the mesh has 1 axes but 2 placements were given"):
+    with pytest.raises(PlacementError, match="the mesh has 1 axis but 2 placements were given"):
         distribute_tensor(torch.ones(2), mesh, [Shard(0), Replicate()])
     with pytest.raises(PlacementError, match="one placement per mesh axis; write "):
         distribute_tensor(torch.ones(2), mesh, Shard(0))
