@@ -1,9 +1,10 @@
 """The exceptions that users of the library can see.
 
-Each message states what was given, why it does not work, and what to write instead. It is written where the error is
-raised: of `MixedTensorError` in `dtensor.dispatch.plain_operands`, of `PlacementError` in `dtensor.layout.placements`,
-of `MisfitError` in `dtensor.parallel.checks.size_misfit`, of `AgreementError` in `dtensor.comm.agreement`, of
-`CheckpointError` in `dtensor.state`, and of `ReplicaError` in `dtensor.runs.watching.differences`.
+Each message states what was given, why it does not work, and what to write instead, and is the same on all ranks
+(`shown`); `tests/mistakes` has what they say. It is written where the error is raised: of `MixedTensorError` in
+`dtensor.dispatch.plain_operands`, of `PlacementError` in `dtensor.layout.placements`, of `MisfitError` in
+`dtensor.parallel.checks.size_misfit`, of `AgreementError` in `dtensor.comm.agreement`, of `CheckpointError` in
+`dtensor.state`, and of `ReplicaError` in `dtensor.runs.watching.differences`.
 """
 
 from typing import Any

@@ -335,7 +335,7 @@ def test_a_letter_may_occur_twice_and_the_first_that_is_wrong_is_named():
     assert Rule("mm->m").inputs == (("m", "m"),)
     with pytest.raises(ValueError, match="factor 'x' of an output is in no operand"):
         Rule("m->xy")
-    with pytest.raises(ValueError, match="has no factor 'x', .*; its factors are k, m"):
+    with pytest.raises(ValueError, match=r"has no factor 'x', .*; its factors are k, m"):
         Rule("mk->m", reduce={"x": "sum", "y": "sum"})
     for option in ("k", "x"):
         with pytest.raises(TypeError, match="positional argument"):
@@ -373,7 +373,7 @@ def test_operators_that_cannot_have_a_rule(op, message):
 
 
 def test_what_is_no_operator():
-    with pytest.raises(TypeError, match=r"takes an operator: .* got <built-in"):
+    with pytest.raises(TypeError, match=r"takes an operator: .* got the function"):
         dtensor.register_sharding(torch.relu, "m->m")
     with pytest.raises(TypeError, match=r"takes the text of a rule and its options, or a dtensor.Rule; got 3"):
         dtensor.register_sharding(scale_rows, 3)
