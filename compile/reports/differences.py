@@ -33,7 +33,7 @@ def differences(a: Path, b: Path) -> Iterator[str]:
     """
     for path in (a, b):
         if not path.exists():
-            raise FileNotFoundError(f"there is no {path}")
+            raise ArgumentError(f"there is no {path}; give two files or two folders of dumps")
     if a.is_dir() != b.is_dir():
         raise ArgumentError(f"{a} and {b} are a file and a folder; give two files or two folders")
     if not a.is_dir():
