@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ArgumentError
+from dtensor.errors import ArgumentError
+
 from .reading import communicating, read
 
 HEAD = "# dtensor lock 1: what a program communicates; `dtensor check --write` makes it anew"

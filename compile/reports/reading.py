@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import ArgumentError
+from dtensor.errors import ArgumentError
 
 RANK = re.compile(r"rank(\d+)")
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ArgumentError
+from dtensor.errors import ArgumentError
+
 from ..recording.frames import Frame, recent_frames
 from ..recording.manifest import manifest
 from .reading import Dumped
